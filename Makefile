@@ -1,0 +1,78 @@
+# Set-up and everyday commands; `make` alone lists them. Each makes the environment it needs, once.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+BENCH_BIN := .venv-bench/bin
+PINS := pyproject.toml envs/constraints.txt
+SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_templates tests)
+
+# Quiet but for errors.
+pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
+
+.PHONY: help demo test check format bench campaign clean distclean
+
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  ARGS="..." adds to the command that runs: make test ARGS="-k resume", make bench ARGS="--help"'
+	@echo '  PYTHON=... names the Python (3.10 or newer) to make environments with'
+
+demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
+	@$(BIN)/ddp-hpc submit examples/digits.yaml name=demo --follow $(ARGS)
+	@echo '(`ddp-hpc` is in .venv/bin: `source .venv/bin/activate` puts it on PATH)'
+
+test: check ## All checks, then all tests in random order
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/.dev ## Format, lint, types, import contracts, shell scripts
+	$(BIN)/ruff format --check --diff
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	find $(SCRIPT_DIRS) -type f -exec awk 'FNR == 1 && /^#!.*sh( |$$)/ { print FILENAME } { nextfile }' {} + \
+		| xargs -r $(BIN)/shellcheck
+
+format: .venv/.dev ## Rewrite the code the way `check` wants it, where that is safe
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+bench: .venv-bench/.runtime ## Measure ours and its peers side by side
+	$(BENCH_BIN)/python benchmarks/run.py $(ARGS)
+
+campaign: .venv/.dev ## Hundreds of killed and resumed runs
+	$(BIN)/python -m pytest -m campaign $(ARGS)
+
+clean: ## Remove caches and build outputs; runs/ and environments stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find ddp_hpc tests benchmarks examples envs -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the environments too
+	rm -rf .venv .venv-bench
+
+# Environments. A stamp inside each says how far it has come; it is touched last, so an interrupted one goes on.
+
+%/.made:
+	@envs/make-venv $* $(PYTHON)
+	@touch $@
+
+.venv/.runtime: $(PINS) | .venv/.made
+	@echo 'Installing ddp_hpc and PyTorch into .venv (about 90 s, once) ...'
+	@$(call pip-install,$(BIN)) -e .
+	@touch $@
+
+.venv/.dev: $(PINS) | .venv/.runtime
+	@echo 'Installing the tools for tests and checks into .venv (about 20 s, once) ...'
+	@$(call pip-install,$(BIN)) -e '.[dev]'
+	@touch $@
+
+.venv-bench/.runtime: $(PINS) envs/bench.txt | .venv-bench/.made
+	@echo 'Installing ddp_hpc, PyTorch, Lightning and Accelerate into .venv-bench (about 2 min, once) ...'
+	@$(call pip-install,$(BENCH_BIN)) -e . -r envs/bench.txt
+	@touch $@

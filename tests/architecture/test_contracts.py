@@ -1,0 +1,60 @@
+"""The import contracts in pyproject.toml hold, and each breaks where it should."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddp_hpc
+
+ROOT = Path(ddp_hpc.__file__).parents[1]
+LINT_IMPORTS = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Return a copy of the package and its contracts, to plant trespasses in."""
+    shutil.copytree(ROOT / "ddp_hpc", tmp_path / "ddp_hpc", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def broken_contracts(root: Path) -> set[str]:
+    """Return the names of the contracts that import-linter finds broken below `root`."""
+    argv = [sys.executable, "-c", LINT_IMPORTS, "--no-logo", "--no-cache"]
+    environ = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1"}
+    done = subprocess.run(argv, cwd=root, env=environ, capture_output=True, text=True, check=False)
+    broken = set(re.findall(r"^(.+) BROKEN\b", done.stdout, flags=re.MULTILINE))
+    assert (done.returncode == 0) == (not broken), done.stdout + done.stderr
+    return broken
+
+
+def test_the_contracts_hold(copy: Path) -> None:
+    assert broken_contracts(copy) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("errors.py", "import ddp_hpc.spec", "Floors"),
+        ("watch/status.py", "import ddp_hpc.job.supervisor", "Floors"),
+        ("spec.py", "def late():\n    import ddp_hpc.cli", "Floors"),
+        ("attic.py", "", "Floors"),  # a new room must be given its floor
+        ("job/supervisor.py", "import torch", "Only the train wing"),
+        ("checkpoint_store.py", "from numpy import array", "Only the train wing"),
+        ("train/loop.py", "import submitit", "Nobody"),
+    ],
+)
+def test_a_trespass_breaks_its_contract(copy: Path, module: str, line: str, contract: str) -> None:
+    with (copy / "ddp_hpc" / module).open("a", encoding="utf-8") as file:
+        file.write(f"\n{line}\n")
+
+    (broken,) = broken_contracts(copy)
+
+    assert broken.startswith(contract)

@@ -1,0 +1,101 @@
+"""Each outside thing has one door a wing; this reads the source and says who used another."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import ddp_hpc
+
+PACKAGE = Path(ddp_hpc.__file__).parent
+ROOMS = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+DOORS: dict[str, set[str]] = {
+    "os.environ": {"cli/__init__.py", "job/agent.py", "submit/local_executor.py"},
+    "subprocess": {"job/supervisor.py", "submit/local_executor.py"},
+    "SLURM_": set(),
+    "signal": {"processes.py", "job/agent.py", "submit/local_executor.py", "train/stop.py"},
+}
+"""Outside thing to the modules that may touch it: `processes` for everybody, else one a wing, if any."""
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+SHELLS = {"popen", "system"}
+
+
+def uses(source: str) -> set[str]:
+    """Return which of the guarded things this source text touches."""
+    return {thing for node in ast.walk(ast.parse(source)) for thing in touched_by(node)}
+
+
+def touched_by(node: ast.AST) -> set[str]:
+    """Return which of the guarded things this one node touches."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="os"), attr=name):
+            return of_os(name)
+        case ast.Import(names=names):
+            return {alias.name.partition(".")[0] for alias in names} & DOORS.keys()
+        case ast.ImportFrom(module="os", names=names):
+            return {thing for alias in names for thing in of_os(alias.name)}
+        case ast.ImportFrom(module=str(module), level=0):
+            return {module.partition(".")[0]} & DOORS.keys()
+        case ast.Constant(value=str(text)) if text.startswith("SLURM_"):
+            return {"SLURM_"}
+    return set()
+
+
+def of_os(name: str) -> set[str]:
+    """Return the guarded thing that `os.<name>` is."""
+    if name in ENVIRONMENT:
+        return {"os.environ"}
+    return {"subprocess"} if name in SHELLS else set()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_outside_things_are_touched_at_their_doors_only(room: str) -> None:
+    used = uses((PACKAGE / room).read_text(encoding="utf-8"))
+
+    trespasses = {thing for thing in used if room not in DOORS[thing]}
+
+    assert trespasses == set(), f"{room} touches {sorted(trespasses)}; the doors are {DOORS}"
+
+
+@pytest.mark.parametrize(("thing", "room"), [(thing, room) for thing, rooms in DOORS.items() for room in sorted(rooms)])
+def test_every_door_leads_somewhere(thing: str, room: str) -> None:
+    """A door nobody uses any more is closed, not left ajar."""
+    assert thing in uses((PACKAGE / room).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("thing", "source"),
+    [
+        ("os.environ", "import os\nos.environ['HOME']"),
+        ("os.environ", "import os\ndef f():\n    return os.getenv('HOME')"),
+        ("os.environ", "from os import environ"),
+        ("os.environ", "from os import getenv as read"),
+        ("subprocess", "import subprocess"),
+        ("subprocess", "def f():\n    from subprocess import run"),
+        ("subprocess", "import os\nos.system('true')"),
+        ("signal", "import signal as s"),
+        ("signal", "from signal import SIGUSR1"),
+        ("SLURM_", "x = 'SLURM_PROCID'"),
+        ("SLURM_", "x = lambda name: f'SLURM_{name}'"),
+    ],
+)
+def test_the_guard_sees_each_kind_of_use(thing: str, source: str) -> None:
+    """A guard that cannot fail guards nothing."""
+    assert uses(source) == {thing}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.getpid()",
+        "'''What SLURM_PROCID is for.'''",
+        "from ddp_hpc.train import signal_names",
+        "x = 'signal'",
+    ],
+)
+def test_the_guard_lets_other_things_pass(source: str) -> None:
+    assert uses(source) == set()

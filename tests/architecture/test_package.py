@@ -1,0 +1,67 @@
+"""What a user installs is whole."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ddp_hpc
+
+ROOT = Path(ddp_hpc.__file__).parents[1]
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_hpc").rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Build the wheel with the environment's own hatchling: no network."""
+    directory = tmp_path_factory.mktemp("wheel")
+    argv = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(directory)]
+    subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+    (path,) = directory.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def metadata(wheel: zipfile.ZipFile) -> str:
+    return wheel.read(f"ddp_hpc-{ddp_hpc.__version__}.dist-info/METADATA").decode()
+
+
+def test_the_wheel_holds_every_module_and_the_digits(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+
+    assert {*MODULES, "ddp_hpc/train/recipes/digits.npz"} <= names
+
+
+def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.ZipFile) -> None:
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+
+    assert tops == {"ddp_hpc", f"ddp_hpc-{ddp_hpc.__version__}.dist-info"}
+
+
+@pytest.mark.parametrize(("file", "words"), [("LICENSE", "Apache License"), ("NOTICE", "CC BY 4.0")])
+def test_the_wheel_carries_the_licence_and_the_credits(wheel: zipfile.ZipFile, file: str, words: str) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(f".dist-info/licenses/{file}"))
+
+    assert words in wheel.read(name).decode()
+
+
+def test_the_wheel_says_its_version_and_licence(wheel: zipfile.ZipFile) -> None:
+    lines = metadata(wheel).splitlines()
+
+    assert f"Version: {ddp_hpc.__version__}" in lines
+    assert "License-Expression: Apache-2.0" in lines
+
+
+def test_the_wheel_brings_the_command(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+
+    assert "ddp-hpc = ddp_hpc.cli:main" in wheel.read(name).decode().splitlines()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is_for(module: str) -> None:
+    assert ast.get_docstring(ast.parse((ROOT / module).read_text(encoding="utf-8")))

@@ -1,0 +1,89 @@
+"""What is typed on a login node answers at once: it imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.config import render_resolved, resolve
+from ddp_hpc.records import record_start
+from ddp_hpc.run_dir import RunDir
+
+HEAVY = {"numpy", "submitit", "torch", "torchvision"}
+ANSWER_S = 0.15
+ATTEMPTS = 20
+
+THEN_SAY_WHAT_IS_LOADED = """
+import sys
+try:
+    from ddp_hpc.cli import main
+    code = main()
+except SystemExit as end:
+    code = end.code
+print("loaded:", *sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+VERBS = {
+    "--help": ["--help"],
+    "config": ["config", "train.lr"],
+    "list": ["list"],
+    "status": ["status", "digits"],
+    "status --json": ["status", "digits", "--json"],
+    "submit --dry-run": ["submit", "digits.yaml", "name=other", "--dry-run"],
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return a directory with a configuration and a run that has begun."""
+    (tmp_path / "digits.yaml").write_text("train:\n  epochs: 1\n", encoding="utf-8")
+    run = RunDir(tmp_path / "runs" / "digits")
+    run.path.mkdir(parents=True)
+    run.config.write_text(render_resolved(resolve(tmp_path / "digits.yaml", [], {})), encoding="utf-8")
+    record_start(run, attempt=0, job_id="local-1")
+    return tmp_path
+
+
+def loaded_by(code: str, *args: str, cwd: Path) -> set[str]:
+    """Run Python code with arguments; return the modules it says are loaded at its end."""
+    argv = [sys.executable, "-c", code, *args]
+    done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.splitlines()[-1].removeprefix("loaded:").split())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_of_the_login_node_imports_nothing_heavy(verb: str, directory: Path) -> None:
+    loaded = loaded_by(THEN_SAY_WHAT_IS_LOADED, *VERBS[verb], cwd=directory)
+
+    assert "ddp_hpc.cli" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_the_guard_sees_torch_where_it_is_imported(directory: Path) -> None:
+    """It would be blind where torch is not installed at all."""
+    assert importlib.util.find_spec("torch") is not None
+
+    loaded = loaded_by("import ddp_hpc.train.recipe\n" + THEN_SAY_WHAT_IS_LOADED, "--help", cwd=directory)
+
+    assert "torch" in loaded
+
+
+def seconds_to_answer(args: list[str], cwd: Path) -> float:
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "ddp_hpc", *args], cwd=cwd, capture_output=True, check=True)
+    return time.perf_counter() - begun
+
+
+@pytest.mark.parametrize("verb", ["--help", "status"])
+def test_it_answers_at_once(verb: str, directory: Path) -> None:
+    """The best of some attempts counts: other work on the machine may slow down any of them."""
+    attempts = (seconds_to_answer(VERBS[verb], directory) for _ in range(ATTEMPTS))
+
+    assert any(seconds < ANSWER_S for seconds in attempts), f"{verb} took over {ANSWER_S} s, {ATTEMPTS} times"

@@ -1,0 +1,24 @@
+"""What holds for every test: a machine's own settings do not reach it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# A shared machine may be slow at any moment; a slow example is no failure.
+settings.register_profile("ddp_hpc", deadline=None)
+settings.load_profile("ddp_hpc")
+
+FOREIGN_PREFIXES = ("DDP_HPC", "SLURM_", "MASTER_", "TORCHELASTIC_")
+FOREIGN_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide what a user's shell or a surrounding job has set."""
+    for name in list(os.environ):
+        if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("DDP_HPC_SITE_PROFILE", "")  # none, wherever this machine keeps one
