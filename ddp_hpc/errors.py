@@ -1,0 +1,35 @@
+"""The family of errors we raise for users: what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+
+class DdpHpcError(Exception):
+    """Base of every error that is told to the user in words instead of a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(DdpHpcError):
+    """The user asked for something that cannot be; nothing was started."""
+
+    exit_code = 2
+
+
+class RunNotFoundError(ConfigError):
+    """No run of that name or directory."""
+
+
+class RunBusyError(ConfigError):
+    """Another process is working on this run."""
+
+
+class CheckpointError(DdpHpcError):
+    """A checkpoint could not be written."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint on disk is not what was committed."""
+
+
+class WorkerError(DdpHpcError):
+    """A worker ended in a way that ends the run."""

@@ -1,0 +1,114 @@
+"""What the kernel is asked about processes: dying together, waiting for signals, holding a run, sharing CPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+"""What a cluster sends before it takes the machine away: both mean, commit and leave."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os._exit(128 + signal.SIGKILL)
+
+
+def ignore_stop_signals() -> None:
+    """Leave it to the parent to answer them: Slurm signals every process of a job step, helpers included."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def block_awaited_signals() -> None:
+    """Keep stop signals and children's deaths for `await_signal`; call before any thread is started."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+
+
+def unblock_signals() -> None:
+    """Take signals as they come again; for a child, once its handlers are set."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+
+
+def await_signal(timeout_s: float) -> signal.Signals | None:
+    """Wait for a stop signal or a child's death; return which, or None after `timeout_s`."""
+    info = signal.sigtimedwait({*STOP_SIGNALS, signal.SIGCHLD}, timeout_s)
+    return None if info is None else signal.Signals(info.si_signo)
+
+
+def reap() -> dict[int, int]:
+    """Return the exit codes, by pid, of the children that have died; minus the number for a signal."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those of `pids` that still live."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def kill(pids: Iterable[int]) -> None:
+    """End those of `pids` that still live, at once."""
+    send(pids, signal.SIGKILL)
+
+
+def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
+    """Lock `path` for this process and all its children; return the descriptor that holds it, or None if it is held.
+
+    The kernel lets go of it when the last of them is gone, so a run that was killed is free at once.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(fd)
+                return None
+            time.sleep(0.05)
+        else:
+            return fd
+
+
+def is_locked(path: Path) -> bool:
+    """Tell whether somebody on this host holds the lock at `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def share_cpus(cpus: Sequence[int], num_workers: int, cpus_per_worker: int | None) -> list[tuple[int, ...]]:
+    """Deal out CPUs to workers, neighbours together; workers share them all where there are too few."""
+    each = cpus_per_worker or len(cpus) // num_workers
+    if each == 0 or each * num_workers > len(cpus):
+        return [tuple(cpus)] * num_workers
+    return [tuple(cpus[worker * each : (worker + 1) * each]) for worker in range(num_workers)]

@@ -1,0 +1,145 @@
+"""The records a run keeps of itself: attempts, progress, errors; how they are written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ddp_hpc.durable import append_json_line, read_json, read_json_lines, replace_text
+from ddp_hpc.run_dir import RunDir
+
+Ending = Literal["finished", "stopped", "failed", "refused", "cancelled"]
+"""How an attempt ended: all steps done; committed because told to stop; an error; input that cannot be; ended by
+the user without a commit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt at a run: from the ledger's line of its start, and of its end where it has one."""
+
+    attempt: int
+    job_id: str
+    host: str
+    pid: int
+    started_at: float
+    """Seconds since the epoch, as all times in the records."""
+    ending: Ending | None = None
+    ended_at: float | None = None
+    reason: str = ""
+    exit_code: int | None = None
+
+
+def read_attempts(run: RunDir) -> list[Attempt]:
+    """Return the attempts of a run, oldest first."""
+    attempts: dict[int, dict[str, Any]] = {}
+    for line in read_json_lines(run.attempts):
+        known = {key: value for key, value in line.items() if key in Attempt.__dataclass_fields__}
+        attempts.setdefault(int(line.get("attempt", -1)), {}).update(known)
+    return [Attempt(**known) for _, known in sorted(attempts.items()) if "started_at" in known]
+
+
+def record_start(run: RunDir, *, attempt: int, job_id: str) -> None:
+    """Write into the ledger that this process begins an attempt."""
+    append_json_line(
+        run.attempts,
+        {
+            "attempt": attempt,
+            "job_id": job_id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started_at": time.time(),
+        },
+    )
+
+
+def record_end(run: RunDir, *, attempt: int, ending: Ending, exit_code: int, reason: str = "") -> None:
+    """Write into the ledger how an attempt ended."""
+    append_json_line(
+        run.attempts,
+        {
+            "attempt": attempt,
+            "ending": ending,
+            "exit_code": exit_code,
+            "reason": reason,
+            "ended_at": time.time(),
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where the training stands; rank zero replaces it every few seconds."""
+
+    attempt: int
+    step: int
+    total_steps: int
+    epoch: int
+    """Epochs completed, plus one: the epoch the next step belongs to, counted from one."""
+    epochs: int
+    loss: float | None = None
+    samples_per_s: float | None = None
+    eta_s: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The newest evaluation's numbers."""
+    last_checkpoint: int | None = None
+    last_checkpoint_at: float | None = None
+    save_error: str | None = None
+    """Why the newest save failed, where it did."""
+    at: float = 0.0
+
+
+def write_progress(run: RunDir, progress: Progress) -> None:
+    """Replace the newest progress; a reader sees the old or the new one, whole."""
+    replace_text(run.progress, json.dumps(asdict(progress)), durable=False)
+
+
+def read_progress(run: RunDir) -> Progress | None:
+    """Return the newest progress, or None before the first step."""
+    record = read_json(run.progress)
+    if record is None:
+        return None
+    try:
+        return Progress(**{key: value for key, value in record.items() if key in Progress.__dataclass_fields__})
+    except TypeError:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """What is known of a process's death, from itself or from the agent."""
+
+    rank: int
+    """-1 for the agent."""
+    host: str
+    at: float
+    step: int
+    exception: str
+    """Type and message."""
+    log: str
+    """Where its output is."""
+    traceback: str = ""
+    is_input_error: bool = False
+    """The user asked for something that cannot be (exit 2), rather than something that broke."""
+    is_secondary: bool = False
+    """The worker died of another's death: a lost connection."""
+
+
+def read_failures(run: RunDir, attempt: int) -> list[WorkerFailure]:
+    """Return what died in an attempt, the first cause first: who lost a connection died of another's death."""
+    records = (read_json(path) or {} for path in sorted(run.attempt_errors(attempt).glob("*.json")))
+    failures = []
+    for record in records:
+        try:
+            failures.append(WorkerFailure(**record))
+        except TypeError:
+            continue
+    return sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
+
+
+def first_failure(run: RunDir, attempt: int) -> WorkerFailure | None:
+    """Return the first to fail, or None where nobody wrote anything down."""
+    return next(iter(read_failures(run, attempt)), None)

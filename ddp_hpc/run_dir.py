@@ -1,0 +1,88 @@
+"""Every path of a run, named once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run; it outlives the jobs that work on it."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, every value with its source."""
+        return self.path / "config.yaml"
+
+    @property
+    def lock(self) -> Path:
+        """Held, by flock, as long as any process of the run lives on this host."""
+        return self.path / "run.lock"
+
+    @property
+    def attempts(self) -> Path:
+        """The ledger: one line an attempt's start, one its end."""
+        return self.path / "attempts.jsonl"
+
+    @property
+    def progress(self) -> Path:
+        """Newest step, loss, rate; replaced atomically every few seconds by rank zero."""
+        return self.path / "progress.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line a log interval or an evaluation, without duplicates after a resume."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def console(self) -> Path:
+        """What the supervisor, the agent and rank zero's logger say, of all attempts."""
+        return self.path / "logs" / "console.log"
+
+    @property
+    def stop_request(self) -> Path:
+        """Present: commit a checkpoint and leave."""
+        return self.path / "STOP"
+
+    @property
+    def done(self) -> Path:
+        """Present: the run has finished; holds its last step."""
+        return self.path / "DONE"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        return self.path / "logs" / f"attempt-{attempt}"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        return self.attempt_logs(attempt) / f"rank-{rank}.log"
+
+    def attempt_errors(self, attempt: int) -> Path:
+        return self.path / "errors" / f"attempt-{attempt}"
+
+    def rank_error(self, attempt: int, rank: int) -> Path:
+        return self.attempt_errors(attempt) / f"rank-{rank}.json"
+
+    def agent_error(self, attempt: int, node_rank: int) -> Path:
+        return self.attempt_errors(attempt) / f"agent-{node_rank}.json"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    def rank_samples(self, attempt: int, rank: int) -> Path:
+        """The sample ids of every step this rank took in this attempt."""
+        return self.samples / f"attempt-{attempt}" / f"rank-{rank}.jsonl"

@@ -1,0 +1,380 @@
+"""What the user asks for: frozen dataclasses that check themselves when made.
+
+Every field is a key of the configuration (`train.lr` is `RunSpec.train.lr`); the text below a field is what
+`ddp-hpc config` prints about it. Numbers that follow from others are properties.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ddp_hpc.errors import ConfigError
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _require_positive(section: str, **values: float | None) -> None:
+    for key, value in values.items():
+        _require(
+            value is None or value > 0,
+            f"`{section}.{key}` is {value!r}, but it must be above zero.",
+        )
+
+
+def _require_one_line(section: str, **values: object) -> None:
+    for key, value in values.items():
+        _require(
+            "\n" not in str(value) and "\0" not in str(value),
+            f"`{section}.{key}` is {value!r}, but it must be one line: a line break would become "
+            "another line of the job script.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSpec:
+    """What is trained."""
+
+    target: str = "image_classification"
+    """`my_module:build`, a function that returns a `Recipe`; or a built-in one: `image_classification`."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for that function (`recipe.args.width=32`)."""
+
+    def __post_init__(self) -> None:
+        module, _, function = self.target.partition(":")
+        _require(
+            all(part.isidentifier() for part in module.split(".")) and (not function or function.isidentifier()),
+            f"`recipe.target` is {self.target!r}, but it must be `module:function` "
+            "or the name of a built-in recipe: `image_classification`.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """How long and with which numbers."""
+
+    epochs: int = 10
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after so many optimizer steps, even amid an epoch."""
+    global_batch_size: int = 64
+    """Samples of one optimizer step, over all workers and micro batches; it stays when the world changes."""
+    micro_batch_size: int | None = None
+    """Samples a worker takes through the model at once; gradients are accumulated up to the global batch.
+    Unset: the worker's whole share."""
+    lr: float = 0.1
+    """Peak learning rate."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of forward and backward (autocast); fp16 scales the loss. Weights stay in fp32."""
+    grad_clip_norm: float | None = None
+    """Clip the norm of all gradients together to this."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, and evaluate with it."""
+    sync_batch_norm: bool = False
+    """Compute batch-norm statistics over all workers."""
+    find_unused_parameters: bool = False
+    """Allow parameters that take no part in a backward (slower)."""
+    compile: bool = False
+    """Run the model through `torch.compile`."""
+    channels_last: bool = False
+    """Keep 4-D weights and inputs in channels-last order, faster for convolutions on GPUs."""
+    deterministic: bool = False
+    """Allow only deterministic algorithms; needed on GPUs for a resume that is exact to the bit."""
+    record_samples: bool = False
+    """Write the sample ids of every step to `samples/`."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "train",
+            epochs=self.epochs,
+            max_steps=self.max_steps,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            lr=self.lr,
+            grad_clip_norm=self.grad_clip_norm,
+        )
+        _require(
+            self.ema_decay is None or 0 < self.ema_decay < 1,
+            f"`train.ema_decay` is {self.ema_decay!r}, but it must lie between 0 and 1.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """The optimizer, where the recipe brings none of its own."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """SGD with momentum, or AdamW."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    nesterov: bool = False
+    """Nesterov's form of momentum."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    eps: float = 1e-8
+    """Term added to AdamW's denominator."""
+    weight_decay: float = 5e-4
+    """Decay of weights; biases and normalisation parameters (1-D or scalar) are never decayed."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.weight_decay >= 0,
+            f"`optimizer.weight_decay` is {self.weight_decay!r}, but it must not be negative.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduleSpec:
+    """The learning rate over the steps, as a factor of `train.lr`."""
+
+    name: Literal["cosine", "step", "constant"] = "cosine"
+    """Cosine to `min_factor` at the last step; a drop by `gamma` at each milestone; or no change."""
+    warmup_steps: int = 0
+    """Rise linearly over the first so many steps."""
+    milestones: tuple[int, ...] = ()
+    """Steps at which `step` drops the rate."""
+    gamma: float = 0.1
+    """Factor of each drop of `step`."""
+    min_factor: float = 0.0
+    """Where `cosine` ends, as a factor of `train.lr`."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.warmup_steps >= 0,
+            f"`lr_schedule.warmup_steps` is {self.warmup_steps!r}, but it must not be negative.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """How samples reach the model."""
+
+    num_workers: int = 0
+    """Loader processes a worker; 0 loads in the worker itself."""
+    prefetch_factor: int = 2
+    """Micro batches each loader process prepares ahead."""
+    drop_last: bool = False
+    """Leave out the samples at an epoch's end that do not fill a global batch."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_workers >= 0,
+            f"`data.num_workers` is {self.num_workers!r}, but it must not be negative.",
+        )
+        _require_positive("data", prefetch_factor=self.prefetch_factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSpec:
+    """When the held-out samples are evaluated."""
+
+    every_epochs: int = 1
+    """Evaluate after so many epochs, and at the end."""
+    batch_size: int = 256
+    """Samples a worker evaluates at once."""
+
+    def __post_init__(self) -> None:
+        _require_positive("eval", every_epochs=self.every_epochs, batch_size=self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSpec:
+    """What is written down on the way."""
+
+    every_steps: int = 20
+    """Write loss and learning rate to `metrics.jsonl` after so many steps."""
+    tensorboard: bool = False
+    """Write the same to `tensorboard/` (needs `pip install ddp_hpc[tensorboard]`)."""
+
+    def __post_init__(self) -> None:
+        _require_positive("log", every_steps=self.every_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourcesSpec:
+    """What the run asks of machines."""
+
+    nodes: int = 1
+    """Machines."""
+    workers_per_node: int | None = None
+    """Training processes a node. Unset: one a GPU, or one."""
+    gpus_per_node: int = 0
+    """GPUs of each node; 0 trains on CPUs."""
+    cpus_per_worker: int | None = None
+    """CPUs of each worker. Unset: an equal share of the CPUs at hand."""
+    mem_gb: int | None = None
+    """Memory of each node, in GiB. Unset: the cluster's default."""
+    time_limit_min: int | None = None
+    """Time limit of a job, in minutes. Unset: the cluster's default."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "resources",
+            nodes=self.nodes,
+            workers_per_node=self.workers_per_node,
+            cpus_per_worker=self.cpus_per_worker,
+            mem_gb=self.mem_gb,
+            time_limit_min=self.time_limit_min,
+        )
+        _require(
+            self.gpus_per_node >= 0,
+            f"`resources.gpus_per_node` is {self.gpus_per_node!r}, but it must not be negative.",
+        )
+        _require(
+            self.gpus_per_node == 0 or self.local_world_size <= self.gpus_per_node,
+            f"`resources.workers_per_node` is {self.workers_per_node}, but `resources.gpus_per_node` is "
+            f"{self.gpus_per_node}. Ask for one GPU a worker, or for `resources.gpus_per_node=0`.",
+        )
+
+    @property
+    def local_world_size(self) -> int:
+        """Workers a node."""
+        return self.workers_per_node or self.gpus_per_node or 1
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the run."""
+        return self.nodes * self.local_world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """When the training state is committed, and how much of it is kept."""
+
+    every_steps: int | None = 500
+    """Commit after so many steps (and always at the end and when told to stop); unset: only then."""
+    keep_last: int = 2
+    """Newest checkpoints to keep."""
+    keep_best: int = 0
+    """Best checkpoints, by `best_metric`, to keep besides."""
+    best_metric: str = "loss"
+    """The evaluation's number that says which is best."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Whether the lowest or the highest is best."""
+
+    def __post_init__(self) -> None:
+        _require_positive("checkpoint", every_steps=self.every_steps, keep_last=self.keep_last)
+        _require(
+            self.keep_best >= 0,
+            f"`checkpoint.keep_best` is {self.keep_best!r}, but it must not be negative.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSpec:
+    """Slurm's options, by Slurm's own names; used with `--cluster slurm`."""
+
+    partition: str | None = None
+    """`--partition`."""
+    account: str | None = None
+    """`--account`."""
+    qos: str | None = None
+    """`--qos`."""
+    constraint: str | None = None
+    """`--constraint`."""
+    exclude: str | None = None
+    """`--exclude`."""
+    nodelist: str | None = None
+    """`--nodelist`."""
+    reservation: str | None = None
+    """`--reservation`."""
+    dependency: str | None = None
+    """`--dependency`."""
+    mail_type: str | None = None
+    """`--mail-type`."""
+    mail_user: str | None = None
+    """`--mail-user`."""
+    comment: str | None = None
+    """`--comment`."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Any other flag of sbatch (`slurm.extra.switches=1`)."""
+
+    def __post_init__(self) -> None:
+        _require_one_line("slurm", **{key: value for key, value in vars(self).items() if key != "extra"})
+        _require_one_line("slurm.extra", **{str(key): value for key, value in self.extra.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerSpec:
+    """The image the workers run in; unset: none."""
+
+    image: str | None = None
+    """Image file, directory, or address the runtime understands."""
+    runtime: Literal["auto", "apptainer", "singularity"] = "auto"
+    """What runs the image; `auto` takes the first found."""
+    binds: tuple[str, ...] = ()
+    """More paths to see inside, `SOURCE[:TARGET[:ro]]`."""
+
+    def __post_init__(self) -> None:
+        _require_one_line("container", image=self.image, binds=self.binds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One training, from its name to its last key."""
+
+    name: str
+    """Name of the run and of its directory. Default: the configuration file's stem."""
+    runs_dir: str = "runs"
+    """Where runs live; on a cluster, a directory that all nodes share."""
+    seed: int = 0
+    """Everything random follows from it."""
+    launcher: Literal["agent", "srun", "torchrun"] = "agent"
+    """What starts the workers: one agent a node that forks them; or, on Slurm, one task a GPU; or torchrun."""
+    recipe: RecipeSpec = field(default_factory=RecipeSpec)
+    train: TrainSpec = field(default_factory=TrainSpec)
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    lr_schedule: LrScheduleSpec = field(default_factory=LrScheduleSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    eval: EvalSpec = field(default_factory=EvalSpec)
+    log: LogSpec = field(default_factory=LogSpec)
+    resources: ResourcesSpec = field(default_factory=ResourcesSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    container: ContainerSpec = field(default_factory=ContainerSpec)
+
+    def __post_init__(self) -> None:
+        _require(
+            NAME_PATTERN.fullmatch(self.name) is not None,
+            f"`name` is {self.name!r}, but it names a directory: use letters, digits, `.`, `_` and `-`, "
+            "beginning with a letter or a digit, 128 at most.",
+        )
+        _require(
+            0 <= self.seed < 2**63,
+            f"`seed` is {self.seed!r}, but it must lie between 0 and 2**63 - 1.",
+        )
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        """Refuse a global batch that the world cannot deal out evenly."""
+        share = self.resources.world_size * (self.train.micro_batch_size or 1)
+        asked = self.train.global_batch_size
+        if asked % share == 0:
+            return
+        below, above = asked // share * share, (asked // share + 1) * share
+        micro = f" x `train.micro_batch_size` {self.train.micro_batch_size}" if self.train.micro_batch_size else ""
+        nearest = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            f"`train.global_batch_size` is {asked}, but {self.resources.world_size} workers "
+            f"(`resources.nodes` {self.resources.nodes} x `resources.workers_per_node` "
+            f"{self.resources.local_world_size}){micro} "
+            f"take {share} at a time. Choose a multiple of {share}: {nearest}."
+        )
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return Path(self.runs_dir).expanduser().absolute() / self.name
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples a worker takes through the model at once."""
+        return self.train.micro_batch_size or self.train.global_batch_size // self.resources.world_size
