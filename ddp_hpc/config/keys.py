@@ -1,0 +1,116 @@
+"""The table of keys: one row for each leaf of the spec, and what a word beside the table may have meant."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the spec, by its dotted name."""
+
+    name: str
+    annotation: Any
+    default: Any
+    """MISSING where it must be given."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any key may stand below it (`recipe.args`)."""
+        return get_origin(self.annotation) is Mapping
+
+    @property
+    def is_optional(self) -> bool:
+        return is_optional(self.annotation)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its values are words, so that `3` is one too."""
+        wanted = without_none(self.annotation)
+        return wanted is str or get_origin(wanted) is Literal
+
+
+def is_optional(annotation: Any) -> bool:
+    """Return whether None is a value of it; `X | None` is a `types.UnionType`, or a `typing.Union` on old Pythons."""
+    return get_origin(annotation) is not Literal and type(None) in get_args(annotation)
+
+
+def without_none(annotation: Any) -> Any:
+    """Return `X` of `X | None`, and anything else as it is."""
+    if not is_optional(annotation):
+        return annotation
+    return Union[tuple(arm for arm in get_args(annotation) if arm is not type(None))]  # noqa: UP007  # arms are data
+
+
+@cache
+def all_keys() -> Mapping[str, Key]:
+    """Return every key by its name, in the order of the spec."""
+    return {key.name: key for key in _rows(RunSpec, "")}
+
+
+def _rows(section: type, prefix: str) -> Iterator[Key]:
+    annotations = get_type_hints(section)
+    for field in dataclasses.fields(section):
+        name, annotation = prefix + field.name, annotations[field.name]
+        if dataclasses.is_dataclass(annotation):
+            yield from _rows(annotation, f"{name}.")  # type: ignore[arg-type]  # mypy thinks it may be an instance
+        else:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            yield Key(name, annotation, default)
+
+
+def key_of(name: str) -> Key | None:
+    """Return the key of that name; below an open one any name is a key, of any value."""
+    if name in all_keys():
+        return all_keys()[name]
+    return Key(name, Any, MISSING) if is_free(name) else None
+
+
+def is_free(name: str) -> bool:
+    """Return whether the name lies below an open key (`recipe.args.width`)."""
+    return any(key.is_open and name.startswith(f"{key.name}.") for key in all_keys().values())
+
+
+def is_section(name: str) -> bool:
+    """Return whether keys stand below this name."""
+    return any(other.startswith(f"{name}.") or (other == name and key.is_open) for other, key in all_keys().items())
+
+
+def is_below(name: str, section: str) -> bool:
+    """Return whether `name` is `section` or lies in it; everything lies in the nameless section."""
+    return not section or name == section or name.startswith(f"{section}.")
+
+
+def unknown_key(name: str, place: str) -> ConfigError:
+    """Say that `name` is no key, which is the nearest, and which are valid beside it."""
+    section = name.rpartition(".")[0]
+    if not is_section(section):
+        section = ""
+    told = ", ".join(_children(section))
+    where = f"Keys of `{section}`" if section else "Keys and sections"
+    return ConfigError(f"`{name}` ({place}) is no key.{did_you_mean(name)} {where}: {told}.")
+
+
+def did_you_mean(name: str) -> str:
+    """Return ` Did you mean ...?`, or nothing where no key is near."""
+    near = nearest(name, all_keys()) or next((key for key in all_keys() if key.endswith(f".{name.lower()}")), None)
+    return f" Did you mean `{near}`?" if near else ""
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """Return the one that `word` was probably meant to be, if any is near."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.7)), None)
+
+
+def _children(section: str) -> list[str]:
+    below = (name[len(section) + 1 if section else 0 :] for name in all_keys() if is_below(name, section))
+    return list(dict.fromkeys(rest.partition(".")[0] for rest in below))

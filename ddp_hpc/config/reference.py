@@ -1,0 +1,89 @@
+"""The reference of all keys: type, default, and meaning from the text below each field of the spec."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from ddp_hpc import spec
+from ddp_hpc.config.keys import all_keys, is_below, is_free, is_section, unknown_key
+from ddp_hpc.config.values import type_in_words
+from ddp_hpc.config.yaml_text import dump_value
+
+NO_DEFAULT = "the file's name"
+"""Of `name`, the one key without a default of its own."""
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """One row of the reference."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def reference() -> list[KeyDoc]:
+    """Return a row for every key, in the order of the spec."""
+    meanings = dict(_meanings(spec.RunSpec, "", _field_texts()))
+    return [
+        KeyDoc(
+            name,
+            type_in_words(key.annotation),
+            NO_DEFAULT if key.default is MISSING else dump_value(key.default),
+            meanings[name],
+        )
+        for name, key in all_keys().items()
+    ]
+
+
+def rows_of(name: str) -> list[KeyDoc]:
+    """Return the rows of a key, or of a section.
+
+    Raises:
+        ConfigError: where there is none, with the nearest.
+    """
+    if name and not is_section(name) and name not in all_keys() and not is_free(name):
+        raise unknown_key(name, "asked for")
+    return [row for row in reference() if is_below(row.key, name) or (is_free(name) and is_below(name, row.key))]
+
+
+def as_markdown(rows: Sequence[KeyDoc]) -> str:
+    """Return the rows as tables for docs/, one a section."""
+    lines: list[str] = []
+    opened = None
+    for row in rows:
+        section = row.key.rpartition(".")[0]
+        if section != opened:
+            lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+            opened = section
+        default = row.default if row.default == NO_DEFAULT else f"`{row.default}`"
+        lines.append(f"| `{row.key}` | {row.type} | {default} | {row.meaning.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def _field_texts() -> dict[tuple[str, str], str]:
+    """Return (class, field) -> the text below the field in the source of the spec."""
+    tree = ast.parse(inspect.getsource(spec))
+    return {
+        (section.name, field.target.id): " ".join(text.value.value.split())
+        for section in tree.body
+        if isinstance(section, ast.ClassDef)
+        for field, text in zip(section.body, section.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _meanings(section: type[Any], prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
+    annotations = get_type_hints(section)
+    for field in fields(section):
+        annotation = annotations[field.name]
+        if is_dataclass(annotation):
+            yield from _meanings(annotation, f"{prefix}{field.name}.", texts)  # type: ignore[arg-type]  # a class
+        else:
+            yield prefix + field.name, texts.get((section.__name__, field.name), "")

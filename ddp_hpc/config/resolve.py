@@ -1,0 +1,188 @@
+"""All sources into one spec: merged by precedence, converted strictly, each value with where it came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ddp_hpc.config.keys import all_keys, key_of
+from ddp_hpc.config.sources import (
+    DEFAULT,
+    Setting,
+    flatten_free,
+    from_defaults,
+    from_environment,
+    from_file,
+    from_overrides,
+    from_site_profile,
+)
+from ddp_hpc.config.values import convert
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A spec, and where each of its values came from."""
+
+    spec: RunSpec
+    sources: Mapping[str, str]
+    """Key -> `default`, `site profile PATH`, `file NAME`, `environment VARIABLE`, `command line`."""
+
+
+def resolve(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> Resolved:
+    """Read a configuration: defaults < site profile < file < environment < command line.
+
+    Raises:
+        ConfigError: for the first value that cannot be, with its key, its source and what is wanted.
+    """
+    return _build(
+        [
+            *from_defaults(),
+            Setting("name", _name_after(path), DEFAULT),
+            *from_site_profile(environment),
+            *from_file(path, f"file {path.name}"),
+            *from_environment(environment),
+            *from_overrides(overrides),
+        ]
+    )
+
+
+def load_resolved(path: Path) -> RunSpec:
+    """Read the resolved configuration of a run, as `render_resolved` wrote it; nothing else has a say."""
+    return _build([*from_defaults(), *from_file(path, f"file {path.name}")]).spec
+
+
+def resolve_key(name: str, environment: Mapping[str, str]) -> Any:
+    """Return one key's value where no run is at hand: default < site profile < environment."""
+    given = [*from_defaults(), *from_site_profile(environment), *from_environment(environment)]
+    setting = [setting for setting in given if setting.key == name][-1]
+    return _value(setting)
+
+
+def _name_after(path: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:128] or "run"
+
+
+def _build(settings: Iterable[Setting]) -> Resolved:
+    chosen = _merge(settings)
+    values = {key: _value(setting) for key, setting in chosen.items()}
+    try:
+        spec = _section(RunSpec, "", values)
+    except ConfigError as error:
+        raise type(error)(f"{error}{_origins(str(error), chosen)}") from error
+    return Resolved(spec, {key: setting.origin.source for key, setting in chosen.items()})
+
+
+def _merge(settings: Iterable[Setting]) -> dict[str, Setting]:
+    """Keep the last setting of each key; below an open key, one also replaces those above and below itself."""
+    chosen: dict[str, Setting] = {}
+    for setting in settings:
+        for other in [name for name in chosen if _replaces(setting.key, name)]:
+            del chosen[other]
+        chosen[setting.key] = setting
+    return chosen
+
+
+def _replaces(new: str, old: str) -> bool:
+    return old.startswith(f"{new}.") or new.startswith(f"{old}.")
+
+
+def _value(setting: Setting) -> Any:
+    if setting.origin is DEFAULT:
+        return setting.value
+    key = key_of(setting.key)
+    assert key is not None  # noqa: S101  # sources yield known keys only
+    return convert(key, setting.value, str(setting.origin))
+
+
+def _section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
+    """Make a section, and those in it, from the values of its keys."""
+    annotations = get_type_hints(section)
+    made: dict[str, Any] = {}
+    for field in fields(section):
+        name, annotation = prefix + field.name, annotations[field.name]
+        if is_dataclass(annotation):
+            made[field.name] = _section(annotation, f"{name}.", values)  # type: ignore[arg-type]  # it is a class
+        elif name in values:
+            made[field.name] = values[name]
+        elif all_keys()[name].is_open:
+            made[field.name] = _unflatten(name, values)
+        elif all_keys()[name].default is MISSING:
+            raise ConfigError(f"`{name}` is not set, and has no default. Set it.")
+    return section(**made)
+
+
+def _unflatten(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping of an open key from its leaves."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        if key.startswith(f"{name}."):
+            *branches, leaf = key[len(name) + 1 :].split(".")
+            node = tree
+            for branch in branches:
+                node = node.setdefault(branch, {})
+            node[leaf] = value
+    return tree
+
+
+def _origins(message: str, chosen: Mapping[str, Setting]) -> str:
+    """Say where the keys that a message names came from, where it was not the default."""
+    named = dict.fromkeys(re.findall(r"`([a-z_.]+)`", message))
+    told = [
+        f"`{key}` came from {chosen[key].origin}"
+        for key in named
+        if key in chosen and chosen[key].origin is not DEFAULT
+    ]
+    return f" ({'; '.join(told)}.)" if told else ""
+
+
+def flat(spec: RunSpec) -> dict[str, Any]:
+    """Return every leaf of a spec by its key, in the order of the spec."""
+    leaves: dict[str, Any] = {}
+    for name, key in all_keys().items():
+        value: Any = spec
+        for part in name.split("."):
+            value = getattr(value, part)
+        leaves |= flatten_free(name, value) if key.is_open else {name: value}
+    return leaves
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs between two specs; None also where one lacks it."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def changes(old: RunSpec, new: RunSpec) -> list[Change]:
+    """Return the keys that differ, in the order of the spec."""
+    before, after = flat(old), flat(new)
+    return [
+        Change(key, before.get(key), after.get(key))
+        for key in dict.fromkeys([*after, *before])
+        if before.get(key) != after.get(key)
+    ]
+
+
+def render_resolved(resolved: Resolved) -> str:
+    """Return the whole configuration as YAML, a line a value with its source; `load_resolved` reads it back."""
+    from ddp_hpc.config.yaml_text import dump_value  # late: `status` reads no YAML
+
+    lines: list[tuple[str, str]] = []
+    opened: list[str] = []
+    for key, value in flat(resolved.spec).items():
+        *sections, leaf = key.split(".")
+        for depth, section in enumerate(sections):
+            if sections[: depth + 1] != opened[: depth + 1]:
+                lines.append((f"{'  ' * depth}{dump_value(section)}:", ""))
+        opened = sections
+        source = " ".join(resolved.sources[key].split())
+        lines.append((f"{'  ' * len(sections)}{dump_value(leaf)}: {dump_value(value)}", f"  # {source}"))
+    width = max(len(text) for text, source in lines if source and len(text) <= 60)
+    return "".join(f"{text:<{width if source else 0}}{source}\n" for text, source in lines)

@@ -1,0 +1,215 @@
+"""Where values come from: defaults, the site profile, the file, the environment, the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.config.keys import all_keys, is_free, is_section, key_of, unknown_key
+from ddp_hpc.config.values import parse_text
+from ddp_hpc.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "DDP_HPC__"
+SITE_PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from."""
+
+    source: str
+    """As the resolved configuration tells it: `file run.yaml`."""
+    place: str
+    """As an error tells it: `run.yaml`."""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.place if self.line is None else f"{self.place}, line {self.line}"
+
+
+DEFAULT = Origin("default", "the default")
+COMMAND_LINE = Origin("command line", "the command line")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value that a source gives to one key."""
+
+    key: str
+    value: Any
+    origin: Origin
+
+
+def from_defaults() -> list[Setting]:
+    """Return the defaults of all keys that have one."""
+    return [Setting(key.name, key.default, DEFAULT) for key in all_keys().values() if key.default is not MISSING]
+
+
+def site_profile(environment: Mapping[str, str]) -> Path | None:
+    """Return the site's file of defaults: the one the environment names, else the first of the usual places that is.
+
+    Raises:
+        ConfigError: where the one that is named does not exist.
+    """
+    named = environment.get(SITE_PROFILE_VARIABLE)
+    if named is not None:
+        if named and not Path(named).is_file():
+            raise ConfigError(
+                f"`{SITE_PROFILE_VARIABLE}` is {named!r}, but there is no such file. Correct or unset it."
+            )
+        return Path(named) if named else None
+    home = environment.get("HOME")
+    usual = [Path(home, ".config/ddp_hpc/site.yaml")] if home else []
+    return next((path for path in [*usual, Path("/etc/ddp_hpc/site.yaml")] if path.is_file()), None)
+
+
+def from_site_profile(environment: Mapping[str, str]) -> list[Setting]:
+    """Read the site profile, where there is one."""
+    path = site_profile(environment)
+    return [] if path is None else from_file(path, f"site profile {path}")
+
+
+def from_file(path: Path, source: str) -> list[Setting]:
+    """Read a YAML file of sections and keys; `train.lr: 0.1` may stand for `train: {lr: 0.1}`.
+
+    Raises:
+        ConfigError: where it cannot be read, is no mapping, names an unknown key or one twice.
+    """
+    from ddp_hpc.config.yaml_text import read_yaml  # late: `status` reads no YAML
+
+    content = read_yaml(_read_bytes(path), str(path))
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {content!r:.60}, but it must hold keys and values, such as `seed: 1`.")
+    return list(_once(_flatten_mapping("", content, Origin(source, str(path)))))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        beside = sorted(other.name for pattern in ("*.yaml", "*.yml") for other in path.parent.glob(pattern))
+        found = f" {path.parent} has {', '.join(beside[:10])}." if beside else ""
+        raise ConfigError(f"The configuration file {str(path)!r} does not exist.{found}") from error
+    except OSError as error:
+        raise ConfigError(f"The configuration file {str(path)!r} cannot be read: {error.strerror}.") from error
+
+
+def from_environment(environment: Mapping[str, str]) -> list[Setting]:
+    """Read `DDP_HPC__TRAIN__LR=0.1` and its like, in any case.
+
+    Raises:
+        ConfigError: where two variables name one key, or one names no key.
+    """
+    settings: list[Setting] = []
+    for variable, text in sorted(environment.items()):
+        if variable.upper().startswith(ENVIRONMENT_PREFIX):
+            told = f"environment {variable}"
+            settings += _from_text(_key_name(variable), text, Origin(told, told))
+    return list(_once(settings))
+
+
+def _key_name(variable: str) -> str:
+    """Return the key a variable names; a free one keeps its capitals, unless the whole name is in capitals."""
+    name = variable[len(ENVIRONMENT_PREFIX) :].replace("__", ".")
+    if name.isupper() or not is_free(name.lower()):
+        return name.lower()
+    opened = next(key.name for key in all_keys().values() if key.is_open and name.lower().startswith(f"{key.name}."))
+    return opened + name[len(opened) :]
+
+
+def from_overrides(words: Sequence[str]) -> list[Setting]:
+    """Read `train.lr=0.1` and `--train.lr=0.1`; of two for one key the later counts.
+
+    Raises:
+        ConfigError: where a word has no `=`, or names no key.
+    """
+    settings: list[Setting] = []
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is no setting: write KEY=VALUE, such as `train.lr=0.1`.")
+        settings += _from_text(name.strip(), text, COMMAND_LINE)
+    return settings
+
+
+def _from_text(name: str, text: str, origin: Origin) -> list[Setting]:
+    """Read one key's text; a section's is a mapping (`train={lr: 0.1}`)."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"`{name}` is {text!r} ({origin}), but that is not UTF-8.") from error
+    key = None if is_section(name) else key_of(name)
+    if key is None and not is_section(name):
+        raise unknown_key(name, str(origin))
+    return list(_flatten(name, _plain(parse_text(key, text, str(origin))), origin))
+
+
+def _flatten_mapping(section: str, mapping: Mapping[Any, Any], origin: Origin) -> Iterator[Setting]:
+    lines = getattr(mapping, "lines", {})
+    for key, value in mapping.items():
+        here = replace(origin, line=lines.get(key, origin.line))
+        if not isinstance(key, str):
+            raise ConfigError(f"{section or 'The file'} has the key {key!r} ({here}), but a key must be a word.")
+        yield from _flatten(f"{section}.{key}" if section else key, value, here)
+
+
+def _flatten(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
+    """Yield the settings of the leaves at or below `name`."""
+    if is_section(name):
+        yield from _flatten_section(name, value, origin)
+    elif key_of(name) is None:
+        raise unknown_key(name, str(origin))
+    elif is_free(name) and not all(map(_PLAIN_NAME.fullmatch, name.split("."))):
+        raise ConfigError(f"`{name}` ({origin}) is no key: letters, digits, `_` and `-` may follow a `.`.")
+    elif is_free(name) and _is_tree(value):
+        yield from _flatten_mapping(name, value, origin)
+    else:
+        yield Setting(name, _plain(value), origin)
+
+
+def _flatten_section(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
+    if value is None:
+        return  # `train:` with nothing below it
+    if not isinstance(value, dict):
+        raise ConfigError(f"`{name}` is {value!r} ({origin}), but it is a section: set the keys below it.")
+    if not value and name in all_keys():
+        yield Setting(name, {}, origin)  # `recipe.args={}` takes back what earlier sources put there
+    yield from _flatten_mapping(name, value, origin)
+
+
+def _is_tree(value: Any) -> bool:
+    """Return whether a free value is a mapping to merge key by key, rather than to take whole."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(key, str) and _PLAIN_NAME.fullmatch(key) for key in value)
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return the value without the lines its mappings remember."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _once(settings: Iterable[Setting]) -> Iterator[Setting]:
+    """Pass on settings of one source, each key once."""
+    seen: dict[str, Origin] = {}
+    for setting in settings:
+        if setting.key in seen:
+            raise ConfigError(f"`{setting.key}` is set twice: {seen[setting.key]}; {setting.origin}. Remove one.")
+        seen[setting.key] = setting.origin
+        yield setting
+
+
+def flatten_free(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of an open key's value, as a source would give them."""
+    return {setting.key: setting.value for setting in _flatten(name, dict(mapping), DEFAULT)}

@@ -1,0 +1,176 @@
+"""YAML text to plain values and back, by the rules of YAML 1.2: `1e-3` is a number, `12:30` and `no` are words.
+
+PyYAML's own rules are YAML 1.1's; here its parser is kept and its table of scalars replaced (https://yaml.org/spec/1.2.2,
+10.3.2). What is read is what JSON knows: null, booleans, numbers, text, lists, mappings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import yaml
+
+from ddp_hpc.errors import ConfigError
+
+try:
+    from yaml import CSafeLoader as _BaseLoader
+except ImportError:  # PyYAML was built without its C parser
+    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]  # the same, slower
+
+_TAG = "tag:yaml.org,2002:"
+_INFINITIES = {"+": float("inf"), "-": float("-inf")}
+
+
+class LinedDict(dict[Any, Any]):
+    """A mapping that remembers the line of each of its keys."""
+
+    lines: dict[Any, int]
+
+
+def _int(text: str) -> int:
+    bases = {"0o": 8, "0x": 16}
+    return int(text[2:], bases[text[:2]]) if text[:2] in bases else int(text)
+
+
+def _float(text: str) -> float:
+    if text[-1] in "fF":
+        return _INFINITIES["-" if text[0] == "-" else "+"]
+    return float("nan") if text[-1] in "nN" else float(text)
+
+
+_SCALARS: dict[str, tuple[re.Pattern[str], str, Callable[[str], Any]]] = {
+    "null": (re.compile(r"(?:~|null|Null|NULL|)$"), "~nN", lambda _: None),
+    "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), "tTfF", lambda text: text[0] in "tT"),
+    "int": (re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), "-+0123456789", _int),
+    "float": (
+        re.compile(
+            r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        "-+.0123456789",
+        _float,
+    ),
+}
+"""Tag -> what such a scalar looks like, how it may begin, and its value."""
+
+
+class _Loader(_BaseLoader):
+    """Knows the tags and scalars that `_teach` gives it, no others."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # PyYAML's signature
+        return True
+
+
+def _construct_scalar(value_of: Callable[[str], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
+    def construct(_: Any, node: yaml.ScalarNode) -> Any:
+        try:
+            return value_of(node.value)
+        except (ValueError, IndexError) as error:  # an explicit tag, `!!int x`; or too many digits
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+
+    return construct
+
+
+def _construct_list(loader: Any, node: yaml.SequenceNode) -> list[Any]:
+    return [loader.construct_object(item, deep=True) for item in node.value]
+
+
+def _construct_mapping(loader: Any, node: yaml.MappingNode) -> LinedDict:
+    _refuse_duplicates(loader, node)
+    loader.flatten_mapping(node)  # `<<: *defaults`
+    mapping = LinedDict()
+    mapping.lines = {}
+    for key_node, value_node in node.value:
+        key = _construct_key(loader, key_node)
+        mapping[key] = loader.construct_object(value_node, deep=True)
+        mapping.lines[key] = key_node.start_mark.line + 1
+    return mapping
+
+
+def _refuse_tag(_: Any, node: yaml.Node) -> NoReturn:
+    raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag!r} is not allowed here", node.start_mark)
+
+
+def _construct_key(loader: Any, node: yaml.Node) -> Any:
+    if not isinstance(node, yaml.ScalarNode):
+        raise yaml.constructor.ConstructorError(None, None, "a key must be a word or a number", node.start_mark)
+    return loader.construct_object(node, deep=True)
+
+
+def _refuse_duplicates(loader: Any, node: yaml.MappingNode) -> None:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        if key_node.tag == f"{_TAG}merge":
+            continue
+        key, line = _construct_key(loader, key_node), key_node.start_mark.line + 1
+        if key in seen:
+            problem = f"the key {key!r} stands on line {seen[key]} already"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen[key] = line
+
+
+def _teach() -> None:
+    """Give both classes the one table, so that what is written is read as the same."""
+    _Loader.yaml_constructors = {}
+    for cls in (_Loader, _Dumper):
+        cls.yaml_implicit_resolvers = {}
+    for tag, (pattern, first, value_of) in _SCALARS.items():
+        starts = [*first, ""] if pattern.match("") else list(first)
+        for cls in (_Loader, _Dumper):
+            cls.add_implicit_resolver(f"{_TAG}{tag}", pattern, starts)
+        _Loader.add_constructor(f"{_TAG}{tag}", _construct_scalar(value_of))
+    for cls in (_Loader, _Dumper):
+        cls.add_implicit_resolver(f"{_TAG}merge", re.compile(r"(?:<<)$"), ["<"])
+    _Loader.add_constructor(f"{_TAG}str", _construct_scalar(str))
+    _Loader.add_constructor(f"{_TAG}seq", _construct_list)
+    _Loader.add_constructor(f"{_TAG}map", _construct_mapping)
+    _Loader.add_constructor(None, _refuse_tag)
+    _Dumper.add_representer(str, _represent_text)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
+
+
+_teach()
+
+
+def read_yaml(text: str | bytes, name: str) -> Any:
+    """Return the value in `text`; mappings know their lines. `name` is what an error calls the text.
+
+    Raises:
+        ConfigError: where it is not YAML, with line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  # derived from SafeLoader, and it knows less
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = " ".join(filter(None, [error.context, error.problem]))
+        raise ConfigError(f"{name}{place}: this is not valid YAML: {problem}.") from error
+    except (yaml.YAMLError, UnicodeError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{name}: this is not valid YAML: {problem}.") from error
+
+
+def plain_scalar(text: str) -> Any:
+    """Return what `text` is as an unquoted scalar: a number, a boolean, null, or itself."""
+    for pattern, _, value_of in _SCALARS.values():
+        if pattern.match(text):
+            try:
+                return value_of(text)
+            except ValueError:  # more digits than Python converts
+                return text
+    return text
+
+
+def dump_value(value: Any) -> str:
+    """Return the value as YAML on one line."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
