@@ -1,0 +1,339 @@
+"""Checkpoints on disk: their layout, how one is committed, and how a reader knows that it holds.
+
+A checkpoint is a directory `step-00001234` with one safetensors file a writing rank and a `manifest.json` that has every
+file's size and checksum, and its own. It is written beside, flushed, and published by one rename, so that it is either
+committed or does not exist. Nothing here knows of tensors as anything but bytes, so readers need no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ddp_hpc.durable import fsync_path
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.run_dir import RunDir
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_CHUNK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies in a shard's body; dtype by safetensors' name (`F32`), offsets in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A shard as it was written: what a reader must find."""
+
+    file: str
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    world_size: int
+    shards: tuple[ShardRecord, ...]
+    state: Mapping[str, Any]
+    """The training state that is not tensors: progress, optimizer groups, scaler."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The evaluation made at this step, where there was one."""
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """When and by what; no part of the training state."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor's bytes, as read and verified."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def checkpoint_path(run: RunDir, step: int) -> Path:
+    """Where the checkpoint of `step` lies once it is committed."""
+    return run.checkpoints / f"step-{step:08d}"
+
+
+def staging_path(run: RunDir, step: int, attempt: int) -> Path:
+    """Where a checkpoint is written before it is committed."""
+    return run.checkpoints / f"step-{step:08d}.attempt-{attempt}.tmp"
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """Name the file that `rank` writes."""
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def shard_header(entries: Iterable[TensorEntry]) -> bytes:
+    """Return the head of a safetensors file: an 8-byte length, then JSON padded to 8 bytes.
+
+    The entries must follow one another without gaps (https://github.com/huggingface/safetensors#format).
+    """
+    table = {
+        entry.name: {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
+        for entry in entries
+    }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(path: Path, parts: Sequence[memoryview | bytes]) -> ShardRecord:
+    """Write a shard's parts one after another, flush them to the disk, and return what a reader must find."""
+    checksum = xxhash.xxh3_128()
+    size = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for start in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[start : start + _CHUNK_BYTES]
+                checksum.update(chunk)
+                size += len(chunk)
+                while chunk:
+                    chunk = chunk[os.write(fd, chunk) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return ShardRecord(path.name, size, checksum.hexdigest())
+
+
+def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
+    """Publish the shards in `staging` as a checkpoint; call once all of them are on the disk.
+
+    A directory of the same step can only be one that did not verify: it is set aside first.
+    """
+    with (staging / MANIFEST).open("wb") as file:
+        file.write(_manifest_bytes(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_path(staging)
+    target = checkpoint_path(run, manifest.step)
+    if target.exists():
+        set_aside(target)
+    staging.rename(target)
+    fsync_path(target.parent)
+    return target
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that does not verify, so that nothing reads it again but a person can."""
+    for count in range(1000):
+        aside = path.with_name(f"{path.name}.corrupt-{count}")
+        if not aside.exists():
+            path.rename(aside)
+            return aside
+    raise CorruptCheckpointError(f"{path} does not verify and cannot be set aside. Remove its `.corrupt-*` siblings.")
+
+
+def remove_leftovers(run: RunDir) -> list[str]:
+    """Delete what killed writers and deleters left half-done; the caller is the run's only writer."""
+    leftovers = sorted(path for path in run.checkpoints.glob("*.tmp") if path.is_dir())
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in leftovers]
+
+
+def prune(run: RunDir, *, keep_last: int, keep_best: int, metric: str, lowest_is_best: bool) -> list[int]:
+    """Delete all but the newest `keep_last` and the best `keep_best` checkpoints; return the deleted steps.
+
+    The newest one always stays. A deletion begins with a rename, so that a half-deleted directory is no checkpoint.
+    """
+    steps = committed_steps(run)
+    kept = set(steps[-max(keep_last, 1) :])
+    if keep_best:
+        kept |= set(_best_steps(run, steps, metric=metric, lowest_is_best=lowest_is_best)[:keep_best])
+    doomed = [step for step in steps if step not in kept]
+    for step in doomed:
+        path = checkpoint_path(run, step)
+        away = path.with_name(f"{path.name}.deleted.tmp")
+        path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+    return doomed
+
+
+def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_best: bool) -> list[int]:
+    scored = []
+    for step in steps:
+        try:
+            value = read_manifest(checkpoint_path(run, step)).metrics.get(metric)
+        except CorruptCheckpointError:
+            continue
+        if value is not None:
+            scored.append((value if lowest_is_best else -value, -step))
+    return [-negative for _, negative in sorted(scored)]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def committed_steps(run: RunDir) -> list[int]:
+    """Return the steps that have a committed checkpoint, newest last."""
+    try:
+        names = [path.name for path in run.checkpoints.iterdir()]
+    except FileNotFoundError:
+        return []
+    matches = (_COMMITTED.fullmatch(name) for name in names)
+    steps = [int(match.group(1)) for match in matches if match]
+    return sorted(step for step in steps if (checkpoint_path(run, step) / MANIFEST).exists())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint at `path`.
+
+    Raises:
+        CorruptCheckpointError: where it is not, to the byte, what was written.
+    """
+    try:
+        raw = (path / MANIFEST).read_bytes()
+        sealed = json.loads(raw)
+        content = dict(sealed["content"])
+        shards = tuple(ShardRecord(**shard) for shard in content.pop("shards"))
+        manifest = Manifest(shards=shards, **content)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__}: {error}).") from error
+    if _manifest_bytes(manifest) != raw:
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} does not match its checksum.")
+    if _COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} is of step {manifest.step}.")
+    return manifest
+
+
+def read_tensors(path: Path, manifest: Manifest) -> dict[str, RawTensor]:
+    """Read and verify all shards of the checkpoint at `path`.
+
+    Raises:
+        CorruptCheckpointError: where a shard is missing, truncated, or not what was written.
+    """
+    tensors: dict[str, RawTensor] = {}
+    for shard in manifest.shards:
+        tensors |= _parse_shard(path / shard.file, _read_shard(path / shard.file, shard))
+    return tensors
+
+
+def verify(path: Path) -> Manifest:
+    """Read every byte of the checkpoint at `path`; return its manifest if it holds.
+
+    Raises:
+        CorruptCheckpointError: where it does not.
+    """
+    manifest = read_manifest(path)
+    for shard in manifest.shards:
+        _read_shard(path / shard.file, shard)
+    return manifest
+
+
+def digest(path: Path) -> str:
+    """Return one hex digest of the whole training state in the (verified) checkpoint at `path`.
+
+    It covers weights, buffers, optimizer, scaler, averages, random generators and data position; it does not depend on
+    how the tensors are spread over shards, nor on when and by which attempt they were written.
+    """
+    manifest = read_manifest(path)
+    seal = xxhash.xxh3_128()
+    for name, tensor in sorted(read_tensors(path, manifest).items()):
+        described = [name, tensor.dtype, list(tensor.shape), xxhash.xxh3_128_hexdigest(tensor.data)]
+        seal.update(_canonical(described))
+    seal.update(_canonical(manifest.state))
+    return seal.hexdigest()
+
+
+def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
+    """Write the weights in the checkpoint at `path` to one safetensors file; return how many tensors.
+
+    `prefix` is `model`, or `ema` for their moving average. Names are the model's own, without `module.`.
+
+    Raises:
+        ConfigError: where the checkpoint has no such weights.
+    """
+    found = read_tensors(path, read_manifest(path))
+    chosen = {name.removeprefix(f"{prefix}/"): raw for name, raw in found.items() if name.startswith(f"{prefix}/")}
+    if not chosen:
+        present = sorted({name.partition("/")[0] for name in found})
+        raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.")
+    ordered = sorted(chosen.items(), key=lambda item: (-_item_bytes(item[1]), item[0]))
+    entries, offset = [], 0
+    for name, raw in ordered:
+        entries.append(TensorEntry(name, raw.dtype, raw.shape, offset, offset + len(raw.data)))
+        offset += len(raw.data)
+    beside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        write_shard(beside, [shard_header(entries), *(raw.data for _, raw in ordered)])
+        beside.replace(output)
+    finally:
+        beside.unlink(missing_ok=True)
+    return len(entries)
+
+
+def _item_bytes(tensor: RawTensor) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    return len(tensor.data) // count if count else 0
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
+
+
+def _manifest_bytes(manifest: Manifest) -> bytes:
+    content = asdict(manifest)
+    seal = xxhash.xxh3_128_hexdigest(_canonical(content))
+    return (json.dumps({"content": content, "xxh3_128": seal}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _read_shard(path: Path, record: ShardRecord) -> bytearray:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.size:
+                raise CorruptCheckpointError(f"{path} has {size} bytes, but {record.size} were written.")
+            content = bytearray(size)
+            if file.readinto(content) != size:
+                raise CorruptCheckpointError(f"{path} became shorter while it was read.")
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+    if xxhash.xxh3_128_hexdigest(content) != record.xxh3_128:
+        raise CorruptCheckpointError(f"{path} does not match its checksum.")
+    return content
+
+
+def _parse_shard(path: Path, content: bytearray) -> dict[str, RawTensor]:
+    try:
+        length = int.from_bytes(content[:8], "little")
+        table = json.loads(bytes(content[8 : 8 + length]))
+        table.pop("__metadata__", None)
+        body = memoryview(content)[8 + length :]
+        return {
+            name: RawTensor(entry["dtype"], tuple(entry["shape"]), body[slice(*entry["data_offsets"])])
+            for name, entry in table.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path} is no safetensors file ({type(error).__name__}: {error}).") from error
