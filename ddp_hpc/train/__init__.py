@@ -1,0 +1,1 @@
+"""One process a GPU: the only wing that imports torch."""

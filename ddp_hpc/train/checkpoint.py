@@ -1,0 +1,311 @@
+"""Saving the training state while the training goes on, and bringing back the newest that holds.
+
+The loop pays for one copy into buffers that are made once. A thread of each rank writes that rank's shard; rank zero's
+then waits for the others', commits (see `checkpoint_store`), and deletes what is no longer kept. The threads talk
+through the store, never through the process group, so they cannot get in the way of the training's collectives. There
+is one thread for all saves: a process forked while a thread begins or ends can hang in CPython's fork.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ddp_hpc
+from ddp_hpc import checkpoint_store
+from ddp_hpc.checkpoint_store import Manifest, RawTensor, ShardRecord, TensorEntry
+from ddp_hpc.errors import CheckpointError, CorruptCheckpointError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.train import training_state
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.training_state import NamedTensor, TrainingState
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""PyTorch's dtypes by safetensors' names (https://github.com/huggingface/safetensors#format)."""
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+def deal_out(named: Sequence[NamedTensor], *, rank: int, world_size: int) -> list[NamedTensor]:
+    """Return the tensors that `rank` writes: its own, and an even part, by bytes, of those that all ranks have.
+
+    Every rank comes to the same division, because the shared tensors stand in the same order everywhere.
+    """
+    loads = [0] * world_size
+    mine = [item for item in named if item.owner == rank]
+    shared = [item for item in named if item.owner is None]
+    for item in sorted(shared, key=lambda item: -item.tensor.nbytes):
+        writer = loads.index(min(loads))
+        loads[writer] += item.tensor.nbytes
+        if writer == rank:
+            mine.append(item)
+    return sorted(mine, key=lambda item: (-item.tensor.element_size(), item.name))
+
+
+class Staging:
+    """The buffers a rank's part of the state is copied into; made once, and again only when the layout changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._pinned else None
+        self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._views: list[Tensor] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._copied: torch.cuda.Event | None = None
+        self.header = b""
+
+    def fill(self, named: Sequence[NamedTensor]) -> None:
+        """Copy `named` into the buffers. From a GPU the copy runs beside what the loop does next."""
+        layout = [(item.name, item.tensor.dtype, item.tensor.shape) for item in named]
+        if layout != self._layout:
+            self._lay_out(named)
+            self._layout = layout
+        sources = [item.tensor.detach() for item in named]
+        if self._stream is None:
+            torch._foreach_copy_(self._views, sources)
+            return
+        self._copy_beside(named, sources)
+
+    def _copy_beside(self, named: Sequence[NamedTensor], sources: list[Tensor]) -> None:
+        """Copy what the next forward may change at once, the rest on a stream of its own."""
+        assert self._stream is not None  # noqa: S101  `fill` looked
+        for item, view, source in zip(named, self._views, sources, strict=True):
+            if item.owner is not None:
+                view.copy_(source, non_blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for item, view, source in zip(named, self._views, sources, strict=True):
+                if item.owner is None:
+                    view.copy_(source, non_blocking=True)
+            self._copied = self._stream.record_event()
+
+    def hold_back_updates(self) -> None:
+        """Have the device change no weights before they are copied; call before each optimizer step."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def parts(self) -> list[memoryview | bytes]:
+        """Return what is to be written, once the copy is complete; for the writer's thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [self.header, memoryview(self._buffer.numpy())]  # type: ignore[arg-type]  # numpy says so only from Python 3.12 on
+
+    def _lay_out(self, named: Sequence[NamedTensor]) -> None:
+        entries, offset = [], 0
+        for item in named:
+            end = offset + item.tensor.nbytes
+            entries.append(TensorEntry(item.name, _DTYPES[item.tensor.dtype], tuple(item.tensor.shape), offset, end))
+            offset = end
+        self._buffer = torch.zeros(offset, dtype=torch.uint8, pin_memory=self._pinned)
+        self._views = [
+            self._buffer[entry.begin : entry.end].view(item.tensor.dtype).view(item.tensor.shape)
+            for entry, item in zip(entries, named, strict=True)
+        ]
+        self.header = checkpoint_store.shard_header(entries)
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended, as rank zero knows it."""
+
+    step: int
+    seconds: float
+    error: str | None = None
+
+
+class Checkpointer:
+    """Saves and restores the state of one rank; made once an attempt."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        group: Group,
+        *,
+        attempt: int,
+        keep: CheckpointSpec,
+        on_result: Callable[[SaveResult], None] = lambda _: None,
+    ) -> None:
+        self._run = run
+        self._group = group
+        self._attempt = attempt
+        self._keep = keep
+        self._on_result = on_result
+        self._staging = Staging(group.device)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
+        self._writing: Future[None] | None = None
+        self._last_saved: int | None = None
+        self._restored: int | None = None
+
+    # --- restoring ---
+
+    def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
+        """Restore the newest checkpoint that verifies, the same on all ranks; return its step, or None."""
+        found = self._newest_that_holds() if self._group.place.is_rank_zero else None
+        step = self._group.share("resume", found[0].step if found else None)
+        if step is None:
+            return None
+        if found is None:
+            path = checkpoint_store.checkpoint_path(self._run, step)
+            manifest = checkpoint_store.read_manifest(path)
+            found = manifest, checkpoint_store.read_tensors(path, manifest)
+        manifest, raw = found
+        saved = {name: _to_torch(tensor) for name, tensor in raw.items()}
+        training_state.restore(state, saved, manifest.state, seed=seed)
+        self._restored = self._last_saved = int(step)
+        return self._restored
+
+    def _newest_that_holds(self) -> tuple[Manifest, dict[str, RawTensor]] | None:
+        self._run.checkpoints.mkdir(parents=True, exist_ok=True)
+        for name in checkpoint_store.remove_leftovers(self._run):
+            log.info("removed %s, which a killed writer left", name)
+        for step in reversed(checkpoint_store.committed_steps(self._run)):
+            path = checkpoint_store.checkpoint_path(self._run, step)
+            try:
+                manifest = checkpoint_store.read_manifest(path)
+                return manifest, checkpoint_store.read_tensors(path, manifest)
+            except CorruptCheckpointError as error:
+                aside = checkpoint_store.set_aside(path)
+                log.warning("%s It is not used and lies in %s; an older one is tried.", error, aside.name)
+        return None
+
+    # --- saving ---
+
+    def save(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None) -> None:
+        """Copy the state and have it committed in the background; returns as soon as it is copied.
+
+        Waits first for a save that is still being written. What goes wrong is reported, and the training goes on.
+        """
+        step = state.position.step
+        if step == self._last_saved:
+            return
+        self.wait()
+        place = self._group.place
+        mine = deal_out(training_state.tensors(state), rank=place.rank, world_size=place.world_size)
+        self._staging.fill(mine)
+        manifest = Manifest(
+            step=step,
+            world_size=place.world_size,
+            shards=(),
+            state=training_state.numbers(state),
+            metrics=dict(metrics or {}),
+            made={
+                "at": time.time(),
+                "attempt": self._attempt,
+                "torch": torch.__version__,
+                "ddp_hpc": ddp_hpc.__version__,
+            },
+        )
+        self._last_saved = step
+        self._writing = self._writer.submit(self._write, manifest)
+
+    def save_and_wait(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None) -> None:
+        """Save, and return once it is committed on the disk.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be.
+        """
+        self.save(state, metrics=metrics)
+        self.wait()
+        step = state.position.step
+        if step == self._restored:
+            return
+        error = json.loads(self._group.side_store.get(self._key(step, "verdict")))
+        if error is not None:
+            raise CheckpointError(f"The checkpoint of step {step} could not be committed: {error}")
+
+    def wait(self) -> None:
+        """Wait until this rank has nothing left to write."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def hold_back_updates(self) -> None:
+        """See `Staging.hold_back_updates`."""
+        self._staging.hold_back_updates()
+
+    # --- the writer's thread ---
+
+    def _key(self, step: int, name: str) -> str:
+        return f"checkpoint/{step}/{name}"
+
+    def _write(self, manifest: Manifest) -> None:
+        """Write this rank's shard; on rank zero, also commit. Errors are values here: a thread has nobody to raise to."""
+        began = time.monotonic()
+        place, store = self._group.place, self._group.side_store
+        staging = checkpoint_store.staging_path(self._run, manifest.step, self._attempt)
+        report: dict[str, Any]
+        try:
+            staging.mkdir(parents=True, exist_ok=True)
+            name = checkpoint_store.shard_name(place.rank, place.world_size)
+            report = asdict(checkpoint_store.write_shard(staging / name, self._staging.parts()))
+        except Exception as error:  # noqa: BLE001
+            report = {"error": f"rank {place.rank}: {type(error).__name__}: {error}"}
+        if not place.is_rank_zero:
+            store.set(self._key(manifest.step, str(place.rank)), json.dumps(report))
+            return
+        others = range(1, place.world_size)
+        try:
+            reports = [report, *(json.loads(store.get(self._key(manifest.step, str(rank)))) for rank in others)]
+            shards = tuple(_shard_of(item) for item in reports)
+            checkpoint_store.commit(self._run, staging, replace(manifest, shards=shards))
+            verdict = None
+            self._prune()
+        except Exception as error:  # noqa: BLE001
+            shutil.rmtree(staging, ignore_errors=True)
+            verdict = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        store.set(self._key(manifest.step, "verdict"), json.dumps(verdict))
+        self._on_result(SaveResult(manifest.step, time.monotonic() - began, verdict))
+
+    def _prune(self) -> None:
+        keep = self._keep
+        try:
+            checkpoint_store.prune(
+                self._run,
+                keep_last=keep.keep_last,
+                keep_best=keep.keep_best,
+                metric=keep.best_metric,
+                lowest_is_best=keep.best_is == "lowest",
+            )
+        except OSError as error:
+            log.warning("old checkpoints could not be deleted: %s", error)
+
+
+def _shard_of(report: dict[str, Any]) -> ShardRecord:
+    """Return the shard that a rank reported, or raise what kept it from writing one."""
+    if "error" in report:
+        raise CheckpointError(report["error"])
+    return ShardRecord(**report)
+
+
+def _to_torch(raw: RawTensor) -> Tensor:
+    dtype = _TORCH_DTYPES[raw.dtype]
+    if not len(raw.data):
+        return torch.empty(raw.shape, dtype=dtype)
+    return torch.frombuffer(raw.data, dtype=dtype).view(raw.shape)

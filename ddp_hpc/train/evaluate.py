@@ -1,0 +1,105 @@
+"""Evaluation that counts every held-out sample once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.train import rng
+from ddp_hpc.train.data_order import MicroBatch
+from ddp_hpc.train.loader import SeededFetch, make_loader, to_device
+from ddp_hpc.train.precision import Precision
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
+
+
+class _HeldOut:
+    """This rank's part of the held-out set: every world_size-th sample, nothing padded; empty until it is wanted."""
+
+    def __init__(self, num_samples: int, batch_size: int, *, rank: int, world_size: int) -> None:
+        self._mine = range(rank, num_samples, world_size)
+        self._batch_size = batch_size
+        self.is_wanted = False
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        if not self.is_wanted:
+            return
+        for first in range(0, len(self._mine), self._batch_size):
+            indices = tuple(self._mine[first : first + self._batch_size])
+            yield [MicroBatch(-1, indices, len(indices))]
+
+
+class Evaluator:
+    """Evaluates a model on the recipe's held-out samples, over all ranks."""
+
+    def __init__(self, recipe: Recipe, spec: RunSpec, group: Group, precision: Precision) -> None:
+        self._recipe = recipe
+        self._group = group
+        self._precision = precision
+        self._loader: DataLoader[Any] | None = None
+        if recipe.eval_data is not None:
+            place = group.place
+            self._held_out = _HeldOut(
+                len(recipe.eval_data),  # type: ignore[arg-type]  # map-style data has a length
+                spec.eval.batch_size,
+                rank=place.rank,
+                world_size=place.world_size,
+            )
+            self._loader = make_loader(
+                SeededFetch(recipe.eval_data, spec.seed),
+                self._held_out,
+                data=spec.data,
+                pin_memory=group.device.type == "cuda",
+                is_kept=True,
+            )
+
+    def start(self) -> None:
+        """Start the loader's processes, to be kept: later, threads would be running, and forking beside them is risky."""
+        if self._loader is not None:
+            list(self._loader)
+            self._held_out.is_wanted = True
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return the mean of the loss and of each metric over the held-out samples, the same on every rank.
+
+        Buffers (batch-norm statistics) are rank zero's, as in DDP's forward. Sums are kept in float64.
+        """
+        if self._loader is None:
+            return {}
+        names = ["loss", *self._recipe.metrics]
+        sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self._group.device)
+        self._send_buffers(model)
+        was_training = model.training
+        model.eval()
+        with torch.no_grad(), rng.preserved(self._group.device):
+            for fetched in self._loader:
+                sums += self._score(model, to_device(fetched.batch, self._group.device), len(fetched.indices))
+        model.train(was_training)
+        *totals, count = self._group.sum(sums).tolist()
+        return {name: total / count for name, total in zip(names, totals, strict=True)}
+
+    def _score(self, model: nn.Module, batch: Any, num_samples: int) -> Tensor:
+        inputs, targets = self._recipe.inputs_and_targets(batch)
+        with self._precision.autocast():
+            outputs = model(inputs)
+            scores = [self._recipe.loss(outputs, targets).double() * num_samples]
+        for name, metric in self._recipe.metrics.items():
+            values = metric(outputs, targets)
+            if values.shape != (num_samples,):
+                raise ConfigError(
+                    f"Metric {name!r} returned shape {tuple(values.shape)} for {num_samples} samples, "
+                    f"but must return one value a sample, shape ({num_samples},)."
+                )
+            scores.append(values.double().sum())
+        return torch.stack([*scores, torch.full_like(scores[0], num_samples)])
+
+    def _send_buffers(self, model: nn.Module) -> None:
+        if self._group.place.world_size > 1:
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, src=0)

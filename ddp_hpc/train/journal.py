@@ -1,0 +1,176 @@
+"""What rank zero writes down on the way: metrics, progress, TensorBoard, console."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+import msgspec
+
+from ddp_hpc import checkpoint_store
+from ddp_hpc.durable import read_json_lines, replace_text
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.records import Progress, write_progress
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.train.checkpoint import SaveResult
+from ddp_hpc.train.data_order import Position
+
+log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 1.0
+
+
+class Journal:
+    """Rank zero's records; on other ranks every method does nothing.
+
+    After a resume, lines of steps that were lost are dropped first, so each step stands in `metrics.jsonl` once.
+    """
+
+    def __init__(self, run: RunDir, spec: RunSpec, *, is_writer: bool, attempt: int, total_steps: int) -> None:
+        self._run = run
+        self._is_writer = is_writer
+        self._attempt = attempt
+        self._total_steps = total_steps
+        self._epochs = spec.train.epochs
+        self._wants_tensorboard = spec.log.tensorboard
+        self._board: Any = None
+        self._file: IO[bytes] | None = None
+        self._loss: float | None = None
+        self._metrics: dict[str, float] = {}
+        self._saved: SaveResult | None = None
+        self._save_error: str | None = None
+        self._saved_at: float | None = None
+        self._rate: float | None = None
+        self._steps_per_s: float | None = None
+        self._samples = 0
+        self._steps = 0
+        self._measured_at = (time.monotonic(), 0, 0)
+        self._written_at = 0.0
+
+    def open(self, position: Position) -> None:
+        """Begin at `position`, the step the run was resumed at, or zero."""
+        if not self._is_writer:
+            return
+        kept = [line for line in read_json_lines(self._run.metrics) if line.get("step", 0) <= position.step]
+        replace_text(self._run.metrics, "".join(msgspec.json.encode(line).decode() + "\n" for line in kept))
+        self._file = self._run.metrics.open("ab", buffering=0)
+        if self._wants_tensorboard:
+            self._board = _open_tensorboard(self._run, purge_step=position.step + 1)
+        self._write_progress(position)
+
+    def count(self, num_samples: int) -> None:
+        """Count a step and its samples, for the rates."""
+        self._samples += num_samples
+        self._steps += 1
+
+    def train(self, position: Position, *, loss: float, lr: float) -> None:
+        """Write a log interval's mean loss."""
+        if not self._is_writer:
+            return
+        self._loss = loss
+        self._measure_rate()
+        self._write("train", position, {"loss": loss, "lr": lr}, {"samples_per_s": self._rate})
+        rate = "" if self._rate is None else f"  {self._rate:.0f} samples/s"
+        log.info("step %d/%d  loss %.4f  lr %.4g%s", position.step, self._total_steps, loss, lr, rate)
+        if not math.isfinite(loss):
+            log.warning("the loss is %s at step %d", loss, position.step)
+
+    def evaluated(self, position: Position, metrics: Mapping[str, float]) -> None:
+        """Write an evaluation's numbers."""
+        if not self._is_writer or not metrics:
+            return
+        self._metrics = dict(metrics)
+        self._write("eval", position, metrics, {})
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        log.info("evaluation at step %d  %s", position.step, numbers)
+        self._write_progress(position)
+
+    def saved(self, result: SaveResult) -> None:
+        """Note how a save ended; called by the checkpoint writer's thread."""
+        if result.error is not None:
+            self._save_error = result.error
+            log.warning("the checkpoint of step %d could not be written: %s", result.step, result.error)
+            return
+        self._save_error, self._saved, self._saved_at = None, result, time.time()
+        log.info("checkpoint of step %d committed in %.2f s", result.step, result.seconds)
+
+    def resumed(self, step: int) -> None:
+        """Note the checkpoint that the run was resumed from."""
+        manifest = checkpoint_store.checkpoint_path(self._run, step) / checkpoint_store.MANIFEST
+        self._saved, self._saved_at = SaveResult(step, 0.0), manifest.stat().st_mtime
+
+    def progress(self, position: Position, *, now: bool = False) -> None:
+        """Replace progress.json, at most once a second or so."""
+        if self._is_writer and (now or time.monotonic() - self._written_at > PROGRESS_INTERVAL_S):
+            self._measure_rate()
+            self._write_progress(position)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _measure_rate(self) -> None:
+        now = time.monotonic()
+        then, samples, steps = self._measured_at
+        if now - then >= PROGRESS_INTERVAL_S / 2 and self._steps > steps:
+            self._rate = (self._samples - samples) / (now - then)
+            self._steps_per_s = (self._steps - steps) / (now - then)
+            self._measured_at = (now, self._samples, self._steps)
+
+    def _write(
+        self, kind: str, position: Position, numbers: Mapping[str, float], more: Mapping[str, float | None]
+    ) -> None:
+        assert self._file is not None  # noqa: S101  `open` comes first
+        record = {"kind": kind, "step": position.step, "epoch": _epoch_of(position), **numbers, **more}
+        self._file.write(msgspec.json.encode({**record, "at": time.time()}) + b"\n")
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(f"{kind}/{name}", value, position.step)
+
+    def _write_progress(self, position: Position) -> None:
+        self._written_at = time.monotonic()
+        write_progress(
+            self._run,
+            Progress(
+                attempt=self._attempt,
+                step=position.step,
+                total_steps=self._total_steps,
+                epoch=_epoch_of(position),
+                epochs=self._epochs,
+                loss=self._loss,
+                samples_per_s=self._rate,
+                eta_s=self._eta_s(position),
+                metrics=self._metrics,
+                last_checkpoint=self._saved.step if self._saved else None,
+                last_checkpoint_at=self._saved_at,
+                save_error=self._save_error,
+                at=time.time(),
+            ),
+        )
+
+    def _eta_s(self, position: Position) -> float | None:
+        if self._steps_per_s is None:
+            return None
+        return (self._total_steps - position.step) / self._steps_per_s
+
+
+def _epoch_of(position: Position) -> int:
+    """Return the epoch that the step just done belongs to, counted from one."""
+    return position.epoch + (1 if position.samples_in_epoch or position.step == 0 else 0)
+
+
+def _open_tensorboard(run: RunDir, *, purge_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "`log.tensorboard` is true, but TensorBoard is not installed here. "
+            "Install it with `pip install ddp_hpc[tensorboard]`, or leave the option out."
+        ) from error
+    return SummaryWriter(str(run.tensorboard), purge_step=purge_step)

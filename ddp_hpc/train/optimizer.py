@@ -1,0 +1,27 @@
+"""The optimizers of the configuration, with weights decayed and biases not."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddp_hpc.spec import OptimizerSpec
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Return two parameter groups: matrices and filters, decayed; biases, norms and other vectors, not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(spec: OptimizerSpec, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Return the optimizer that the configuration names; fused into one kernel where the device has it."""
+    groups = decay_groups(model, spec.weight_decay)
+    fused = all(parameter.is_cuda for parameter in model.parameters())
+    if spec.name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps, fused=fused)
+    nesterov = spec.nesterov and spec.momentum > 0
+    return torch.optim.SGD(groups, lr=lr, momentum=spec.momentum, nesterov=nesterov, fused=fused)

@@ -1,0 +1,136 @@
+"""Joining the process group, and leaving it: who this process is, which device it has, how ranks talk on the side."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_hpc.errors import ConfigError
+
+JOIN_TIMEOUT = timedelta(minutes=10)
+"""How long to wait for the last rank to appear."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process among the others, in PyTorch's words."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
+
+
+def place_from_environ(environ: Mapping[str, str]) -> Place:
+    """Read the variables every PyTorch launcher sets.
+
+    Raises:
+        ConfigError: where one is missing or no number.
+    """
+    try:
+        numbers = {
+            name.lower(): int(environ[name])
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
+        }
+        return Place(master_addr=environ["MASTER_ADDR"], **numbers)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"A worker needs RANK, WORLD_SIZE and their kin in its environment, but {error!r}."
+        ) from error
+
+
+def choose_device(place: Place, gpus_per_node: int) -> torch.device:
+    """Return this worker's device; Slurm may show each task all of a node's GPUs, or just its own.
+
+    Raises:
+        ConfigError: where GPUs are asked for and PyTorch sees too few.
+    """
+    if gpus_per_node == 0:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0 or (1 < count < place.local_world_size):
+        raise ConfigError(
+            f"`resources.gpus_per_node` is {gpus_per_node}, but PyTorch {torch.__version__} sees {count} GPUs here. "
+            "Ask for no more, or for `resources.gpus_per_node=0`."
+        )
+    return torch.device("cuda", place.local_rank if place.local_rank < count else 0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of the run, joined."""
+
+    place: Place
+    device: torch.device
+    store: dist.Store
+    """Small texts between ranks, for the main thread."""
+    side_store: dist.Store
+    """The same for the checkpoint writer's thread: a waiting client blocks all users of its connection."""
+
+    def share(self, key: str, value: Any = None) -> Any:
+        """Return, on every rank, the JSON value that rank zero gave under a key used once."""
+        if self.place.is_rank_zero:
+            self.store.set(key, json.dumps(value))
+            return value
+        return json.loads(self.store.get(key))
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up a tensor over the ranks, in place, and return it."""
+        if self.place.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def join(place: Place, device: torch.device, *, listen_fd: int | None = None) -> Group:
+    """Meet the other ranks; a world of one is normal.
+
+    `listen_fd` is rank zero's socket, bound and listening by whoever chose the port, so that nobody can take it.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store, side_store = _connect(place, listen_fd)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    return Group(place, device, dist.PrefixStore("main", store), dist.PrefixStore("side", side_store))
+
+
+def _connect(place: Place, listen_fd: int | None) -> tuple[dist.Store, dist.Store]:
+    if place.world_size == 1:
+        alone = dist.HashStore()
+        return alone, alone
+    options: dict[str, Any] = {
+        "host_name": place.master_addr,
+        "port": place.master_port,
+        "world_size": place.world_size,
+        "timeout": JOIN_TIMEOUT,
+        "wait_for_workers": False,
+    }
+    listening: dict[str, Any] = {} if listen_fd is None else {"master_listen_fd": listen_fd}
+    store = dist.TCPStore(is_master=place.is_rank_zero, **options, **listening)
+    return store, dist.TCPStore(is_master=False, **options)
+
+
+def leave() -> None:
+    """Leave the group. Call when nothing holds the model any more: torch can abort at exit otherwise."""
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,28 @@
+"""One log file a rank; the console hears rank zero."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+def open_rank_log(path: Path, *, is_rank_zero: bool) -> None:
+    """Send everything this process prints or logs to `path`; rank zero's log lines go to the old output as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = []
+    if is_rank_zero:
+        console = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+        handlers.append(logging.StreamHandler(console))
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    handlers.append(logging.StreamHandler(sys.stderr))
+    logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=handlers, force=True)
+    logging.captureWarnings(capture=True)

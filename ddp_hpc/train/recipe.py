@@ -1,0 +1,138 @@
+"""What a user brings: a function that returns a `Recipe`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from ddp_hpc.errors import ConfigError
+
+BUILT_IN = {"image_classification": "ddp_hpc.train.recipes.image_classification:build"}
+"""Recipes known by a short name."""
+
+Scorer = Callable[[Any, Any], Tensor]
+"""(outputs, targets) -> one value a sample, shape (num_samples,); averaged over the held-out set."""
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    inputs, targets = batch
+    return inputs, targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Model, data, loss, optimizer and metrics of one training: plain PyTorch objects.
+
+    The loop does the rest: devices, DDP, precision, accumulation, data order, evaluation, checkpoints.
+    """
+
+    model: nn.Module
+    """On the CPU, in fp32; the same on every rank because the seed is (rank zero's weights are sent besides)."""
+    train_data: Dataset[Any]
+    """Map-style: `len(data)` and `data[index]`. Random augmentation may use torch's, numpy's or Python's generator."""
+    loss: Callable[[Any, Any], Tensor]
+    """(outputs, targets) -> the mean over the samples, a scalar."""
+    eval_data: Dataset[Any] | None = None
+    """Held-out samples, map-style."""
+    optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] | None = None
+    """(model, lr) -> optimizer; default: what the configuration's `optimizer` section says."""
+    metrics: Mapping[str, Scorer] = field(default_factory=dict)
+    """Numbers of the evaluation besides `loss`, by name."""
+    inputs_and_targets: Callable[[Any], tuple[Any, Any]] = _pair
+    """Splits what the data yields, collated; default: a pair. The model is called with the inputs."""
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.model, nn.Module), "model", self.model, "a `torch.nn.Module`")
+        _require(callable(self.loss), "loss", self.loss, "a function of (outputs, targets)")
+        _require(_is_map_style(self.train_data), "train_data", self.train_data, MAP_STYLE)
+        if self.eval_data is not None:
+            _require(_is_map_style(self.eval_data), "eval_data", self.eval_data, MAP_STYLE)
+        _require("loss" not in self.metrics, "metrics", dict(self.metrics), "without `loss`, which is there already")
+
+
+MAP_STYLE = "map-style and not empty: with `len(data)` above zero and `data[index]`, so that samples can be numbered"
+
+
+def _is_map_style(data: object) -> bool:
+    if isinstance(data, IterableDataset):
+        return False
+    return isinstance(data, Sized) and hasattr(data, "__getitem__") and len(data) > 0
+
+
+def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise ConfigError(f"`Recipe.{name}` is {value!r}, but it must be {wanted}.")
+
+
+def nearest_names(name: object, known: Iterable[str]) -> str:
+    """Return the sentence that tells somebody who wrote an unknown name which ones there are."""
+    names = list(known)
+    nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    meant = [f"Did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
+    return " ".join([*meant, f"Known: {', '.join(names)}."])
+
+
+def load_builder(target: str) -> Callable[..., Recipe]:
+    """Import `module:function` (or a built-in recipe's name) and return the function.
+
+    Raises:
+        ConfigError: where the module cannot be imported or has no such function.
+    """
+    module_name, _, function_name = BUILT_IN.get(target, target).partition(":")
+    if not function_name:
+        raise ConfigError(
+            f"`recipe.target` is {target!r}, but that is no built-in recipe ({', '.join(BUILT_IN)}). "
+            "Name a function of yours as `module:function`."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"`recipe.target` is {target!r}, but importing {module_name!r} raised "
+            f"{type(error).__name__}: {error}. Look for it with `python -c 'import {module_name}'` in the "
+            "directory you submit from."
+        ) from error
+    builder = getattr(module, function_name, None)
+    if not callable(builder):
+        raise ConfigError(
+            f"`recipe.target` is {target!r}, but module {module_name!r} ({module.__file__}) "
+            f"has no function {function_name!r}."
+        )
+    return builder  # type: ignore[no-any-return]  # what it returns is checked by build_recipe
+
+
+def build_recipe(target: str, args: Mapping[str, Any]) -> Recipe:
+    """Call the builder and check that it returned a `Recipe`.
+
+    Raises:
+        ConfigError: where there is no such builder, it does not take these arguments, or returns something else.
+    """
+    builder = load_builder(target)
+    _check_args(target, builder, args)
+    recipe = builder(**args)
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"`{target}` returned {type(recipe).__name__}, but must return a `ddp_hpc.train.recipe.Recipe`."
+        )
+    return recipe
+
+
+def _check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> None:
+    """Bind the arguments without a call, so that a TypeError inside the builder stays the user's own."""
+    signature = inspect.signature(builder)
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        unknown = [name for name in args if name not in signature.parameters]
+        raise ConfigError(
+            f"`recipe.args` is {dict(args)!r}, but `{target}` does not take that: {error}. "
+            f"{nearest_names(unknown[0] if unknown else '', signature.parameters)}"
+        ) from error

@@ -1,0 +1,31 @@
+"""The ids of the samples that each step really used, as the loader delivered them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from ddp_hpc.train.data_order import Window
+
+
+class SampleRecorder:
+    """Writes one line a step, `{"step": 7, "epoch": 1, "samples": [...]}`; without a path it does nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+
+    def record(self, plan: Window, samples: Sequence[int]) -> None:
+        """Write the samples this rank used in a window; steps and epochs are counted from one."""
+        if self._file is not None:
+            line = {"step": plan.after.step, "epoch": plan.micro_batches[0].epoch + 1, "samples": samples}
+            self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,78 @@
+"""Being told to stop, and all ranks agreeing on the step: many doors, one room.
+
+SIGTERM, SIGUSR2 and the run's STOP file all mean: commit a checkpoint and leave. A handler sets a flag and nothing
+else. The ranks meet every half second or so and add up their flags, so all of them leave after the same step; between
+the meetings it costs one comparison a step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ddp_hpc.processes import STOP_SIGNALS, unblock_signals
+from ddp_hpc.train.process_group import Group
+
+MEETING_INTERVAL_S = 0.5
+
+
+class StopFlag:
+    """Whether this process has been told to stop."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self._stop_file = stop_file
+        self._pid = os.getpid()
+        self._signalled = False
+
+    def listen(self) -> None:
+        """Have the stop signals set the flag; loader processes inherit the handler and it ignores them."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        unblock_signals()
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._signalled = True
+
+    def is_set(self, *, look_at_file: bool) -> bool:
+        return self._signalled or (look_at_file and self._stop_file.exists())
+
+
+class Meetings:
+    """When the ranks meet, and whether they have agreed to stop.
+
+    Rank zero measures how long steps take and says after how many the next meeting is, so all ranks meet after the
+    same step without talking in between.
+    """
+
+    def __init__(self, group: Group, flag: StopFlag) -> None:
+        self._group = group
+        self._flag = flag
+        self._next_step = 0
+        self._met_at: tuple[int, float] | None = None
+
+    def is_due(self, step: int) -> bool:
+        return step >= self._next_step
+
+    def agree_to_stop(self, step: int) -> bool:
+        """Meet after `step`; return, the same on all ranks, whether any has been told to stop."""
+        is_rank_zero = self._group.place.is_rank_zero
+        told = self._flag.is_set(look_at_file=is_rank_zero)
+        pause = self._steps_until_next(step) if is_rank_zero else 0
+        votes = self._group.sum(torch.tensor([int(told), pause], dtype=torch.int64))
+        told_sum, pause_sum = votes.tolist()
+        self._next_step = step + pause_sum
+        return bool(told_sum > 0)
+
+    def _steps_until_next(self, step: int) -> int:
+        now = time.monotonic()
+        before, self._met_at = self._met_at, (step, now)
+        if before is None or step == before[0]:
+            return 1
+        seconds_a_step = (now - before[1]) / (step - before[0])
+        return max(1, min(int(MEETING_INTERVAL_S / max(seconds_a_step, 1e-9)), 2 * (step - before[0])))

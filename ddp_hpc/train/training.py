@@ -1,0 +1,171 @@
+"""Putting a training together: model, data, optimizer, records, from a spec and a recipe."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.train import rng
+from ddp_hpc.train.checkpoint import Checkpointer
+from ddp_hpc.train.data_order import Order, Walk
+from ddp_hpc.train.evaluate import Evaluator
+from ddp_hpc.train.journal import Journal
+from ddp_hpc.train.loader import LoadedWindow, training_windows
+from ddp_hpc.train.optimizer import build_optimizer
+from ddp_hpc.train.precision import Precision
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.samples import SampleRecorder
+from ddp_hpc.train.stop import Meetings, StopFlag
+from ddp_hpc.train.training_state import TrainingState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Training:
+    """Everything the loop walks with."""
+
+    spec: RunSpec
+    run: RunDir
+    group: Group
+    recipe: Recipe
+    model: nn.Module
+    """What the loop calls: the user's model, wrapped in DDP where there are several ranks."""
+    state: TrainingState
+    precision: Precision
+    order: Order
+    total_steps: int
+    base_lrs: list[float]
+    """Peak learning rate of each parameter group."""
+    meetings: Meetings
+    checkpointer: Checkpointer
+    evaluator: Evaluator
+    journal: Journal
+    samples: SampleRecorder
+
+    def windows(self) -> Iterator[LoadedWindow]:
+        """Yield the samples of every step still to do."""
+        walk = Walk(
+            order=self.order,
+            start=self.state.position,
+            total_steps=self.total_steps,
+            rank=self.group.place.rank,
+        )
+        pin_memory = self.group.device.type == "cuda"
+        return training_windows(self.recipe.train_data, walk, data=self.spec.data, pin_memory=pin_memory)
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The weights to judge by: the moving average where there is one."""
+        return self.state.model if self.state.ema is None else self.state.ema.module  # type: ignore[return-value]
+
+
+def prepare(  # noqa: PLR0913  it puts the parts together, and these are the parts
+    spec: RunSpec, recipe: Recipe, run: RunDir, group: Group, *, attempt: int, stop: StopFlag
+) -> Training:
+    """Put the parts together; nothing is restored yet.
+
+    Raises:
+        ConfigError: where the recipe and the spec do not fit.
+    """
+    order = _order(spec, recipe, group)
+    total_steps = min(spec.train.max_steps or 2**62, spec.train.epochs * order.steps_per_epoch)
+    precision = Precision(spec.train.precision, group.device)
+    bare = _place_model(spec, recipe.model, group)
+    optimizer = (
+        recipe.optimizer(bare, spec.train.lr)
+        if recipe.optimizer
+        else build_optimizer(spec.optimizer, bare, spec.train.lr)
+    )
+    state = TrainingState(
+        model=bare,
+        optimizer=optimizer,
+        device=group.device,
+        rank=group.place.rank,
+        world_size=group.place.world_size,
+        loss_meter=torch.zeros((), dtype=torch.float64, device=group.device),
+        scaler=precision.make_scaler(),
+        ema=_averaged(spec, bare),
+    )
+    journal = Journal(run, spec, is_writer=group.place.is_rank_zero, attempt=attempt, total_steps=total_steps)
+    return Training(
+        spec=spec,
+        run=run,
+        group=group,
+        recipe=recipe,
+        model=_wrap(spec, bare, group),
+        state=state,
+        precision=precision,
+        order=order,
+        total_steps=total_steps,
+        base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
+        meetings=Meetings(group, stop),
+        checkpointer=Checkpointer(run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved),
+        evaluator=Evaluator(recipe, spec, group, precision),
+        journal=journal,
+        samples=SampleRecorder(run.rank_samples(attempt, group.place.rank) if spec.train.record_samples else None),
+    )
+
+
+def _order(spec: RunSpec, recipe: Recipe, group: Group) -> Order:
+    order = Order(
+        num_samples=len(recipe.train_data),  # type: ignore[arg-type]  # map-style data has a length
+        seed=spec.seed,
+        global_batch_size=spec.train.global_batch_size,
+        micro_batch_size=spec.micro_batch_size,
+        world_size=group.place.world_size,
+        drop_last=spec.data.drop_last,
+    )
+    if order.steps_per_epoch == 0:
+        raise ConfigError(
+            f"`train.global_batch_size` is {order.global_batch_size}, but the training data has {order.num_samples} "
+            "samples and `data.drop_last` leaves out what does not fill a batch. Choose a smaller batch."
+        )
+    return order
+
+
+def _place_model(spec: RunSpec, model: nn.Module, group: Group) -> nn.Module:
+    if spec.train.sync_batch_norm and group.place.world_size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(group.device)
+    if spec.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return model
+
+
+def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
+    """Return the model the loop calls; a world of one needs no DDP."""
+    model = bare
+    if group.place.world_size > 1:
+        model = DistributedDataParallel(
+            bare,
+            device_ids=[group.device.index] if group.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=spec.train.find_unused_parameters,
+        )
+    return torch.compile(model) if spec.train.compile else model  # type: ignore[return-value]  # typed as a callable
+
+
+def _averaged(spec: RunSpec, bare: nn.Module) -> nn.Module | None:
+    if spec.train.ema_decay is None:
+        return None
+    return AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(spec.train.ema_decay))
+
+
+def configure_torch(spec: RunSpec) -> None:
+    """Set what torch keeps globally: the seed that the recipe builds the model with, and determinism."""
+    rng.seed_everything("model", spec.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = not spec.train.deterministic
+    if spec.train.deterministic:
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,116 @@
+"""One process of the training: join, build, walk the loop, leave with an exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from ddp_hpc.config import load_resolved
+from ddp_hpc.durable import replace_text
+from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.exit_codes import FAILED, FINISHED, STOPPED
+from ddp_hpc.records import WorkerFailure
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.train import process_group, rng
+from ddp_hpc.train.loop import train
+from ddp_hpc.train.process_group import Group, Place
+from ddp_hpc.train.rank_log import open_rank_log
+from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder
+from ddp_hpc.train.stop import StopFlag
+from ddp_hpc.train.training import Training, configure_torch, prepare
+
+log = logging.getLogger(__name__)
+
+
+def preload(run_path: str) -> None:
+    """Import what every worker will need, before they are forked.
+
+    Raises:
+        ConfigError: where the recipe cannot be imported, or touches a GPU while it is.
+    """
+    spec = load_resolved(RunDir(Path(run_path)).config)
+    load_builder(spec.recipe.target)
+    if torch.cuda.is_initialized():
+        raise ConfigError(
+            f"Importing `recipe.target` {spec.recipe.target!r} initialised CUDA, but workers are forked after the import "
+            "and could not use it then. Move what touches the GPU into the function."
+        )
+
+
+def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:
+    """Run one worker to its end; return its exit code. What it dies of is written to the run's errors."""
+    run = RunDir(Path(run_path))
+    place = process_group.place_from_environ(environ)
+    open_rank_log(run.rank_log(attempt, place.rank), is_rank_zero=place.is_rank_zero)
+    flag = StopFlag(run.stop_request)
+    flag.listen()
+    training: Training | None = None
+    try:
+        spec = load_resolved(run.config)
+        group = _join(spec, place, listen_fd)
+        training = prepare(spec, _recipe(spec), run, group, attempt=attempt, stop=flag)
+        finished = _walk(training)
+    except BaseException as error:  # noqa: BLE001  whatever a worker dies of is written down
+        _report(run, place, error, attempt=attempt, step=training.state.position.step if training else 0)
+        return error.exit_code if isinstance(error, DdpHpcError) else FAILED
+    del training, group
+    process_group.leave()
+    return FINISHED if finished else STOPPED
+
+
+def _join(spec: RunSpec, place: Place, listen_fd: int | None) -> Group:
+    device = process_group.choose_device(place, spec.resources.gpus_per_node)
+    return process_group.join(place, device, listen_fd=listen_fd)
+
+
+def _recipe(spec: RunSpec) -> Recipe:
+    """Build the recipe with the same seed on every rank."""
+    configure_torch(spec)
+    return build_recipe(spec.recipe.target, spec.recipe.args)
+
+
+def _walk(training: Training) -> bool:
+    """Walk the loop from a seed of this rank's own; return whether the last step was reached."""
+    rng.seed_everything("rank", training.spec.seed, 0, training.group.place.rank)
+    finished = train(training)
+    training.journal.close()
+    training.samples.close()
+    return finished
+
+
+def _report(run: RunDir, place: Place, error: BaseException, *, attempt: int, step: int) -> None:
+    text = "".join(traceback.format_exception(error))
+    log.error("%s", error if isinstance(error, ConfigError) else text)
+    failure = WorkerFailure(
+        rank=place.rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        step=step,
+        exception=str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}",
+        traceback=text,
+        log=str(run.rank_log(attempt, place.rank)),
+        is_input_error=isinstance(error, ConfigError),
+        is_secondary=_lost_another(error),
+    )
+    path = run.rank_error(attempt, place.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps(asdict(failure), indent=1))
+
+
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe")
+
+
+def _lost_another(error: BaseException) -> bool:
+    """Tell whether a worker died of another's death: what gloo, NCCL and the store say when a peer is gone."""
+    if isinstance(error, torch.distributed.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_CONNECTION)
