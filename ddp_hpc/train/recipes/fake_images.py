@@ -1,0 +1,40 @@
+"""Images made up on the spot, for trying things out without any data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from ddp_hpc.train.recipes.images import Images, ImagesWanted
+
+
+def load(wanted: ImagesWanted) -> Images:
+    """Return training images, and a quarter as many held-out ones besides."""
+    num_classes = wanted.num_classes or 10
+    patterns = torch.randn(num_classes, wanted.channels, 4, 4, generator=torch.Generator().manual_seed(0))
+    held_out_from = wanted.num_samples
+    return Images(
+        train=FakeImages(patterns, wanted.image_size, range(held_out_from)),
+        held_out=FakeImages(patterns, wanted.image_size, range(held_out_from, held_out_from + -(-held_out_from // 4))),
+        num_classes=num_classes,
+    )
+
+
+class FakeImages(Dataset[tuple[Tensor, int]]):
+    """Noise over a faint pattern of each class, so that a loss can fall; a sample follows from its seed alone."""
+
+    def __init__(self, patterns: Tensor, image_size: int, seeds: range) -> None:
+        self._patterns = patterns
+        self._size = (image_size, image_size)
+        self._seeds = seeds
+
+    def __len__(self) -> int:
+        return len(self._seeds)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        seed = self._seeds[index]
+        label = seed % len(self._patterns)
+        noise = torch.randn(self._patterns.shape[1], *self._size, generator=torch.Generator().manual_seed(seed))
+        return noise + 0.3 * functional.interpolate(self._patterns[label : label + 1], self._size)[0], label

@@ -1,0 +1,135 @@
+"""The built-in recipe `image_classification`: a network by name, images by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.train.recipe import Recipe, Scorer, nearest_names
+from ddp_hpc.train.recipes.image_sets import images_wanted, load_images
+from ddp_hpc.train.recipes.images import ImagesWanted, check_counts
+from ddp_hpc.train.recipes.mini_resnet import MiniResNet
+
+MINI_RESNET = "mini_resnet"
+MINI_RESNET_WIDTH = 16
+
+
+def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
+    *,
+    model: str = MINI_RESNET,
+    dataset: str = "digits",
+    width: int | None = None,
+    num_classes: int | None = None,
+    image_size: int | None = None,
+    augment: bool | None = None,
+    label_smoothing: float = 0.0,
+    data_dir: str | None = None,
+    num_samples: int | None = None,
+) -> Recipe:
+    """Return a recipe that sorts images into classes.
+
+    Args:
+        model: `mini_resnet`, or the name of any torchvision classifier, such as `resnet50`.
+        dataset: `digits`, `fake`, `mnist`, `cifar10`, `image_folder` or `imagenet`.
+        width: Channels of MiniResNet's first stage; 16 when unset.
+        num_classes: Outputs of the network; as many as the data has when unset.
+        image_size: Pixels a side; the data's usual size when unset.
+        augment: Vary the training's images at random; when unset, as is usual for the data.
+        label_smoothing: Share of each target that is spread over all classes.
+        data_dir: Where the files of a torchvision set lie, or are downloaded to; `data` when unset.
+        num_samples: Training samples of `fake`; 1024 when unset.
+
+    Raises:
+        ConfigError: where there is no such model or data, or the two do not go together.
+    """
+    _check_model(model, width)
+    _check_label_smoothing(label_smoothing)
+    wanted = images_wanted(
+        dataset,
+        channels=None if model == MINI_RESNET else 3,
+        num_classes=num_classes,
+        image_size=image_size,
+        augment=augment,
+        data_dir=data_dir,
+        num_samples=num_samples,
+    )
+    images = load_images(dataset, wanted)
+    network = (
+        MiniResNet(in_channels=wanted.channels, num_classes=images.num_classes, width=width or MINI_RESNET_WIDTH)
+        if model == MINI_RESNET
+        else _torchvision_network(model, wanted, images.num_classes)
+    )
+    return Recipe(
+        model=network,
+        train_data=images.train,
+        eval_data=images.held_out,
+        loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
+        metrics=_metrics(images.num_classes),
+    )
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 where the likeliest class is the right one, else 0."""
+    return (outputs.argmax(dim=1) == targets).float()
+
+
+def accuracy_top5(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 where the right class is among the five likeliest, else 0."""
+    return (outputs.topk(5, dim=1).indices == targets.unsqueeze(1)).any(dim=1).float()
+
+
+def _metrics(num_classes: int) -> dict[str, Scorer]:
+    if num_classes < 100:
+        return {"accuracy": accuracy}
+    return {"accuracy": accuracy, "accuracy_top5": accuracy_top5}
+
+
+def _check_label_smoothing(share: object) -> None:
+    if not isinstance(share, (int, float)) or not 0 <= share < 1:
+        raise ConfigError(
+            f"`recipe.args.label_smoothing` is {share!r}, but it must be a number from 0 up to, not including, 1."
+        )
+
+
+def _check_model(model: str, width: int | None) -> None:
+    """Refuse a model that is not to be had before any data is loaded."""
+    check_counts(width=width)
+    if model == MINI_RESNET:
+        return
+    from torchvision import models  # type: ignore[import-untyped]  # torchvision ships no types
+
+    known = models.list_models(module=models)
+    if model not in known:
+        raise ConfigError(
+            f"`recipe.args.model` is {model!r}, but that is neither {MINI_RESNET!r} nor a torchvision classifier. "
+            f"{nearest_names(model, [MINI_RESNET, *known])}"
+        )
+    if width is not None:
+        raise ConfigError(
+            f"`recipe.args.width` is {width}, but only {MINI_RESNET!r} has a width, not {model!r}. "
+            "Choose the torchvision model that is as wide as you want."
+        )
+
+
+def _torchvision_network(model: str, wanted: ImagesWanted, num_classes: int) -> nn.Module:
+    from torchvision import models
+
+    size = wanted.image_size
+    own_args: dict[str, dict[str, Any]] = {
+        "googlenet": {"aux_logits": False, "init_weights": True},  # one output, as all the others have
+        "inception_v3": {"aux_logits": False, "init_weights": True},
+        "maxvit_t": {"input_size": (size, size)},
+    }
+    sized = {"image_size": size} if model.startswith("vit_") else {}
+    try:
+        network: nn.Module = models.get_model(
+            model, weights=None, num_classes=num_classes, **own_args.get(model, sized)
+        )
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"`recipe.args.model` is {model!r}, but torchvision does not make it for images of {size} pixels "
+            f"(`recipe.args.image_size`): {error}"
+        ) from error
+    return network

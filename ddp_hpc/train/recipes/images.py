@@ -1,0 +1,55 @@
+"""What is asked of a set of images, and what is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from ddp_hpc.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesWanted:
+    """The form the images should have, and where they lie."""
+
+    channels: int
+    image_size: int
+    """Pixels a side."""
+    augment: bool = False
+    """Vary the training's images at random."""
+    data_dir: str = "data"
+    num_classes: int | None = None
+    """Unset: as many as the set has."""
+    num_samples: int = 1024
+    """Of training, where the set can be of any size."""
+
+    def __post_init__(self) -> None:
+        check_counts(image_size=self.image_size, num_classes=self.num_classes, num_samples=self.num_samples)
+        _check(isinstance(self.augment, bool), "augment", self.augment, "true or false")
+        _check(isinstance(self.data_dir, str), "data_dir", self.data_dir, "the path of a directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Pairs of a float tensor (channels, height, width) and a class."""
+
+    train: Dataset[Any]
+    held_out: Dataset[Any]
+    num_classes: int
+
+
+def check_counts(**values: object) -> None:
+    """Refuse arguments that are no whole numbers above zero; unset ones pass.
+
+    Raises:
+        ConfigError: where one is not.
+    """
+    for name, value in values.items():
+        _check(value is None or (type(value) is int and value > 0), name, value, "a whole number above zero")
+
+
+def _check(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise ConfigError(f"`recipe.args.{name}` is {value!r}, but it must be {wanted}.")

@@ -1,0 +1,50 @@
+"""Letting rank zero go first, so that data is downloaded once and not by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_hpc.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def rank_zero_first(make: Callable[[bool], T]) -> T:
+    """Call `make(True)` on rank zero of the run and, when that is done, `make(False)` on every other rank.
+
+    True means: this is the one that may download, unpack and write. Without a process group this process is it.
+    The others wait for as long as the process group's timeout allows (half an hour by PyTorch's default).
+
+    Raises:
+        ConfigError: on every rank, with the same words, where rank zero's call raised.
+    """
+    if not dist.is_initialized():
+        return make(True)
+    return _lead(make) if dist.get_rank() == 0 else _follow(make)
+
+
+def _lead(make: Callable[[bool], T]) -> T:
+    try:
+        made = make(True)
+    except Exception as error:
+        failure = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        _tell([failure])  # or else the others would wait until they time out
+        raise ConfigError(failure) from error
+    _tell([None])
+    return made
+
+
+def _follow(make: Callable[[bool], T]) -> T:
+    told: list[str | None] = [None]
+    _tell(told)
+    if told[0] is not None:
+        raise ConfigError(told[0])
+    return make(False)
+
+
+def _tell(failure: list[str | None]) -> None:
+    dist.broadcast_object_list(failure, src=0, device=torch.device("cpu"))

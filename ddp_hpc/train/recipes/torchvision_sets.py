@@ -1,0 +1,157 @@
+"""Sets of images that torchvision knows how to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.train.recipes.images import Images, ImagesWanted
+from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
+
+Transform = Callable[[Any], Any]
+
+
+class TorchvisionSet(NamedTuple):
+    """How torchvision opens a set, and what its pixels are like."""
+
+    name: str
+    open: Callable[[Path, bool, bool], Any]
+    """(data_dir, train, may_write) -> a torchvision dataset without transforms; `may_write` on rank zero only."""
+    needs: str
+    """What must lie in `data_dir` where nothing can be downloaded."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    photos: bool
+    """Of any size: training crops and scales them at random. Otherwise they are small, and of one size."""
+    flip: bool
+    """A mirror image is of the same class."""
+
+
+def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
+    """Open a set; rank zero goes first, and downloads or unpacks it where need be.
+
+    Raises:
+        ConfigError: where it cannot be had, or its two parts have different classes.
+    """
+    data_dir = Path(wanted.data_dir).expanduser().absolute()
+    train, held_out = rank_zero_first(lambda may_write: _open_both(source, data_dir, may_write=may_write))
+    if train.classes != held_out.classes:
+        odd = sorted(map(str, set(train.classes) ^ set(held_out.classes)))
+        raise ConfigError(
+            f"The training's and the held-out classes in {data_dir} differ in {', '.join(odd[:5])}. "
+            "A class is numbered by its place among the directories, so both parts must have the same ones."
+        )
+    train.transform = training_transform(source, wanted) if wanted.augment else plain_transform(source, wanted)
+    held_out.transform = plain_transform(source, wanted)
+    return Images(train=train, held_out=held_out, num_classes=len(train.classes))
+
+
+def _open_both(source: TorchvisionSet, data_dir: Path, *, may_write: bool) -> tuple[Any, Any]:
+    try:
+        return source.open(data_dir, True, may_write), source.open(data_dir, False, may_write)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"`recipe.args.dataset` is {source.name!r}, but torchvision cannot open it in {data_dir} "
+            f"(`recipe.args.data_dir`), a directory that every node must see: {type(error).__name__}: {said} "
+            f"If this machine cannot download, put {source.needs} there. If a download was cut short, remove its rest."
+        ) from error
+
+
+def plain_transform(source: TorchvisionSet, wanted: ImagesWanted) -> Transform:
+    """From a PIL image to a normalised tensor, without chance."""
+    from torchvision.transforms import v2  # type: ignore[import-untyped]  # torchvision ships no types
+
+    if source.photos:  # a margin of an eighth round the crop, as is usual: 256 for 224
+        return _composed(source, wanted, [v2.Resize(wanted.image_size * 8 // 7), v2.CenterCrop(wanted.image_size)])
+    return _composed(source, wanted, [v2.Resize(wanted.image_size)])
+
+
+def training_transform(source: TorchvisionSet, wanted: ImagesWanted) -> Transform:
+    """From a PIL image to a normalised tensor, cropped and mirrored by chance."""
+    from torchvision.transforms import v2
+
+    if source.photos:
+        crop = [v2.RandomResizedCrop(wanted.image_size)]
+    else:
+        crop = [v2.Resize(wanted.image_size), v2.RandomCrop(wanted.image_size, padding=wanted.image_size // 8)]
+    return _composed(source, wanted, [*crop, v2.RandomHorizontalFlip()] if source.flip else crop)
+
+
+def _composed(source: TorchvisionSet, wanted: ImagesWanted, geometry: list[Any]) -> Transform:
+    import torch
+    from torchvision.transforms import v2
+
+    repeats = wanted.channels // len(source.mean)  # grey images shown to a network that wants colours
+    return v2.Compose(  # type: ignore[no-any-return]  # torchvision ships no types
+        [
+            *geometry,
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            *([v2.RGB()] if repeats > 1 else []),
+            v2.Normalize(source.mean * repeats, source.std * repeats),
+            v2.ToPureTensor(),
+        ]
+    )
+
+
+def _open_mnist(data_dir: Path, train: bool, may_write: bool) -> Any:
+    from torchvision import datasets  # type: ignore[import-untyped]  # likewise
+
+    return datasets.MNIST(data_dir, train=train, download=may_write)
+
+
+def _open_cifar10(data_dir: Path, train: bool, may_write: bool) -> Any:
+    from torchvision import datasets
+
+    return datasets.CIFAR10(data_dir, train=train, download=may_write)
+
+
+def _open_image_folder(data_dir: Path, train: bool, _may_write: bool) -> Any:
+    from torchvision import datasets
+
+    return datasets.ImageFolder(data_dir / ("train" if train else "val"))
+
+
+def _open_imagenet(data_dir: Path, train: bool, _may_write: bool) -> Any:
+    from torchvision import datasets
+
+    return datasets.ImageNet(data_dir, split="train" if train else "val")  # unpacks the archives where nobody has yet
+
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+MNIST = TorchvisionSet(
+    name="mnist",
+    open=_open_mnist,
+    needs="`MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz`",
+    mean=(0.1307,),
+    std=(0.3081,),
+    photos=False,
+    flip=False,
+)
+CIFAR10 = TorchvisionSet(
+    name="cifar10",
+    open=_open_cifar10,
+    needs="`cifar-10-python.tar.gz`",
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+    photos=False,
+    flip=True,
+)
+IMAGE_FOLDER = TorchvisionSet(
+    name="image_folder",
+    open=_open_image_folder,
+    needs="`train/CLASS/*.jpg` and `val/CLASS/*.jpg`",
+    mean=IMAGENET_MEAN,
+    std=IMAGENET_STD,
+    photos=True,
+    flip=True,
+)
+IMAGENET = IMAGE_FOLDER._replace(
+    name="imagenet",
+    open=_open_imagenet,
+    needs="`ILSVRC2012_devkit_t12.tar.gz`, `ILSVRC2012_img_train.tar` and `ILSVRC2012_img_val.tar`",
+)
