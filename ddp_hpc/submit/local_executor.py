@@ -1,0 +1,199 @@
+"""Running a training on this machine: the same supervisor, agent and workers as on a cluster, without Slurm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from ddp_hpc import exit_codes, processes
+from ddp_hpc.durable import fsync_path, read_json, replace_text
+from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
+from ddp_hpc.records import Attempt, read_attempts, read_progress, record_end
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+
+START_PATIENCE_S = 120.0
+"""How long `submit` waits for the first step to begin before it lets the run go on alone."""
+VANISH_PATIENCE_S = 10.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What came of a submission."""
+
+    run: RunDir
+    state: Literal["started", "finished", "running"]
+    """Started now; finished before; or running already."""
+    attempt: int
+    is_new: bool
+    """Whether the run did not exist before."""
+
+
+def supervisor_argv(run: RunDir) -> list[str]:
+    """Return the command of the supervisor of one attempt."""
+    return [sys.executable, "-m", "ddp_hpc.job.supervisor", str(run.path)]
+
+
+def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -> Submission:
+    """Start the run, or go on with it, and return once its training has begun.
+
+    Raises:
+        ConfigError: where the input cannot be; a run that was new leaves nothing behind.
+        WorkerError: where the workers failed before the first step.
+    """
+    run = RunDir(spec.path)
+    is_new = not run.config.exists()
+    if _is_busy(run):
+        return Submission(run, "running", len(read_attempts(run)) - 1, is_new=False)
+    if _is_finished(run, spec):
+        return Submission(run, "finished", len(read_attempts(run)) - 1, is_new=False)
+    _make_run_dir(run, resolved_text, is_new=is_new)
+    attempt = len(read_attempts(run))
+    supervisor = _start_supervisor(run, import_paths)
+    ended = _await_training(run, attempt, supervisor)
+    if ended is not None and ended.exit_code == exit_codes.REFUSED:
+        if is_new:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise ConfigError(ended.reason)
+    return Submission(run, "started", attempt, is_new)
+
+
+def _is_busy(run: RunDir) -> bool:
+    """Tell whether somebody works on the run; processes of an attempt that is over are given time to vanish."""
+    deadline = time.monotonic() + VANISH_PATIENCE_S
+    while processes.is_locked(run.lock):
+        newest = next(reversed(read_attempts(run)), None)
+        is_over = newest is not None and (newest.ending is not None or not psutil.pid_exists(newest.pid))
+        if not is_over or time.monotonic() > deadline:
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _is_finished(run: RunDir, spec: RunSpec) -> bool:
+    """Tell whether nothing is left to do; more epochs or steps than before are more to do."""
+    done = read_json(run.done)
+    if done is None:
+        return False
+    return done.get("epochs") == spec.train.epochs and done.get("max_steps") == spec.train.max_steps
+
+
+def _make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
+    """Make the run's directory by one rename, or renew its configuration."""
+    try:
+        if not is_new:
+            run.done.unlink(missing_ok=True)
+            replace_text(run.config, resolved_text)
+            return
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = RunDir(run.path.with_name(f".{run.name}.{os.getpid()}.tmp"))
+        beside.path.mkdir(mode=0o700)
+        try:
+            replace_text(beside.config, resolved_text)
+            beside.console.parent.mkdir()
+            beside.path.rename(run.path)
+        except OSError:
+            shutil.rmtree(beside.path, ignore_errors=True)
+            raise
+        fsync_path(run.path.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
+            "Choose another place with `runs_dir=...`, or free this one."
+        ) from error
+
+
+def _start_supervisor(run: RunDir, import_paths: Sequence[Path]) -> subprocess.Popen[bytes]:
+    """Start the supervisor in a session of its own, so that it outlives this terminal."""
+    paths = [str(path) for path in import_paths]
+    inherited = os.environ.get("PYTHONPATH")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *([inherited] if inherited else [])])}
+    with run.console.open("ab") as console:
+        return subprocess.Popen(
+            supervisor_argv(run),
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+            env=environ,
+            start_new_session=True,
+        )
+
+
+def _await_training(run: RunDir, attempt: int, supervisor: subprocess.Popen[bytes]) -> Attempt | None:
+    """Wait until the attempt trains, or has ended; return its ledger entry if it has."""
+    deadline = time.monotonic() + START_PATIENCE_S
+    while time.monotonic() < deadline:
+        entry = _entry(run, attempt)
+        if entry is not None and entry.ending is not None:
+            return entry
+        progress = read_progress(run)
+        if progress is not None and progress.attempt == attempt:
+            return None
+        if supervisor.poll() is not None and _entry(run, attempt) is None:
+            raise RunBusyError(f"{run.path} could not be started; {run.console} ends: {_last_line(run.console)}")
+        time.sleep(_POLL_S)
+    return None
+
+
+def wait(run: RunDir, attempt: int) -> Attempt:
+    """Return the attempt once it has ended; an attempt whose processes are gone without a word has failed."""
+    while True:
+        is_alive = processes.is_locked(run.lock)
+        entry = _entry(run, attempt)
+        if entry is not None and entry.ending is not None:
+            return entry
+        if not is_alive:
+            raise WorkerError(
+                f"Attempt {attempt} of {run.name} is gone without a word: its supervisor was killed. "
+                "Submit the run again; it resumes from its newest checkpoint."
+            )
+        time.sleep(_POLL_S)
+
+
+def stop(run: RunDir) -> str:
+    """Ask the run to commit a checkpoint and leave; return what to tell the user.
+
+    Raises:
+        ConfigError: where it is not running.
+    """
+    if not processes.is_locked(run.lock):
+        raise ConfigError(f"{run.name} is not running, so there is nothing to stop.")
+    run.stop_request.touch()
+    return f"{run.name} was asked to commit a checkpoint and leave. Submit it again to go on."
+
+
+def cancel(run: RunDir) -> str:
+    """End the run at once, without a checkpoint; return what to tell the user.
+
+    Raises:
+        ConfigError: where it is not running.
+    """
+    attempts = read_attempts(run)
+    if not attempts or not processes.is_locked(run.lock):
+        raise ConfigError(f"{run.name} is not running, so there is nothing to cancel.")
+    newest = attempts[-1]
+    record_end(
+        run, attempt=newest.attempt, ending="cancelled", exit_code=-signal.SIGKILL, reason="cancelled by the user"
+    )
+    processes.kill([newest.pid])
+    return f"{run.name} was cancelled. Its newest checkpoint stays; submit it again to go on from there."
+
+
+def _entry(run: RunDir, attempt: int) -> Attempt | None:
+    return next((entry for entry in read_attempts(run) if entry.attempt == attempt), None)
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "(nothing)"
