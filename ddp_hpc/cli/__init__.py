@@ -1,0 +1,99 @@
+"""The command line: flags in, calls out."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+from ddp_hpc import __version__
+from ddp_hpc.errors import DdpHpcError
+from ddp_hpc.exit_codes import FAILED
+
+VERBS = {
+    "submit": "start a run, or resume it",
+    "status": "tell where a run stands",
+    "logs": "print or follow a run's log lines",
+    "list": "list the runs",
+    "stop": "have a run commit a checkpoint and leave",
+    "cancel": "end a run at once, without a checkpoint",
+    "checkpoints": "list a run's checkpoints, verify them, print the digest of the newest",
+    "export": "write a run's weights to a safetensors file",
+    "config": "print the reference of all keys",
+}
+"""Verb -> what it does; each is a module of `verbs`, imported when it is asked for."""
+
+_DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class Verb(Protocol):
+    """What a verb's module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare its arguments."""
+
+    def run(self, args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+        """Do it; return the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv), os.environ)
+        sys.stdout.flush()
+    except DdpHpcError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read us has had enough; the interpreter must not find out once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None:
+            raise  # not about a file of the user's: ours to mend
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return FAILED
+    return code
+
+
+def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
+    if not words or words[0] not in VERBS:
+        _top_parser().parse_args(words)
+        return 2
+    name, *rest = words
+    verb = cast("Verb", importlib.import_module(f"ddp_hpc.cli.verbs.{name}"))
+    parser = argparse.ArgumentParser(prog=f"ddp-hpc {name}", description=verb.__doc__, allow_abbrev=False)
+    verb.add_arguments(parser)
+    return verb.run(parser.parse_intermixed_args([_plain_setting(word) for word in rest]), environment)
+
+
+def _plain_setting(word: str) -> str:
+    """Return `train.lr=0.1` for `--train.lr=0.1`, and anything else as it is."""
+    match = _DASHED_SETTING.match(word)
+    if match is None:
+        return word
+    from ddp_hpc.spec import RunSpec  # late: only such a word waits for it
+
+    is_key = "." in match["key"] or match["key"] in RunSpec.__dataclass_fields__
+    return word[2:] if is_key else word
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ddp-hpc",
+        description="Take a PyTorch training from a laptop to a Slurm cluster.",
+        epilog="`ddp-hpc VERB --help` tells more. RUN is a run's name, or its directory.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ddp-hpc {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for name, text in VERBS.items():
+        verbs.add_parser(name, help=text)
+    return parser

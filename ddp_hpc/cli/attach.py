@@ -1,0 +1,56 @@
+"""Staying with a run until its attempt ends: waiting for it, or showing how it goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+from ddp_hpc.cli.standing import rate, steps
+from ddp_hpc.cli.words import number, numbers
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.follow import Look, follow
+from ddp_hpc.watch.metrics import numbers_of
+from ddp_hpc.watch.status import RunStatus
+
+LOOK_INTERVAL_S = 0.25
+LINE_INTERVAL_S = 2.0
+
+
+def show(run: RunDir, attempt: int, out: TextIO) -> None:
+    """Show how the attempt goes until it is over: a live view on a terminal, lines elsewhere."""
+    looks = follow(run, attempt, clock=time.time, pause=lambda: time.sleep(LOOK_INTERVAL_S))
+    if out.isatty():
+        from ddp_hpc.cli.live import show_live  # late: rich is for eyes only
+
+        show_live(looks, out)
+    else:
+        show_lines(looks, out, clock=time.monotonic)
+
+
+def show_lines(looks: Iterable[Look], out: TextIO, *, clock: Callable[[], float]) -> None:
+    """Print a line when the state changes, every few seconds when the step does, and for every evaluation."""
+    told: RunStatus | None = None
+    told_at = 0.0
+    for look in looks:
+        status = look.status
+        for line in look.evaluations:
+            print(evaluation(line), file=out, flush=True)
+        is_new = told is None or told.state != status.state
+        if is_new or (told is not None and told.step != status.step and clock() - told_at >= LINE_INTERVAL_S):
+            print(progress(status), file=out, flush=True)
+            told, told_at = status, clock()
+
+
+def progress(status: RunStatus) -> str:
+    """Return a line on where the run stands."""
+    if status.total_steps is None:
+        return status.state
+    parts = [status.state, f"step {steps(status)}", f"epoch {status.epoch} of {status.epochs}"]
+    parts += [] if status.loss is None else [f"loss {number(status.loss)}"]
+    return "  ".join([*parts, *filter(None, [rate(status)])])
+
+
+def evaluation(line: dict[str, object]) -> str:
+    """Return a line on one evaluation."""
+    return f"evaluation  step {line['step']}  {numbers(numbers_of(line))}"

@@ -1,0 +1,44 @@
+"""The arguments that name runs, and the runs they name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.find import find_run, newest_run
+
+
+def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Declare RUN and `--runs-dir`."""
+    told = "a run's name, or its directory" + ("; default: the newest" if optional else "")
+    parser.add_argument("run", metavar="RUN", nargs="?" if optional else None, help=told)
+    add_runs_dir(parser)
+
+
+def add_runs_dir(parser: argparse.ArgumentParser) -> None:
+    """Declare `--runs-dir`."""
+    parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs live; default: the key `runs_dir`")
+
+
+def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunDir:
+    """Return the run that RUN names, or the newest."""
+    runs_dir = chosen_runs_dir(args.runs_dir, environment)
+    return find_run(args.run, runs_dir) if args.run else newest_run(runs_dir)
+
+
+def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path:
+    """Return where runs are looked for: the option, or the key from the environment, the site profile or its default."""
+    if option is not None:
+        return option
+    from ddp_hpc.config import resolve_key  # late: the spec's classes take time to make
+
+    return Path(resolve_key("runs_dir", environment))
+
+
+def word_for(run: RunDir, environment: Mapping[str, str]) -> str:
+    """Return what to type for a run: its name where that is enough, else its directory."""
+    beside = os.path.abspath(chosen_runs_dir(None, environment) / run.name)  # noqa: PTH100  # links stay
+    return run.name if beside == os.path.abspath(run.path) else str(run.path)  # noqa: PTH100

@@ -1,0 +1,69 @@
+"""What is said of a run at the end of a command: how it stands, why, where it lies, what to try next."""
+
+from __future__ import annotations
+
+import sys
+
+from ddp_hpc import exit_codes
+from ddp_hpc.cli.standing import steps
+from ddp_hpc.cli.words import numbers
+from ddp_hpc.records import WorkerFailure, first_failure
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.failure import last_lines, log_of
+from ddp_hpc.watch.status import RunStatus
+
+EXIT_CODES = {"finished": exit_codes.FINISHED, "stopped": exit_codes.STOPPED, "refused": exit_codes.REFUSED}
+"""State of a run that has ended -> our exit code; every other is a failure."""
+
+NUM_LINES = 15
+
+
+def exit_code(status: RunStatus) -> int:
+    """Return what a command that stayed to the end exits with."""
+    return 0 if status.is_alive else EXIT_CODES.get(status.state, exit_codes.FAILED)
+
+
+def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> None:
+    """Print how the run stands; `word` is what to type for it, `again` what to type to submit it again."""
+    failure = first_failure(run, status.attempt) if status.state == "failed" and status.attempt is not None else None
+    if failure is not None:
+        print(cause(run, failure), file=sys.stderr)
+    elif status.reason:
+        print(f"{status.state}: {status.reason}", file=sys.stderr)
+    print("\n".join([headline(status), f"run   {status.path}", *next_steps(status, word=word, again=again)]))
+
+
+def headline(status: RunStatus) -> str:
+    """Return `demo finished: step 450 of 450  loss 0.0512  accuracy 0.9833`."""
+    return "  ".join(filter(None, [f"{status.run} {_said(status)}: step {steps(status)}", numbers(status.metrics)]))
+
+
+def _said(status: RunStatus) -> str:
+    return "stopped with a committed checkpoint" if status.state == "stopped" else status.state
+
+
+def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
+    """Return commands to go on with, after what each is for."""
+    alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
+    ended = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
+    resume = {} if status.state == "finished" else {"again": f"{again}  # goes on {_from(status)}"}
+    weights = {
+        "state": f"ddp-hpc checkpoints {word} --digest",
+        "model": f"ddp-hpc export {word} -o {status.run}.safetensors",
+    }
+    steps_ = alive if status.is_alive else {**resume, **ended, **(weights if status.last_checkpoint else {})}
+    return [f"{purpose:<5} {command}" for purpose, command in steps_.items()]
+
+
+def _from(status: RunStatus) -> str:
+    return "from the beginning" if status.last_checkpoint is None else f"from step {status.last_checkpoint}"
+
+
+def cause(run: RunDir, failure: WorkerFailure) -> str:
+    """Return who failed first, with what, and the last lines of its log."""
+    who = "the agent" if failure.rank < 0 else f"rank {failure.rank}"
+    told = [f"{who} on {failure.host} failed first, at step {failure.step}: {failure.exception}"]
+    log = log_of(run, failure)
+    if log is not None:
+        told += [f"the last lines of {log}:", *(f"  {line}" for line in last_lines(log, NUM_LINES))]
+    return "\n".join(told)

@@ -1,0 +1,1 @@
+"""One file a verb: its arguments, and what it calls."""

@@ -1,0 +1,21 @@
+"""End a run at once, without a checkpoint; what is committed stays."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from ddp_hpc.cli.runs import add_run, chosen_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser)
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """End the run."""
+    from ddp_hpc.submit import local_executor
+
+    print(local_executor.cancel(chosen_run(args, environment)))
+    return 0

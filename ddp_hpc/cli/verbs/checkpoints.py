@@ -1,0 +1,59 @@
+"""List a run's committed checkpoints, the newest last."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.words import as_json, duration, numbers, or_dash, size, table
+from ddp_hpc.exit_codes import FAILED, FINISHED
+from ddp_hpc.watch.checkpoints import CheckpointInfo, choose_step, digest, list_checkpoints
+
+HEADER = ("STEP", "SIZE", "WORKERS", "AGE", "EVALUATION", "HOLDS")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser)
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte; exit 1 where a checkpoint does not hold"
+    )
+    parser.add_argument(
+        "--digest", action="store_true", help="print one digest of the newest one's training state only"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Print the table, the digest, or both as JSON."""
+    run_dir = chosen_run(args, environment)
+    infos = [] if args.digest and not args.verify else list_checkpoints(run_dir, verify=args.verify)
+    newest_digest = digest(run_dir, choose_step(run_dir, None)) if args.digest else None
+    if args.json:
+        listed = {"checkpoints": [asdict(info) for info in infos]} if args.verify or not args.digest else {}
+        print(as_json(listed | ({"digest": newest_digest} if args.digest else {})))
+    else:
+        if args.verify or not args.digest:
+            print(_as_table(infos, verified=args.verify) if infos else f"{run_dir.name} has no committed checkpoint.")
+        if newest_digest:
+            print(newest_digest)
+    return FAILED if any(info.problem for info in infos) else FINISHED
+
+
+def _as_table(infos: Sequence[CheckpointInfo], *, verified: bool) -> str:
+    now = time.time()
+    rows = [
+        (
+            str(info.step),
+            size(info.num_bytes),
+            or_dash(info.world_size),
+            duration(None if info.committed_at is None else now - info.committed_at),
+            or_dash(numbers(info.metrics)),
+            f"no: {info.problem}" if info.problem else "yes" if verified else "not looked at",
+        )
+        for info in infos
+    ]
+    return table(HEADER, rows)

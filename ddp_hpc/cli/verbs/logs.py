@@ -1,0 +1,42 @@
+"""Print a run's log lines: the console's, or one rank's, or all ranks'."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+
+from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.watch.logs import Choice, follow_lines, read_lines
+from ddp_hpc.watch.status import read_status
+
+LOOK_INTERVAL_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
+    parser.add_argument("--attempt", type=int, metavar="K", help="of this attempt only (without a rank: rank zero)")
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--rank", type=int, metavar="N", help="what this rank printed")
+    whose.add_argument("--all", action="store_true", help="what all ranks printed, each line with its rank")
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Print the lines."""
+    run_dir = chosen_run(args, environment)
+    choice = Choice(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
+    lines = (
+        follow_lines(
+            run_dir,
+            choice,
+            is_over=lambda: not read_status(run_dir, now=time.time()).is_alive,
+            pause=lambda: time.sleep(LOOK_INTERVAL_S),
+        )
+        if args.follow
+        else read_lines(run_dir, choice)
+    )
+    for line in lines:
+        print(line, flush=args.follow)
+    return 0

@@ -1,0 +1,26 @@
+"""Tell where a run stands, from its directory."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.standing import as_text
+from ddp_hpc.cli.words import as_json
+from ddp_hpc.watch.status import read_status
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser, optional=True)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Print the status."""
+    status = read_status(chosen_run(args, environment), now=time.time())
+    print(as_json(asdict(status)) if args.json else as_text(status))
+    return 0

@@ -1,0 +1,141 @@
+"""Start a run, or go on with it where one of that name exists.
+
+KEY=VALUE, also --KEY=VALUE, sets any key of the configuration: `train.lr=0.1`; `ddp-hpc config` lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from ddp_hpc.cli.attach import show
+from ddp_hpc.cli.runs import add_runs_dir, word_for
+from ddp_hpc.cli.summary import exit_code, print_summary
+from ddp_hpc.cli.words import as_json
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.status import read_status
+
+if TYPE_CHECKING:
+    from ddp_hpc.config import Resolved
+    from ddp_hpc.submit.local_executor import Submission
+
+INTERRUPTED = 130
+_SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("config", metavar="CONFIG", help="the configuration file (YAML)")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over the file's")
+    parser.add_argument("--cluster", choices=("auto", "local", "slurm"), default="auto", help="where to run")
+    until = parser.add_mutually_exclusive_group()
+    until.add_argument("--wait", action="store_true", help="return when the run ends, with its exit code")
+    until.add_argument("--follow", action="store_true", help="the same, and show how it goes")
+    until.add_argument("--dry-run", action="store_true", help="print what would be run; make nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_runs_dir(parser)
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Resolve, start, tell; wait or follow where asked."""
+    from ddp_hpc.config import render_resolved, resolve
+    from ddp_hpc.submit import local_executor
+
+    path, settings = _sort([args.config, *args.settings])
+    here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
+    resolved = resolve(path, [*settings, *here], environment)
+    _check_cluster(args.cluster, environment)
+    run_dir = RunDir(resolved.spec.path)
+    if args.dry_run:
+        print(_dry_run(resolved, local_executor.supervisor_argv(run_dir), as_object=args.json))
+        return 0
+    changed = _changes(run_dir, resolved)
+    import_paths = [Path.cwd(), path.absolute().parent]
+    submission = local_executor.submit(render_resolved(resolved), resolved.spec, import_paths=import_paths)
+    out = sys.stderr if args.json else sys.stdout
+    print("\n".join([_told(submission), *(changed if submission.state == "started" else [])]), file=out, flush=True)
+    word = word_for(submission.run, environment)
+    try:
+        _stay(args, submission, out)
+    except KeyboardInterrupt:
+        print(
+            f"\n{submission.run.name} goes on. Look: ddp-hpc logs -f {word}; end it: ddp-hpc stop {word}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    status = read_status(submission.run, now=time.time())
+    if args.json:
+        print(as_json(asdict(status)))
+    else:
+        again = shlex.join(["ddp-hpc", "submit", str(path), *settings, *here])
+        print_summary(submission.run, status, word=word, again=again)
+    return exit_code(status)
+
+
+def _stay(args: argparse.Namespace, submission: Submission, out: TextIO) -> None:
+    """Wait for the run's end, or show how it goes, where that was asked."""
+    from ddp_hpc.submit import local_executor
+
+    if submission.state == "finished":
+        return
+    if args.follow:
+        show(submission.run, submission.attempt, out)
+    elif args.wait:
+        local_executor.wait(submission.run, submission.attempt)
+
+
+def _sort(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the configuration's path and the settings, in whichever order they came."""
+    paths = [word for word in words if not _SETTING.match(word)]
+    if not paths:
+        raise ConfigError(f"{words[0]!r} is a setting; name the configuration file too: `ddp-hpc submit CONFIG ...`.")
+    settings = [word for word in words if word != paths[0]]
+    return Path(paths[0]), settings
+
+
+def _check_cluster(cluster: str, environment: Mapping[str, str]) -> None:
+    """Say what this version cannot do yet."""
+    if cluster == "slurm":
+        raise ConfigError("`--cluster` is slurm, but this version runs on one machine. Use `--cluster local`.")
+    if cluster == "auto" and shutil.which("sbatch", path=environment.get("PATH")):
+        print("note: sbatch is here, but this version runs on one machine: starting on this one.", file=sys.stderr)
+
+
+def _dry_run(resolved: Resolved, argv: Sequence[str], *, as_object: bool) -> str:
+    from ddp_hpc.config import flat, render_resolved
+
+    if not as_object:
+        return f"{render_resolved(resolved)}# would run: {shlex.join(argv)}"
+    values = {key: {"value": value, "source": resolved.sources[key]} for key, value in flat(resolved.spec).items()}
+    return as_json({"config": values, "command": list(argv)})
+
+
+def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
+    """Return a line for each key that differs from what the run's directory holds."""
+    from ddp_hpc.config import changes, load_resolved
+
+    if not run_dir.config.exists():
+        return []
+    try:
+        old = load_resolved(run_dir.config)
+    except ConfigError as error:
+        return [f"note: what changed cannot be told, for the run's configuration cannot be read: {error}"]
+    return [f"changed: {change.key} {change.old!r} -> {change.new!r}" for change in changes(old, resolved.spec)]
+
+
+def _told(submission: Submission) -> str:
+    name = submission.run.name
+    if submission.state == "finished":
+        return f"{name} has finished already; nothing was started. Another `name=...` starts a new run."
+    if submission.state == "running":
+        return f"{name} is running already (attempt {submission.attempt}); nothing was started."
+    return f"{name}: {'started' if submission.is_new else f'going on, attempt {submission.attempt}'}"

@@ -1,0 +1,69 @@
+"""Numbers, times and tables as words and columns."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+DASH = "-"
+
+
+def duration(seconds: float | None) -> str:
+    """Return `3 s`, `4:05` or `1:02:03`."""
+    if seconds is None or not math.isfinite(seconds):
+        return DASH
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float | None) -> str:
+    """Return a measured number with four digits that count."""
+    if value is None:
+        return DASH
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.4g}"
+
+
+def numbers(values: Mapping[str, float]) -> str:
+    """Return `loss 0.1234  accuracy 0.9833`."""
+    return "  ".join(f"{name} {number(value)}" for name, value in values.items())
+
+
+def size(num_bytes: int | None) -> str:
+    """Return `1.5 GiB` and its like."""
+    if num_bytes is None:
+        return DASH
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def or_dash(value: object) -> str:
+    """Return the value, or a dash where there is none."""
+    return DASH if value is None or value == "" else str(value)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return aligned columns below a header."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def as_json(value: Any) -> str:
+    """Return JSON that every reader takes: what is no number (NaN) is null."""
+    return json.dumps(_finite(value), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,1 @@
+"""Anywhere, reading: run directories are read, nothing is changed."""

@@ -1,0 +1,97 @@
+"""Which checkpoints a run has, and whether they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_hpc import checkpoint_store
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.run_dir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """One committed checkpoint; the fields are the keys of `checkpoints --json`."""
+
+    step: int
+    path: str
+    num_bytes: int | None
+    world_size: int | None
+    """Workers that wrote it."""
+    committed_at: float | None
+    metrics: Mapping[str, float]
+    """The evaluation made at this step, where there was one."""
+    problem: str | None
+    """Why it does not hold; always None for what was not looked at."""
+
+
+def list_checkpoints(run: RunDir, *, verify: bool) -> list[CheckpointInfo]:
+    """Return the committed checkpoints, newest last; `verify` reads every byte of them."""
+    return [_info(step, checkpoint_store.checkpoint_path(run, step), verify) for step in _steps(run)]
+
+
+def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
+    try:
+        manifest = checkpoint_store.verify(path) if verify else checkpoint_store.read_manifest(path)
+        committed_at = (path / checkpoint_store.MANIFEST).stat().st_mtime
+    except (CorruptCheckpointError, FileNotFoundError) as error:  # the latter: pruned while we looked
+        return CheckpointInfo(
+            step=step,
+            path=str(path),
+            num_bytes=None,
+            world_size=None,
+            committed_at=None,
+            metrics={},
+            problem=str(error),
+        )
+    return CheckpointInfo(
+        step=step,
+        path=str(path),
+        num_bytes=sum(shard.size for shard in manifest.shards),
+        world_size=manifest.world_size,
+        committed_at=committed_at,
+        metrics=manifest.metrics,
+        problem=None,
+    )
+
+
+def _steps(run: RunDir) -> list[int]:
+    return checkpoint_store.committed_steps(run)
+
+
+def choose_step(run: RunDir, step: int | None) -> int:
+    """Return `step`, or the newest, if there is a checkpoint of it.
+
+    Raises:
+        ConfigError: where there is not.
+    """
+    steps = _steps(run)
+    if not steps:
+        raise ConfigError(f"Run {run.name!r} has no committed checkpoint yet. Look at `ddp-hpc status {run.name}`.")
+    if step is not None and step not in steps:
+        raise ConfigError(f"Run {run.name!r} has no checkpoint of step {step}. It has {', '.join(map(str, steps))}.")
+    return steps[-1] if step is None else step
+
+
+def digest(run: RunDir, step: int) -> str:
+    """Return the digest of a checkpoint's whole training state."""
+    return checkpoint_store.digest(checkpoint_store.checkpoint_path(run, step))
+
+
+def export(run: RunDir, step: int, output: Path, *, ema: bool) -> int:
+    """Write a checkpoint's weights, or their moving average, to a safetensors file; return the number of tensors.
+
+    Raises:
+        ConfigError: where the file cannot be written, or there is no such average.
+    """
+    if not output.parent.is_dir():
+        raise ConfigError(f"The output is {str(output)!r}, but there is no directory {str(output.parent)!r}. Make it.")
+    if output.is_dir():
+        raise ConfigError(f"The output is {str(output)!r}, but that is a directory. Name a file in it.")
+    path = checkpoint_store.checkpoint_path(run, step)
+    try:
+        return checkpoint_store.export_weights(path, output, prefix="ema" if ema else "model")
+    except OSError as error:
+        raise ConfigError(f"The output {str(output)!r} cannot be written: {error.strerror}.") from error

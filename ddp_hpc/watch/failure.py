@@ -1,0 +1,26 @@
+"""What the first worker to fail left behind: its log, and the last lines of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ddp_hpc.records import WorkerFailure
+from ddp_hpc.run_dir import RunDir
+
+_TAIL_BYTES = 16 << 10
+
+
+def log_of(run: RunDir, failure: WorkerFailure) -> Path | None:
+    """Return the failure's log where it is still to be found, also if the run directory was moved since."""
+    path = Path(failure.log)
+    moved = run.attempt_logs(0).parent / path.parent.name / path.name
+    return next((candidate for candidate in (path, moved) if candidate.is_file()), None)
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a log."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        return file.read().decode("utf-8", errors="replace").rstrip().splitlines()[-count:]

@@ -1,0 +1,70 @@
+"""From a run's name or directory to its run directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ddp_hpc.errors import RunNotFoundError
+from ddp_hpc.run_dir import RunDir
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a run lives in this directory."""
+    return (path / "config.yaml").is_file()
+
+
+def list_runs(runs_dir: Path) -> list[RunDir]:
+    """Return the runs in a directory, the one that was touched last at the end."""
+    try:
+        paths = [path for path in runs_dir.iterdir() if not path.name.startswith(".") and is_run(path)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((_run_at(path) for path in paths), key=lambda run: (_touched_at(run), run.name))
+
+
+def find_run(text: str, runs_dir: Path) -> RunDir:
+    """Return the run of that name in `runs_dir`, or the one that lives in the directory `text`.
+
+    Raises:
+        RunNotFoundError: where there is none, with the nearest names.
+    """
+    candidates = ([] if os.sep in text or text in {".", ".."} else [runs_dir / text]) + [Path(text)]
+    for path in candidates:
+        if is_run(path):
+            return _run_at(path)
+    raise _not_found(text, runs_dir)
+
+
+def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
+    import difflib  # late: only an error waits for it
+
+    names = [run.name for run in list_runs(runs_dir)]
+    near = difflib.get_close_matches(Path(text).name, names, n=3) or names[-5:][::-1]
+    told = (
+        f" There is {', '.join(near)}." if near else " It has no runs: submit one, or name another with `--runs-dir`."
+    )
+    return RunNotFoundError(f"{text!r} is neither a run in {str(runs_dir)!r} nor the directory of one.{told}")
+
+
+def newest_run(runs_dir: Path) -> RunDir:
+    """Return the run that was touched last.
+
+    Raises:
+        RunNotFoundError: where there is none.
+    """
+    runs = list_runs(runs_dir)
+    if not runs:
+        raise RunNotFoundError(
+            f"There are no runs in {str(runs_dir)!r}. Submit one, or name another directory with `--runs-dir`."
+        )
+    return runs[-1]
+
+
+def _run_at(path: Path) -> RunDir:
+    return RunDir(Path(os.path.abspath(path)))  # noqa: PTH100  # `.` and `..` go, links stay as the user named them
+
+
+def _touched_at(run: RunDir) -> float:
+    """Return when an attempt last began or ended, or else when the run was made."""
+    return max((path.stat().st_mtime for path in (run.attempts, run.config) if path.exists()), default=0.0)

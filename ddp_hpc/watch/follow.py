@@ -1,0 +1,37 @@
+"""A run as it goes: one look after another, until its attempt is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_hpc.records import read_attempts
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.metrics import read_metrics
+from ddp_hpc.watch.status import RunStatus, read_status
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where the run stands, and which evaluations came since the look before."""
+
+    status: RunStatus
+    evaluations: Sequence[dict[str, Any]]
+
+
+def follow(run: RunDir, attempt: int, *, clock: Callable[[], float], pause: Callable[[], None]) -> Iterator[Look]:
+    """Yield looks at one attempt, the last one when it is over; `pause` is called between them."""
+    seen_until = next((one.started_at for one in read_attempts(run) if one.attempt == attempt), 0.0)
+    while True:
+        status = read_status(run, now=clock())  # first, so that the last look has all evaluations
+        evaluations = list(read_metrics(run, "eval", after=seen_until))
+        seen_until = max([seen_until, *(line["at"] for line in evaluations)])
+        yield Look(status, evaluations)
+        if not _is_at_work(status, attempt):
+            return
+        pause()
+
+
+def _is_at_work(status: RunStatus, attempt: int) -> bool:
+    return status.is_alive and (status.attempt is None or status.attempt <= max(attempt, 0))

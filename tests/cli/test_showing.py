@@ -1,0 +1,183 @@
+"""What is shown while a run goes, and said at its end."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ddp_hpc.cli.attach import LINE_INTERVAL_S, show_lines
+from ddp_hpc.cli.live import show_live, view
+from ddp_hpc.cli.summary import cause, exit_code, headline, next_steps
+from ddp_hpc.cli.words import duration, number, size, table
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.follow import Look
+from ddp_hpc.watch.status import RunStatus, State
+from tests.made_run import add_failure, add_log, make_run
+
+EVALUATION = {"kind": "eval", "step": 20, "epoch": 1, "loss": 0.25, "accuracy": 0.9833, "at": 1.0}
+
+
+def status(state: State = "running", step: int = 20, *, last_checkpoint: int | None = 20) -> RunStatus:
+    """Return the status of a run of 100 steps."""
+    return RunStatus(
+        run="digits",
+        path="/runs/digits",
+        state=state,
+        reason="",
+        attempt=0,
+        job_id="7",
+        host="node1",
+        step=step,
+        total_steps=100,
+        epoch=1 + step // 10,
+        epochs=10,
+        loss=0.5,
+        samples_per_s=640.0,
+        eta_s=65.0 if state == "running" else None,
+        metrics={"loss": 0.25, "accuracy": 0.9833},
+        last_checkpoint=last_checkpoint,
+        save_error=None,
+        source="run directory",
+        age_s=1.0,
+    )
+
+
+def ticks(interval_s: float) -> Iterator[float]:
+    """Yield times of a clock that is asked now and then."""
+    now = 0.0
+    while True:
+        now += interval_s
+        yield now
+
+
+def shown(looks: list[Look], *, interval_s: float) -> list[str]:
+    """Return the lines that are shown of these looks, taken at such intervals."""
+    out, times = io.StringIO(), ticks(interval_s)
+    show_lines(looks, out, clock=lambda: next(times))
+    return out.getvalue().splitlines()
+
+
+def test_a_line_tells_all_that_moves() -> None:
+    (line,) = shown([Look(status(), [])], interval_s=1)
+
+    assert line == "running  step 20 of 100  epoch 3 of 10  loss 0.5000  640 samples/s, 1:05 left"
+
+
+def test_steps_are_told_every_few_seconds_and_states_and_evaluations_at_once() -> None:
+    looks = [
+        Look(status("starting", 0), []),
+        Look(status("running", 0), []),
+        Look(status("running", 10), []),
+        Look(status("running", 20), [EVALUATION]),
+        Look(status("finished", 100), []),
+    ]
+
+    hasty = shown(looks, interval_s=0.01)
+    leisurely = shown(looks, interval_s=LINE_INTERVAL_S)
+
+    assert [line.split()[0] for line in hasty] == ["starting", "running", "evaluation", "finished"]
+    assert hasty[2] == "evaluation  step 20  loss 0.2500  accuracy 0.9833"
+    assert [line.split()[0] for line in leisurely].count("running") == 3
+
+
+def test_the_live_view_shows_the_newest_numbers() -> None:
+    console = Console(file=io.StringIO(), width=100, record=True)
+
+    console.print(view(status()))
+
+    text = console.export_text()
+    for told in ("digits running", "step 20 of 100", "epoch 3 of 10", "loss 0.5000", "640 samples/s, 1:05 left"):
+        assert told in text
+    assert "evaluation loss 0.2500  accuracy 0.9833  checkpoint at step 20" in text
+
+
+def test_the_live_view_keeps_evaluations_as_lines() -> None:
+    out = io.StringIO()
+
+    show_live([Look(status(), [EVALUATION]), Look(status("finished"), [])], out)
+
+    assert "evaluation  step 20  loss 0.2500  accuracy 0.9833\n" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        ("finished", 0),
+        ("running", 0),
+        ("stopped", 99),
+        ("refused", 2),
+        ("failed", 1),
+        ("cancelled", 1),
+        ("interrupted", 1),
+    ],
+)
+def test_the_exit_code_follows_from_the_state(state: State, code: int) -> None:
+    assert exit_code(status(state)) == code
+
+
+@pytest.mark.parametrize(
+    ("state", "commands"),
+    [
+        ("running", ["status digits", "logs -f digits", "stop digits"]),
+        ("finished", ["status digits", "logs digits", "checkpoints digits --digest", "export digits -o digits.st"]),
+        ("stopped", ["submit run.yaml  # goes on from step 20", "status digits"]),
+    ],
+)
+def test_the_summary_ends_with_what_to_try_next(state: State, commands: list[str]) -> None:
+    told = "\n".join(next_steps(status(state), word="digits", again="ddp-hpc submit run.yaml"))
+
+    for command in commands:
+        assert f"ddp-hpc {command.replace('.st', '.safetensors')}" in told
+
+
+def test_without_a_checkpoint_nothing_is_said_of_exporting_one() -> None:
+    told = next_steps(status("failed", last_checkpoint=None), word="digits", again="ddp-hpc submit run.yaml")
+
+    assert told[0].endswith("# goes on from the beginning")
+    assert not any("export" in line for line in told)
+
+
+def test_the_headline_has_the_newest_metrics() -> None:
+    told = headline(status("stopped"))
+
+    assert told == "digits stopped with a committed checkpoint: step 20 of 100  loss 0.2500  accuracy 0.9833"
+
+
+def test_the_cause_names_the_first_to_fail_and_ends_its_log(tmp_path: Path) -> None:
+    run: RunDir = make_run(tmp_path)
+    failure = add_failure(run, rank=3)
+    add_log(run, "".join(f"line {count}\n" for count in range(100)), rank=3)
+
+    told = cause(run, failure).splitlines()
+
+    assert told[0] == "rank 3 on node1 failed first, at step 7: ValueError: rank 3 is out of luck"
+    assert told[1] == f"the last lines of {run.rank_log(0, 3)}:"
+    assert told[-1] == "  line 99"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(None, "-"), (0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00"), (3661, "1:01:01"), (float("inf"), "-")],
+)
+def test_durations_are_told_as_a_clock_would(seconds: float | None, told: str) -> None:
+    assert duration(seconds) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(None, "-"), (0.98333, "0.9833"), (1e-5, "1e-05"), (123456.0, "1.235e+05"), (0.0, "0.0000")]
+)
+def test_numbers_keep_the_digits_that_count(value: float | None, told: str) -> None:
+    assert number(value) == told
+
+
+@pytest.mark.parametrize(("num_bytes", "told"), [(None, "-"), (0, "0 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB")])
+def test_sizes_are_told_in_binary_units(num_bytes: int | None, told: str) -> None:
+    assert size(num_bytes) == told
+
+
+def test_columns_are_aligned_and_have_no_blanks_at_the_end() -> None:
+    assert table(("A", "B"), [("long", "x"), ("", "yy")]) == "A     B\nlong  x\n      yy"

@@ -1,0 +1,207 @@
+"""Submitting: what is refused, what a dry run prints, and a run's life as a user sees it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.config import load_resolved
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.status import read_status
+
+RECIPE = """
+import time
+import torch
+from torch.utils.data import TensorDataset
+from ddp_hpc.train.recipe import Recipe
+
+
+class Model(torch.nn.Linear):
+    def __init__(self, fails, pause_s):
+        super().__init__(4, 2)
+        self.fails, self.pause_s = fails, pause_s
+
+    def forward(self, inputs):
+        if self.fails:
+            raise ValueError("out of luck")
+        time.sleep(self.pause_s)
+        return super().forward(inputs)
+
+
+def build(fails=False, pause_s=0.0):
+    data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    return Recipe(model=Model(fails, pause_s), train_data=data, loss=torch.nn.functional.cross_entropy)
+"""
+CONFIG = "recipe: {target: 'tiny:build'}\ntrain: {global_batch_size: 8, epochs: 1}\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current directory, with a configuration and its recipe in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    return tmp_path
+
+
+def submit(*words: str) -> subprocess.CompletedProcess[str]:
+    """Submit as a user does, in a process of its own."""
+    return ddp_hpc("submit", *words)
+
+
+def ddp_hpc(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command here."""
+    return subprocess.run([sys.executable, "-m", "ddp_hpc", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def cancelled_later(here: Path) -> Iterator[RunDir]:
+    """Return the run of that configuration; end it when the test is over, however it ends."""
+    run = RunDir(here / "runs/run")
+    yield run
+    if run.config.exists() and read_status(run, now=time.time()).is_alive:
+        ddp_hpc("cancel", str(run.path))
+
+
+def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+    """Wait for something another process brings about."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere.yaml"], "'nowhere.yaml' does not exist. . has run.yaml."),
+        (["run.yaml", "train.lrr=1"], "Did you mean `train.lr`?"),
+        (["run.yaml", "--trian.lr=1"], "Did you mean `train.lr`?"),
+        (["run.yaml", "lr"], "'lr' is no setting: write KEY=VALUE"),
+        (["train.lr=1"], "name the configuration file too"),
+        (["run.yaml", "train.global_batch_size=7", "resources.workers_per_node=2"], "Choose a multiple of 2: 6 or 8"),
+        (["run.yaml", "--cluster", "slurm"], "this version runs on one machine"),
+        (["run.yaml", "runs_dir=/proc/nowhere"], "cannot be written"),
+        (["run.yaml", "recipe.target=no_such_module:build"], "no_such_module"),
+        (["run.yaml", "recipe.args.nope=1"], "nope"),
+    ],
+)
+def test_what_cannot_be_is_one_error_exit_2_and_leaves_nothing(words: list[str], told: str, here: Path) -> None:
+    done = submit(*words)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(here.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.yaml", "train.lr=0.5", "seed=3", "--dry-run"],
+        ["--dry-run", "run.yaml", "--train.lr=0.5", "--seed=3"],
+        ["train.lr=0.5", "run.yaml", "--dry-run", "--seed=3"],
+        ["run.yaml", "--dry-run", "--cluster", "local", "--train.lr=0.5", "seed=3"],
+    ],
+)
+def test_settings_may_stand_in_any_order_with_or_without_dashes(
+    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", *words]) == 0
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["lr:", "0.5", "#", "command", "line"] in lines
+    assert ["seed:", "3", "#", "command", "line"] in lines
+
+
+def test_a_dry_run_prints_a_configuration_and_a_command_and_makes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "run.yaml", "--dry-run", "--runs-dir", "elsewhere"]) == 0
+
+    out = capsys.readouterr().out
+    *_, last = out.splitlines()
+    assert last.startswith("# would run: ")
+    assert last.endswith(f"{here}/elsewhere/run")
+    assert sorted(path.name for path in here.iterdir()) == ["run.yaml", "tiny.py"]
+    (here / "again.yaml").write_text(out)
+    assert load_resolved(here / "again.yaml").runs_dir == "elsewhere"
+
+
+def test_a_dry_run_as_json_has_values_sources_and_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "run.yaml", "--dry-run", "--json"]) == 0
+
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["config"]["train.epochs"] == {"value": 1, "source": "file run.yaml"}
+    assert planned["command"][1:] == ["-m", "ddp_hpc.job.supervisor", str(here / "runs/run")]
+
+
+def test_auto_means_this_machine_also_where_slurm_is(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "sbatch").write_text("#!/bin/sh\n")
+    (here / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(here))
+
+    assert main(["submit", "run.yaml", "--dry-run"]) == 0
+
+    assert capsys.readouterr().err.startswith("note: sbatch is here")
+
+
+def test_a_run_is_followed_to_its_end_and_finishes_once(here: Path) -> None:
+    first = submit("run.yaml", "--follow")
+    second = submit("run.yaml", "--wait")
+
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.splitlines()[0] == "run: started"
+    assert "run finished: step 8 of 8" in first.stdout
+    assert f"run   {here}/runs/run" in first.stdout
+    assert "ddp-hpc checkpoints run --digest" in first.stdout
+    assert (second.returncode, second.stderr) == (0, "")
+    assert "has finished already" in second.stdout
+
+
+@pytest.mark.usefixtures("here")
+def test_a_failure_names_the_first_rank_its_error_and_its_log() -> None:
+    done = submit("run.yaml", "--wait", "resources.workers_per_node=2", "recipe.args.fails=true")
+
+    assert done.returncode == 1
+    assert "failed first, at step 0: ValueError: out of luck" in done.stderr
+    assert "logs/attempt-0/rank-" in done.stderr
+    assert "again ddp-hpc submit run.yaml resources.workers_per_node=2 recipe.args.fails=true" in done.stdout
+
+
+def test_a_run_outlives_its_follower_stops_when_told_and_goes_on_when_submitted_again(cancelled_later: RunDir) -> None:
+    run = cancelled_later
+    words = ["run.yaml", "recipe.args.pause_s=0.05", "train.epochs=1000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "ddp_hpc", "submit", *words, "--follow"], stderr=subprocess.PIPE, text=True
+    ) as follower:
+        until(lambda: run.config.exists() and read_status(run, now=time.time()).step > 0)
+        follower.send_signal(signal.SIGINT)
+        _, said = follower.communicate(timeout=60)
+
+    assert follower.returncode == 130
+    assert "run goes on. Look: ddp-hpc logs -f run; end it: ddp-hpc stop run" in said
+
+    assert "is running already (attempt 0); nothing was started" in submit(*words).stdout
+    assert ddp_hpc("stop", "run").returncode == 0
+    stopped = submit(*words, "--wait")
+    assert stopped.returncode == 99
+    assert "again ddp-hpc submit run.yaml" in stopped.stdout
+
+    stopped_at = read_status(run, now=time.time()).last_checkpoint
+    assert stopped_at
+    last = submit(*words, "recipe.args.pause_s=0.0", f"train.max_steps={stopped_at + 2}", "--wait", "--json")
+    assert last.returncode == 0
+    assert (json.loads(last.stdout)["state"], json.loads(last.stdout)["step"]) == ("finished", stopped_at + 2)
+    assert f"changed: train.max_steps None -> {stopped_at + 2}" in last.stderr

@@ -1,0 +1,91 @@
+"""Run directories made by hand, for the tests of whoever reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ddp_hpc import checkpoint_store
+from ddp_hpc.checkpoint_store import Manifest, TensorEntry
+from ddp_hpc.durable import append_json_line
+from ddp_hpc.records import Progress, WorkerFailure, record_end, record_start, write_progress
+from ddp_hpc.run_dir import RunDir
+
+CONFIG = "name: {name}\n"
+
+
+def make_run(runs_dir: Path, name: str = "digits") -> RunDir:
+    """Make the directory of a run that nothing has happened to yet."""
+    run = RunDir(runs_dir / name)
+    run.path.mkdir(parents=True)
+    run.config.write_text(CONFIG.format(name=name))
+    return run
+
+
+def add_attempt(run: RunDir, attempt: int = 0, *, ending: Any = None, reason: str = "") -> None:
+    """Write an attempt's start to the ledger, and its end where it has one."""
+    record_start(run, attempt=attempt, job_id=f"job-{attempt}")
+    if ending is not None:
+        record_end(run, attempt=attempt, ending=ending, exit_code=0, reason=reason)
+
+
+def progress(attempt: int = 0, step: int = 20, **more: Any) -> Progress:
+    """Return the progress of a run of 100 steps in 10 epochs, two seconds to go."""
+    known = {"loss": 0.5, "samples_per_s": 640.0, "eta_s": 2.0, "at": 1000.0, **more}
+    return Progress(attempt=attempt, step=step, total_steps=100, epoch=1 + step // 10, epochs=10, **known)
+
+
+def add_progress(run: RunDir, attempt: int = 0, step: int = 20, **more: Any) -> None:
+    """Write progress.json."""
+    write_progress(run, progress(attempt, step, **more))
+
+
+def add_metrics(run: RunDir, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Add lines to metrics.jsonl."""
+    for line in lines:
+        append_json_line(run.metrics, line)
+
+
+def add_failure(run: RunDir, attempt: int = 0, *, rank: int = 0, at: float = 1.0, **more: Any) -> WorkerFailure:
+    """Write what a worker said of its death."""
+    failure = msgspec.convert(
+        {
+            "rank": rank,
+            "host": "node1",
+            "at": at,
+            "step": 7,
+            "exception": f"ValueError: rank {rank} is out of luck",
+            "log": str(run.rank_log(attempt, rank)),
+            **more,
+        },
+        WorkerFailure,
+    )
+    path = run.rank_error(attempt, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(failure)))
+    return failure
+
+
+def add_log(run: RunDir, text: str, *, attempt: int = 0, rank: int = 0) -> Path:
+    """Add text to a rank's log."""
+    path = run.rank_log(attempt, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+    return path
+
+
+def add_checkpoint(run: RunDir, step: int, **metrics: float) -> Path:
+    """Commit a checkpoint of one tensor, four bytes that hold the step."""
+    staging = checkpoint_store.staging_path(run, step, 0)
+    staging.mkdir(parents=True)
+    body = step.to_bytes(4, "little")
+    header = checkpoint_store.shard_header([TensorEntry("model/weight", "U8", (4,), 0, 4)])
+    shard = checkpoint_store.write_shard(staging / checkpoint_store.shard_name(0, 1), [header, body])
+    manifest = Manifest(step=step, world_size=1, shards=(shard,), state={"step": step}, metrics=metrics)
+    return checkpoint_store.commit(run, staging, manifest)

@@ -1,0 +1,77 @@
+"""A run as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from ddp_hpc import processes
+from ddp_hpc.records import record_end
+from ddp_hpc.watch.follow import follow
+from ddp_hpc.watch.metrics import numbers_of, read_metrics
+from tests.made_run import add_attempt, add_metrics, add_progress, make_run
+
+LATER = 4e9
+"""A time after every test's start."""
+
+
+def evaluation(step: int, at: float = LATER) -> dict[str, object]:
+    """Return a line of metrics.jsonl."""
+    return {"kind": "eval", "step": step, "epoch": 1, "loss": 0.5, "accuracy": 0.9, "at": at + step}
+
+
+def test_a_run_is_looked_at_until_its_attempt_ends(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run)
+    add_metrics(run, [evaluation(1, at=0.0)])  # of an attempt before
+    assert processes.take_lock(run.lock) is not None
+
+    def finish() -> None:
+        add_metrics(run, [evaluation(30)])
+        record_end(run, attempt=0, ending="finished", exit_code=0)
+
+    acts: Iterator[Callable[[], object]] = iter(
+        [
+            partial(add_progress, run, step=10),
+            partial(add_metrics, run, [{"kind": "train", "step": 15, "at": LATER}, evaluation(20), evaluation(21)]),
+            finish,
+        ]
+    )
+
+    def pause() -> None:
+        next(acts)()
+
+    looks = list(follow(run, 0, clock=lambda: LATER, pause=pause))
+
+    assert [look.status.state for look in looks] == ["starting", "running", "running", "finished"]
+    assert [[line["step"] for line in look.evaluations] for look in looks] == [[], [], [20, 21], [30]]
+
+
+def test_following_ends_when_the_run_is_killed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run)
+
+    (look,) = follow(run, 0, clock=lambda: LATER, pause=lambda: None)
+
+    assert look.status.state == "interrupted"
+
+
+def test_following_ends_when_the_next_attempt_begins(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run)
+    add_attempt(run, 1)
+    assert processes.take_lock(run.lock) is not None
+
+    assert len(list(follow(run, 0, clock=lambda: LATER, pause=lambda: None))) == 1
+
+
+def test_a_torn_last_line_of_the_metrics_is_passed_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_metrics(run, [evaluation(20)])
+    with run.metrics.open("a") as file:
+        file.write('{"kind": "eval", "st')
+
+    (line,) = read_metrics(run, "eval")
+
+    assert numbers_of(line) == {"loss": 0.5, "accuracy": 0.9}
