@@ -47,7 +47,7 @@ bench: .venv-bench/.runtime ## Measure ours and its peers side by side
 	$(BENCH_BIN)/python benchmarks/run.py $(ARGS)
 
 campaign: .venv/.dev ## Hundreds of killed and resumed runs
-	$(BIN)/python -m pytest -m campaign $(ARGS)
+	$(BIN)/python -m pytest -m campaign -s $(ARGS)
 
 clean: ## Remove caches and build outputs; runs/ and environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

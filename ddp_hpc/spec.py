@@ -79,7 +79,7 @@ class TrainSpec:
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate with it."""
     sync_batch_norm: bool = False
-    """Compute batch-norm statistics over all workers."""
+    """Compute batch-norm statistics over all workers (GPUs only)."""
     find_unused_parameters: bool = False
     """Allow parameters that take no part in a backward (slower)."""
     compile: bool = False
@@ -352,6 +352,12 @@ class RunSpec:
             f"`seed` is {self.seed!r}, but it must lie between 0 and 2**63 - 1.",
         )
         self._check_batch()
+        on_cpus = self.resources.gpus_per_node == 0 and self.resources.world_size > 1
+        _require(
+            not (self.train.sync_batch_norm and on_cpus),
+            "`train.sync_batch_norm` is true, but PyTorch synchronises batch norm on GPUs only and "
+            "`resources.gpus_per_node` is 0. Leave it out, or ask for GPUs.",
+        )
 
     def _check_batch(self) -> None:
         """Refuse a global batch that the world cannot deal out evenly."""

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +99,7 @@ def defaults_for_workers(crew: Crew) -> dict[str, str]:
     interfaces = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
     return {
         "OMP_NUM_THREADS": str(crew.num_threads),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what `train.deterministic` needs of cuBLAS, read when it is loaded
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
         **interfaces,
     }
@@ -132,8 +134,9 @@ def _become_worker(crew: Crew, worker: ModuleType, rank: int, meeting_point: soc
     except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # the disk of the log may be full
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

@@ -24,7 +24,10 @@ from ddp_hpc.spec import RunSpec
 
 START_PATIENCE_S = 120.0
 """How long `submit` waits for the first step to begin before it lets the run go on alone."""
+STOP_PATIENCE_S = 600.0
+"""How long a run that was told to stop may take to finish its step and commit."""
 VANISH_PATIENCE_S = 10.0
+"""How long the processes of an attempt that is over may take to vanish."""
 _POLL_S = 0.05
 
 
@@ -70,15 +73,22 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
 
 
 def _is_busy(run: RunDir) -> bool:
-    """Tell whether somebody works on the run; processes of an attempt that is over are given time to vanish."""
-    deadline = time.monotonic() + VANISH_PATIENCE_S
+    """Tell whether somebody works on the run; an attempt that is over, or was told to stop, is given time to leave."""
+    began = time.monotonic()
     while processes.is_locked(run.lock):
-        newest = next(reversed(read_attempts(run)), None)
-        is_over = newest is not None and (newest.ending is not None or not psutil.pid_exists(newest.pid))
-        if not is_over or time.monotonic() > deadline:
+        if time.monotonic() - began > _patience_s(run):
             return True
         time.sleep(_POLL_S)
     return False
+
+
+def _patience_s(run: RunDir) -> float:
+    newest = next(reversed(read_attempts(run)), None)
+    if newest is None:
+        return 0.0
+    if newest.ending is not None or not psutil.pid_exists(newest.pid):
+        return VANISH_PATIENCE_S
+    return STOP_PATIENCE_S if run.stop_request.exists() else 0.0
 
 
 def _is_finished(run: RunDir, spec: RunSpec) -> bool:

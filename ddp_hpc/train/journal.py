@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO, Any
 
 import msgspec
@@ -50,6 +51,7 @@ class Journal:
         self._steps = 0
         self._measured_at = (time.monotonic(), 0, 0)
         self._written_at = 0.0
+        self._is_losing = False
 
     def open(self, position: Position) -> None:
         """Begin at `position`, the step the run was resumed at, or zero."""
@@ -57,10 +59,20 @@ class Journal:
             return
         kept = [line for line in read_json_lines(self._run.metrics) if line.get("step", 0) <= position.step]
         replace_text(self._run.metrics, "".join(msgspec.json.encode(line).decode() + "\n" for line in kept))
+        self._recall(kept)
         self._file = self._run.metrics.open("ab", buffering=0)
         if self._wants_tensorboard:
             self._board = _open_tensorboard(self._run, purge_step=position.step + 1)
         self._write_progress(position)
+
+    def _recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Take up the newest loss and evaluation, so that `status` shows them before there are new ones."""
+        for line in lines:
+            numbers = {key: value for key, value in line.items() if isinstance(value, float) and key != "at"}
+            if line.get("kind") == "train":
+                self._loss = numbers.get("loss")
+            elif line.get("kind") == "eval":
+                self._metrics = numbers
 
     def count(self, num_samples: int) -> None:
         """Count a step and its samples, for the rates."""
@@ -128,31 +140,43 @@ class Journal:
     ) -> None:
         assert self._file is not None  # noqa: S101  `open` comes first
         record = {"kind": kind, "step": position.step, "epoch": _epoch_of(position), **numbers, **more}
-        self._file.write(msgspec.json.encode({**record, "at": time.time()}) + b"\n")
-        if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(f"{kind}/{name}", value, position.step)
+        with self._going_on():
+            self._file.write(msgspec.json.encode({**record, "at": time.time()}) + b"\n")
+            if self._board is not None:
+                for name, value in numbers.items():
+                    self._board.add_scalar(f"{kind}/{name}", value, position.step)
 
     def _write_progress(self, position: Position) -> None:
         self._written_at = time.monotonic()
-        write_progress(
-            self._run,
-            Progress(
-                attempt=self._attempt,
-                step=position.step,
-                total_steps=self._total_steps,
-                epoch=_epoch_of(position),
-                epochs=self._epochs,
-                loss=self._loss,
-                samples_per_s=self._rate,
-                eta_s=self._eta_s(position),
-                metrics=self._metrics,
-                last_checkpoint=self._saved.step if self._saved else None,
-                last_checkpoint_at=self._saved_at,
-                save_error=self._save_error,
-                at=time.time(),
-            ),
+        progress = Progress(
+            attempt=self._attempt,
+            step=position.step,
+            total_steps=self._total_steps,
+            epoch=_epoch_of(position),
+            epochs=self._epochs,
+            loss=self._loss,
+            samples_per_s=self._rate,
+            eta_s=self._eta_s(position),
+            metrics=self._metrics,
+            last_checkpoint=self._saved.step if self._saved else None,
+            last_checkpoint_at=self._saved_at,
+            save_error=self._save_error,
+            at=time.time(),
         )
+        with self._going_on():
+            write_progress(self._run, progress)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Let no full disk end the training: a record that cannot be written is left out, and the first one told."""
+        try:
+            yield
+        except OSError as error:
+            if not self._is_losing:
+                log.warning("records cannot be written: %s. The training goes on without them.", error)
+            self._is_losing = True
+        else:
+            self._is_losing = False
 
     def _eta_s(self, position: Position) -> float | None:
         if self._steps_per_s is None:

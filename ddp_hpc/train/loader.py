@@ -104,6 +104,8 @@ def make_loader(
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor in a nest of tuples, lists and dicts; from pinned memory without waiting."""
+    if device.type == "cpu":  # where loaders put it
+        return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

@@ -96,7 +96,8 @@ def backward(t: Training, fetched: Fetched, plan: MicroBatch, window: Window) ->
     inputs, targets = t.recipe.inputs_and_targets(to_device(fetched.batch, t.group.device))
     with t.precision.autocast():
         loss = t.recipe.loss(t.model(inputs), targets)
-    weighted = loss * (plan.num_real * t.group.place.world_size / window.num_samples)
+    weight = plan.num_real * t.group.place.world_size / window.num_samples
+    weighted = loss if weight == 1 else loss * weight
     (weighted if t.state.scaler is None else t.state.scaler.scale(weighted)).backward()
     return loss.detach()
 

@@ -168,4 +168,5 @@ def configure_torch(spec: RunSpec) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = not spec.train.deterministic
     if spec.train.deterministic:
+        # cuBLAS needs it: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
         torch.use_deterministic_algorithms(True)

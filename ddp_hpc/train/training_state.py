@@ -83,9 +83,9 @@ def restore(state: TrainingState, saved: Mapping[str, Tensor], plain: Mapping[st
         averaged = state.ema.module if any(name.startswith("ema/") for name in saved) else None
         if averaged is not None:
             _load_weights(averaged, saved, "ema")  # type: ignore[arg-type]  # AveragedModel.module is a Module
-            state.ema.n_averaged.fill_(plain["ema_updates"])
+            state.ema.n_averaged.fill_(plain["ema_updates"])  # type: ignore[operator]  # a buffer
         else:
-            state.ema.module.load_state_dict(state.model.state_dict())
+            state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
     _load_optimizer(state, saved, plain["optimizer"])
     if state.scaler is not None and plain["scaler"]:
         state.scaler.load_state_dict(plain["scaler"])

@@ -22,9 +22,9 @@ from tests.distributed.whole_runs import Workplace, live_processes
 NUM_SAMPLES = 480
 GLOBAL_BATCH_SIZE = 24
 STEPS_PER_EPOCH = NUM_SAMPLES // GLOBAL_BATCH_SIZE
-STEP_S = 0.05
+STEP_S = 0.03
 """About how long a step lasts, so that a kill finds every state there is."""
-MAX_KILLS = 4
+MAX_KILLS = 3
 _PATIENCE_S = 60.0
 
 CONFIG = f"""

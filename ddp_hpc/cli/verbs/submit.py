@@ -59,6 +59,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(_dry_run(resolved, local_executor.supervisor_argv(run_dir), as_object=args.json))
         return 0
     changed = _changes(run_dir, resolved)
+    if run_dir.stop_request.exists() and read_status(run_dir, now=time.time()).state == "stopping":
+        print(f"{run_dir.name} was told to stop; waiting for it to leave ...", file=sys.stderr)
     import_paths = [Path.cwd(), path.absolute().parent]
     submission = local_executor.submit(render_resolved(resolved), resolved.spec, import_paths=import_paths)
     out = sys.stderr if args.json else sys.stdout

@@ -1,0 +1,192 @@
+"""A full disk costs checkpoints, not the training; the last checkpoint alone must be made."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.durable import read_json_lines
+from ddp_hpc.records import Progress, first_failure, read_attempts, read_progress
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.submit import local_executor
+from ddp_hpc.train.data_order import Position
+from ddp_hpc.train.journal import Journal
+from tests.distributed.whole_runs import Workplace, make_workplace
+from tests.made_run import make_run
+
+DISK = "8m"
+LEFT_FREE = 128 << 10
+"""Bytes: enough for logs and records, too few for a checkpoint of about 400 KiB."""
+NUM_STEPS = 24
+FULL = "No space left on device"
+CONFIG = f"""
+recipe: {{target: "trial_recipe:build", args: {{num_samples: 48, width: 256}}}}
+train: {{epochs: 99, max_steps: {NUM_STEPS}, global_batch_size: 8, lr: 0.01}}
+resources: {{workers_per_node: 2}}
+checkpoint: {{every_steps: 2}}
+log: {{every_steps: 1}}
+"""
+LOUD = """
+import trial_recipe
+
+def build(**args):
+    print("a recipe that talks")
+    return trial_recipe.build(**args)
+"""
+SLOW = ["recipe.args.load_s=0.04"]
+"""So that `progress.json` is written a few times on the way."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path, CONFIG)
+
+
+@pytest.fixture
+def on_small_disk(workplace: Workplace) -> Iterator[Workplace]:
+    """The workplace, with a small disk of its own for `runs/`."""
+    disk = workplace.path / "runs"
+    disk.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("there is no `mount` here to make a small disk with")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield workplace
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(workplace: Workplace) -> Path:
+    """Leave little free; return the file that takes the rest."""
+    ballast = workplace.path / "runs" / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(ballast.parent).free - LEFT_FREE))
+    return ballast
+
+
+def await_progress(run: RunDir, condition: Callable[[Progress], bool]) -> Progress:
+    deadline = time.monotonic() + 60
+    while True:
+        progress = read_progress(run)
+        if progress is not None and condition(progress):
+            return progress
+        assert time.monotonic() < deadline, progress
+        time.sleep(0.02)
+
+
+def half_made(run: RunDir) -> list[str]:
+    return [path.name for path in run.path.rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_periodic_saves_that_fail_are_reported_and_the_training_goes_on(on_small_disk: Workplace) -> None:
+    run = on_small_disk.run("recovering")
+    ballast = fill(on_small_disk)
+
+    begun = on_small_disk.submit(run.name, *SLOW)
+    while_full = await_progress(run, lambda progress: progress.save_error is not None)
+    status = on_small_disk.command("status", run.name, "--json")
+    ballast.unlink()
+    ended = local_executor.wait(run, 0)
+
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    assert FULL in str(while_full.save_error)
+    assert while_full.last_checkpoint is None
+    assert FULL in status.stdout
+    told = [line for line in run.rank_log(0, 0).read_text().splitlines() if "could not be written" in line]
+    assert "WARNING the checkpoint of step 2 could not be written: rank" in told[0]
+    assert FULL in told[0]
+    assert (ended.ending, ended.exit_code) == ("finished", 0)
+    after = read_progress(run)
+    assert after is not None
+    assert (after.save_error, after.last_checkpoint) == (None, NUM_STEPS)
+    assert committed_steps(run)[-1] == NUM_STEPS
+    assert half_made(run) == []
+
+
+def test_a_last_save_that_fails_fails_the_run_and_names_the_cause(on_small_disk: Workplace) -> None:
+    run = on_small_disk.run("failing")
+    ballast = fill(on_small_disk)
+
+    failed = on_small_disk.submit(run.name, "--wait")
+    (attempt,) = read_attempts(run)
+    failure = first_failure(run, 0)
+    left = [path.name for path in run.checkpoints.iterdir()]
+    ballast.unlink()
+    again = on_small_disk.submit(run.name, "--wait")
+
+    assert failed.returncode == 1
+    cause = f"The checkpoint of step {NUM_STEPS} could not be committed: rank"
+    assert cause in failed.stderr
+    assert FULL in failed.stderr
+    assert (attempt.ending, attempt.exit_code) == ("failed", 1)
+    assert cause in attempt.reason
+    assert failure is not None
+    assert (failure.step, cause in failure.exception) == (NUM_STEPS, True)
+    assert left == []
+    assert half_made(run) == []
+    assert again.returncode == 0, again.stderr
+    assert committed_steps(run)[-1] == NUM_STEPS
+
+
+def test_a_log_that_cannot_be_written_costs_nothing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # or else it is the recipe's own `print` that fails
+    workplace.finish("full-log", "train.max_steps=2")
+    run = workplace.run("full-log")
+    run.attempt_logs(1).mkdir()
+    for rank in range(2):
+        run.rank_log(1, rank).symlink_to("/dev/full")
+    (workplace.path / "loud_recipe.py").write_text(LOUD)
+
+    done = workplace.submit(run.name, "train.max_steps=4", "recipe.target=loud_recipe:build", "--wait")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert committed_steps(run)[-1] == 4
+
+
+@contextmanager
+def no_room_beyond(num_bytes: int) -> Iterator[None]:
+    """Let this process make no file longer than that (setrlimit(2)); it then meets an `OSError`, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_records_that_cannot_be_written_are_left_out_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path)
+    journal = Journal(run, RunSpec(name="full"), is_writer=True, attempt=0, total_steps=4)
+    journal.open(Position())
+
+    with no_room_beyond(0):
+        for step in (1, 2):
+            journal.train(Position(step=step), loss=1.0, lr=0.1)
+            journal.progress(Position(step=step), now=True)
+    meanwhile = read_progress(run)
+    journal.train(Position(step=3), loss=1.0, lr=0.1)
+    journal.progress(Position(step=3), now=True)
+    journal.close()
+
+    assert meanwhile is not None
+    assert meanwhile.step == 0
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [3]
+    after = read_progress(run)
+    assert after is not None
+    assert after.step == 3
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert "File too large" in told[0]
+    assert half_made(run) == []

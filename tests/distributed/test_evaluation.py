@@ -1,0 +1,171 @@
+"""Evaluation counts every held-out sample once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.spec import DataSpec, EvalSpec, RunSpec
+from ddp_hpc.train import rng
+from ddp_hpc.train.evaluate import Evaluator
+from ddp_hpc.train.precision import Precision
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
+from tests.distributed.processes import in_group
+from tests.distributed.trial_recipe import NoisyImages
+
+NUM_SAMPLES = 31
+WORLD_SIZES = (1, 2, 3)
+
+
+def index_of(_: Tensor, targets: Tensor) -> Tensor:
+    """Score a sample by its index, so that the mean tells which samples were counted, and how often."""
+    return targets.double()
+
+
+def is_right(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets % 3).float()
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets % 3)
+
+
+def a_recipe(num_samples: int = NUM_SAMPLES) -> Recipe:
+    """Return a model with batch norm and dropout, and held-out rows whose target is their index."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    rows = TensorDataset(torch.randn(num_samples, 5), torch.arange(num_samples))
+    metrics = {"accuracy": is_right, "index": index_of}
+    return Recipe(model=model, train_data=rows, eval_data=rows, loss=loss, metrics=metrics)
+
+
+def an_evaluator(group: Group, recipe: Recipe, *, batch_size: int = 4, num_workers: int = 0) -> Evaluator:
+    spec = RunSpec(name="held-out", eval=EvalSpec(batch_size=batch_size), data=DataSpec(num_workers=num_workers))
+    evaluator = Evaluator(recipe, spec, group, Precision("fp32", group.device))
+    evaluator.start()
+    return evaluator
+
+
+def _evaluate(group: Group, *, num_samples: int = NUM_SAMPLES, **settings: Any) -> dict[str, float]:
+    recipe = a_recipe(num_samples)
+    with torch.no_grad():
+        next(recipe.model.buffers()).add_(group.place.rank)  # batch norm's mean: only rank zero's may count
+    return an_evaluator(group, recipe, **settings).evaluate(recipe.model)
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, float]]]:
+    """What every rank has found out, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    return {size: in_group(size, _evaluate, folder / str(size)) for size in WORLD_SIZES}
+
+
+def in_plain_torch() -> dict[str, float]:
+    recipe = a_recipe()
+    model = recipe.model.eval()
+    assert recipe.eval_data is not None
+    inputs, targets = recipe.eval_data[torch.arange(NUM_SAMPLES)]
+    with torch.no_grad():
+        outputs = model(inputs)
+    scores = {name: metric(outputs, targets).double().mean().item() for name, metric in recipe.metrics.items()}
+    return {"loss": loss(outputs, targets).item(), **scores}
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_metrics_are_those_of_the_whole_set_at_once(evaluations: dict[int, list[dict[str, float]]], size: int) -> None:
+    expected = in_plain_torch()
+
+    for found in evaluations[size]:
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert (found["accuracy"], found["index"]) == (expected["accuracy"], expected["index"])
+
+
+def test_each_sample_counts_once_when_the_set_does_not_divide(evaluations: dict[int, list[dict[str, float]]]) -> None:
+    means = {found["index"] for ranks in evaluations.values() for found in ranks}
+
+    assert means == {sum(range(NUM_SAMPLES)) / NUM_SAMPLES}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_padding_as_usual_would_be_found_out(size: int) -> None:
+    """The guard of the test above: PyTorch's own sampler counts some samples twice."""
+    rows = list(range(NUM_SAMPLES))
+
+    samplers = [DistributedSampler(rows, num_replicas=size, rank=rank, shuffle=False) for rank in range(size)]  # type: ignore[arg-type,var-annotated]  # a range has a length
+    padded = [int(index) for sampler in samplers for index in sampler]
+
+    assert sum(padded) / len(padded) != sum(rows) / len(rows)
+
+
+def test_all_ranks_find_the_same(evaluations: dict[int, list[dict[str, float]]]) -> None:
+    assert all(found == ranks[0] for ranks in evaluations.values() for found in ranks)
+
+
+def test_a_set_with_fewer_samples_than_ranks_is_evaluated(tmp_path: Path) -> None:
+    ranks = in_group(3, partial(_evaluate, num_samples=2), tmp_path)
+
+    assert [found["index"] for found in ranks] == [0.5] * 3
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 31}, {"batch_size": 1}, {"num_workers": 2}], ids=str)
+def test_metrics_do_not_depend_on_how_samples_are_loaded(settings: dict[str, Any], tmp_path: Path) -> None:
+    (found,) = in_group(1, partial(_evaluate, **settings), tmp_path)
+
+    assert found == pytest.approx(in_plain_torch(), rel=1e-6)
+
+
+class Restless(nn.Linear):
+    """A layer that draws in evaluation too."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(inputs, training=True))
+
+
+def _evaluate_twice(group: Group) -> tuple[list[dict[str, float]], bool, bool]:
+    """Evaluate with samples and a model that draw from the generators; tell what was found, and what was left alone."""
+    images = NoisyImages(NUM_SAMPLES, 0.0)
+    model = nn.Sequential(nn.Flatten(), Restless(36, 3))
+    evaluator = an_evaluator(group, Recipe(model=model, train_data=images, eval_data=images, loss=loss))
+    before = rng.capture(group.device)
+    found = [evaluator.evaluate(model), evaluator.evaluate(model)]
+    after = rng.capture(group.device)
+    return found, all(torch.equal(before[name], after[name]) for name in before), model.training
+
+
+def test_an_evaluation_leaves_the_training_as_it_was_and_can_be_repeated(tmp_path: Path) -> None:
+    ((found, generators_are_as_before, is_training),) = in_group(1, _evaluate_twice, tmp_path)
+
+    assert found[0] == found[1]
+    assert generators_are_as_before
+    assert is_training
+
+
+def _evaluate_wrongly(group: Group) -> str:
+    recipe = replace(a_recipe(), metrics={"mean": lambda outputs, _: outputs.mean()})
+    with pytest.raises(ConfigError) as raised:
+        an_evaluator(group, recipe).evaluate(recipe.model)
+    return str(raised.value)
+
+
+def test_a_metric_that_averages_by_itself_is_refused(tmp_path: Path) -> None:
+    (told,) = in_group(1, _evaluate_wrongly, tmp_path)
+
+    assert told.startswith("Metric 'mean' returned shape () for 4 samples, but must return one value a sample")
+
+
+def _evaluate_nothing(group: Group) -> dict[str, float]:
+    recipe = replace(a_recipe(), eval_data=None)
+    return an_evaluator(group, recipe).evaluate(recipe.model)
+
+
+def test_a_recipe_without_held_out_samples_has_no_metrics(tmp_path: Path) -> None:
+    assert in_group(1, _evaluate_nothing, tmp_path) == [{}]

@@ -1,0 +1,175 @@
+"""How runs end: together when one dies, with a checkpoint when told to stop, and where they go on afterwards."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_hpc import processes
+from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.records import first_failure, read_attempts, read_progress
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.status import read_status
+from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
+
+CONFIG = """
+recipe: {target: "trial_recipe:build", args: {num_samples: 96, load_s: 0.002}}
+train: {epochs: 3, global_batch_size: 24, lr: 0.01}
+checkpoint: {every_steps: 2}
+log: {every_steps: 3}
+"""
+LONG = ("train.epochs=1000", "recipe.args.load_s=0.004")
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path, CONFIG)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition that must come about."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "this should have come about by now"
+        time.sleep(0.01)
+
+
+def begin(workplace: Workplace, name: str, *words: str) -> RunDir:
+    """Start a long run and return it once it has taken some steps."""
+    begun = workplace.submit(name, *LONG, *words)
+    assert begun.returncode == 0, begun.stderr
+    run = workplace.run(name)
+    until(lambda: len(committed_steps(run)) >= 2)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "state"),
+    [("worker", 0, "failed"), ("worker", 2, "failed"), ("agent", 0, "failed"), ("supervisor", 0, "interrupted")],
+)
+def test_when_one_process_dies_all_are_gone(workplace: Workplace, kind: str, index: int, state: str) -> None:
+    run = begin(workplace, "dies", "resources.workers_per_node=3", "data.num_workers=1", "train.micro_batch_size=8")
+    before = [process for group in live_processes(run).values() for process in group]
+
+    live_processes(run)[kind][index].kill()
+
+    _, alive = psutil.wait_procs(before, timeout=PATIENCE_S)
+    assert alive == []
+    assert len(before) == 1 + 1 + 3 + 3 * 2  # supervisor, agent, workers, their loaders for training and evaluation
+    assert read_status(run, now=time.time()).state == state
+
+
+def test_the_error_names_the_killed_worker_and_its_log(workplace: Workplace) -> None:
+    run = begin(workplace, "named", "resources.workers_per_node=3")
+
+    live_processes(run)["worker"][1].kill()
+
+    until(lambda: not processes.is_locked(run.lock))
+    failure = first_failure(run, 0)
+    assert failure is not None
+    assert (failure.rank, failure.log) == (1, str(run.rank_log(0, 1)))
+    assert failure.exception.startswith("killed by SIGKILL")
+    assert "rank 1: killed by SIGKILL" in workplace.command("status", "named").stdout
+
+
+@pytest.mark.parametrize("door", ["file", "supervisor", "every process"])
+def test_told_to_stop_by_any_door_a_run_commits_and_leaves(workplace: Workplace, door: str) -> None:
+    run = begin(workplace, "stops", "resources.workers_per_node=2", "data.num_workers=1")
+    everybody = live_processes(run)
+
+    if door == "file":
+        assert workplace.command("stop", "stops").returncode == 0
+    elif door == "supervisor":
+        everybody["supervisor"][0].send_signal(signal.SIGTERM)
+    else:  # as Slurm does it
+        for process in [process for group in everybody.values() for process in group]:
+            process.send_signal(signal.SIGUSR2)
+
+    until(lambda: not processes.is_locked(run.lock))
+    (attempt,) = read_attempts(run)
+    progress = read_progress(run)
+    assert (attempt.ending, attempt.exit_code) == ("stopped", 99)
+    assert progress is not None
+    assert committed_steps(run)[-1] == progress.step
+
+
+def test_a_cancelled_run_is_gone_at_once_and_goes_on_when_submitted_again(workplace: Workplace) -> None:
+    run = begin(workplace, "cancelled")
+
+    done = workplace.command("cancel", "cancelled")
+
+    until(lambda: not processes.is_locked(run.lock))
+    assert done.returncode == 0
+    assert read_status(run, now=time.time()).state == "cancelled"
+    assert workplace.submit("cancelled", "train.epochs=1", "train.max_steps=1", "--wait").returncode == 0
+
+
+def test_a_finished_run_goes_on_when_more_epochs_are_asked_for(workplace: Workplace) -> None:
+    workplace.finish("longer")
+
+    workplace.finish("longer", "train.epochs=4")
+
+    assert [attempt.ending for attempt in read_attempts(workplace.run("longer"))] == ["finished", "finished"]
+    assert committed_steps(workplace.run("longer"))[-1] == 4 * 4
+
+
+def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(workplace: Workplace) -> None:
+    words = ("resources.workers_per_node=2", "checkpoint.every_steps=5", "recipe.args.load_s=0.006")
+    workplace.finish("whole", *words)
+    run = workplace.run("broken")
+    assert workplace.submit("broken", *words).returncode == 0
+    until(lambda: len(run.metrics.read_text().splitlines()) >= 3)
+    live_processes(run)["agent"][0].kill()
+    until(lambda: not processes.is_locked(run.lock))
+
+    workplace.finish("broken", *words)
+
+    assert _numbers(run) == _numbers(workplace.run("whole"))
+    assert len(read_attempts(run)) == 2
+
+
+def _numbers(run: RunDir) -> list[dict[str, object]]:
+    """Return what the metrics say, but for what depends on the clock."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in {"at", "samples_per_s"}} for line in lines]
+
+
+def test_tensorboard_gets_the_same_numbers(workplace: Workplace) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    workplace.finish("board", "log.tensorboard=true")
+
+    events = EventAccumulator(str(workplace.run("board").tensorboard)).Reload()
+    written = {event.step: event.value for event in events.Scalars("train/loss")}
+    lines = [line for line in _numbers(workplace.run("board")) if line["kind"] == "train"]
+    assert written == pytest.approx({line["step"]: line["loss"] for line in lines})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.precision=fp16", "train.grad_clip_norm=1.0"),
+        ("optimizer.name=sgd", "optimizer.nesterov=true", "lr_schedule.name=step", "lr_schedule.milestones=[4, 8]"),
+        ("train.ema_decay=0.5", "optimizer.name=adamw", "data.drop_last=true", "recipe.args.num_samples=100"),
+        ("train.find_unused_parameters=true", "train.channels_last=true", "lr_schedule.warmup_steps=5"),
+        ("train.deterministic=true", "checkpoint.every_steps=null", "train.max_steps=7"),
+    ],
+    ids=["fp16", "step", "ema", "unused", "deterministic"],
+)
+def test_every_option_trains_and_resumes_with_the_same_bits(workplace: Workplace, words: tuple[str, ...]) -> None:
+    words = ("resources.workers_per_node=2", *words)
+    unbroken = workplace.finish("whole", *words)
+    assert workplace.submit("stopped", *words, "recipe.args.load_s=0.008").returncode == 0
+    workplace.command("stop", "stopped")
+
+    resumed = workplace.finish("stopped", *words)
+
+    assert resumed == unbroken
+    assert [attempt.ending for attempt in read_attempts(workplace.run("stopped"))] == ["stopped", "finished"]

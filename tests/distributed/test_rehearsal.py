@@ -1,0 +1,91 @@
+"""A rehearsed backward makes the first step after a restart add gradients like the same step of an unbroken run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.rehearsal import rehearse
+from tests.distributed.processes import in_group
+
+STEPS = 6
+RESTART_AFTER = 3
+
+
+class Net(nn.Module):
+    """Gradients arrive in another order than the parameters were made, and do not fill one chunk of a ring evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(97, 5)
+        self.first = nn.Linear(31, 53)
+        self.norm = nn.BatchNorm1d(53)
+        self.middle = nn.Linear(53, 97)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.middle(self.norm(self.first(inputs)).relu()).relu()
+        return self.last(nn.functional.dropout(hidden, 0.1))  # type: ignore[no-any-return]  # a Tensor
+
+
+def _train(group: Group, *, restarts: bool, rehearses: bool) -> list[Tensor]:
+    """Walk a few steps, if asked with a new DDP wrapper halfway; return the weights and buffers."""
+    torch.manual_seed(0)
+    model = Net()
+    wrapped = _wrap(model, group, rehearses=rehearses)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        if restarts and step == RESTART_AFTER:
+            wrapped = _wrap(model, group, rehearses=rehearses)
+        torch.manual_seed(1000 * step + group.place.rank)
+        _backward(wrapped, step, group.place.rank)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return list(model.state_dict().values())
+
+
+def _wrap(model: nn.Module, group: Group, *, rehearses: bool) -> nn.Module:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if rehearses:
+        rehearse(model, group.device, partial(_backward, wrapped, 0, group.place.rank))
+    return wrapped
+
+
+def _backward(model: Callable[[Tensor], Tensor], step: int, rank: int) -> None:
+    inputs = torch.randn(16, 31, generator=torch.Generator().manual_seed(7919 * step + rank))
+    model(inputs).square().mean().backward()
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_with_a_rehearsal_a_restart_changes_no_bit(world_size: int, tmp_path: Path) -> None:
+    unbroken = in_group(world_size, partial(_train, restarts=False, rehearses=True), tmp_path / "unbroken")
+    restarted = in_group(world_size, partial(_train, restarts=True, rehearses=True), tmp_path / "restarted")
+
+    assert all(torch.equal(one, other) for one, other in zip(unbroken[0], restarted[0], strict=True))
+
+
+def test_without_a_rehearsal_a_restart_does_change_bits(tmp_path: Path) -> None:
+    """The guard of the test above: were DDP to add in the same order anyway, the rehearsal could go."""
+    unbroken = in_group(4, partial(_train, restarts=False, rehearses=False), tmp_path / "unbroken")
+    restarted = in_group(4, partial(_train, restarts=True, rehearses=False), tmp_path / "restarted")
+
+    assert not all(torch.equal(one, other) for one, other in zip(unbroken[0], restarted[0], strict=True))
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    before = [value.clone() for value in model.state_dict().values()]
+    generator = torch.get_rng_state()
+
+    rehearse(model, torch.device("cpu"), partial(_backward, model, 0, 0))
+
+    assert all(torch.equal(one, other) for one, other in zip(before, model.state_dict().values(), strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,126 @@
+"""Small training states, and groups of ranks that live in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import HashStore
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.train import rng
+from ddp_hpc.train.checkpoint import Checkpointer, SaveResult
+from ddp_hpc.train.data_order import Position
+from ddp_hpc.train.process_group import Group, Place
+from ddp_hpc.train.training_state import TrainingState
+
+CPU = torch.device("cpu")
+SEED = 7
+
+
+class Net(nn.Module):
+    """A few parameters, and buffers of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(rows)).square().mean()  # type: ignore[no-any-return]  # a Tensor
+
+
+def make_state(*, rank: int = 0, world_size: int = 1, steps: int = 0, optimizer: str = "adamw", **more: Any) -> Any:
+    """Return the state of a model that has been trained for so many steps; `ema=True` averages its weights."""
+    torch.manual_seed(0)
+    model = Net()
+    made: torch.optim.Optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if optimizer == "sgd"
+        else torch.optim.AdamW(model.parameters(), lr=0.1)
+    )
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if more.pop("ema", False) else None
+    state = TrainingState(
+        model=model,
+        optimizer=made,
+        device=CPU,
+        rank=rank,
+        world_size=world_size,
+        loss_meter=torch.zeros((), dtype=torch.float64),
+        ema=ema,
+        **more,
+    )
+    for _ in range(steps):
+        take_step(state)
+    return state
+
+
+def take_step(state: TrainingState) -> None:
+    """Train on random rows, so that the generators are part of what happens."""
+    loss = state.model(torch.randn(5, 3))
+    loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.loss_meter.add_(loss.detach())
+    if state.ema is not None:
+        state.ema.update_parameters(state.model)  # type: ignore[operator]  # AveragedModel's
+    state.position = Position(step=state.position.step + 1, samples_in_epoch=5 * (state.position.step + 1))
+
+
+def make_group(store: HashStore, *, rank: int = 0, world_size: int = 1) -> Group:
+    """Return what one rank knows of the others."""
+    place = Place(
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        node_rank=0,
+        master_addr="127.0.0.1",
+        master_port=0,
+    )
+    return Group(place, CPU, store, store)
+
+
+def alone() -> Group:
+    return make_group(HashStore())
+
+
+def make_checkpointers(
+    run: RunDir,
+    *,
+    world_size: int = 1,
+    attempt: int = 0,
+    on_result: Callable[[SaveResult], None] = lambda _: None,
+    **keep: Any,
+) -> list[Checkpointer]:
+    """Return the checkpointers of all ranks of one attempt."""
+    store = HashStore()
+    return [
+        Checkpointer(
+            run,
+            make_group(store, rank=rank, world_size=world_size),
+            attempt=attempt,
+            keep=CheckpointSpec(**{"keep_last": 100, **keep}),
+            on_result=on_result,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def save(run: RunDir, *steps: int, world_size: int = 1, attempt: int = 0, **more: Any) -> None:
+    """Train, and commit a checkpoint after each of `steps`, with a shard a rank."""
+    checkpointers = make_checkpointers(run, world_size=world_size, attempt=attempt)
+    states = [make_state(rank=rank, world_size=world_size, **more) for rank in range(world_size)]
+    for step in steps:
+        for state in states:
+            rng.seed_everything("made", step)
+            while state.position.step < step:
+                take_step(state)
+        for checkpointer, state in zip(checkpointers, states, strict=True):
+            checkpointer.save(state)
+        for checkpointer, state in zip(checkpointers, states, strict=True):
+            checkpointer.save_and_wait(state)

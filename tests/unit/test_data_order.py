@@ -1,0 +1,200 @@
+"""Which samples each step takes, and who of the ranks takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hpc.train.data_order import Order, Position, Walk, Window, derive_seed, permutation, window_at
+
+
+def an_order(**changes: int | bool) -> Order:
+    """Return the order of 41 samples in windows of 24, the last of them short: 17."""
+    plain = Order(num_samples=41, seed=3, global_batch_size=24, micro_batch_size=2, world_size=4)
+    return replace(plain, **changes)  # type: ignore[arg-type]  # each field has its own type
+
+
+def walk(order: Order, *, epochs: int = 2, rank: int = 0, start: Position = Position()) -> list[Window]:
+    """Return a rank's windows from `start` to the end of so many epochs."""
+    return list(Walk(order=order, start=start, total_steps=epochs * order.steps_per_epoch, rank=rank))
+
+
+def real(window: Window) -> list[int]:
+    """Return the samples that count, as one rank sees its window."""
+    return [index for batch in window.micro_batches for index in batch.indices[: batch.num_real]]
+
+
+def walk_all(order: Order, *, epochs: int = 2) -> list[tuple[Position, list[int]]]:
+    """Return where each step ends, and the samples of all its ranks in the order of their ids."""
+    ranks = [walk(order, epochs=epochs, rank=rank) for rank in range(order.world_size)]
+    return [
+        (views[0].after, sorted(index for view in views for index in real(view))) for views in zip(*ranks, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to divide a global batch."""
+
+    world_size: int
+    micro_batch_size: int
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Order:
+    """Draw an order whose global batch divides evenly among its ranks and micro steps."""
+    layout = Layout(draw(st.integers(1, 5)), draw(st.integers(1, 4)))
+    return Order(
+        num_samples=draw(st.integers(1, 120)),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        global_batch_size=layout.world_size * layout.micro_batch_size * draw(st.integers(1, 4)),
+        micro_batch_size=layout.micro_batch_size,
+        world_size=layout.world_size,
+    )
+
+
+LAYOUTS_OF_24 = [
+    Layout(world_size, micro_batch_size)
+    for world_size in (1, 2, 3, 4, 6, 8)
+    for micro_batch_size in (1, 2, 3, 4, 8, 24)
+    if 24 % (world_size * micro_batch_size) == 0
+]
+
+
+def test_a_seed_follows_from_its_parts_on_every_machine_and_in_every_version() -> None:
+    parts = ("order", 0, 0)
+
+    seed = derive_seed(*parts)
+
+    assert seed == 8073061470549175911
+    assert permutation(10, 0, 0).tolist() == [3, 7, 1, 5, 4, 9, 2, 8, 6, 0]
+
+
+def test_parts_of_a_seed_do_not_run_into_each_other() -> None:
+    assert len({derive_seed(1, 23), derive_seed(12, 3), derive_seed(123), derive_seed("1", "2", "3")}) == 4
+
+
+def test_a_permutation_is_the_same_whatever_has_been_drawn_before() -> None:
+    first = permutation(50, 3, 1).clone()
+    permutation.cache_clear()
+    torch.rand(7)
+
+    second = permutation(50, 3, 1)
+
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("other", [(50, 3, 2), (50, 4, 1)], ids=["another epoch", "another seed"])
+def test_epochs_and_seeds_have_permutations_of_their_own(other: tuple[int, int, int]) -> None:
+    assert not torch.equal(permutation(50, 3, 1), permutation(*other))
+
+
+@given(orders())
+def test_each_sample_comes_once_an_epoch(order: Order) -> None:
+    steps = walk_all(order)
+
+    for epoch in range(2):
+        of_epoch = steps[epoch * order.steps_per_epoch :][: order.steps_per_epoch]
+        assert sorted(index for _, ids in of_epoch for index in ids) == list(range(order.num_samples))
+
+
+@given(st.integers(1, 120), st.sampled_from(LAYOUTS_OF_24), st.sampled_from(LAYOUTS_OF_24))
+def test_windows_hold_the_same_samples_on_every_world(num_samples: int, one: Layout, other: Layout) -> None:
+    first, second = (an_order(num_samples=num_samples, **vars(layout)) for layout in (one, other))
+
+    assert walk_all(first) == walk_all(second)
+
+
+@given(orders(), st.data())
+def test_from_any_position_the_rest_is_that_of_the_unbroken_walk(order: Order, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, order.world_size - 1))
+    unbroken = walk(order, epochs=3, rank=rank)
+    done = data.draw(st.integers(0, len(unbroken)))
+
+    resumed = walk(order, epochs=3, rank=rank, start=unbroken[done - 1].after if done else Position())
+
+    assert resumed == unbroken[done:]
+
+
+@given(orders())
+def test_no_rank_has_more_than_its_micro_batch_or_one_more_than_another(order: Order) -> None:
+    ranks = [walk(order, rank=rank) for rank in range(order.world_size)]
+
+    for views in zip(*ranks, strict=True):
+        for batches in zip(*(view.micro_batches for view in views), strict=True):  # as many for every rank: none waits
+            counts = [batch.num_real for batch in batches]
+            assert max(counts) <= order.micro_batch_size
+            assert max(counts) - min(counts) <= 1
+
+
+@given(orders())
+def test_shares_of_a_window_add_up_to_it(order: Order) -> None:
+    ranks = [walk(order, rank=rank) for rank in range(order.world_size)]
+
+    for views in zip(*ranks, strict=True):
+        assert {view.num_samples for view in views} == {sum(len(real(view)) for view in views)}
+
+
+def test_a_rank_without_samples_has_one_of_the_windows_without_weight() -> None:
+    order = an_order()  # 17 samples are left for the second window: 8, 8, and 1
+    short = Position(step=1, samples_in_epoch=24)
+    of_window = permutation(41, 3, 0)[24:].tolist()
+
+    last = [window_at(order, short, rank).micro_batches[-1] for rank in range(4)]
+
+    assert [batch.num_real for batch in last] == [1, 0, 0, 0]
+    assert all(batch.indices[0] in of_window for batch in last)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "drop_last", "sizes"),
+    [
+        (48, False, [24, 24]),
+        (41, False, [24, 17]),
+        (25, False, [24, 1]),
+        (5, False, [5]),
+        (48, True, [24, 24]),
+        (41, True, [24]),
+        (5, True, []),
+    ],
+)
+def test_an_epochs_last_window_is_short_or_left_out(num_samples: int, drop_last: bool, sizes: list[int]) -> None:
+    order = an_order(num_samples=num_samples, drop_last=drop_last)
+
+    epoch = walk(order, epochs=1)
+
+    assert [window.num_samples for window in epoch] == sizes
+    assert (order.steps_per_epoch, order.samples_per_epoch) == (len(sizes), sum(sizes))
+
+
+def test_what_is_left_out_is_another_part_in_each_epoch() -> None:
+    steps = walk_all(an_order(drop_last=True), epochs=2)
+
+    first, second = (set(range(41)) - set(ids) for _, ids in steps)
+
+    assert len(first) == len(second) == 17
+    assert first != second
+
+
+def test_positions_count_steps_epochs_and_samples() -> None:
+    ends = [position for position, _ in walk_all(an_order(), epochs=2)]
+
+    assert ends == [
+        Position(step=1, epoch=0, samples_in_epoch=24),
+        Position(step=2, epoch=1, samples_in_epoch=0),
+        Position(step=3, epoch=1, samples_in_epoch=24),
+        Position(step=4, epoch=2, samples_in_epoch=0),
+    ]
+
+
+def test_a_walk_ends_at_its_last_step_even_amid_an_epoch() -> None:
+    windows = Walk(order=an_order(), start=Position(), total_steps=3, rank=0)
+
+    ends = [window.after for window in windows]
+
+    assert ends[-1] == Position(step=3, epoch=1, samples_in_epoch=24)
+    assert [window.after for window in windows] == ends  # and can be walked again

@@ -1,0 +1,165 @@
+"""From the order of samples to tensors: the same, whoever does the work."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from ddp_hpc.spec import DataSpec
+from ddp_hpc.train import rng
+from ddp_hpc.train.data_order import Order, Position, Walk
+from ddp_hpc.train.loader import LoadedWindow, to_device, training_windows
+from tests.distributed.trial_recipe import NoisyImages
+
+CPU = torch.device("cpu")
+NUM_SAMPLES = 10
+Samples = dict[tuple[int, int], Tensor]
+"""Images by epoch and index."""
+
+
+def load(
+    dataset: Dataset[Any],
+    *,
+    world_size: int = 1,
+    num_workers: int = 0,
+    rank: int = 0,
+    start: Position = Position(),
+) -> Iterator[LoadedWindow]:
+    """Walk through two epochs of ten samples in windows of four, as one rank."""
+    order = Order(
+        num_samples=NUM_SAMPLES, seed=5, global_batch_size=4, micro_batch_size=2 // world_size, world_size=world_size
+    )
+    walk = Walk(order=order, start=start, total_steps=2 * order.steps_per_epoch, rank=rank)
+    return training_windows(dataset, walk, data=DataSpec(num_workers=num_workers), pin_memory=False)
+
+
+def by_sample(loaded: Iterator[LoadedWindow]) -> Samples:
+    """Return what was loaded, by sample."""
+    return {
+        (plan.epoch, index): image
+        for window in loaded
+        for plan, fetched in zip(window.plan.micro_batches, window.fetched, strict=True)
+        for index, image in zip(fetched.indices[: plan.num_real], fetched.batch[0], strict=False)
+    }
+
+
+def are_equal(first: Samples, second: Samples) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_augmentation_does_not_depend_on_the_process_that_does_it() -> None:
+    images = NoisyImages(NUM_SAMPLES, 0.0)
+
+    in_the_worker, in_loaders = by_sample(load(images)), by_sample(load(images, num_workers=2))
+
+    assert len(in_the_worker) == 2 * NUM_SAMPLES
+    assert are_equal(in_the_worker, in_loaders)
+
+
+def test_augmentation_does_not_depend_on_the_world() -> None:
+    images = NoisyImages(NUM_SAMPLES, 0.0)
+
+    alone = by_sample(load(images))
+    together = by_sample(load(images, world_size=2, rank=0)) | by_sample(load(images, world_size=2, rank=1))
+
+    assert are_equal(alone, together)
+
+
+def test_augmentation_does_not_depend_on_where_a_run_was_resumed() -> None:
+    images = NoisyImages(NUM_SAMPLES, 0.0)
+
+    unbroken = by_sample(load(images))
+    resumed = by_sample(load(images, start=Position(step=4, epoch=1, samples_in_epoch=4)))
+
+    assert len(resumed) == 6
+    assert are_equal(resumed, {key: unbroken[key] for key in resumed})
+
+
+def test_augmentation_differs_between_epochs_and_samples() -> None:
+    samples = by_sample(load(NoisyImages(NUM_SAMPLES, 0.0)))
+
+    assert len({image.numpy().tobytes() for image in samples.values()}) == 2 * NUM_SAMPLES
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loading_leaves_the_trainings_own_generators_alone(num_workers: int) -> None:
+    before = rng.capture(CPU)
+
+    by_sample(load(NoisyImages(NUM_SAMPLES, 0.0), num_workers=num_workers))
+
+    after = rng.capture(CPU)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+class OneByOne(Dataset[Any]):
+    """A `TensorDataset` whose type the loader does not see."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self._data[index]  # type: ignore[no-any-return]  # a TensorDataset's rows are tuples
+
+
+def test_rows_of_tensors_taken_at_once_are_those_taken_one_by_one() -> None:
+    data = TensorDataset(torch.randn(NUM_SAMPLES, 3), torch.arange(NUM_SAMPLES))
+
+    pairs = list(zip(load(data), load(OneByOne(data)), strict=True))
+
+    assert len(pairs) == 6
+    for at_once, one_by_one in pairs:
+        for left, right in zip(at_once.fetched, one_by_one.fetched, strict=True):
+            assert left.indices == right.indices
+            assert all(torch.equal(*columns) for columns in zip(left.batch, right.batch, strict=True))
+
+
+def test_loader_processes_leave_stop_signals_to_their_parent() -> None:
+    loaded = load(NoisyImages(NUM_SAMPLES, 0.0), num_workers=2)
+    list(next(loaded).fetched)
+    loaders = [child.pid for child in psutil.Process().children() if _ignores(child.pid, signal.SIGTERM)]
+
+    for pid in loaders:
+        os.kill(pid, signal.SIGTERM)
+
+    assert len(loaders) == 2
+    assert len(by_sample(loaded)) == 2 * NUM_SAMPLES - 4
+
+
+def _ignores(pid: int, number: int) -> bool:
+    """Read it from the kernel, as proc(5) describes."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    ignored = next(line for line in lines if line.startswith("SigIgn:"))
+    return bool(int(ignored.split()[1], 16) & 1 << (number - 1))
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+NESTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a tensor": (lambda tensor: tensor, lambda nest: nest),
+    "a tuple": (lambda tensor: (tensor, 1), lambda nest: nest[0]),
+    "a list": (lambda tensor: ["text", tensor], lambda nest: nest[1]),
+    "a dict": (lambda tensor: {"pixels": {"raw": tensor}}, lambda nest: nest["pixels"]["raw"]),
+    "a named tuple": (lambda tensor: Pair(None, [tensor]), lambda nest: nest.right[0]),
+}
+
+
+@pytest.mark.parametrize(("wrap", "unwrap"), NESTS.values(), ids=NESTS)
+def test_every_tensor_of_a_nest_is_moved(wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> None:
+    nest = wrap(torch.zeros(2))
+
+    moved = to_device(nest, torch.device("meta"))
+
+    assert type(moved) is type(nest)
+    assert unwrap(moved).device.type == "meta"

@@ -1,0 +1,65 @@
+"""The optimizers of the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hpc.spec import OptimizerSpec
+from ddp_hpc.train.optimizer import build_optimizer, decay_groups
+
+
+class Net(nn.Module):
+    """One of each kind of parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.norm = nn.BatchNorm2d(2)
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+def names_in(model: nn.Module, group: dict[str, Any]) -> set[str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter] for parameter in group["params"]}
+
+
+def test_matrices_and_filters_are_decayed_and_nothing_else() -> None:
+    model = Net()
+
+    decayed, plain = decay_groups(model, 0.1)
+
+    assert names_in(model, decayed) == {"conv.weight", "linear.weight"}
+    assert names_in(model, plain) == {"conv.bias", "norm.weight", "norm.bias", "linear.bias", "scale"}
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+
+
+def test_a_model_without_vectors_has_one_group() -> None:
+    assert len(decay_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "options"),
+    [
+        (OptimizerSpec(), torch.optim.SGD, {"momentum": 0.9, "nesterov": False}),
+        (OptimizerSpec(nesterov=True), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (OptimizerSpec(nesterov=True, momentum=0.0), torch.optim.SGD, {"momentum": 0.0, "nesterov": False}),
+        (
+            OptimizerSpec(name="adamw", betas=(0.8, 0.9), eps=1e-6),
+            torch.optim.AdamW,
+            {"betas": (0.8, 0.9), "eps": 1e-6},
+        ),
+    ],
+)
+def test_options_reach_the_optimizer(spec: OptimizerSpec, kind: type, options: dict[str, Any]) -> None:
+    optimizer = build_optimizer(spec, Net(), 0.3)
+
+    assert isinstance(optimizer, kind)
+    for group in optimizer.param_groups:
+        assert {key: group[key] for key in options} == options
+        assert (group["lr"], group["fused"]) == (0.3, False)

@@ -1,0 +1,210 @@
+"""What the kernel is asked about processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_hpc.processes import is_locked, kill, send, share_cpus, take_lock
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_workers", "cpus_per_worker", "shares"),
+    [
+        (4, 2, None, [(0, 1), (2, 3)]),
+        (4, 1, None, [(0, 1, 2, 3)]),
+        (5, 2, None, [(0, 1), (2, 3)]),
+        (4, 2, 1, [(0,), (1,)]),
+        (4, 2, 2, [(0, 1), (2, 3)]),
+        (4, 2, 3, [(0, 1, 2, 3)] * 2),
+        (2, 3, None, [(0, 1)] * 3),
+        (2, 3, 1, [(0, 1)] * 3),
+    ],
+)
+def test_cpus_are_dealt_out_or_shared_where_there_are_too_few(
+    num_cpus: int, num_workers: int, cpus_per_worker: int | None, shares: list[tuple[int, ...]]
+) -> None:
+    assert share_cpus(range(num_cpus), num_workers, cpus_per_worker) == shares
+
+
+def test_a_lock_is_held_once(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    began = time.monotonic()
+
+    first, second = take_lock(path), take_lock(path, patience_s=0.2)
+
+    assert first is not None
+    assert second is None
+    assert time.monotonic() - began >= 0.2
+    assert is_locked(path)
+    os.close(first)
+
+
+def test_a_lock_that_comes_free_within_our_patience_is_ours(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    holder = _python("import sys, time; from pathlib import Path; from ddp_hpc.processes import take_lock;"
+                     f"take_lock(Path({str(path)!r})); print('held', flush=True); sys.stdin.read()")  # fmt: skip
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    assert holder.stdout.readline() == "held\n"
+    assert take_lock(path) is None
+
+    holder.stdin.close()
+    fd = take_lock(path, patience_s=30.0)
+
+    assert fd is not None
+    os.close(fd)
+    _end(holder)
+
+
+def test_a_lock_is_held_until_the_last_process_that_has_it_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    fd = take_lock(path)
+    assert fd is not None
+    heir = subprocess.Popen(["sleep", "60"], pass_fds=[fd])
+
+    os.close(fd)
+    while_the_heir_lives = is_locked(path)
+    heir.kill()
+    heir.wait()
+
+    assert while_the_heir_lives
+    assert not is_locked(path)
+
+
+def test_nobody_holds_a_lock_that_does_not_exist_and_looking_does_not_make_it(tmp_path: Path) -> None:
+    assert not is_locked(tmp_path / "lock")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_at_a_lock_does_not_take_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+
+    assert not is_locked(path)
+    assert take_lock(path) is not None
+
+
+def test_exit_codes_of_the_dead_are_told_by_pid() -> None:
+    script = """
+import os, signal, time
+from ddp_hpc.processes import reap
+
+def child(end):
+    pid = os.fork()
+    if pid == 0:
+        end()
+        time.sleep(60)
+    return pid
+
+pids = [child(lambda: os._exit(3)), child(lambda: os.kill(os.getpid(), signal.SIGKILL)), child(lambda: None)]
+codes = {}
+while len(codes) < 2:
+    codes |= reap()
+os.kill(pids[2], signal.SIGKILL)
+while len(codes) < 3:
+    codes |= reap()
+print([codes[pid] for pid in pids], reap())
+"""
+
+    assert _output(script) == "[3, -9, -9] {}\n"
+
+
+def test_stop_signals_and_deaths_are_kept_until_somebody_waits_for_them() -> None:
+    script = """
+import os, signal
+from ddp_hpc.processes import await_signal, block_awaited_signals
+
+block_awaited_signals()
+os.kill(os.getpid(), signal.SIGUSR2)
+told = [await_signal(10.0), await_signal(0.01)]
+if os.fork() == 0:
+    os._exit(0)
+print(*(number and number.name for number in [*told, await_signal(10.0)]))
+"""
+
+    assert _output(script) == "SIGUSR2 None SIGCHLD\n"
+
+
+def test_signals_come_to_who_lives_and_the_dead_are_no_error() -> None:
+    living, dead = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])
+    dead.wait()
+
+    kill([dead.pid, living.pid])
+    send([dead.pid], signal.SIGTERM)
+
+    assert living.wait() == -signal.SIGKILL
+
+
+def test_a_process_dies_with_its_parent_however_that_dies() -> None:
+    script = """
+import os, time
+from ddp_hpc.processes import die_with_parent
+
+parent = os.getpid()
+if os.fork() == 0:
+    die_with_parent(parent)
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+    parent = _python(script)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+
+    parent.kill()
+
+    _await(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    _end(parent)
+
+
+def test_a_process_whose_parent_died_before_it_asked_is_gone_at_once() -> None:
+    script = "from ddp_hpc.processes import die_with_parent; die_with_parent(1 << 22); print('alive')"
+
+    orphan = _python(script)
+
+    assert orphan.wait(timeout=30) == 128 + signal.SIGKILL
+    _end(orphan)
+
+
+def test_helpers_leave_stop_signals_to_their_parent() -> None:
+    script = """
+import os, signal
+from ddp_hpc.processes import STOP_SIGNALS, ignore_stop_signals
+
+ignore_stop_signals()
+for number in STOP_SIGNALS:
+    os.kill(os.getpid(), number)
+print("alive")
+"""
+
+    assert _output(script) == "alive\n"
+
+
+def _python(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _output(script: str) -> str:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Reap a process and close our ends of its pipes."""
+    process.kill()
+    with process:
+        pass
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,99 @@
+"""The records a run keeps of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.durable import append_json_line
+from ddp_hpc.records import (
+    first_failure,
+    read_attempts,
+    read_failures,
+    read_progress,
+    record_end,
+    record_start,
+    write_progress,
+)
+from tests.made_run import add_failure, make_run, progress
+
+
+def test_an_attempt_is_its_start_and_its_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="17")
+    record_end(run, attempt=0, ending="failed", exit_code=1, reason="rank 1: OSError")
+    record_start(run, attempt=1, job_id="18")
+
+    first, second = read_attempts(run)
+
+    assert (first.attempt, first.job_id, first.ending, first.exit_code, first.reason) == (
+        0, "17", "failed", 1, "rank 1: OSError",
+    )  # fmt: skip
+    assert (second.attempt, second.job_id, second.ending, second.ended_at) == (1, "18", None, None)
+
+
+def test_a_ledger_of_another_version_or_torn_by_a_crash_is_still_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    append_json_line(run.attempts, {"attempt": 5, "ending": "finished"})  # its start is lost
+    record_start(run, attempt=6, job_id="19")
+    append_json_line(run.attempts, {"attempt": 6, "colour": "blue"})
+    with run.attempts.open("a") as file:
+        file.write('{"attempt": 7, "star')
+
+    attempts = read_attempts(run)
+
+    assert [(entry.attempt, entry.job_id) for entry in attempts] == [(6, "19")]
+
+
+def test_a_run_that_never_started_has_no_attempts_and_no_progress(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    assert read_attempts(run) == []
+    assert read_progress(run) is None
+
+
+def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    written = progress(step=7, save_error="OSError: no space left", metrics={"accuracy": 0.5})
+
+    write_progress(run, written)
+
+    assert read_progress(run) == written
+
+
+@pytest.mark.parametrize(
+    ("text", "is_readable"),
+    [("", False), ("{", False), ('{"step": 3}', False), ("[]", False)],
+    ids=["empty", "torn", "of another version", "no object"],
+)
+def test_progress_that_is_none_is_no_error(text: str, is_readable: bool, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.progress.write_text(text)
+
+    assert (read_progress(run) is not None) is is_readable
+
+
+def test_the_first_to_fail_comes_before_those_who_died_of_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    lost_first = add_failure(run, rank=0, at=1.0, is_secondary=True)
+    cause = add_failure(run, rank=1, at=2.0)
+    later = add_failure(run, rank=2, at=3.0)
+
+    failures = read_failures(run, 0)
+
+    assert failures == [cause, later, lost_first]
+    assert first_failure(run, 0) == cause
+
+
+def test_failures_are_those_of_one_attempt_and_unreadable_ones_are_passed_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_failure(run, 0, rank=0)
+    failure = add_failure(run, 1, rank=3)
+    run.rank_error(1, 4).write_text('{"rank": 4')
+
+    failures = read_failures(run, 1)
+
+    assert failures == [replace(failure)]
+    assert first_failure(run, 2) is None

@@ -1,0 +1,99 @@
+"""Being told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.processes import STOP_SIGNALS
+from ddp_hpc.train.stop import Meetings, StopFlag
+from tests.unit.made_state import alone
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def is_set(flag: StopFlag) -> bool:
+    return flag.is_set(look_at_file=True)
+
+
+def test_nobody_is_told_at_first(tmp_path: Path) -> None:
+    flag = StopFlag(tmp_path / "STOP")
+
+    flag.listen()
+
+    assert not is_set(flag)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_signal_sets_the_flag(number: signal.Signals, tmp_path: Path) -> None:
+    flag = StopFlag(tmp_path / "STOP")
+    flag.listen()
+
+    os.kill(os.getpid(), number)
+
+    assert is_set(flag)
+
+
+def test_a_signal_that_came_before_anybody_listened_is_not_lost(tmp_path: Path) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # not to the tests' process: it has other threads
+    flag = StopFlag(tmp_path / "STOP")
+
+    flag.listen()
+
+    assert is_set(flag)
+
+
+@pytest.mark.parametrize(("looks", "told"), [(True, True), (False, False)])
+def test_the_file_tells_who_looks_for_it(looks: bool, told: bool, tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+
+    assert StopFlag(tmp_path / "STOP").is_set(look_at_file=looks) is told
+
+
+def test_a_child_that_inherits_the_handler_does_not_set_its_copy(tmp_path: Path) -> None:
+    flag = StopFlag(tmp_path / "STOP")
+    flag.listen()
+
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(int(is_set(flag)))
+    _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert not is_set(flag)
+
+
+def test_a_meeting_finds_out_who_was_told(tmp_path: Path) -> None:
+    flag = StopFlag(tmp_path / "STOP")
+    meetings = Meetings(alone(), flag)
+
+    before = meetings.agree_to_stop(1)
+    (tmp_path / "STOP").touch()
+    after = meetings.agree_to_stop(2)
+
+    assert (before, after) == (False, True)
+
+
+def test_meetings_of_fast_steps_become_rare_by_doubling(tmp_path: Path) -> None:
+    meetings = Meetings(alone(), StopFlag(tmp_path / "STOP"))
+
+    met_at = []
+    for step in range(1, 40):
+        if meetings.is_due(step):
+            met_at.append(step)
+            meetings.agree_to_stop(step)
+
+    assert met_at == [1, 2, 4, 8, 16, 32]
