@@ -42,6 +42,7 @@ class Evaluator:
         self._recipe = recipe
         self._group = group
         self._precision = precision
+        self._channels_last = spec.train.channels_last
         self._loader: DataLoader[Any] | None = None
         if recipe.eval_data is not None:
             place = group.place
@@ -79,7 +80,8 @@ class Evaluator:
         model.eval()
         with torch.no_grad(), rng.preserved(self._group.device):
             for fetched in self._loader:
-                sums += self._score(model, to_device(fetched.batch, self._group.device), len(fetched.indices))
+                batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
+                sums += self._score(model, batch, len(fetched.indices))
         model.train(was_training)
         *totals, count = self._group.sum(sums).tolist()
         return {name: total / count for name, total in zip(names, totals, strict=True)}

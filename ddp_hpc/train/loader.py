@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,18 +103,23 @@ def make_loader(
     )
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor in a nest of tuples, lists and dicts; from pinned memory without waiting."""
-    if device.type == "cpu":  # where loaders put it
+def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+    """Move every tensor in a nest of tuples, lists and dicts, from pinned memory without waiting.
+
+    With `channels_last`, 4-D tensors come in that order.
+    """
+    if device.type == "cpu" and not channels_last:  # where loaders put it
         return batch
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        order = torch.channels_last if channels_last and batch.dim() == 4 else torch.preserve_format
+        return batch.to(device, non_blocking=True, memory_format=order)
+    move = partial(to_device, device=device, channels_last=channels_last)
     if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: move(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(move(value) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(move(value) for value in batch)
     return batch
 
 

@@ -93,7 +93,8 @@ def backward(t: Training, fetched: Fetched, plan: MicroBatch, window: Window) ->
     DDP takes the mean over the ranks, so a rank's loss is scaled by their number: the sum over all micro batches of all
     ranks is then the gradient of the mean over the window's samples, however unevenly they are spread.
     """
-    inputs, targets = t.recipe.inputs_and_targets(to_device(fetched.batch, t.group.device))
+    batch = to_device(fetched.batch, t.group.device, channels_last=t.spec.train.channels_last)
+    inputs, targets = t.recipe.inputs_and_targets(batch)
     with t.precision.autocast():
         loss = t.recipe.loss(t.model(inputs), targets)
     weight = plan.num_real * t.group.place.world_size / window.num_samples

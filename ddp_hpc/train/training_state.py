@@ -62,7 +62,11 @@ def numbers(state: TrainingState) -> dict[str, Any]:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
     return {
         "position": asdict(state.position),
-        "optimizer": {"groups": _as_json(groups, "the optimizer's groups"), "plain": _as_json(plain, "the optimizer")},
+        "optimizer": {
+            "type": type(state.optimizer).__name__,
+            "groups": _as_json(groups, "the optimizer's groups"),
+            "plain": _as_json(plain, "the optimizer"),
+        },
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema_updates": None if state.ema is None else int(state.ema.n_averaged),  # type: ignore[arg-type]  # a buffer
     }
@@ -153,6 +157,12 @@ def _optimizer_tensors(state: TrainingState) -> Iterator[NamedTensor]:
 
 
 def _load_optimizer(state: TrainingState, saved: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    mine = type(state.optimizer).__name__
+    if mine != plain["type"]:
+        raise ConfigError(
+            f"The checkpoint's optimizer is {plain['type']}, this one is {mine}. "
+            "Undo the change of the optimizer, or give the run a new `name`."
+        )
     entries: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in saved.items():
         if name.startswith("optimizer/"):

@@ -163,3 +163,12 @@ def test_every_tensor_of_a_nest_is_moved(wrap: Callable[[Any], Any], unwrap: Cal
 
     assert type(moved) is type(nest)
     assert unwrap(moved).device.type == "meta"
+
+
+def test_images_come_in_channels_last_order_where_asked() -> None:
+    images, labels = torch.zeros(2, 3, 4, 4), torch.zeros(2)
+
+    moved, same = to_device((images, labels), torch.device("cpu"), channels_last=True)
+
+    assert moved.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(same, labels)

@@ -175,3 +175,10 @@ def test_a_checkpoint_whose_optimizer_trains_more_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"'decoder\.weight', which this model does not train"):
         restore(make_state(), named, plain, seed=SEED)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused() -> None:
+    named, plain = saved(make_state(steps=1))
+
+    with pytest.raises(ConfigError, match=r"optimizer is Other, this one is"):
+        restore(make_state(), named, {**plain, "optimizer": {**plain["optimizer"], "type": "Other"}}, seed=SEED)

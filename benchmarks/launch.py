@@ -1,0 +1,117 @@
+"""From a command to the first all-reduce of eight workers: torchrun, one process a worker, and one import for all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.rounds import Benchmark, Row, Samples, Verdict, compared, judge, run_rounds, shown
+
+WORKERS = 8
+TARGET = 5.0
+STAMP = "DDP_HPC_BENCH_STAMP"
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = "benchmarks.launch_worker"
+SCRIPT = str(ROOT / "benchmarks" / "launch_worker.py")
+ALONE, OURS, SUBMIT = "limit: one process, one import", "ddp_hpc, agent", "ddp_hpc, submit"
+PLAIN, TORCHRUN = "one process a worker", "torchrun --standalone"
+FIRST, GONE = "first_all_reduce_s", "all_gone_s"
+CONFIG = f"""\
+recipe: {{target: "{WORKER}:build"}}
+resources: {{workers_per_node: {WORKERS}}}
+train: {{max_steps: 1, global_batch_size: {WORKERS}}}
+"""
+
+
+def _time_until_stamp(
+    commands: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]] = ({},), cwd: Path = ROOT
+) -> Mapping[str, float]:
+    """Start all commands at once; return the time until rank zero's first all-reduce, and until all are gone."""
+    with tempfile.TemporaryDirectory() as folder:
+        stamp = Path(folder) / "stamp"
+        common = {**os.environ, "OMP_NUM_THREADS": "1", STAMP: str(stamp), "PYTHONPATH": str(ROOT)}
+        said = Path(folder) / "said"
+        with said.open("wb") as output:
+            began = time.time()
+            running = [
+                subprocess.Popen(argv, env={**common, **environ}, cwd=cwd, stdout=output, stderr=output)
+                for argv, environ in zip(commands, environs, strict=True)
+            ]
+            codes = [process.wait() for process in running]
+        gone = time.time()
+        assert not any(codes), f"{commands[0]} ended with {codes}:\n{said.read_text()[-2000:]}"
+        return {FIRST: float(stamp.read_text()) - began, GONE: gone - began}
+
+
+def torchrun() -> Mapping[str, float]:
+    """Measure `torchrun --standalone`."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return _time_until_stamp([[*torchrun, "--nproc-per-node", str(WORKERS), SCRIPT]])
+
+
+def plain_processes(count: int = WORKERS) -> Mapping[str, float]:
+    """Measure one process a worker, as srun starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environs = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return _time_until_stamp([[sys.executable, SCRIPT]] * count, environs)
+
+
+def agent() -> Mapping[str, float]:
+    """Measure our agent with a worker that only joins, as the peers' does."""
+    with tempfile.TemporaryDirectory() as run:
+        argv = [sys.executable, "-m", "ddp_hpc.job.agent", run, "--worker", WORKER]
+        return _time_until_stamp([[*argv, "--attempt", "0", "--num-workers", str(WORKERS)]])
+
+
+def submit() -> Mapping[str, float]:
+    """Measure a user's command: configuration, run directory, supervisor, agent, the real worker, one step, a commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "launch.yaml").write_text(CONFIG)
+        return _time_until_stamp(
+            [[sys.executable, "-m", "ddp_hpc", "submit", "launch.yaml", "--wait"]], cwd=Path(folder)
+        )
+
+
+def measure(rounds: int) -> Samples:
+    """Measure all ways to start, and the limit: one process that imports and joins alone."""
+    rows = [
+        Row(ALONE, lambda: plain_processes(1)),
+        Row(OURS, agent),
+        Row(SUBMIT, submit),
+        Row(PLAIN, plain_processes),
+        Row(TORCHRUN, torchrun),
+    ]
+    plain_processes(1)  # brings the files into memory
+    return run_rounds("launch", rows, rounds=rounds, warm_up=0)
+
+
+def verdicts(samples: Samples) -> list[Verdict]:
+    """Hold ours against torchrun, and against the limit."""
+    return [
+        judge("time of torchrun, by our agent's", samples.ratios(FIRST, over=TORCHRUN, under=OURS), limit=TARGET),
+        judge("time of torchrun, by `ddp-hpc submit`'s", samples.ratios(FIRST, over=TORCHRUN, under=SUBMIT)),
+        judge("time of our agent, by one import's", samples.ratios(FIRST, over=OURS, under=ALONE)),
+    ]
+
+
+BENCHMARK = Benchmark(
+    name="launch",
+    title=f"From a command to the first all-reduce of {WORKERS} workers",
+    rounds=5,
+    measure=measure,
+    columns=[
+        shown("first all-reduce after, s", FIRST),
+        compared("by the limit's", FIRST, under=ALONE),
+        compared("torchrun's by this", FIRST, under=TORCHRUN, is_inverse=True, digits=1),
+        shown("all gone after, s", GONE),
+    ],
+    verdicts=verdicts,
+)

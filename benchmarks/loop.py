@@ -1,0 +1,312 @@
+"""What a loop adds to a step of about 0.4 ms: Fabric, Accelerate, Lightning's Trainer, and ours, over the raw loop.
+
+All train the same small network from the same start on the same batches, made beforehand, on one thread; ours with
+everything on: metrics and a log line every 50 steps, a checkpoint every 500, progress file, meetings. Its weights must
+end equal to the raw loop's. Two more rows bring their batches themselves: ours, and the raw loop with PyTorch's loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from benchmarks.rounds import Benchmark, Row, Samples, Verdict, added, compared, judge, run_rounds, shown
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import CheckpointSpec, LogSpec, LrScheduleSpec, RunSpec, TrainSpec
+from ddp_hpc.train import loop as our_loop
+from ddp_hpc.train import process_group
+from ddp_hpc.train.data_order import Order, Position, Walk
+from ddp_hpc.train.loader import Fetched, LoadedWindow
+from ddp_hpc.train.process_group import Place
+from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.stop import StopFlag
+from ddp_hpc.train.training import Training, prepare
+
+STEPS = 1500
+BATCH = 32
+TARGET_US = 20.0
+US = "us_a_step"
+RAW, OURS = "limit: raw loop", "ddp_hpc"
+FABRIC, ACCELERATE, LIGHTNING = "Lightning Fabric", "Accelerate", "Lightning Trainer"
+RAW_LOADING, OURS_LOADING = "raw loop, PyTorch's loader", "ddp_hpc, its loader"
+NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "accelerate")
+"""Loggers of the peers; ours writes its lines to a file, as in a run."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+@cache
+def dataset() -> TensorDataset:
+    """Return random inputs and labels for all steps."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(STEPS * BATCH, 64, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 10, (STEPS * BATCH,), generator=generator))
+
+
+@cache
+def walk() -> Walk:
+    """Return the order in which our loop takes the samples."""
+    order = Order(num_samples=STEPS * BATCH, seed=0, global_batch_size=BATCH, micro_batch_size=BATCH, world_size=1)
+    return Walk(order=order, start=Position(), total_steps=STEPS, rank=0)
+
+
+@cache
+def fetched() -> list[Fetched]:
+    """Return the batches in that order, made beforehand."""
+    indices = [window.micro_batches[0].indices for window in walk()]
+    return [Fetched(taken, dataset()[torch.tensor(taken)]) for taken in indices]
+
+
+@cache
+def batches() -> list[Batch]:
+    """Return them as plain pairs."""
+    return [item.batch for item in fetched()]
+
+
+def model() -> nn.Module:
+    """Return the network, the same each time."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def sgd(network: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
+    """Return the optimizer that all use."""
+    return torch.optim.SGD(network.parameters(), lr=lr, momentum=0.9)
+
+
+def _us_a_step(seconds: float, steps: int = STEPS) -> Mapping[str, float]:
+    return {US: seconds / steps * 1e6}
+
+
+def raw(source: Iterable[Batch] | None = None) -> tuple[Mapping[str, float], nn.Module]:
+    """Walk the loop everybody writes first; return its time and the trained network."""
+    network = model()
+    optimizer = sgd(network)
+    chosen = batches() if source is None else source
+    began = time.perf_counter()
+    for inputs, targets in chosen:
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(network(inputs), targets).backward()
+        optimizer.step()
+    return _us_a_step(time.perf_counter() - began), network
+
+
+@cache
+def raw_weights() -> list[Tensor]:
+    """Return what every loop should end with."""
+    return [weight.detach() for weight in raw()[1].parameters()]
+
+
+def raw_loading() -> Mapping[str, float]:
+    """Walk the raw loop with PyTorch's loader, in this process, on the same order of samples."""
+    order = [list(item.indices) for item in fetched()]
+    return raw(DataLoader(dataset(), batch_sampler=order))[0]
+
+
+class _Clock:
+    """Times a walk from its first window to its last, so that neither start nor final commit count."""
+
+    def __init__(self, windows: Iterator[LoadedWindow]) -> None:
+        self._windows = windows
+        self.first = self.last = 0.0
+
+    def __iter__(self) -> Iterator[LoadedWindow]:
+        for window in self._windows:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+            yield window
+
+
+def ours(*, own_loader: bool) -> Mapping[str, float]:
+    """Walk our loop with everything on, on its own loader or on the batches made beforehand."""
+    with tempfile.TemporaryDirectory() as folder:
+        training = _training(RunDir(Path(folder) / "run"))
+        clock = _Clock(training.windows() if own_loader else iter(_fed()))
+        training.windows = lambda: iter(clock)  # type: ignore[method-assign]
+        with _log_file(training.run):
+            assert our_loop.train(training)
+        training.journal.close()
+        weights = list(training.state.model.parameters())
+        process_group.leave()
+    assert all(map(torch.equal, weights, raw_weights())), "our weights differ from the raw loop's"
+    return _us_a_step(clock.last - clock.first, STEPS - 1)
+
+
+def _fed() -> list[LoadedWindow]:
+    return [LoadedWindow(plan, iter((item,))) for plan, item in zip(walk(), fetched(), strict=True)]
+
+
+@contextlib.contextmanager
+def _log_file(run: RunDir) -> Iterator[None]:
+    """Write our log lines to a file, as a worker does."""
+    ours, handler = logging.getLogger("ddp_hpc"), logging.FileHandler(run.path / "rank-0.log")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(handler)
+    ours.propagate = False
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        handler.close()
+
+
+def _training(run: RunDir) -> Training:
+    run.path.mkdir()
+    spec = RunSpec(
+        name="run",
+        runs_dir=str(run.path.parent),
+        train=TrainSpec(epochs=1, global_batch_size=BATCH, lr=0.01),
+        lr_schedule=LrScheduleSpec(name="constant"),
+        log=LogSpec(every_steps=50),
+        checkpoint=CheckpointSpec(every_steps=500),
+    )
+    place = Place(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, node_rank=0, master_addr="127.0.0.1", master_port=0
+    )
+    group = process_group.join(place, torch.device("cpu"))
+    recipe = Recipe(model=model(), train_data=dataset(), loss=nn.functional.cross_entropy, optimizer=sgd)
+    return prepare(spec, recipe, run, group, attempt=0, stop=StopFlag(run.stop_request))
+
+
+def fabric() -> Mapping[str, float]:
+    """Walk the raw loop with Lightning Fabric's wrappers."""
+    from lightning.fabric import Fabric
+
+    wrapper = Fabric(accelerator="cpu", devices=1)
+    network = model()
+    wrapped, optimizer = wrapper.setup(network, sgd(network))
+    began = time.perf_counter()
+    for inputs, targets in batches():
+        optimizer.zero_grad(set_to_none=True)
+        wrapper.backward(nn.functional.cross_entropy(wrapped(inputs), targets))
+        optimizer.step()
+    return _us_a_step(time.perf_counter() - began)
+
+
+def accelerate() -> Mapping[str, float]:
+    """Walk the raw loop with Accelerate's wrappers."""
+    from accelerate import Accelerator
+
+    wrapper = Accelerator(cpu=True)
+    network = model()
+    wrapped, optimizer = wrapper.prepare(network, sgd(network))
+    began = time.perf_counter()
+    for inputs, targets in batches():
+        with wrapper.accumulate(wrapped):
+            optimizer.zero_grad(set_to_none=True)
+            wrapper.backward(nn.functional.cross_entropy(wrapped(inputs), targets))
+            optimizer.step()
+    return _us_a_step(time.perf_counter() - began)
+
+
+class _Prepared(IterableDataset[Batch]):
+    """The same batches, one by one: Lightning takes a list for several loaders."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(batches())
+
+    def __len__(self) -> int:
+        return STEPS
+
+
+def lightning() -> Mapping[str, float]:
+    """Fit with Lightning's Trainer; logger, checkpoints and progress bar off."""
+    import lightning as pl
+
+    class Module(pl.LightningModule):  # type: ignore[misc]  # untyped where it is not installed
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = model()
+
+        def training_step(self, batch: Batch, _index: int) -> Tensor:
+            return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.network)
+
+    class Clock(pl.Callback):  # type: ignore[misc]
+        seconds = 0.0
+
+        def on_train_epoch_start(self, *_: Any) -> None:
+            self.seconds = -time.perf_counter()
+
+        def on_train_epoch_end(self, *_: Any) -> None:
+            self.seconds += time.perf_counter()
+
+    clock = Clock()
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=[clock], **quiet)
+    trainer.fit(Module(), _Prepared())
+    return _us_a_step(clock.seconds)
+
+
+def _quietly(measure: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
+    """Return a measurement that lets libraries print nothing."""
+
+    def measure_quietly() -> Mapping[str, float]:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return measure()
+
+    return measure_quietly
+
+
+def measure(rounds: int) -> Samples:
+    """Measure all on one thread; a loop of ours whose weights are not the raw loop's ends it."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    rows = [
+        Row(RAW, lambda: raw()[0]),
+        Row(OURS, lambda: ours(own_loader=False)),
+        Row(FABRIC, _quietly(fabric)),
+        Row(ACCELERATE, _quietly(accelerate)),
+        Row(LIGHTNING, _quietly(lightning)),
+        Row(RAW_LOADING, raw_loading),
+        Row(OURS_LOADING, lambda: ours(own_loader=True)),
+    ]
+    return run_rounds("loop", rows, rounds=rounds)
+
+
+def verdicts(samples: Samples) -> list[Verdict]:
+    """Hold what ours adds against the target."""
+
+    def over_raw(row: str) -> list[float]:
+        return samples.differences(US, of=row, less=RAW)
+
+    return [
+        judge("added to a step by our loop", over_raw(OURS), unit="us", limit=TARGET_US, wanted="at most"),
+        judge("added to a step by our loop and loader", over_raw(OURS_LOADING), unit="us"),
+        judge("added to a step by PyTorch's loader alone", over_raw(RAW_LOADING), unit="us"),
+    ]
+
+
+BENCHMARK = Benchmark(
+    name="loop",
+    title="What a loop adds to a step",
+    rounds=12,
+    measure=measure,
+    columns=[
+        shown("us a step", US, digits=0),
+        added("added, us", US, to=RAW),
+        compared("speed, by the raw loop's", US, under=RAW, is_inverse=True),
+    ],
+    verdicts=verdicts,
+)
