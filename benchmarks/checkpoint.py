@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,7 +149,8 @@ class Workbench:
         )
         stall = time.perf_counter() - began
         assert not isinstance(saving, tuple)
-        getattr(saving, "upload_completion", saving).result()
+        written = saving if isinstance(saving, Future) else saving.upload_completion
+        written.result()
         return {STALL: stall, **self._durable(time.perf_counter() - began)}
 
     def _durable(self, seconds: float) -> dict[str, float]:
