@@ -78,7 +78,7 @@ def test_two_hundred_killed_runs_end_with_the_same_bits(workplace: Workplace, un
 
     report = _report(outcomes, unbroken)
     assert report["different"] == []
-    assert report["runs_resumed_twice_in_one_epoch"] >= NUM_CAMPAIGN_TRIALS // 4
+    assert report["runs_resumed_twice_in_one_epoch"] >= NUM_CAMPAIGN_TRIALS // 5
 
 
 def _write(report: dict[str, Any]) -> None:
