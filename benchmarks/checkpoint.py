@@ -148,7 +148,6 @@ class Workbench:
             async_stager=self._dcp_stager,
         )
         stall = time.perf_counter() - began
-        assert not isinstance(saving, tuple)
         written = saving if isinstance(saving, Future) else saving.upload_completion
         written.result()
         return {STALL: stall, **self._durable(time.perf_counter() - began)}
@@ -193,7 +192,9 @@ def measure(rounds: int) -> Samples:
             Row(DCP, bench.dcp),
             Row(TORCH, bench.torch_save),
         ]
-        return run_rounds("checkpoint", rows, rounds=rounds)
+        samples = run_rounds("checkpoint", rows, rounds=rounds)
+    process_group.leave()
+    return samples
 
 
 def verdicts(samples: Samples) -> list[Verdict]:

@@ -58,7 +58,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A target beside what was measured; without a limit it is only told."""
+    """What was measured, beside its target if it has one."""
 
     claim: str
     measured: float
@@ -66,7 +66,8 @@ class Verdict:
     between: tuple[float, float]
     """95 % of the medians of rounds drawn anew (bootstrap) lie in here."""
     unit: str
-    limit: float | None = None
+    target: str | None = None
+    """`at least 5 x`."""
     met: bool | None = None
 
 
@@ -81,7 +82,8 @@ def judge(
     """Hold the median of `values`, one a round, against `limit`."""
     measured = statistics.median(values)
     met = None if limit is None else (measured >= limit if wanted == "at least" else measured <= limit)
-    return Verdict(claim=claim, measured=measured, between=_interval(values), unit=unit, limit=limit, met=met)
+    target = None if limit is None else f"{wanted} {limit:g} {unit}"
+    return Verdict(claim=claim, measured=measured, between=_interval(values), unit=unit, target=target, met=met)
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
@@ -141,7 +143,7 @@ class Benchmark:
 
 def run_rounds(title: str, rows: Sequence[Row], *, rounds: int, warm_up: int = 1) -> Samples:
     """Measure all rows `rounds` times in shuffled order, after rounds that do not count."""
-    samples = Samples()
+    samples = Samples({row.name: {} for row in rows})
     order = random.Random(0)
     for number in range(-warm_up, rounds):
         said = f"{title}: round {number + 1} of {rounds}" if number >= 0 else f"{title}: warming up"

@@ -1,0 +1,169 @@
+"""From figures to JSON, and from JSON to the tables in docs/performance.md, so that no number there is typed by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rounds import Benchmark, Samples
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "performance.md"
+_PLACE = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+NOTHING = "*Not measured yet.*"
+CHECKS, RATE = "gpu_check", "samples_per_s"
+_MET = {True: "yes", False: "**missed**", None: ""}
+
+Content = Mapping[str, Any]
+"""What a result file holds."""
+
+
+def content_of(benchmark: Benchmark, samples: Samples, **surroundings: Any) -> dict[str, Any]:
+    """Return all there is to know of a measurement, as it goes into its file."""
+    return {
+        "name": benchmark.name,
+        "title": benchmark.title,
+        **surroundings,
+        "table": {
+            "headings": [column.heading for column in benchmark.columns],
+            "digits": [column.digits for column in benchmark.columns],
+            "rows": {row: [column.value(samples, row) for column in benchmark.columns] for row in samples.by_row},
+        },
+        "verdicts": [asdict(verdict) for verdict in benchmark.verdicts(samples)],
+        "samples": samples.by_row,
+    }
+
+
+def write(content: Content, results: Path = RESULTS) -> Path:
+    """Write a result file; return where."""
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"{content['name']}.json"
+    path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+    return path
+
+
+def _rounded(value: Any) -> Any:
+    """Keep six digits of every number: the clocks have no more to say."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def text_of(content: Content) -> str:
+    """Return a measurement as Markdown that is good to read on a terminal too: the table, the targets, where it was."""
+    table, verdicts = content["table"], content["verdicts"]
+    rows = [
+        [name, *(_number(value, digits) for value, digits in zip(values, table["digits"], strict=True))]
+        for name, values in table["rows"].items()
+    ]
+    judged = [
+        [each["claim"], each["target"] or "", _measured(each), _between(each), _MET[each["met"]]] for each in verdicts
+    ]
+    return "\n\n".join(
+        [
+            markdown_table(["", *table["headings"]], rows),
+            markdown_table(["measured against", "target", "median", "95 % between", "met"], judged),
+            _where(content),
+        ]
+    )
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose columns line up: the first to the left, the others to the right."""
+    lines = [list(headings), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    aligned = [
+        [
+            text.rjust(width) if column else text.ljust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    rule = ["-" * width if not column else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [aligned[0], rule, *aligned[1:]])
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _measured(verdict: Content) -> str:
+    return f"{verdict['measured']:.3g} {verdict['unit']}"
+
+
+def _between(verdict: Content) -> str:
+    low, high = verdict["between"]
+    return f"{low:.3g} and {high:.3g}"
+
+
+def _where(content: Content) -> str:
+    packages = content["packages"]
+    peers = [f"{name} {packages[name]}" for name in ("torch", "lightning", "accelerate") if name in packages]
+    return (
+        f"{content['at'][:10]}, {content['rounds']} rounds, {content['cpus']} x {content['cpu']}, load average "
+        f"{content['load_average']:g} before and {content['load_average_after']:g} after, Python {content['python']}, "
+        f"{', '.join(peers)}."
+    )
+
+
+# --- the GPU's -------------------------------------------------------------------------------------------------------
+
+
+def text_of_checks(contents: Sequence[Content]) -> str:
+    """Return what `gpu_check.py` found on each kind of GPU."""
+    if not contents:
+        return "*Not run yet: no GPU has been at hand.*"
+    return "\n\n".join(_checks_of(content) for content in contents)
+
+
+def _checks_of(content: Content) -> str:
+    words = {True: "ok", False: "**failed**", None: "not run"}
+    rows = [[each["check"], words[each["ok"]], _figures(each["numbers"])] for each in content["checks"]]
+    rates = [
+        [f"{each['check'].removeprefix('samples/s, ')}: {row}", f"{spread['median']:.0f}"]
+        for each in content["checks"]
+        for row, spread in each["numbers"].get(RATE, {}).items()
+    ]
+    packages = content["packages"]
+    where = f"{content['at'][:10]}, {content['device']}, torch {packages['torch']}, {content['seconds']:.0f} s in all."
+    tables = [markdown_table(["check", "", "figures"], rows), markdown_table(["samples/s", "median"], rates)]
+    return "\n\n".join([f"### {content['device']}", *tables, where])
+
+
+def _figures(numbers: Content) -> str:
+    return ", ".join(
+        f"{name} {value:.4g}"
+        for name, value in numbers.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+# --- the document ----------------------------------------------------------------------------------------------------
+
+
+def tables(results: Path = RESULTS) -> dict[str, str]:
+    """Return the text of every result there is, by name."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    checks = [content for name, content in found.items() if name.startswith(CHECKS) and not content["tiny"]]
+    measured = {name: text_of(content) for name, content in found.items() if not name.startswith(CHECKS)}
+    return {**measured, CHECKS: text_of_checks(checks)}
+
+
+def filled(document: str, texts: Mapping[str, str]) -> str:
+    """Return the document with every place for figures filled anew."""
+    return _PLACE.sub(lambda place: f"{place[1]}\n{texts.get(place['name'], NOTHING)}\n\n{place[3]}", document)
+
+
+def update(document: Path = DOCUMENT, results: Path = RESULTS) -> None:
+    """Fill the document from the results."""
+    document.write_text(filled(document.read_text(), tables(results)))
