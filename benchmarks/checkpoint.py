@@ -61,7 +61,7 @@ def made_state(group: Group) -> TrainingState:
         weight.grad = torch.randn_like(weight)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    meter = torch.zeros((), dtype=torch.float64)
+    meter = torch.zeros(())
     return TrainingState(model=model, optimizer=optimizer, device=group.device, rank=0, world_size=1, loss_meter=meter)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +54,7 @@ class Journal:
         self._measured_at = (time.monotonic(), 0, 0)
         self._written_at = 0.0
         self._is_losing = False
+        self._is_torn = False
 
     def open(self, position: Position) -> None:
         """Begin at `position`, the step the run was resumed at, or zero."""
@@ -138,13 +141,23 @@ class Journal:
     def _write(
         self, kind: str, position: Position, numbers: Mapping[str, float], more: Mapping[str, float | None]
     ) -> None:
-        assert self._file is not None  # noqa: S101  `open` comes first
         record = {"kind": kind, "step": position.step, "epoch": _epoch_of(position), **numbers, **more}
+        line = msgspec.json.encode({**record, "at": time.time()}) + b"\n"
         with self._going_on():
-            self._file.write(msgspec.json.encode({**record, "at": time.time()}) + b"\n")
+            self._append(line)
             if self._board is not None:
                 for name, value in numbers.items():
                     self._board.add_scalar(f"{kind}/{name}", value, position.step)
+
+    def _append(self, line: bytes) -> None:
+        """Add a line; what a full disk tore off an earlier one is closed first, so that only that one is lost."""
+        assert self._file is not None  # noqa: S101  `open` comes first
+        whole = b"\n" + line if self._is_torn else line
+        self._is_torn = True
+        written = self._file.write(whole)
+        if written < len(whole):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.metrics))
+        self._is_torn = False
 
     def _write_progress(self, position: Position) -> None:
         self._written_at = time.monotonic()

@@ -19,6 +19,8 @@ from ddp_hpc.train.training import Training
 
 log = logging.getLogger(__name__)
 
+_AS_USUAL = nullcontext()
+
 
 def train(t: Training) -> bool:
     """Walk from the newest checkpoint to the last step; return whether it was reached (else: told to stop)."""
@@ -72,19 +74,18 @@ def rehearsed(t: Training, windows: Iterator[LoadedWindow]) -> Iterator[LoadedWi
 
 def accumulate_gradients(t: Training, window: LoadedWindow) -> None:
     """Add up the gradients of a window's mean loss; the ranks exchange them once, in the last micro step."""
-    used: list[int] = []
-    last = len(window.plan.micro_batches) - 1
-    for index, (plan, fetched) in enumerate(zip(window.plan.micro_batches, window.fetched, strict=True)):
-        with nullcontext() if index == last else without_exchange(t):
+    last = window.plan.micro_batches[-1]
+    for plan, fetched in zip(window.plan.micro_batches, window.fetched, strict=True):
+        with _AS_USUAL if plan is last else without_exchange(t):
             loss = backward(t, fetched, plan, window.plan)
         t.state.loss_meter.add_(loss, alpha=plan.num_real / window.plan.num_samples)
-        used += fetched.indices[: plan.num_real]
-    t.samples.record(window.plan, used)
+        t.samples.note(plan, fetched.indices)
+    t.samples.record(window.plan)
 
 
 def without_exchange(t: Training) -> AbstractContextManager[Any]:
     """Keep gradients to this rank for now."""
-    return t.model.no_sync() if t.group.place.world_size > 1 else nullcontext()  # type: ignore[operator]  # DDP's
+    return t.model.no_sync() if t.group.place.world_size > 1 else _AS_USUAL  # type: ignore[operator]  # DDP's
 
 
 def backward(t: Training, fetched: Fetched, plan: MicroBatch, window: Window) -> Tensor:
@@ -131,7 +132,7 @@ def log_loss(t: Training) -> None:
     """
     step = t.state.position.step
     steps = (step - 1) % t.spec.log.every_steps + 1
-    loss = t.group.sum(t.state.loss_meter.clone()).item() / steps
+    loss = t.group.sum(t.state.loss_meter.double()).item() / steps
     t.state.loss_meter.zero_()
     t.journal.train(t.state.position, loss=loss, lr=t.state.optimizer.param_groups[0]["lr"])
 

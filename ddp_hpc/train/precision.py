@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context that forward and loss run in."""
         if self.name == "fp32":
-            return nullcontext()
+            return _AS_IT_IS
         return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name])
 
     def make_scaler(self) -> torch.amp.GradScaler | None:

@@ -8,7 +8,7 @@ from typing import IO
 
 import msgspec
 
-from ddp_hpc.train.data_order import Window
+from ddp_hpc.train.data_order import MicroBatch, Window
 
 
 class SampleRecorder:
@@ -16,15 +16,22 @@ class SampleRecorder:
 
     def __init__(self, path: Path | None) -> None:
         self._file: IO[bytes] | None = None
+        self._used: list[int] = []
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
 
-    def record(self, plan: Window, samples: Sequence[int]) -> None:
-        """Write the samples this rank used in a window; steps and epochs are counted from one."""
+    def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
+        """Remember those of a micro batch's samples that count."""
         if self._file is not None:
-            line = {"step": plan.after.step, "epoch": plan.micro_batches[0].epoch + 1, "samples": samples}
+            self._used += delivered[: plan.num_real]
+
+    def record(self, plan: Window) -> None:
+        """Write what was noted since the last window; steps and epochs are counted from one."""
+        if self._file is not None:
+            line = {"step": plan.after.step, "epoch": plan.micro_batches[0].epoch + 1, "samples": self._used}
             self._file.write(msgspec.json.encode(line) + b"\n")
+            self._used = []
 
     def close(self) -> None:
         if self._file is not None:

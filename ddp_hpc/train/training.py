@@ -93,7 +93,7 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         device=group.device,
         rank=group.place.rank,
         world_size=group.place.world_size,
-        loss_meter=torch.zeros((), dtype=torch.float64, device=group.device),
+        loss_meter=torch.zeros((), device=group.device),
         scaler=precision.make_scaler(),
         ema=_averaged(spec, bare),
     )

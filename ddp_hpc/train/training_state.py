@@ -39,7 +39,7 @@ class TrainingState:
     rank: int
     world_size: int
     loss_meter: Tensor
-    """Float64 scalar, this rank's: its part of the windows' mean losses, added up since the last log line."""
+    """Float32 scalar, this rank's: its part of the windows' mean losses, added up since the last log line."""
     scaler: torch.amp.GradScaler | None = None
     ema: nn.Module | None = None
     """`AveragedModel` of the model."""

@@ -190,3 +190,19 @@ def test_records_that_cannot_be_written_are_left_out_and_told_once(
     assert len(told) == 1
     assert "File too large" in told[0]
     assert half_made(run) == []
+
+
+def test_a_line_torn_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    journal = Journal(run, RunSpec(name="torn"), is_writer=True, attempt=0, total_steps=4)
+    journal.open(Position())
+    journal.train(Position(step=1), loss=1.0, lr=0.1)
+
+    with no_room_beyond(run.metrics.stat().st_size + 10):
+        journal.train(Position(step=2), loss=1.0, lr=0.1)
+    torn = run.metrics.read_text(encoding="utf-8")
+    journal.train(Position(step=3), loss=1.0, lr=0.1)
+    journal.close()
+
+    assert not torn.endswith("\n")
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 3]

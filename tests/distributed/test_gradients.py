@@ -242,7 +242,7 @@ def test_every_rank_has_the_gradients_of_the_big_batch(
 def test_the_parts_of_the_loss_add_up_to_that_of_the_big_batch(ranks: list[dict[str, Measured]], window: str) -> None:
     _, loss = expected(window)
 
-    assert sum(rank[f"the loop/{window}"].loss for rank in ranks) == pytest.approx(loss, rel=1e-9)
+    assert sum(rank[f"the loop/{window}"].loss for rank in ranks) == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -291,5 +291,5 @@ def test_the_first_window_after_a_rehearsal_is_whole_and_counted_once(tmp_path: 
     ranks = in_group(2, partial(_rehearse_first, folder=tmp_path), tmp_path / "ranks")
 
     assert all(are_close(measured, "full") and unchanged for measured, unchanged in ranks)
-    assert sum(measured.loss for measured, _ in ranks) == pytest.approx(loss, rel=1e-9)
+    assert sum(measured.loss for measured, _ in ranks) == pytest.approx(loss, rel=1e-6)
     assert [measured.exchanges for measured, _ in ranks] == [2, 2]  # one is the rehearsal's

@@ -50,7 +50,7 @@ def make_state(*, rank: int = 0, world_size: int = 1, steps: int = 0, optimizer:
         device=CPU,
         rank=rank,
         world_size=world_size,
-        loss_meter=torch.zeros((), dtype=torch.float64),
+        loss_meter=torch.zeros(()),
         ema=ema,
         **more,
     )
