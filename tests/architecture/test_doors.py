@@ -13,10 +13,10 @@ PACKAGE = Path(ddp_hpc.__file__).parent
 ROOMS = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 DOORS: dict[str, set[str]] = {
-    "os.environ": {"cli/__init__.py", "job/agent.py", "submit/local_executor.py"},
-    "subprocess": {"job/supervisor.py", "submit/local_executor.py"},
-    "SLURM_": set(),
-    "signal": {"processes.py", "job/agent.py", "submit/local_executor.py", "train/stop.py"},
+    "os.environ": {"cli/__init__.py", "job/agent.py", "submission/local_executor.py"},
+    "subprocess": {"job/supervisor.py", "slurm/client.py", "submission/snapshot.py", "submission/local_executor.py"},
+    "SLURM_": {"slurm/allocation.py"},
+    "signal": {"processes.py", "job/agent.py", "submission/local_executor.py", "train/stop.py"},
 }
 """Outside thing to the modules that may touch it: `processes` for everybody, else one a wing, if any."""
 

@@ -17,7 +17,7 @@ from ddp_hpc.durable import read_json_lines
 from ddp_hpc.records import Progress, first_failure, read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submit import local_executor
+from ddp_hpc.submission import local_executor
 from ddp_hpc.train.data_order import Position
 from ddp_hpc.train.journal import Journal
 from tests.distributed.whole_runs import Workplace, make_workplace

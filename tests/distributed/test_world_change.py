@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.submit import local_executor
+from ddp_hpc.submission import local_executor
 from tests.distributed.trial_recipe import Net
 from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
 

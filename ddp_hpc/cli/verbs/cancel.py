@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """End the run."""
-    from ddp_hpc.submit import local_executor
+    from ddp_hpc.submission import local_executor
 
     print(local_executor.cancel(chosen_run(args, environment)))
     return 0

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to stop."""
-    from ddp_hpc.submit import local_executor
+    from ddp_hpc.submission import local_executor
 
     print(local_executor.stop(chosen_run(args, environment)))
     return 0

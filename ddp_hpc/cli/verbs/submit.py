@@ -26,7 +26,7 @@ from ddp_hpc.watch.status import read_status
 
 if TYPE_CHECKING:
     from ddp_hpc.config import Resolved
-    from ddp_hpc.submit.local_executor import Submission
+    from ddp_hpc.submission.local_executor import Submission
 
 INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Resolve, start, tell; wait or follow where asked."""
     from ddp_hpc.config import render_resolved, resolve
-    from ddp_hpc.submit import local_executor
+    from ddp_hpc.submission import local_executor
 
     path, settings = _sort([args.config, *args.settings])
     here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _stay(args: argparse.Namespace, submission: Submission, out: TextIO) -> None:
     """Wait for the run's end, or show how it goes, where that was asked."""
-    from ddp_hpc.submit import local_executor
+    from ddp_hpc.submission import local_executor
 
     if submission.state == "finished":
         return

@@ -1,0 +1,1 @@
+"""Slurm's language and nothing else: its variables, host lists, options, commands, states."""
