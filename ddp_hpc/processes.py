@@ -7,7 +7,8 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -37,6 +38,20 @@ def block_awaited_signals() -> None:
 def unblock_signals() -> None:
     """Take signals as they come again; for a child, once its handlers are set."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+
+
+@contextmanager
+def deaths_held_back() -> Iterator[None]:
+    """Have children's deaths (SIGCHLD) wait until the block is left; a process forked in it waits until `unblock_signals`.
+
+    Python's fork calls hooks that swallow exceptions. One that a handler of SIGCHLD raises amid them is lost, and with it
+    the release of `logging`'s lock: whoever logs first in another thread then waits for ever.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def await_signal(timeout_s: float) -> signal.Signals | None:
@@ -112,3 +127,9 @@ def share_cpus(cpus: Sequence[int], num_workers: int, cpus_per_worker: int | Non
     if each == 0 or each * num_workers > len(cpus):
         return [tuple(cpus)] * num_workers
     return [tuple(cpus[worker * each : (worker + 1) * each]) for worker in range(num_workers)]
+
+
+def threads_per_worker(cpus: Sequence[int], num_workers: int, cpus_per_worker: int | None) -> int:
+    """Return how many threads each worker should compute with: its CPUs, or one where workers share them."""
+    first, *others = share_cpus(cpus, num_workers, cpus_per_worker)
+    return 1 if first in others else len(first)

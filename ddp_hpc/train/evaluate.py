@@ -13,7 +13,7 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import rng
 from ddp_hpc.train.data_order import MicroBatch
-from ddp_hpc.train.loader import SeededFetch, make_loader, to_device
+from ddp_hpc.train.loader import SeededFetch, begin, make_loader, to_device
 from ddp_hpc.train.precision import Precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -63,7 +63,7 @@ class Evaluator:
     def start(self) -> None:
         """Start the loader's processes, to be kept: later, threads would be running, and forking beside them is risky."""
         if self._loader is not None:
-            list(self._loader)
+            list(begin(self._loader))
             self._held_out.is_wanted = True
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

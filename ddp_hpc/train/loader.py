@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
-from ddp_hpc.processes import die_with_parent, ignore_stop_signals
+from ddp_hpc.processes import deaths_held_back, die_with_parent, ignore_stop_signals, unblock_signals
 from ddp_hpc.spec import DataSpec
 from ddp_hpc.train.data_order import MicroBatch, Walk, Window, derive_seed
 from ddp_hpc.train.rng import HostGenerators, seed_host_libraries
@@ -69,7 +69,7 @@ class LoadedWindow(NamedTuple):
 
 def training_windows(dataset: Dataset[Any], walk: Walk, *, data: DataSpec, pin_memory: bool) -> Iterator[LoadedWindow]:
     """Yield the windows of `walk` with their samples; loading runs ahead over the ends of epochs."""
-    fetched = iter(
+    fetched = begin(
         make_loader(SeededFetch(dataset, walk.order.seed), _MicroBatches(walk), data=data, pin_memory=pin_memory)
     )
     for plan in walk:
@@ -101,6 +101,15 @@ def make_loader(
     return DataLoader(
         dataset, batch_sampler=sampler, collate_fn=_as_is, pin_memory=pin_memory, generator=generator, **parallel
     )
+
+
+def begin(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Fork a loader's processes and begin to walk through it; a death among all loaders' is told once they are there.
+
+    PyTorch raises it from its handler of SIGCHLD, wherever the main thread is: not in the midst of a fork, please.
+    """
+    with deaths_held_back():
+        return iter(loader)
 
 
 def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
@@ -136,3 +145,4 @@ class _LoaderProcess:
     def __call__(self, _worker_id: int) -> None:
         die_with_parent(self._parent_pid)
         ignore_stop_signals()
+        unblock_signals()

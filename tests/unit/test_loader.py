@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,6 +141,17 @@ def _ignores(pid: int, number: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     ignored = next(line for line in lines if line.startswith("SigIgn:"))
     return bool(int(ignored.split()[1], 16) & 1 << (number - 1))
+
+
+@pytest.mark.parametrize(("when", "heard"), [("held-back", "told: DataLoader worker"), ("at-once", "not told: ")])
+def test_a_loader_that_dies_while_another_is_forked_is_told_of_and_would_not_be_otherwise(
+    when: str, heard: str
+) -> None:
+    argv = [sys.executable, "-m", "tests.unit.loader_dies_amid_fork", when]
+
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout.startswith(heard)
 
 
 class Pair(NamedTuple):
