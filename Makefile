@@ -11,15 +11,16 @@ ARGS ?=
 BIN := .venv/bin
 BENCH_BIN := .venv-bench/bin
 PINS := pyproject.toml envs/constraints.txt
+NEXT_DEBIAN := .slurm-lab/rootfs/trixie
 SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_templates tests)
 
 # Quiet but for errors.
 pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: help demo test check format bench campaign clean distclean
+.PHONY: help demo test test-all check format bench campaign clean distclean
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  ARGS="..." adds to the command that runs: make test ARGS="-k resume", make bench ARGS="--help"'
 	@echo '  PYTHON=... names the Python (3.10 or newer) to make environments with'
@@ -30,6 +31,10 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 
 test: check ## All checks, then all tests in random order
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: test ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
+	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)
+	DDP_HPC_SLURM_ROOTFS=$(NEXT_DEBIAN) $(BIN)/python -m pytest tests/slurm $(ARGS)
 
 check: .venv/.dev ## Format, lint, types, import contracts, shell scripts
 	$(BIN)/ruff format --check --diff
@@ -53,8 +58,8 @@ clean: ## Remove caches and build outputs; runs/ and environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find ddp_hpc tests benchmarks examples envs -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## Remove the environments too
-	rm -rf .venv .venv-bench
+distclean: clean ## Remove the environments and Slurm's files too
+	rm -rf .venv .venv-bench .slurm-lab
 
 # Environments. A stamp inside each says how far it has come; it is touched last, so an interrupted one goes on.
 

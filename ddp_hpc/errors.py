@@ -33,3 +33,7 @@ class CorruptCheckpointError(CheckpointError):
 
 class WorkerError(DdpHpcError):
     """A worker ended in a way that ends the run."""
+
+
+class SlurmUnavailableError(DdpHpcError):
+    """Slurm is here but does not answer; what it runs goes on."""

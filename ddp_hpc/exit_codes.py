@@ -8,3 +8,5 @@ REFUSED = 2
 """The user asked for something that cannot be; the same again will fail the same way."""
 STOPPED = 99
 """A checkpoint is committed and there is more to do: start again (the code that batch systems use for it)."""
+PORT_TAKEN = 98
+"""Somebody else listens where the ranks were to meet: start again with another port."""

@@ -6,12 +6,14 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ddp_hpc.durable import append_json_line, read_json, read_json_lines, replace_text
 from ddp_hpc.run_dir import RunDir
 
+Cluster = Literal["local", "slurm"]
 Ending = Literal["finished", "stopped", "failed", "refused", "cancelled"]
 """How an attempt ended: all steps done; committed because told to stop; an error; input that cannot be; ended by
 the user without a commit."""
@@ -27,6 +29,9 @@ class Attempt:
     pid: int
     started_at: float
     """Seconds since the epoch, as all times in the records."""
+    cluster: Cluster = "local"
+    nodes: tuple[str, ...] = ()
+    """Of the job, rank zero's first."""
     ending: Ending | None = None
     ended_at: float | None = None
     reason: str = ""
@@ -39,16 +44,24 @@ def read_attempts(run: RunDir) -> list[Attempt]:
     for line in read_json_lines(run.attempts):
         known = {key: value for key, value in line.items() if key in Attempt.__dataclass_fields__}
         attempts.setdefault(int(line.get("attempt", -1)), {}).update(known)
-    return [Attempt(**known) for _, known in sorted(attempts.items()) if "started_at" in known]
+    return [
+        Attempt(**{**known, "nodes": tuple(known.get("nodes", ()))})
+        for _, known in sorted(attempts.items())
+        if "started_at" in known
+    ]
 
 
-def record_start(run: RunDir, *, attempt: int, job_id: str) -> None:
+def record_start(
+    run: RunDir, *, attempt: int, job_id: str, cluster: Cluster = "local", nodes: Sequence[str] = ()
+) -> None:
     """Write into the ledger that this process begins an attempt."""
     append_json_line(
         run.attempts,
         {
             "attempt": attempt,
             "job_id": job_id,
+            "cluster": cluster,
+            "nodes": list(nodes),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": time.time(),
@@ -68,6 +81,44 @@ def record_end(run: RunDir, *, attempt: int, ending: Ending, exit_code: int, rea
             "ended_at": time.time(),
         },
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedJob:
+    """The newest job that was submitted for a run."""
+
+    job_id: str
+    attempt: int
+    """The attempt it will begin with."""
+    at: float
+
+
+def write_queued_job(run: RunDir, job: QueuedJob) -> None:
+    """Note a job that Slurm has taken."""
+    replace_text(run.submission, json.dumps(asdict(job)))
+
+
+def read_queued_job(run: RunDir) -> QueuedJob | None:
+    """Return the newest job that was submitted for a run, or None where none was."""
+    record = read_json(run.submission) or {}
+    try:
+        return QueuedJob(**{key: value for key, value in record.items() if key in QueuedJob.__dataclass_fields__})
+    except TypeError:
+        return None
+
+
+def write_verdict(run: RunDir, attempt: int, exit_code: int) -> None:
+    """Leave word of how rank zero's processes ended: srun and torchrun make a failure of every code but zero."""
+    path = run.verdict(attempt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps({"exit_code": exit_code}))
+
+
+def take_verdict(run: RunDir, attempt: int) -> int | None:
+    """Return the word that rank zero's processes left, once; None where they had no time to."""
+    record = read_json(run.verdict(attempt))
+    run.verdict(attempt).unlink(missing_ok=True)
+    return None if record is None else int(record["exit_code"])
 
 
 @dataclass(frozen=True, kw_only=True)

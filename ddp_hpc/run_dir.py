@@ -32,6 +32,21 @@ class RunDir:
         return self.path / "attempts.jsonl"
 
     @property
+    def submission(self) -> Path:
+        """The newest job that was submitted for this run."""
+        return self.path / "submission.json"
+
+    @property
+    def job_script(self) -> Path:
+        """What sbatch got; plain `sbatch` runs it again."""
+        return self.path / "job.sbatch"
+
+    @property
+    def submitit(self) -> Path:
+        """What submitit keeps of its jobs."""
+        return self.path / "submitit"
+
+    @property
     def progress(self) -> Path:
         """Newest step, loss, rate; replaced atomically every few seconds by rank zero."""
         return self.path / "progress.json"
@@ -69,6 +84,10 @@ class RunDir:
 
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
+
+    def verdict(self, attempt: int) -> Path:
+        """What rank zero's processes ended with, where their exit code passes through others' hands."""
+        return self.attempt_errors(attempt) / "verdict.json"
 
     def attempt_errors(self, attempt: int) -> Path:
         return self.path / "errors" / f"attempt-{attempt}"

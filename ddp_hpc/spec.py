@@ -14,6 +14,10 @@ from typing import Any, Literal
 
 from ddp_hpc.errors import ConfigError
 
+_CPU_WORKER_GB = 2
+_FLAG_PATTERN = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
+_MOST_SIGNAL_LEAD_S = 65535
+"""What sbatch takes."""
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -208,10 +212,12 @@ class ResourcesSpec:
     """Training processes a node. Unset: one a GPU, or one."""
     gpus_per_node: int = 0
     """GPUs of each node; 0 trains on CPUs."""
+    gpu_type: str | None = None
+    """Type of GPU, as the cluster calls it (`a100`). Unset: any."""
     cpus_per_worker: int | None = None
-    """CPUs of each worker. Unset: an equal share of the CPUs at hand."""
+    """CPUs of each worker. Unset: an equal share of the CPUs at hand; on Slurm, one and one a loader process."""
     mem_gb: int | None = None
-    """Memory of each node, in GiB. Unset: the cluster's default."""
+    """Memory of each node, in GiB. Unset: the cluster's default; on CPUs, for which that is often too little, 2 a worker."""
     time_limit_min: int | None = None
     """Time limit of a job, in minutes. Unset: the cluster's default."""
 
@@ -224,6 +230,7 @@ class ResourcesSpec:
             mem_gb=self.mem_gb,
             time_limit_min=self.time_limit_min,
         )
+        _require_one_line("resources", gpu_type=self.gpu_type)
         _require(
             self.gpus_per_node >= 0,
             f"`resources.gpus_per_node` is {self.gpus_per_node!r}, but it must not be negative.",
@@ -294,12 +301,59 @@ class SlurmSpec:
     """`--mail-user`."""
     comment: str | None = None
     """`--comment`."""
+    requeue: bool = True
+    """`--requeue`: let Slurm put the job back into the queue when it takes its nodes away."""
+    signal_lead_s: int = 120
+    """`--signal`: how long before its time limit a run is told to commit and leave."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Any other flag of sbatch (`slurm.extra.switches=1`)."""
+    """Any other flag of sbatch (`slurm.extra.switches=1`); `true` is a flag without a value, `false` none."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell that the job script runs first (`module load cuda`)."""
+    srun_args: tuple[str, ...] = ()
+    """More arguments of srun, one an item (`--cpu-bind=none`)."""
+    template: str | None = None
+    """A template of your own for the job script. Unset: `sbatch_templates/ddp.sbatch.j2`."""
 
     def __post_init__(self) -> None:
         _require_one_line("slurm", **{key: value for key, value in vars(self).items() if key != "extra"})
         _require_one_line("slurm.extra", **{str(key): value for key, value in self.extra.items()})
+        _require(
+            0 < self.signal_lead_s <= _MOST_SIGNAL_LEAD_S,
+            f"`slurm.signal_lead_s` is {self.signal_lead_s!r}, but it must lie between 1 and {_MOST_SIGNAL_LEAD_S}.",
+        )
+        for flag in self.extra:
+            _require(
+                _FLAG_PATTERN.fullmatch(str(flag)) is not None,
+                f"`slurm.extra` has {flag!r}, but a flag of sbatch is made of letters, digits and `-`, "
+                "without the dashes before it (`switches`).",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunSpec:
+    """torchrun's options; used with `launcher=torchrun`."""
+
+    max_restarts: int = 0
+    """`--max-restarts`: how often torchrun starts the workers again, in the same job, when one has failed."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.max_restarts >= 0,
+            f"`torchrun.max_restarts` is {self.max_restarts!r}, but it must not be negative.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSpec:
+    """The copy of your code that a queued job runs."""
+
+    enabled: bool = True
+    """Copy the code at submit, so that edits after it do not reach the job; else the job imports it where it lies."""
+    max_mb: int = 100
+    """Refuse to copy more than this, in MB."""
+
+    def __post_init__(self) -> None:
+        _require_positive("snapshot", max_mb=self.max_mb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +393,8 @@ class RunSpec:
     resources: ResourcesSpec = field(default_factory=ResourcesSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    torchrun: TorchrunSpec = field(default_factory=TorchrunSpec)
+    snapshot: SnapshotSpec = field(default_factory=SnapshotSpec)
     container: ContainerSpec = field(default_factory=ContainerSpec)
 
     def __post_init__(self) -> None:
@@ -379,6 +435,19 @@ class RunSpec:
     def path(self) -> Path:
         """The run's directory."""
         return Path(self.runs_dir).expanduser().absolute() / self.name
+
+    @property
+    def mem_gb(self) -> int | None:
+        """Memory to ask Slurm for, a node; None for the cluster's default, which goes by the GPU where there are some."""
+        resources = self.resources
+        if resources.mem_gb is None and resources.gpus_per_node == 0:
+            return _CPU_WORKER_GB * resources.local_world_size
+        return resources.mem_gb
+
+    @property
+    def cpus_per_task(self) -> int:
+        """CPUs to ask Slurm for, a worker: what was asked, or one and one a loader process."""
+        return self.resources.cpus_per_worker or 1 + self.data.num_workers
 
     @property
     def micro_batch_size(self) -> int:

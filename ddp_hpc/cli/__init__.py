@@ -16,6 +16,7 @@ from ddp_hpc.exit_codes import FAILED
 
 VERBS = {
     "submit": "start a run, or resume it",
+    "render": "write the job script that plain sbatch starts",
     "status": "tell where a run stands",
     "logs": "print or follow a run's log lines",
     "list": "list the runs",
@@ -24,6 +25,7 @@ VERBS = {
     "checkpoints": "list a run's checkpoints, verify them, print the digest of the newest",
     "export": "write a run's weights to a safetensors file",
     "config": "print the reference of all keys",
+    "env": "print every value derived from the allocation, and why",
 }
 """Verb -> what it does; each is a module of `verbs`, imported when it is asked for."""
 

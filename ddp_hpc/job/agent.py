@@ -2,6 +2,9 @@
 
     python -m ddp_hpc.job.agent RUN_DIR --worker ddp_hpc.train.worker --attempt 0 --num-workers 4
 
+Alone, it is a world of its own. With `--meet "ADDRESS PORT"`, srun has started one on each node of a job: the node's
+number comes from Slurm, rank zero's agent listens there, and it alone says how it went (`records.write_verdict`).
+
 The worker is a module named on the command line, so that this one stays free of torch. It offers `preload(run)`, called
 before the fork, and `main(run, environ, attempt=, listen_fd=)`, which returns the worker's exit code.
 """
@@ -11,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import os
 import signal
 import socket
@@ -19,23 +21,24 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-import psutil
 
 from ddp_hpc import exit_codes, processes
-from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.records import WorkerFailure
+from ddp_hpc.job.deaths import report, report_killed
+from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen, network_defaults
+from ddp_hpc.job.surroundings import leave_at_once, torch_defaults
+from ddp_hpc.records import write_verdict
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.allocation import step_place
 
 GRACE_S = 1.0
 """How long workers may still write down why they fail, once the first is dead."""
-_LOOPBACK = "127.0.0.1"
+ALONE = Meeting(LOOPBACK, 0)
+"""Where the ranks meet that have this machine to themselves: a port that the kernel chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,16 @@ class Crew:
     run: RunDir
     attempt: int
     num_workers: int
+    """On this node."""
     cpus_per_worker: int | None
+    meeting: Meeting = ALONE
+    node_rank: int = 0
+    num_nodes: int = 1
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether srun has started it, with others."""
+        return self.meeting != ALONE
 
     @property
     def cpu_sets(self) -> list[tuple[int, ...]]:
@@ -53,31 +65,52 @@ class Crew:
 
     @property
     def num_threads(self) -> int:
-        """Threads of each worker: its CPUs, or one where workers share them."""
-        first = self.cpu_sets[0]
-        is_shared = self.num_workers > 1 and first == self.cpu_sets[-1]
-        return 1 if is_shared else len(first)
+        cpus = sorted(os.sched_getaffinity(0))
+        return processes.threads_per_worker(cpus, self.num_workers, self.cpus_per_worker)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the workers and see them through; return what their exit codes mean together."""
     arguments = _parse(argv)
+    processes.die_with_parent(os.getppid())
+    processes.block_awaited_signals()
+    crew = _crew(arguments)
+    code = _work(crew, arguments.worker)
+    if not crew.is_in_step:
+        return code
+    if crew.node_rank == 0:
+        write_verdict(crew.run, crew.attempt, code)
+    return exit_codes.FINISHED if code == exit_codes.STOPPED else code
+
+
+def _crew(arguments: argparse.Namespace) -> Crew:
     crew = Crew(
         run=RunDir(Path(arguments.run)),
         attempt=arguments.attempt,
         num_workers=arguments.num_workers,
         cpus_per_worker=arguments.cpus_per_worker,
     )
-    processes.die_with_parent(os.getppid())
-    processes.block_awaited_signals()
+    if arguments.meet is None:
+        return crew
+    place = step_place(os.environ)
+    return replace(crew, meeting=Meeting.parse(arguments.meet), node_rank=place.node_rank, num_nodes=place.num_nodes)
+
+
+def _work(crew: Crew, worker_module: str) -> int:
+    """Take the port, import, fork, and wait for all."""
     os.environ.update({**defaults_for_workers(crew), **os.environ})
     try:
-        worker = importlib.import_module(arguments.worker)
-        worker.preload(str(crew.run.path))
+        with ExitStack() as resources:
+            meeting_point = resources.enter_context(listen(crew.meeting)) if crew.node_rank == 0 else None
+            worker = importlib.import_module(worker_module)
+            worker.preload(str(crew.run.path))
+            ranks = _fork(crew, worker, meeting_point)
+    except PortTakenError:
+        return exit_codes.PORT_TAKEN
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
-        _report(crew, "agent-0", error)
+        report(crew.run.agent_error(crew.attempt, crew.node_rank), error, rank=-1, log=crew.run.console)
         return exit_codes.REFUSED if isinstance(error, ConfigError) else exit_codes.FAILED
-    return _lead(crew, worker)
+    return joint_exit_code(_await_all(crew, ranks))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -87,68 +120,60 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
+    parser.add_argument("--meet", metavar="'ADDRESS PORT'")
     return parser.parse_args(argv)
 
 
 def defaults_for_workers(crew: Crew) -> dict[str, str]:
     """Return the variables that libraries read when they are loaded; the user's own values win over them."""
-    loopback = next(
-        (name for name, addresses in psutil.net_if_addrs().items() if any(a.address == _LOOPBACK for a in addresses)),
-        None,
-    )
-    interfaces = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
-    return {
-        "OMP_NUM_THREADS": str(crew.num_threads),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what `train.deterministic` needs of cuBLAS, read when it is loaded
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
-        **interfaces,
-    }
+    return {**torch_defaults(crew.num_threads), **network_defaults(crew.meeting.address)}
 
 
-def _lead(crew: Crew, worker: ModuleType) -> int:
-    """Fork the workers and wait for all; when one fails, the others follow."""
+def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -> dict[int, int]:
+    """Fork the workers; return their ranks by pid."""
     gc.collect()
     gc.freeze()
     sys.stdout.flush()
-    with socket.create_server((_LOOPBACK, 0)) as meeting_point:
-        agent_pid = os.getpid()
-        ranks: dict[int, int] = {}
-        for rank in range(crew.num_workers):
-            pid = os.fork()
-            if pid == 0:
-                _become_worker(crew, worker, rank, meeting_point, agent_pid)
-            ranks[pid] = rank
-    return joint_exit_code(_await_all(crew, ranks))
+    port = meeting_point.getsockname()[1] if meeting_point else crew.meeting.port
+    agent_pid = os.getpid()
+    ranks: dict[int, int] = {}
+    for local_rank in range(crew.num_workers):
+        rank = crew.node_rank * crew.num_workers + local_rank
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(rank_environ(crew, local_rank, port))
+            _become_worker(crew, worker, rank, meeting_point, agent_pid)
+        ranks[pid] = rank
+    return ranks
 
 
-def _become_worker(crew: Crew, worker: ModuleType, rank: int, meeting_point: socket.socket, agent_pid: int) -> None:
+def _become_worker(
+    crew: Crew, worker: ModuleType, rank: int, meeting_point: socket.socket | None, agent_pid: int
+) -> None:
     """Run one worker in this forked process; never return. Leaves without Python's shutdown, in which torch can abort."""
     code = exit_codes.FAILED
     try:
         processes.die_with_parent(agent_pid)
-        os.sched_setaffinity(0, crew.cpu_sets[rank])
-        os.environ.update(rank_environ(rank, crew.num_workers, meeting_point.getsockname()[1]))
-        listen_fd = os.dup(meeting_point.fileno()) if rank == 0 else None
-        meeting_point.close()
+        os.sched_setaffinity(0, crew.cpu_sets[rank % crew.num_workers])
+        listen_fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
+        if meeting_point:
+            meeting_point.close()
         code = worker.main(str(crew.run.path), os.environ, attempt=crew.attempt, listen_fd=listen_fd)
     except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
         traceback.print_exc()
     finally:
-        with suppress(OSError):  # the disk of the log may be full
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        leave_at_once(code)
 
 
-def rank_environ(rank: int, world_size: int, port: int) -> Mapping[str, str]:
-    """Return the variables that every PyTorch launcher sets, for a world on this machine."""
+def rank_environ(crew: Crew, local_rank: int, port: int) -> Mapping[str, str]:
+    """Return the variables that every PyTorch launcher sets; nodes have as many workers each."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "NODE_RANK": "0",
-        "MASTER_ADDR": _LOOPBACK,
+        "RANK": str(crew.node_rank * crew.num_workers + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(crew.num_nodes * crew.num_workers),
+        "LOCAL_WORLD_SIZE": str(crew.num_workers),
+        "NODE_RANK": str(crew.node_rank),
+        "MASTER_ADDR": crew.meeting.address,
         "MASTER_PORT": str(port),
     }
 
@@ -172,7 +197,9 @@ def _await_all(crew: Crew, ranks: Mapping[int, int]) -> dict[int, int]:
             alive.discard(pid)
             codes[ranks[pid]] = code
             if code < 0 and not was_killed_by_us:
-                _report_killed(crew, ranks[pid], signal.Signals(-code))
+                rank = ranks[pid]
+                log, told = crew.run.rank_log(crew.attempt, rank), crew.run.rank_error(crew.attempt, rank)
+                report_killed(told, signal.Signals(-code), rank=rank, log=log)
             if code not in (exit_codes.FINISHED, exit_codes.STOPPED) and deadline is None:
                 deadline = time.monotonic() + GRACE_S
     return codes
@@ -185,41 +212,6 @@ def joint_exit_code(codes: Mapping[int, int]) -> int:
     if all(code in (exit_codes.FINISHED, exit_codes.STOPPED) for code in codes.values()):
         return exit_codes.STOPPED
     return exit_codes.REFUSED if exit_codes.REFUSED in codes.values() else exit_codes.FAILED
-
-
-def _report_killed(crew: Crew, rank: int, number: signal.Signals) -> None:
-    """Write down the death of a worker that had no time to do it."""
-    hint = " The kernel does that when memory runs out." if number == signal.SIGKILL else ""
-    failure = WorkerFailure(
-        rank=rank,
-        exception=f"killed by {number.name}.{hint}",
-        log=str(crew.run.rank_log(crew.attempt, rank)),
-        **_here_and_now(),
-    )
-    _write_failure(crew.run.rank_error(crew.attempt, rank), failure)
-
-
-def _report(crew: Crew, name: str, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    sys.stderr.write(f"error: {error}\n" if isinstance(error, ConfigError) else text)
-    failure = WorkerFailure(
-        rank=-1,
-        exception=str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}",
-        traceback=text,
-        log=str(crew.run.console),
-        is_input_error=isinstance(error, ConfigError),
-        **_here_and_now(),
-    )
-    _write_failure(crew.run.attempt_errors(crew.attempt) / f"{name}.json", failure)
-
-
-def _here_and_now() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "at": time.time(), "step": 0}
-
-
-def _write_failure(path: Path, failure: WorkerFailure) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(asdict(failure), indent=1))
 
 
 if __name__ == "__main__":

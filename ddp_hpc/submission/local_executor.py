@@ -9,18 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from ddp_hpc import exit_codes, processes
-from ddp_hpc.durable import fsync_path, read_json, replace_text
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
 from ddp_hpc.records import Attempt, read_attempts, read_progress, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
 
 START_PATIENCE_S = 120.0
 """How long `submit` waits for the first step to begin before it lets the run go on alone."""
@@ -29,18 +27,6 @@ STOP_PATIENCE_S = 600.0
 VANISH_PATIENCE_S = 10.0
 """How long the processes of an attempt that is over may take to vanish."""
 _POLL_S = 0.05
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What came of a submission."""
-
-    run: RunDir
-    state: Literal["started", "finished", "running"]
-    """Started now; finished before; or running already."""
-    attempt: int
-    is_new: bool
-    """Whether the run did not exist before."""
 
 
 def supervisor_argv(run: RunDir) -> list[str]:
@@ -58,10 +44,10 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
     run = RunDir(spec.path)
     is_new = not run.config.exists()
     if _is_busy(run):
-        return Submission(run, "running", len(read_attempts(run)) - 1, is_new=False)
-    if _is_finished(run, spec):
-        return Submission(run, "finished", len(read_attempts(run)) - 1, is_new=False)
-    _make_run_dir(run, resolved_text, is_new=is_new)
+        return Submission(run, "running", len(read_attempts(run)) - 1)
+    if is_finished(run, spec):
+        return Submission(run, "finished", len(read_attempts(run)) - 1)
+    make_run_dir(run, resolved_text, is_new=is_new)
     attempt = len(read_attempts(run))
     supervisor = _start_supervisor(run, import_paths)
     ended = _await_training(run, attempt, supervisor)
@@ -69,7 +55,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
         if is_new:
             shutil.rmtree(run.path, ignore_errors=True)
         raise ConfigError(ended.reason)
-    return Submission(run, "started", attempt, is_new)
+    return Submission(run, "started", attempt, is_new=is_new)
 
 
 def _is_busy(run: RunDir) -> bool:
@@ -89,39 +75,6 @@ def _patience_s(run: RunDir) -> float:
     if newest.ending is not None or not psutil.pid_exists(newest.pid):
         return VANISH_PATIENCE_S
     return STOP_PATIENCE_S if run.stop_request.exists() else 0.0
-
-
-def _is_finished(run: RunDir, spec: RunSpec) -> bool:
-    """Tell whether nothing is left to do; more epochs or steps than before are more to do."""
-    done = read_json(run.done)
-    if done is None:
-        return False
-    return done.get("epochs") == spec.train.epochs and done.get("max_steps") == spec.train.max_steps
-
-
-def _make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
-    """Make the run's directory by one rename, or renew its configuration."""
-    try:
-        if not is_new:
-            run.done.unlink(missing_ok=True)
-            replace_text(run.config, resolved_text)
-            return
-        run.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = RunDir(run.path.with_name(f".{run.name}.{os.getpid()}.tmp"))
-        beside.path.mkdir(mode=0o700)
-        try:
-            replace_text(beside.config, resolved_text)
-            beside.console.parent.mkdir()
-            beside.path.rename(run.path)
-        except OSError:
-            shutil.rmtree(beside.path, ignore_errors=True)
-            raise
-        fsync_path(run.path.parent)
-    except OSError as error:
-        raise ConfigError(
-            f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
-            "Choose another place with `runs_dir=...`, or free this one."
-        ) from error
 
 
 def _start_supervisor(run: RunDir, import_paths: Sequence[Path]) -> subprocess.Popen[bytes]:

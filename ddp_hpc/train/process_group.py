@@ -29,6 +29,10 @@ class Place:
     node_rank: int
     master_addr: str
     master_port: int
+    is_store_hosted: bool = False
+    """Whether somebody else holds the store at that address: torchrun's agent."""
+    restart: int = 0
+    """How often torchrun has started the workers again; its store remembers what the ones before said."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -46,7 +50,12 @@ def place_from_environ(environ: Mapping[str, str]) -> Place:
             name.lower(): int(environ[name])
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
         }
-        return Place(master_addr=environ["MASTER_ADDR"], **numbers)
+        return Place(
+            master_addr=environ["MASTER_ADDR"],
+            is_store_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            **numbers,
+        )
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"A worker needs RANK, WORLD_SIZE and their kin in its environment, but {error!r}."
@@ -102,7 +111,7 @@ def join(place: Place, device: torch.device, *, listen_fd: int | None = None) ->
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, side_store = _connect(place, listen_fd)
+    store, side_store = (dist.PrefixStore(f"start-{place.restart}", one) for one in _connect(place, listen_fd))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -125,7 +134,7 @@ def _connect(place: Place, listen_fd: int | None) -> tuple[dist.Store, dist.Stor
         "wait_for_workers": False,
     }
     listening: dict[str, Any] = {} if listen_fd is None else {"master_listen_fd": listen_fd}
-    store = dist.TCPStore(is_master=place.is_rank_zero, **options, **listening)
+    store = dist.TCPStore(is_master=place.is_rank_zero and not place.is_store_hosted, **options, **listening)
     return store, dist.TCPStore(is_master=False, **options)
 
 

@@ -13,10 +13,19 @@ PACKAGE = Path(ddp_hpc.__file__).parent
 ROOMS = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 DOORS: dict[str, set[str]] = {
-    "os.environ": {"cli/__init__.py", "job/agent.py", "submission/local_executor.py"},
-    "subprocess": {"job/supervisor.py", "slurm/client.py", "submission/snapshot.py", "submission/local_executor.py"},
+    "os.environ": {
+        "api.py",
+        "cli/__init__.py",
+        "job/agent.py",
+        "job/supervisor.py",
+        "job/task.py",
+        "job/torchrun_node.py",
+        "rendezvous/interfaces.py",
+        "submission/local_executor.py",
+    },
+    "subprocess": {"job/children.py", "slurm/client.py", "submission/snapshot.py", "submission/local_executor.py"},
     "SLURM_": {"slurm/allocation.py"},
-    "signal": {"processes.py", "job/agent.py", "submission/local_executor.py", "train/stop.py"},
+    "signal": {"processes.py", "job/agent.py", "job/deaths.py", "submission/local_executor.py", "train/stop.py"},
 }
 """Outside thing to the modules that may touch it: `processes` for everybody, else one a wing, if any."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,8 @@ from ddp_hpc.watch.status import read_status
 
 if TYPE_CHECKING:
     from ddp_hpc.config import Resolved
-    from ddp_hpc.submission.local_executor import Submission
+    from ddp_hpc.records import Cluster
+    from ddp_hpc.submission.folder import Submission
 
 INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -47,27 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Resolve, start, tell; wait or follow where asked."""
-    from ddp_hpc.config import render_resolved, resolve
-    from ddp_hpc.submission import local_executor
+    from ddp_hpc.config import resolve
+    from ddp_hpc.submission.where import choose_cluster
 
-    path, settings = _sort([args.config, *args.settings])
+    path, settings = sort_words([args.config, *args.settings])
     here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
     resolved = resolve(path, [*settings, *here], environment)
-    _check_cluster(args.cluster, environment)
+    cluster = choose_cluster(args.cluster, environment)
     run_dir = RunDir(resolved.spec.path)
+    import_paths = [Path.cwd(), path.absolute().parent]
     if args.dry_run:
-        print(_dry_run(resolved, local_executor.supervisor_argv(run_dir), as_object=args.json))
+        print(_dry_run(resolved, cluster, import_paths, as_object=args.json), end="")
         return 0
     changed = _changes(run_dir, resolved)
     if run_dir.stop_request.exists() and read_status(run_dir, now=time.time()).state == "stopping":
         print(f"{run_dir.name} was told to stop; waiting for it to leave ...", file=sys.stderr)
-    import_paths = [Path.cwd(), path.absolute().parent]
-    submission = local_executor.submit(render_resolved(resolved), resolved.spec, import_paths=import_paths)
+    submission = _submit(resolved, cluster, import_paths, environment)
     out = sys.stderr if args.json else sys.stdout
-    print("\n".join([_told(submission), *(changed if submission.state == "started" else [])]), file=out, flush=True)
+    news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
+    print("\n".join([_told(submission), *news]), file=out, flush=True)
     word = word_for(submission.run, environment)
     try:
-        _stay(args, submission, out)
+        _stay(args, submission, environment, out)
     except KeyboardInterrupt:
         print(
             f"\n{submission.run.name} goes on. Look: ddp-hpc logs -f {word}; end it: ddp-hpc stop {word}",
@@ -83,19 +84,37 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return exit_code(status)
 
 
-def _stay(args: argparse.Namespace, submission: Submission, out: TextIO) -> None:
-    """Wait for the run's end, or show how it goes, where that was asked."""
+def _submit(
+    resolved: Resolved, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]
+) -> Submission:
+    from ddp_hpc.config import render_resolved
     from ddp_hpc.submission import local_executor
 
+    text = render_resolved(resolved)
+    if cluster == "local":
+        return local_executor.submit(text, resolved.spec, import_paths=import_paths)
+    from ddp_hpc.submission import slurm_executor
+
+    return slurm_executor.submit(text, resolved.spec, import_paths=import_paths, environ=environment)
+
+
+def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
+    """Wait for the run's end, or show how it goes, where that was asked."""
     if submission.state == "finished":
         return
     if args.follow:
         show(submission.run, submission.attempt, out)
+    if args.wait and submission.job_id is not None:
+        from ddp_hpc.submission import slurm_executor
+
+        slurm_executor.wait(submission.run, submission.job_id, environment)
     elif args.wait:
+        from ddp_hpc.submission import local_executor
+
         local_executor.wait(submission.run, submission.attempt)
 
 
-def _sort(words: Sequence[str]) -> tuple[Path, list[str]]:
+def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the configuration's path and the settings, in whichever order they came."""
     paths = [word for word in words if not _SETTING.match(word)]
     if not paths:
@@ -104,21 +123,18 @@ def _sort(words: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(paths[0]), settings
 
 
-def _check_cluster(cluster: str, environment: Mapping[str, str]) -> None:
-    """Say what this version cannot do yet."""
-    if cluster == "slurm":
-        raise ConfigError("`--cluster` is slurm, but this version runs on one machine. Use `--cluster local`.")
-    if cluster == "auto" and shutil.which("sbatch", path=environment.get("PATH")):
-        print("note: sbatch is here, but this version runs on one machine: starting on this one.", file=sys.stderr)
-
-
-def _dry_run(resolved: Resolved, argv: Sequence[str], *, as_object: bool) -> str:
+def _dry_run(resolved: Resolved, cluster: Cluster, import_paths: Sequence[Path], *, as_object: bool) -> str:
+    """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.config import flat, render_resolved
+    from ddp_hpc.submission import local_executor, slurm_executor
 
-    if not as_object:
-        return f"{render_resolved(resolved)}# would run: {shlex.join(argv)}"
-    values = {key: {"value": value, "source": resolved.sources[key]} for key, value in flat(resolved.spec).items()}
-    return as_json({"config": values, "command": list(argv)})
+    script = slurm_executor.job_script(resolved.spec, import_paths) if cluster == "slurm" else None
+    argv = local_executor.supervisor_argv(RunDir(resolved.spec.path))
+    if as_object:
+        values = {key: {"value": value, "source": resolved.sources[key]} for key, value in flat(resolved.spec).items()}
+        how = {"command": argv} if script is None else {"script": script}
+        return as_json({"config": values, **how}) + "\n"
+    return f"{render_resolved(resolved)}# would run: {shlex.join(argv)}\n" if script is None else script
 
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
@@ -138,6 +154,11 @@ def _told(submission: Submission) -> str:
     name = submission.run.name
     if submission.state == "finished":
         return f"{name} has finished already; nothing was started. Another `name=...` starts a new run."
+    job = "" if submission.job_id is None else f", job {submission.job_id}"
     if submission.state == "running":
-        return f"{name} is running already (attempt {submission.attempt}); nothing was started."
+        return f"{name} is running already (attempt {submission.attempt}{job}); nothing was started."
+    if submission.state == "waiting":
+        return f"{name} waits in Slurm's queue already{job}; nothing was started."
+    if submission.state == "queued":
+        return f"{name}: job {submission.job_id} submitted{'' if submission.is_new else ', going on'}"
     return f"{name}: {'started' if submission.is_new else f'going on, attempt {submission.attempt}'}"

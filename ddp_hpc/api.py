@@ -1,0 +1,112 @@
+"""The Python interface: `ddp_hpc.submit(spec) -> Job`, the same as the command line does.
+
+>>> import ddp_hpc
+>>> spec = ddp_hpc.RunSpec(name="digits", train=ddp_hpc.TrainSpec(epochs=5))
+>>> job = ddp_hpc.submit(spec, cluster="slurm")  # doctest: +SKIP
+>>> job.result()["accuracy"]  # doctest: +SKIP
+0.99
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ddp_hpc.config import Resolved, flat, render_resolved
+from ddp_hpc.errors import WorkerError
+from ddp_hpc.records import Cluster
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission import local_executor, slurm_executor
+from ddp_hpc.submission.where import choose_cluster
+from ddp_hpc.watch.status import RunStatus, State, read_status
+
+_SOURCE = "Python"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that was submitted: on this machine, or as a job of Slurm."""
+
+    run: RunDir
+    cluster: Cluster
+    attempt: int
+    job_id: str | None = None
+    """Slurm's; None on this machine."""
+
+    @property
+    def state(self) -> State:
+        """Where the run stands now, in the word that `ddp-hpc status` uses."""
+        return self.status().state
+
+    def status(self) -> RunStatus:
+        """Return everything that `ddp-hpc status --json` prints."""
+        return read_status(self.run, now=time.time())
+
+    def wait(self) -> State:
+        """Return once the run has ended, with how.
+
+        Raises:
+            WorkerError: where it ended without a word: killed, or never begun.
+        """
+        if self.state not in {"finished", "cancelled"}:
+            if self.job_id is not None:
+                slurm_executor.wait(self.run, self.job_id, os.environ)
+            else:
+                local_executor.wait(self.run, self.attempt)
+        return self.state
+
+    def result(self) -> Mapping[str, float]:
+        """Wait, and return the numbers of the last evaluation.
+
+        Raises:
+            WorkerError: where the run did not finish.
+        """
+        if self.wait() != "finished":
+            status = self.status()
+            raise WorkerError(
+                f"{self.run.name} {status.state} at step {status.step}: {status.reason or 'see its logs'}"
+            )
+        return self.status().metrics
+
+    def cancel(self) -> None:
+        """End the run at once, without a checkpoint; what is committed stays.
+
+        Raises:
+            ConfigError: where there is nothing to cancel.
+        """
+        if self.job_id is not None:
+            slurm_executor.cancel(self.run, os.environ)
+        else:
+            local_executor.cancel(self.run)
+
+
+def submit(
+    spec: RunSpec,
+    *,
+    cluster: Literal["auto", "local", "slurm"] = "auto",
+    import_paths: Sequence[Path] | None = None,
+) -> Job:
+    """Start a run, or go on with it where one of that name exists.
+
+    Args:
+        spec: What to train, and on what.
+        cluster: Where to run; `auto` is Slurm where there is one.
+        import_paths: Where the recipe's module is looked for before the installed ones; unset: the working directory.
+
+    Raises:
+        ConfigError: where the input cannot be; a run that was new leaves nothing behind.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), _SOURCE)))
+    paths = [Path.cwd()] if import_paths is None else list(import_paths)
+    chosen = choose_cluster(cluster, os.environ)
+    if chosen == "slurm":
+        submission = slurm_executor.submit(text, spec, import_paths=paths, environ=os.environ)
+    else:
+        submission = local_executor.submit(text, spec, import_paths=paths)
+    return Job(submission.run, chosen, submission.attempt, submission.job_id)

@@ -1,0 +1,40 @@
+"""Make a run's directory and its job script, which plain `sbatch` starts; submit nothing.
+
+KEY=VALUE, also --KEY=VALUE, sets any key of the configuration: `train.lr=0.1`; `ddp-hpc config` lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_hpc.cli.runs import add_runs_dir
+from ddp_hpc.cli.verbs.submit import sort_words
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("config", metavar="CONFIG", help="the configuration file (YAML)")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over the file's")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the script here too")
+    add_runs_dir(parser)
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Make both; say where they are."""
+    from ddp_hpc.config import render_resolved, resolve
+    from ddp_hpc.durable import replace_text
+    from ddp_hpc.submission import slurm_executor
+
+    path, settings = sort_words([args.config, *args.settings])
+    here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
+    resolved = resolve(path, [*settings, *here], environment)
+    import_paths = [Path.cwd(), path.absolute().parent]
+    run_dir, notes = slurm_executor.prepare(render_resolved(resolved), resolved.spec, import_paths=import_paths)
+    script = run_dir.job_script
+    if args.output is not None:
+        replace_text(args.output, script.read_text(encoding="utf-8"))
+        script = args.output
+    print("\n".join([*notes, f"run     {run_dir.path}", f"script  {script}", f"start   sbatch {script}"]))
+    return 0

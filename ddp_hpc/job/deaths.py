@@ -1,0 +1,48 @@
+"""Writing down the death of a process that cannot do it itself, or had no time to."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+from ddp_hpc.durable import replace_text
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.records import WorkerFailure
+
+
+def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
+    """Write down what ended a process before its worker began; `rank` is -1 for an agent."""
+    text = "".join(traceback.format_exception(error))
+    is_input_error = isinstance(error, ConfigError)
+    sys.stderr.write(f"error: {error}\n" if is_input_error else text)
+    exception = str(error) if is_input_error else f"{type(error).__name__}: {error}"
+    _write(path, rank, exception, log, traceback=text, is_input_error=is_input_error)
+
+
+def report_killed(path: Path, number: signal.Signals, *, rank: int, log: Path) -> None:
+    """Write down that a signal ended a worker."""
+    hint = " The kernel does that when memory runs out." if number == signal.SIGKILL else ""
+    _write(path, rank, f"killed by {number.name}.{hint}", log)
+
+
+def _write(  # noqa: PLR0913  a record's fields
+    path: Path, rank: int, exception: str, log: Path, *, traceback: str = "", is_input_error: bool = False
+) -> None:
+    failure = WorkerFailure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        step=0,
+        exception=exception,
+        log=str(log),
+        traceback=traceback,
+        is_input_error=is_input_error,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps(asdict(failure), indent=1))

@@ -1,0 +1,78 @@
+"""The port where ranks meet, and what every process is told about it by the environment."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_hpc.rendezvous.choice import by_route, source_address
+from ddp_hpc.rendezvous.interfaces import local_interfaces
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 4096
+"""Ranks may all knock before rank zero is up; the kernel takes the lower of this and its own limit."""
+
+
+class PortTakenError(Exception):
+    """Somebody else listens at the address and port."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of an attempt meet."""
+
+    address: str
+    """Of rank zero's node: numeric, so that nobody asks a name server."""
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.address} {self.port}"
+
+    @property
+    def endpoint(self) -> str:
+        """As URLs have it, and torchrun."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Meeting:
+        """Read what `str` wrote."""
+        address, _, port = text.partition(" ")
+        return cls(address, int(port))
+
+
+def listen(meeting: Meeting) -> socket.socket:
+    """Return a socket that listens there and nowhere else; port 0 takes a free one.
+
+    Raises:
+        PortTakenError: where the port is taken.
+    """
+    is_v6 = ipaddress.ip_address(meeting.address).version == 6
+    try:
+        return socket.create_server(
+            (meeting.address, meeting.port), family=socket.AF_INET6 if is_v6 else socket.AF_INET, backlog=_BACKLOG
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortTakenError(str(meeting)) from error
+        raise
+
+
+def network_defaults(address: str) -> Mapping[str, str]:
+    """Return the variables that keep gloo and NCCL on the network that leads to `address`, by this node's names.
+
+    And the resolver from waiting: PyTorch's store asks for the name of every peer (getnameinfo in c10d's socket.cpp),
+    which takes ten seconds where reverse DNS is broken. One try of one second is the least that resolv.conf(5) allows.
+    """
+    interface = by_route(address, local_interfaces())
+    resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
+    if interface is None:
+        return resolver
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **resolver}
+
+
+def own_address(address: str) -> str:
+    """Return the address by which this node reaches `address`, and is reached by whoever is there."""
+    return source_address(address) or address

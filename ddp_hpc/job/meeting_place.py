@@ -1,0 +1,74 @@
+"""Where the ranks of a job meet: the fastest network that all its nodes share, and a port that is free there.
+
+The batch host decides before it starts anything, so that each launcher can say it on a command line. Where it has one
+network only, or the job one node, it has all the facts; else it asks every node once, by a short step of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.children import answer_of
+from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.rendezvous.choice import Choice, choose_fabric, refusal
+from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces, parse_interfaces
+from ddp_hpc.rendezvous.ports import candidate_ports, is_free
+from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.slurm.steps import probe_argv
+
+PROBE_TIMEOUT_S = 60.0
+MOST_PORTS = 20
+"""How many ports to try before we believe that something else is wrong."""
+
+
+def meetings(allocation: Allocation, *, attempt: int, environ: Mapping[str, str]) -> Iterator[Meeting]:
+    """Yield places to meet, the best first; the user's own MASTER_ADDR and MASTER_PORT win.
+
+    Raises:
+        ConfigError: where rank zero's node has no network, or a port the user named is no number.
+    """
+    address = environ.get("MASTER_ADDR") or _explained(_choice(allocation, environ))
+    given = environ.get("MASTER_PORT")
+    if given:
+        yield Meeting(address, _number(given))
+        return
+    for port in islice(candidate_ports(allocation.job_id, attempt), MOST_PORTS):
+        if not allocation.is_on_first_node or is_free(address, port):
+            yield Meeting(address, port)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise ConfigError(f"MASTER_PORT is {text!r} in the environment, but it must be a port: 1 to 65535. Unset it.")
+    return int(text)
+
+
+def _choice(allocation: Allocation, environ: Mapping[str, str]) -> Choice:
+    """Choose among the networks that rank zero's node is on, by what all nodes say where that matters."""
+    here = local_interfaces()
+    first, *others = allocation.node_names
+    is_plain = not others or sum(refusal(interface) is None for interface in here) == 1
+    if allocation.is_on_first_node and is_plain:
+        return choose_fabric({first: here}, [first])
+    return choose_fabric(_ask_all(allocation, environ) or {first: here}, allocation.node_names)
+
+
+def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:
+    """Return every node's interfaces; empty where the question could not be asked."""
+    argv = [*probe_argv(len(allocation.node_names)), sys.executable, "-m", "ddp_hpc.rendezvous.interfaces"]
+    printed = answer_of(argv, environ=environ, timeout_s=PROBE_TIMEOUT_S)
+    answers = [json.loads(line) for line in (printed or "").splitlines()]
+    return {answer["node"]: parse_interfaces(answer["interfaces"]) for answer in answers}
+
+
+def _explained(choice: Choice) -> str:
+    """Say once, in the job's log, where the ranks meet and why; return the address."""
+    refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
+    sys.stderr.write(
+        f"ranks meet at {choice.address} on {choice.interface}: {choice.rule}{refused and f' ({refused})'}\n"
+    )
+    return choice.address

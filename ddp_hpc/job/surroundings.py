@@ -1,0 +1,25 @@
+"""What surrounds a worker, whoever starts it: variables that libraries read when they are loaded, and the way out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+
+def torch_defaults(num_threads: int) -> dict[str, str]:
+    """Return what PyTorch and its libraries should read unless the user says otherwise."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what `train.deterministic` needs of cuBLAS, read when it is loaded
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
+    }
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End this process without Python's shutdown, in which torch can abort after all went well."""
+    with suppress(OSError):  # the disk of the log may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,99 @@
+"""From a spec to the text of its job script; the one door of jinja2."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc import __version__
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.directives import directives
+from ddp_hpc.spec import RunSpec
+
+TEMPLATE = "ddp.sbatch.j2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobScript:
+    """What a job script needs besides the spec."""
+
+    spec: RunSpec
+    run: RunDir
+    chdir: Path
+    """Directory the job works in, as a local run does in that of `submit`."""
+    import_paths: Sequence[Path] = ()
+    """Where the user's code is imported from: its snapshot."""
+    python: str = sys.executable
+
+
+def render(script: JobScript) -> str:
+    """Return the script's text, the same for the same input, byte for byte.
+
+    Raises:
+        ConfigError: where the user's own template cannot be read or filled.
+    """
+    from jinja2 import TemplateError  # late: only a submission on Slurm waits for it
+
+    path = _template(script.spec)
+    try:
+        text: str = _environment().from_string(path.read_text(encoding="utf-8")).render(_values(script))
+    except (OSError, TemplateError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{path}, line {line}" if line else str(path)
+        raise ConfigError(f"The job script's template cannot be used: {where}: {error}") from error
+    return text
+
+
+def _template(spec: RunSpec) -> Path:
+    """Return the user's template, or ours: beside the package in a checkout, in it once installed."""
+    if spec.slurm.template is not None:
+        return Path(spec.slurm.template).expanduser()
+    package = Path(__file__).parent
+    installed, checkout = package / "sbatch_templates" / TEMPLATE, package.parent / "sbatch_templates" / TEMPLATE
+    return installed if installed.exists() else checkout
+
+
+def _environment() -> Any:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=False,  # noqa: S701  # a shell script: the one filter that quotes is `sh`
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["sh"] = quote
+    return environment
+
+
+def quote(value: object) -> str:
+    """Quote a value for the shell, and for sbatch's own reading of `#SBATCH` lines, which follows the same rules.
+
+    Raises:
+        ConfigError: for a value of several lines: none can be quoted in a `#SBATCH` line.
+    """
+    text = os.fspath(value) if isinstance(value, Path) else str(value)
+    if "\n" in text or "\0" in text:
+        raise ConfigError(f"{text!r} would go into the job script, but it must be one line.")
+    return shlex.quote(text)
+
+
+def _values(script: JobScript) -> dict[str, Any]:
+    return {
+        "directives": [*directives(script.spec, script.run, chdir=script.chdir)],
+        "name": script.spec.name,
+        "version": __version__,
+        "setup": script.spec.slurm.setup,
+        "config": script.run.config,
+        "python": script.python,
+        "python_path": os.pathsep.join(map(str, script.import_paths)),
+        "run": script.run.path,
+        "spec": script.spec,
+    }

@@ -1,0 +1,159 @@
+"""A node's network interfaces as plain facts, and the probe that prints them for others: nothing is judged here.
+
+    srun --ntasks-per-node=1 python -m ddp_hpc.rendezvous.interfaces
+
+prints one line of JSON a node: `{"node": "node1", "interfaces": [...]}`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+Kind = Literal[
+    "loopback",
+    "infiniband",
+    "rdma",
+    "ethernet",
+    "wireless",
+    "bridge",
+    "virtual bridge",
+    "overlay",
+    "tunnel",
+]
+"""`rdma`: Ethernet whose card offers RDMA too (RoCE). `bridge`: one with a physical port; a virtual bridge has none.
+`overlay`: a network inside another (VXLAN). `tunnel`: to a VPN or a virtual machine. What /sys tells nothing about,
+as of veth pairs, is `ethernet`."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+SYS_CLASS_NET = Path("/sys/class/net")
+
+_KIND_OF_ARPHRD: Mapping[str, Kind] = {
+    "772": "loopback",
+    "32": "infiniband",
+    "512": "tunnel",  # PPP
+    "768": "tunnel",  # IP in IP
+    "769": "tunnel",
+    "776": "tunnel",  # IPv6 in IP
+    "778": "tunnel",  # GRE
+    "823": "tunnel",
+    "65534": "tunnel",  # no link layer: tun devices, WireGuard
+}
+"""By the numbers of linux/if_arp.h."""
+
+_KIND_OF_DEVTYPE: Mapping[str, Kind] = {
+    "vxlan": "overlay",
+    "geneve": "overlay",
+    "wireguard": "tunnel",
+    "wlan": "wireless",
+}
+"""By what a driver says of itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """One network interface, as the kernel describes it."""
+
+    name: str
+    kind: Kind
+    is_up: bool
+    """Switched on, and the cable is in."""
+    speed_mbps: int | None = None
+    """Unset where the driver does not say."""
+    addresses: tuple[str, ...] = ()
+    """With their prefix length: `10.0.0.1/24`, `fd00::1/64`."""
+    is_point_to_point: bool = False
+
+    @property
+    def ips(self) -> tuple[Address, ...]:
+        return tuple(ipaddress.ip_interface(text).ip for text in self.addresses)
+
+
+def local_interfaces() -> tuple[Interface, ...]:
+    """Return this host's interfaces, by name."""
+    addresses, stats = psutil.net_if_addrs(), psutil.net_if_stats()
+    return tuple(
+        Interface(
+            name=name,
+            kind=kind_of(SYS_CLASS_NET / name),
+            is_up=name in stats and stats[name].isup,
+            speed_mbps=(stats[name].speed if name in stats else 0) or None,
+            addresses=tuple(
+                with_prefix(one.address, one.netmask)
+                for one in addresses[name]
+                if one.family in (socket.AF_INET, socket.AF_INET6)
+            ),
+            is_point_to_point=name in stats and "pointopoint" in stats[name].flags.split(","),
+        )
+        for name in sorted(addresses)
+    )
+
+
+def with_prefix(address: str, netmask: str | None) -> str:
+    """Return `10.0.0.1/24` for an address and its mask; without a scope (`%eth0`)."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    length = ip.max_prefixlen if netmask is None else int(ipaddress.ip_address(netmask)).bit_count()
+    return f"{ip}/{length}"
+
+
+def kind_of(folder: Path) -> Kind:
+    """Return what an interface is, by its folder in /sys."""
+    kind = _KIND_OF_ARPHRD.get(_read(folder / "type"))
+    if kind is not None:
+        return kind
+    if (folder / "tun_flags").exists():
+        return "tunnel"
+    if (folder / "bridge").exists():
+        return "bridge" if any(folder.glob("lower_*/device")) else "virtual bridge"
+    if (folder / "phy80211").exists():
+        return "wireless"
+    of_driver = _KIND_OF_DEVTYPE.get(_devtype(folder))
+    if of_driver is not None:
+        return of_driver
+    cards = [folder / "device", *folder.glob("lower_*/device")]  # a bond's and a VLAN's card is below it
+    return "rdma" if any((card / "infiniband").exists() for card in cards) else "ethernet"
+
+
+def _devtype(folder: Path) -> str:
+    words = dict(line.partition("=")[::2] for line in _read(folder / "uevent").splitlines())
+    return words.get("DEVTYPE", "")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:  # an address with a label (`eth0:1`) has no folder
+        return ""
+
+
+def as_plain(interfaces: Iterable[Interface]) -> list[dict[str, Any]]:
+    """Return what JSON can hold."""
+    return [{**asdict(interface), "addresses": list(interface.addresses)} for interface in interfaces]
+
+
+def parse_interfaces(plain: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...]:
+    """Return the interfaces that `as_plain` wrote."""
+    return tuple(Interface(**{**one, "addresses": tuple(one["addresses"])}) for one in plain)
+
+
+def main() -> None:
+    """Print this node's name and interfaces."""
+    from ddp_hpc.slurm.allocation import read_allocation  # late: only the probe asks what Slurm calls this node
+
+    allocation = read_allocation(os.environ)
+    node = allocation.node_name if allocation else None
+    print(json.dumps({"node": node or socket.gethostname(), "interfaces": as_plain(local_interfaces())}))  # noqa: T201  # it is a command
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""From a spec to sbatch's options: one table, in the order in which people read a job script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+
+STOP_SIGNAL = "USR2"
+"""What steps get before the time limit, and at preemption where the site sends the user's signal. USR1 is NCCL's."""
+
+_NAMED = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "nodelist",
+    "exclude",
+    "reservation",
+    "dependency",
+    "mail_type",
+    "mail_user",
+    "comment",
+)
+"""Keys of `slurm` that are an option of the same name."""
+
+
+@dataclass(frozen=True)
+class Directive:
+    """One option of sbatch; without a value, a plain flag."""
+
+    flag: str
+    """Long name, without dashes before it."""
+    value: str | None = None
+
+
+def directives(spec: RunSpec, run: RunDir, *, chdir: Path) -> list[Directive]:
+    """Return the options that a run's job is submitted with.
+
+    GPUs are asked for by the node and tasks by the node: `--gpus-per-task` would hide a rank's peers from it, and NCCL
+    then finds no direct way between them.
+
+    Raises:
+        ConfigError: where `slurm.extra` sets what another key sets.
+    """
+    made = [Directive(flag, None if value is True else str(value)) for flag, value in _options(spec, run, chdir)]
+    _refuse_duplicates(made)
+    return made
+
+
+def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, object]]:
+    resources, slurm = spec.resources, spec.slurm
+    yield "job-name", spec.name
+    yield "nodes", resources.nodes
+    yield "ntasks-per-node", resources.local_world_size
+    yield "cpus-per-task", spec.cpus_per_task
+    if resources.gpus_per_node:
+        yield "gpus-per-node", ":".join(filter(None, [resources.gpu_type, str(resources.gpus_per_node)]))
+    if spec.mem_gb is not None:
+        yield "mem", f"{spec.mem_gb}G"
+    if resources.time_limit_min is not None:
+        yield "time", resources.time_limit_min
+    for key in _NAMED:
+        if getattr(slurm, key) is not None:
+            yield key.replace("_", "-"), getattr(slurm, key)
+    yield "chdir", chdir
+    yield "output", _literal(str(run.console))
+    yield "open-mode", "append"
+    yield "signal", f"{STOP_SIGNAL}@{slurm.signal_lead_s}"
+    yield ("requeue" if slurm.requeue else "no-requeue"), True
+    for key, value in slurm.extra.items():
+        if value is not False and value is not None:
+            yield key.replace("_", "-"), value
+
+
+def _literal(path: str) -> str:
+    """Return a path that Slurm fills nothing into: a percent sign begins a pattern (sbatch(1), filename pattern)."""
+    return path.replace("%", "%%")
+
+
+def _refuse_duplicates(made: list[Directive]) -> None:
+    flags = [directive.flag for directive in made]
+    for flag in flags:
+        if flags.count(flag) > 1:
+            raise ConfigError(
+                f"`slurm.extra.{flag.replace('-', '_')}` sets `--{flag}`, which another key sets already. "
+                "Leave one of them out; `ddp-hpc config slurm` and `ddp-hpc config resources` list them."
+            )

@@ -1,0 +1,115 @@
+"""The reality check before the queue: would Slurm take the job, when would it start, what does it cost, does the plan fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.queries import ClusterConfig, JobRecord, Partition
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission.refusals import Cluster, asked, chosen_partition, explain
+
+PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
+"""Where every node has files of its own."""
+_PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "overlay"})
+
+
+def refuse_private_directory(path: Path) -> None:
+    """Refuse a run directory that other nodes would not see.
+
+    Raises:
+        ConfigError: where the path, or the file system it lies on, is a node's own.
+    """
+    resolved = path.resolve()
+    place = next((place for place in PRIVATE_PLACES if resolved.is_relative_to(place)), None)
+    mounts = [one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)]
+    mount = max(mounts, key=lambda one: len(one.mountpoint), default=None)
+    is_private = place is not None and (mount is None or not Path(mount.mountpoint).is_relative_to(place))
+    if mount is not None and mount.fstype in _PRIVATE_FILE_SYSTEMS:
+        place, is_private = f"{mount.mountpoint} ({mount.fstype})", True
+    if is_private:
+        raise ConfigError(
+            f"The run's directory would be {path}, but each node has a {place} of its own, so the job could not find it. "
+            "Choose a directory on a file system that all nodes share with `runs_dir=...`."
+        )
+
+
+def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
+    """Ask Slurm about the job as it would be submitted; return what the user should know.
+
+    Raises:
+        ConfigError: where Slurm would refuse it: what was asked, what the cluster has, what to do.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    answer = client.test_only(run.job_script, environ)
+    partitions = client.partitions(environ)
+    if answer.refusal is not None:
+        associations = client.associations(environ) if partitions else ()
+        raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
+    partition = chosen_partition(spec, partitions)
+    return [*_costs(spec, answer.starts_at), *_misfits(spec, client.config(environ), partition)]
+
+
+def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
+    """Say what is asked for, when it would start, and how much of the account it may use."""
+    when = ""
+    if starts_at is not None:
+        wait_s = starts_at - time.time()
+        when = "; it could start now" if wait_s < 60 else f"; it could start in about {_span(wait_s)}"
+    yield f"asks for {asked(spec)}{when}"
+    hours = (spec.resources.time_limit_min or 0) / 60
+    num_gpus = spec.resources.nodes * spec.resources.gpus_per_node
+    if hours and num_gpus:
+        yield f"uses up to {num_gpus * hours:.4g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.0f} h"
+
+
+def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None) -> Iterator[str]:
+    """Say where the plan does not fit the cluster, though Slurm takes the job."""
+    limit_min = spec.resources.time_limit_min
+    if partition is None:
+        return
+    if limit_min is None and partition.default_time_min is not None:
+        yield (
+            f"note: no `resources.time_limit_min`; partition {partition.name} ends jobs after "
+            f"{partition.default_time_min:.0f} min. The run commits before that, and goes on when submitted again."
+        )
+    effective_min = limit_min or partition.default_time_min
+    if effective_min is not None and effective_min * 60 <= spec.slurm.signal_lead_s:
+        yield (
+            f"warning: the run would be told to stop {spec.slurm.signal_lead_s} s (`slurm.signal_lead_s`) before the end "
+            f"of a job of {effective_min:.0f} min, so at once."
+        )
+    mode = (partition.preempt_mode or config.preempt_mode or "").upper()
+    if "CANCEL" in mode:
+        yield (
+            f"warning: partition {partition.name} preempts by CANCEL: a preempted job does not come back by itself. "
+            "Submit the run again; it goes on from its newest checkpoint."
+        )
+    if mode not in {"", "OFF"} and not partition.grace_time_s:
+        yield (
+            f"warning: partition {partition.name} preempts without GraceTime: a preempted run loses the steps since its "
+            f"newest checkpoint (`checkpoint.every_steps` is {spec.checkpoint.every_steps})."
+        )
+    if spec.slurm.requeue and not config.job_requeue:
+        yield "note: the cluster says JobRequeue=0; this job asks to be requeued all the same (`slurm.requeue`)."
+
+
+def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
+    """Return what to say of a job that left Slurm without a word in the run's directory."""
+    how = (
+        "is unknown to Slurm by now" if job is None else f"{states.word(job.state)}{job.reason and f' ({job.reason})'}"
+    )
+    return (
+        f"Job {job_id} of {run.name} {how}, and its supervisor wrote nothing. Most often a node does not see the run's "
+        f"directory {run.path}, or its Python. Look at {run.console}, then: sacct -j {job_id} -o state,exitcode,nodelist."
+    )

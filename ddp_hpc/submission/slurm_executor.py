@@ -1,0 +1,208 @@
+"""Sending a run to Slurm: the one door of submitit.
+
+submitit allocates: it writes the submission file, runs sbatch, reads the job's number and keeps a handle of it. What the
+job does is our script's: its text replaces submitit's own, so that none of submitit's processes and signal handlers run
+in the job, and what submitit pickles (the script's path) is never read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.durable import replace_text
+from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
+from ddp_hpc.records import Attempt, QueuedJob, read_attempts, read_queued_job, record_end, write_queued_job
+from ddp_hpc.render import JobScript, render
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client, states
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission import reality
+from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
+from ddp_hpc.submission.user_code import code_dir_of
+
+_POLL_S = 0.3
+_ASK_S = (2.0, 30.0)
+"""How long to wait between questions to Slurm, at first and at most; the run's directory is looked at all the time."""
+
+
+def job_script(spec: RunSpec, import_paths: Sequence[Path]) -> str:
+    """Return the text that sbatch gets for a run.
+
+    Raises:
+        ConfigError: where the script cannot be made of this spec.
+    """
+    run = RunDir(spec.path)
+    return render(
+        JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=_job_import_paths(spec, run, import_paths))
+    )
+
+
+def prepare(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -> tuple[RunDir, list[str]]:
+    """Make the run directory with everything the job needs; return it, and what the user should know.
+
+    Raises:
+        ConfigError: where it cannot be made; a run that was new leaves nothing behind.
+    """
+    run = RunDir(spec.path)
+    is_new = not run.config.exists()
+    reality.refuse_private_directory(run.path)
+    text = job_script(spec, import_paths)
+    make_run_dir(run, resolved_text, is_new=is_new)
+    with _nothing_left_of_new(run, is_new=is_new):
+        notes = _freeze_code(spec, run, import_paths)
+        replace_text(run.job_script, text)
+    return run, notes
+
+
+def submit(
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> Submission:
+    """Put the run into Slurm's queue, or say that it is there, runs, or has finished.
+
+    Raises:
+        ConfigError: where the input cannot be, or Slurm refuses it; a run that was new leaves nothing behind.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    run = RunDir(spec.path)
+    is_new = not run.config.exists()
+    client.require("sbatch", environ)
+    there = _already(run, spec, environ)
+    if there is not None:
+        return there
+    run, notes = prepare(resolved_text, spec, import_paths=import_paths)
+    with _nothing_left_of_new(run, is_new=is_new):
+        notes += reality.check(spec, run, environ)
+        job = QueuedJob(job_id=_send(run, environ), attempt=len(read_attempts(run)), at=time.time())
+    write_queued_job(run, job)
+    return Submission(run, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
+
+
+def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
+    """Return what stands in the way of another job: one that waits or runs, or that nothing is left to do."""
+    job = read_queued_job(run)
+    attempts = read_attempts(run)
+    if job is not None and is_alive(job.job_id, environ):
+        has_begun = len(attempts) > job.attempt
+        return Submission(run, "running" if has_begun else "waiting", len(attempts) - has_begun, job_id=job.job_id)
+    if is_finished(run, spec):
+        return Submission(run, "finished", len(attempts) - 1)
+    return None
+
+
+def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
+    """Tell whether Slurm still has plans for a job."""
+    job = client.job(job_id, environ)
+    return job is not None and not states.has_ended(job.state)
+
+
+def _job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[Path]:
+    """Return where the job imports the user's code from: its frozen copy, or where it lies."""
+    code = code_dir_of(spec.recipe.target, import_paths)
+    if code is None:
+        return []
+    from ddp_hpc.submission.snapshot import path_in_snapshot
+
+    return [path_in_snapshot(run, code)] if spec.snapshot.enabled else [code]
+
+
+def _freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[str]:
+    code = code_dir_of(spec.recipe.target, import_paths)
+    if code is None or not spec.snapshot.enabled:
+        return []
+    from ddp_hpc.submission.snapshot import take_snapshot
+
+    snapshot = take_snapshot(code, run, max_bytes=spec.snapshot.max_mb * 10**6, leave_out=[run.path.parent])
+    return [f"code: {snapshot.num_files} files of {snapshot.source} copied, {snapshot.num_bytes / 1e6:.1f} MB"]
+
+
+@contextlib.contextmanager
+def _nothing_left_of_new(run: RunDir, *, is_new: bool) -> Iterator[None]:
+    """Take a run that was new away again when it cannot be submitted."""
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def _send(run: RunDir, environ: Mapping[str, str]) -> str:
+    """Have submitit send the job's script; return the job's number."""
+    from submitit import SlurmExecutor  # late: 0.1 s that only a submission waits for
+    from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
+
+    text = run.job_script.read_text(encoding="utf-8")
+
+    class Executor(SlurmExecutor):
+        """submitit's executor with our script in place of its own."""
+
+        _throttling = 0.0
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002  # submitit's signature
+            return text
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return [*client.scrubbing(environ), "sbatch", str(submission_file_path)]
+
+    executor = Executor(folder=run.submitit)
+    try:
+        job: Any = executor.submit(CommandFunction(["bash", str(run.job_script)]))
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise ConfigError(f"sbatch refuses the job: {error}") from error
+    return str(job.job_id)
+
+
+def wait(run: RunDir, job_id: str, environ: Mapping[str, str]) -> Attempt:
+    """Return the job's newest attempt once it has ended.
+
+    Raises:
+        WorkerError: where the job left Slurm without a word in the run's directory.
+    """
+    pause, longest = _ASK_S
+    asked_at = time.monotonic()
+    while True:
+        ended = _ended_attempt(run, job_id)
+        if ended is not None:
+            return ended
+        if time.monotonic() - asked_at > pause:
+            asked_at, pause = time.monotonic(), min(pause * 1.5, longest)
+            _require_alive(run, job_id, environ)
+        time.sleep(_POLL_S)
+
+
+def _ended_attempt(run: RunDir, job_id: str) -> Attempt | None:
+    newest = next(reversed(read_attempts(run)), None)
+    return newest if newest is not None and newest.job_id == job_id and newest.ending is not None else None
+
+
+def _require_alive(run: RunDir, job_id: str, environ: Mapping[str, str]) -> None:
+    try:
+        job = client.job(job_id, environ)
+    except SlurmUnavailableError:
+        return  # it may be back soon; the job does not mind
+    if job is not None and not states.has_ended(job.state):
+        return
+    if _ended_attempt(run, job_id) is None:
+        raise WorkerError(reality.silent_end(run, job_id, job))
+
+
+def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
+    """Take the run's job out of Slurm, whether it waits or runs; return what to tell the user.
+
+    Raises:
+        ConfigError: where it has no job.
+    """
+    job = read_queued_job(run)
+    if job is None or not is_alive(job.job_id, environ):
+        raise ConfigError(f"{run.name} has no job in the queue, so there is nothing to cancel.")
+    client.cancel(job.job_id, environ)
+    newest = next(reversed(read_attempts(run)), None)
+    if newest is not None and newest.job_id == job.job_id and newest.ending is None:
+        record_end(run, attempt=newest.attempt, ending="cancelled", exit_code=-9, reason="cancelled by the user")
+    run.submission.unlink(missing_ok=True)
+    return f"Job {job.job_id} of {run.name} was cancelled. Its newest checkpoint stays; submit it again to go on."

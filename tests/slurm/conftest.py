@@ -1,0 +1,50 @@
+"""The cluster of a test session, idle before each test."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import USER, Cluster, booted, why_not
+
+
+@pytest.fixture(scope="session")
+def can_boot() -> None:
+    """Skip, or fail where `DDP_HPC_REQUIRE_SLURM` is set, what needs a cluster on a machine that cannot have one."""
+    reason = why_not()
+    if not reason:
+        return
+    if os.environ.get("DDP_HPC_REQUIRE_SLURM"):
+        pytest.fail(f"DDP_HPC_REQUIRE_SLURM is set, but {reason}", pytrace=False)
+    pytest.skip(f"not tested on a real Slurm cluster: {reason}")
+
+
+@pytest.fixture(scope="session")
+def cluster(can_boot: None) -> Iterator[Cluster]:
+    """Return a cluster of four nodes with four GPUs each; of Slurm in `DDP_HPC_SLURM_ROOTFS`, if that is set."""
+    rootfs = os.environ.get("DDP_HPC_SLURM_ROOTFS")
+    with booted(rootfs=Path(rootfs) if rootfs else None) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _mended_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave to the next test what this one found: an empty queue, all nodes and daemons up."""
+    yield
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").mend()
+
+
+@pytest.fixture
+def shared_dir(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
+    """Return a fresh directory of the jobs' user that all nodes see."""
+    name = re.sub(r"\W+", "-", request.node.name)[:40]
+    path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cluster.shared))
+    shutil.chown(path, USER, USER)
+    return path
