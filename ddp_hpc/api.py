@@ -23,6 +23,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local_executor, slurm_executor
 from ddp_hpc.submission.where import choose_cluster
+from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, State, read_status
 
 _SOURCE = "Python"
@@ -45,7 +46,7 @@ class Job:
 
     def status(self) -> RunStatus:
         """Return everything that `ddp-hpc status --json` prints."""
-        return read_status(self.run, now=time.time())
+        return read_status(self.run, now=time.time(), ask=asker(os.environ, clock=time.time))
 
     def wait(self) -> State:
         """Return once the run has ended, with how.

@@ -32,10 +32,20 @@ class Attempt:
     cluster: Cluster = "local"
     nodes: tuple[str, ...] = ()
     """Of the job, rank zero's first."""
+    ends_at: float | None = None
+    """When the job's time limit ends it, where that is known."""
     ending: Ending | None = None
     ended_at: float | None = None
     reason: str = ""
     exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What an attempt that is a job of Slurm knows besides."""
+
+    nodes: Sequence[str]
+    ends_at: float | None = None
 
 
 def read_attempts(run: RunDir) -> list[Attempt]:
@@ -51,20 +61,18 @@ def read_attempts(run: RunDir) -> list[Attempt]:
     ]
 
 
-def record_start(
-    run: RunDir, *, attempt: int, job_id: str, cluster: Cluster = "local", nodes: Sequence[str] = ()
-) -> None:
-    """Write into the ledger that this process begins an attempt."""
+def record_start(run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None) -> None:
+    """Write into the ledger that this process begins an attempt; `job` is what a cluster adds to it."""
+    about_job = {} if job is None else {"cluster": "slurm", "nodes": list(job.nodes), "ends_at": job.ends_at}
     append_json_line(
         run.attempts,
         {
             "attempt": attempt,
             "job_id": job_id,
-            "cluster": cluster,
-            "nodes": list(nodes),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": time.time(),
+            **about_job,
         },
     )
 

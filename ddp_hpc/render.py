@@ -63,26 +63,35 @@ def _environment() -> Any:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
-        autoescape=False,  # noqa: S701  # a shell script: the one filter that quotes is `sh`
+        autoescape=False,  # noqa: S701  # a shell script: two filters quote
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     environment.filters["sh"] = quote
+    environment.filters["sbatch"] = quote_for_sbatch
     return environment
 
 
 def quote(value: object) -> str:
-    """Quote a value for the shell, and for sbatch's own reading of `#SBATCH` lines, which follows the same rules.
+    """Quote a value for the shell.
 
     Raises:
-        ConfigError: for a value of several lines: none can be quoted in a `#SBATCH` line.
+        ConfigError: for a value of several lines.
     """
     text = os.fspath(value) if isinstance(value, Path) else str(value)
     if "\n" in text or "\0" in text:
         raise ConfigError(f"{text!r} would go into the job script, but it must be one line.")
     return shlex.quote(text)
+
+
+def quote_for_sbatch(value: object) -> str:
+    """Quote a value for a `#SBATCH` line, which sbatch reads as a shell would, but for one thing.
+
+    A backslash takes the meaning from what follows in quotes of either kind too (measured: 22.05, 24.11).
+    """
+    return quote(value).replace("\\", "\\\\")
 
 
 def _values(script: JobScript) -> dict[str, Any]:

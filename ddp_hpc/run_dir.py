@@ -42,6 +42,16 @@ class RunDir:
         return self.path / "job.sbatch"
 
     @property
+    def snapshots(self) -> Path:
+        """Copies of the user's code, one a submission of other code than before."""
+        return self.path / "snapshots"
+
+    @property
+    def snapshot(self) -> Path:
+        """A link to the newest of them, which jobs import from."""
+        return self.path / "snapshot"
+
+    @property
     def submitit(self) -> Path:
         """What submitit keeps of its jobs."""
         return self.path / "submitit"

@@ -11,15 +11,16 @@ from ddp_hpc.cli.words import number, numbers
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.follow import Look, follow
 from ddp_hpc.watch.metrics import numbers_of
+from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus
 
 LOOK_INTERVAL_S = 0.25
 LINE_INTERVAL_S = 2.0
 
 
-def show(run: RunDir, attempt: int, out: TextIO) -> None:
+def show(run: RunDir, attempt: int, out: TextIO, *, ask: Ask | None = None) -> None:
     """Show how the attempt goes until it is over: a live view on a terminal, lines elsewhere."""
-    looks = follow(run, attempt, clock=time.time, pause=lambda: time.sleep(LOOK_INTERVAL_S))
+    looks = follow(run, attempt, clock=time.time, pause=lambda: time.sleep(LOOK_INTERVAL_S), ask=ask)
     if out.isatty():
         from ddp_hpc.cli.live import show_live  # late: rich is for eyes only
 
@@ -44,8 +45,8 @@ def show_lines(looks: Iterable[Look], out: TextIO, *, clock: Callable[[], float]
 
 def progress(status: RunStatus) -> str:
     """Return a line on where the run stands."""
-    if status.total_steps is None:
-        return status.state
+    if status.state == "waiting" or status.total_steps is None:
+        return "  ".join(filter(None, [status.state, status.reason]))
     parts = [status.state, f"step {steps(status)}", f"epoch {status.epoch} of {status.epochs}"]
     parts += [] if status.loss is None else [f"loss {number(status.loss)}"]
     return "  ".join([*parts, *filter(None, [rate(status)])])

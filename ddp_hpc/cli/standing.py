@@ -6,20 +6,24 @@ from ddp_hpc.cli.words import duration, number, numbers
 from ddp_hpc.watch.status import RunStatus
 
 
-def as_text(status: RunStatus) -> str:
+def as_text(status: RunStatus, *, now: float) -> str:
     """Return the status in lines of a word and what it is."""
     rows = {
         "run": f"{status.run}  ({status.path})",
         "state": status.state,
         "reason": status.reason,
+        "starts": ""
+        if status.starts_at is None
+        else f"in about {duration(status.starts_at - now)}, by Slurm's estimate",
         "step": steps(status) + ("" if status.epoch is None else f", epoch {status.epoch} of {status.epochs}"),
         "loss": "" if status.loss is None else number(status.loss),
         "rate": rate(status),
         "evaluation": numbers(status.metrics),
-        "checkpoint": "" if status.last_checkpoint is None else f"step {status.last_checkpoint}",
+        "checkpoint": checkpoint(status),
         "save error": status.save_error or "",
-        "attempt": "" if status.attempt is None else f"{status.attempt} (job {status.job_id} on {status.host})",
-        "read": f"{status.source}, written {duration(status.age_s)} ago",
+        "attempt": "" if status.attempt is None else f"{status.attempt}{job(status)}",
+        "job": "" if status.job_id is None or status.attempt is not None else status.job_id,
+        "read": f"{status.source}, {duration(status.age_s)} ago",
     }
     return "\n".join(f"{word:<11} {text}" for word, text in rows.items() if text)
 
@@ -32,4 +36,21 @@ def steps(status: RunStatus) -> str:
 def rate(status: RunStatus) -> str:
     """Return samples/s, and the time left where the run goes on."""
     told = [] if status.samples_per_s is None else [f"{status.samples_per_s:.0f} samples/s"]
-    return ", ".join(told + ([] if status.eta_s is None else [f"{duration(status.eta_s)} left"]))
+    told += [] if status.eta_s is None else [f"{duration(status.eta_s)} left"]
+    if status.eta_s is not None and status.limit_s is not None:
+        enough = "enough" if status.eta_s < status.limit_s else "not enough: it will stop with a checkpoint"
+        told.append(f"the job's time limit leaves {duration(status.limit_s)}, {enough}")
+    return ", ".join(told)
+
+
+def checkpoint(status: RunStatus) -> str:
+    """Return `step 120, 35 s ago`."""
+    if status.last_checkpoint is None:
+        return ""
+    age = "" if status.checkpoint_age_s is None else f", {duration(status.checkpoint_age_s)} ago"
+    return f"step {status.last_checkpoint}{age}"
+
+
+def job(status: RunStatus) -> str:
+    """Return ` (job 12 on node1)`."""
+    return "" if status.job_id is None else f" (job {status.job_id} on {status.host})"

@@ -31,14 +31,18 @@ def meetings(allocation: Allocation, *, attempt: int, environ: Mapping[str, str]
     Raises:
         ConfigError: where rank zero's node has no network, or a port the user named is no number.
     """
-    address = environ.get("MASTER_ADDR") or _explained(_choice(allocation, environ))
-    given = environ.get("MASTER_PORT")
-    if given:
-        yield Meeting(address, _number(given))
-        return
-    for port in islice(candidate_ports(allocation.job_id, attempt), MOST_PORTS):
+    given = environ.get("MASTER_ADDR")
+    address, why = (given, "as MASTER_ADDR says") if given else _explained(_choice(allocation, environ))
+    for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
         if not allocation.is_on_first_node or is_free(address, port):
+            sys.stderr.write(f"ranks meet at {address} port {port}: {why}\n")
             yield Meeting(address, port)
+
+
+def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[int]:
+    if given:
+        return iter([_number(given)])
+    return islice(candidate_ports(allocation.job_id, attempt), MOST_PORTS)
 
 
 def _number(text: str) -> int:
@@ -65,10 +69,7 @@ def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str,
     return {answer["node"]: parse_interfaces(answer["interfaces"]) for answer in answers}
 
 
-def _explained(choice: Choice) -> str:
-    """Say once, in the job's log, where the ranks meet and why; return the address."""
+def _explained(choice: Choice) -> tuple[str, str]:
+    """Return the address, and what the job's log says once about why."""
     refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
-    sys.stderr.write(
-        f"ranks meet at {choice.address} on {choice.interface}: {choice.rule}{refused and f' ({refused})'}\n"
-    )
-    return choice.address
+    return choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"

@@ -23,7 +23,16 @@ from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.job.children import see_through
 from ddp_hpc.job.launcher import LAUNCHERS, Start, agent_argv
 from ddp_hpc.job.meeting_place import meetings
-from ddp_hpc.records import Cluster, Ending, first_failure, read_attempts, record_end, record_start, take_verdict
+from ddp_hpc.records import (
+    Cluster,
+    Ending,
+    JobFacts,
+    first_failure,
+    read_attempts,
+    record_end,
+    record_start,
+    take_verdict,
+)
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
 from ddp_hpc.spec import RunSpec
@@ -74,8 +83,7 @@ def _supervise(run: RunDir, cluster: Cluster, lock_fd: int) -> int:
         run,
         attempt=attempt,
         job_id=allocation.job_id if allocation else str(os.getpid()),
-        cluster=cluster,
-        nodes=allocation.node_names if allocation else (),
+        job=JobFacts(allocation.node_names, allocation.end_time) if allocation else None,
     )
     outcome = _work(run, attempt, cluster, allocation, lock_fd)
     ending = ENDINGS.get(outcome.code, "failed")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
+import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -14,16 +15,25 @@ from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.slurm import queries
 
 TIMEOUT_S = 30.0
-_INHERITED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SACCT|SCANCEL|PMI|PMI2|PMIX)_|SLURM_?JOBID")
-"""Options and leftovers of a job around us: inside one, sbatch would take them for wishes."""
+_INHERITED = (
+    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_"),
+    *("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_"),
+    *("PMI_", "PMI2_", "PMIX_"),
+)
+"""Options and leftovers of a job around us: inside one, sbatch would take them for wishes, and squeue write its own way."""
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
 """What says where the cluster is, and who we are."""
-_NO_CLUSTER = re.compile(r"Could not establish a configuration source|unable to (stat|open) slurm.*conf", re.IGNORECASE)
-_NO_ANSWER = re.compile(
-    r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were transmitted"
-    r"|backup controller|slurm_load_\w+ error: (Unable|Socket)",
+_NO_CLUSTER = re.compile(
+    r"Could not establish a configuration source|Unable to process configuration file|unable to (stat|open) slurm.*conf",
     re.IGNORECASE,
 )
+_NO_ANSWER = re.compile(
+    r"Unable to contact slurm controller|Unable to connect to database|Problem talking to the database"
+    r"|Socket timed out|Connection refused|Zero Bytes were transmitted|backup controller"
+    r"|slurm_load_\w+ error: (Unable|Socket)",
+    re.IGNORECASE,
+)
+_NO_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,14 @@ class Answer:
 
 def inherited(environ: Mapping[str, str]) -> list[str]:
     """Return the names of variables that would bend a submission."""
-    return sorted(name for name in environ if _INHERITED.match(name) and name not in _KEPT)
+    return sorted(name for name in environ if name.startswith(_INHERITED) and name not in _KEPT)
+
+
+def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for Slurm's commands: nothing inherited, and times as we read them."""
+    dropped = set(inherited(environ))
+    clean = {name: value for name, value in environ.items() if name not in dropped}
+    return {**clean, "SLURM_TIME_FORMAT": "standard"}
 
 
 def scrubbing(environ: Mapping[str, str]) -> list[str]:
@@ -51,7 +68,7 @@ def require(command: str, environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: where it is not.
     """
-    if shutil.which(command, path=environ.get("PATH")) is None:
+    if shutil.which(command, path=environ.get("PATH", "")) is None:
         raise ConfigError(
             f"Slurm was asked for, but there is no `{command}` on PATH here. Go to a login node of the cluster, load its "
             "Slurm module, or run on this machine with `--cluster local`."
@@ -60,13 +77,16 @@ def require(command: str, environ: Mapping[str, str]) -> None:
 
 def is_here(environ: Mapping[str, str]) -> bool:
     """Tell whether this is a host of a Slurm cluster, even of one that does not answer now."""
-    if shutil.which("sbatch", path=environ.get("PATH")) is None:
+    if shutil.which("sbatch", path=environ.get("PATH", "")) is None:
         return False
-    answer = _run(["scontrol", "ping"], environ)
+    try:
+        answer = _run(["scontrol", "ping"], environ, timeout_s=TIMEOUT_S)
+    except SlurmUnavailableError:
+        return True
     return _NO_CLUSTER.search(answer.stderr) is None
 
 
-def ask(argv: Sequence[str], environ: Mapping[str, str]) -> Answer:
+def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
     """Run a command of Slurm's; what it says, good or bad, is the caller's to read.
 
     Raises:
@@ -74,64 +94,85 @@ def ask(argv: Sequence[str], environ: Mapping[str, str]) -> Answer:
         SlurmUnavailableError: where Slurm does not answer.
     """
     require(argv[0], environ)
-    answer = _run(argv, environ)
+    answer = _run(argv, environ, timeout_s=timeout_s)
     if answer.returncode != 0 and _NO_CLUSTER.search(answer.stderr):
         raise ConfigError(
-            f"Slurm was asked for, but `{argv[0]}` finds no cluster here: {_first_line(answer.stderr)}. Go to a login node, "
-            "set SLURM_CONF, or run on this machine with `--cluster local`."
+            f"Slurm was asked for, but `{argv[0]}` finds no cluster here: {_line(answer, _NO_CLUSTER)}. Go to a login "
+            "node, set SLURM_CONF, or run on this machine with `--cluster local`."
         )
     if answer.returncode != 0 and _NO_ANSWER.search(answer.stderr):
-        raise SlurmUnavailableError(f"Slurm does not answer: {argv[0]} says {_first_line(answer.stderr)!r}. Try again.")
+        raise SlurmUnavailableError(f"Slurm does not answer: {argv[0]} says {_line(answer, _NO_ANSWER)!r}. Try again.")
     return answer
 
 
-def _run(argv: Sequence[str], environ: Mapping[str, str]) -> Answer:
-    clean = {name: value for name, value in environ.items() if name not in set(inherited(environ))}
+def _told(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return what a command says; a failure is no answer."""
+    answer = ask(argv, environ)
+    if answer.returncode != 0:
+        raise SlurmUnavailableError(f"Slurm gives no answer: {argv[0]} says {_line(answer)!r}.")
+    return answer.stdout
+
+
+def _run(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
     try:
         done = subprocess.run(
             argv,
-            env={**clean, "SLURM_TIME_FORMAT": "standard"},
+            env=clean_environ(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailableError(
-            f"Slurm does not answer: {argv[0]} said nothing in {TIMEOUT_S:.0f} s. Try again."
+            f"Slurm does not answer: {argv[0]} said nothing in {timeout_s:.0f} s. Try again."
         ) from error
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
+_ANYTHING = re.compile(r"\S")
+
+
+def _line(answer: Answer, pattern: re.Pattern[str] = _ANYTHING) -> str:
+    """Return the first line of the errors that tells of something."""
+    return next((line.strip() for line in answer.stderr.splitlines() if pattern.search(line)), "nothing")
 
 
 def user_name() -> str:
-    """Return the name that jobs of ours run under."""
-    return getpass.getuser()
+    """Return the name that jobs of ours run under; the number, which Slurm takes too, where it has no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def queue(user: str, environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
-    """Return the jobs of a user that wait or run."""
-    answer = ask(queries.queue_argv(user), environ)
-    if answer.returncode != 0:
-        raise SlurmUnavailableError(f"squeue failed: {_first_line(answer.stderr)}")
-    return queries.parse_queue(answer.stdout)
+    """Return the jobs of a user that wait or run.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not tell.
+    """
+    return queries.parse_queue(_told(queries.queue_argv(user), environ))
 
 
 def job(job_id: str, environ: Mapping[str, str]) -> queries.JobRecord | None:
-    """Return a job from the controller, or from the database where it has forgotten it; None where both have."""
-    known = queries.parse_job(ask(queries.job_argv(job_id), environ).stdout)
-    return known or next(reversed(accounting(job_id, environ)), None)
+    """Return a job from the controller, or from the database where it has forgotten it; None where both have.
+
+    Raises:
+        SlurmUnavailableError: where the controller does not tell whether it knows the job.
+    """
+    answer = ask(queries.job_argv(job_id), environ)
+    if answer.returncode != 0 and not _NO_JOB.search(answer.stderr):
+        raise SlurmUnavailableError(f"Slurm gives no answer on job {job_id}: {_line(answer)!r}.")
+    return queries.parse_job(answer.stdout) or next(reversed(accounting([job_id], environ)), None)
 
 
-def accounting(job_id: str, environ: Mapping[str, str]) -> list[queries.JobRecord]:
-    """Return every start of a job by the database; nothing where accounting is off, or does not answer."""
+def accounting(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[queries.JobRecord]:
+    """Return every start of some jobs by the database; nothing where accounting is off, or does not answer."""
     try:
-        return queries.parse_accounting(ask(queries.accounting_argv(job_id), environ).stdout)
+        return queries.parse_accounting(_told(queries.accounting_argv(job_ids), environ))
     except (ConfigError, SlurmUnavailableError):
         return []
 
@@ -142,20 +183,31 @@ def test_only(script: Path, environ: Mapping[str, str]) -> queries.TestOnly:
     return queries.parse_test_only(answer.returncode, answer.stderr)
 
 
+test_only.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name
+
+
 def config(environ: Mapping[str, str]) -> queries.ClusterConfig:
-    """Return what of the cluster's configuration matters to a run."""
-    return queries.parse_config(ask(queries.config_argv(), environ).stdout)
+    """Return what of the cluster's configuration matters to a run.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not tell.
+    """
+    return queries.parse_config(_told(queries.config_argv(), environ))
 
 
 def partitions(environ: Mapping[str, str]) -> list[queries.Partition]:
-    """Return the partitions of the cluster."""
-    return queries.parse_partitions(ask(queries.partitions_argv(), environ).stdout)
+    """Return the partitions of the cluster.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not tell.
+    """
+    return queries.parse_partitions(_told(queries.partitions_argv(), environ))
 
 
 def associations(environ: Mapping[str, str]) -> list[str]:
     """Return which accounts this user may use; nothing where accounting is off."""
     try:
-        return queries.parse_associations(ask(queries.associations_argv(user_name()), environ).stdout)
+        return queries.parse_associations(_told(queries.associations_argv(user_name()), environ))
     except (ConfigError, SlurmUnavailableError):
         return []
 
@@ -165,7 +217,8 @@ def cancel(job_id: str, environ: Mapping[str, str]) -> None:
 
     Raises:
         ConfigError: where Slurm refuses.
+        SlurmUnavailableError: where it does not answer.
     """
-    answer = ask(["scancel", job_id], environ)
+    answer = ask(queries.cancel_argv(job_id), environ)
     if answer.returncode != 0:
-        raise ConfigError(f"Slurm refuses to cancel job {job_id}: {_first_line(answer.stderr)}")
+        raise ConfigError(f"Slurm refuses to cancel job {job_id}: {_line(answer)}")

@@ -1,6 +1,6 @@
 """Questions to Slurm and how to read the answers, as pairs: a command line and a parser. Pure.
 
-Looked up on Slurm 22.05 and 24.11.
+Looked up on Slurm 22.05 and 24.11, whose answers are alike. sacct of 22.05 has no `Restarts`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
-_SEPARATOR = "\x1f"
-"""The unit separator of ASCII, which no job's name or comment holds."""
-_NOTHING = frozenset({"", "(null)", "N/A", "None", "NONE", "Unknown", "UNLIMITED", "INFINITE", "n/a"})
+from ddp_hpc.slurm.times import minutes, moment, seconds
 
-_QUEUE_FORMAT = ("%i", "%A", "%j", "%T", "%r", "%P", "%D", "%N", "%l", "%S")
+_FIELD, _RECORD = "\x1f", "\x1e"
+"""ASCII's separators of units and of records, which no name or comment holds; newlines they may hold."""
+_NOTHING = frozenset({"", "(null)", "N/A", "None", "None assigned", "NONE", "Unknown", "UNLIMITED", "INFINITE", "n/a"})
+
+_QUEUE_FIELDS = (
+    "JobID",
+    "ArrayJobID",
+    "ArrayTaskID",
+    "State",
+    "Reason",
+    "Partition",
+    "NumNodes",
+    "NodeList",
+    "TimeLimit",
+    "StartTime",
+    "SubmitTime",
+    "RestartCnt",
+    "Name",
+    "Comment",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +39,13 @@ class QueuedEntry:
     """A job that waits or runs, as squeue lists it."""
 
     job_id: str
-    """`12`, or `14_3` for a task of an array."""
+    """`12`; `14_3` for a task of an array, and `14_[4-9%2]` for those that wait still."""
     number: str
     """The job's own number, which a task of an array has too."""
     name: str
     state: str
     reason: str
+    """Why it waits; empty once it runs."""
     partition: str
     num_nodes: int
     nodes: str
@@ -37,31 +54,46 @@ class QueuedEntry:
     """None: without limit."""
     starts_at: float | None
     """Seconds since the epoch: an estimate while it waits, None where Slurm has none."""
+    submitted_at: float | None = None
+    restarts: int = 0
+    comment: str = ""
 
 
 def queue_argv(user: str) -> list[str]:
     """Ask for all jobs of a user that wait or run."""
-    return ["squeue", "--noheader", f"--user={user}", f"--format={_SEPARATOR.join(_QUEUE_FORMAT)}"]
+    asked = f"{_FIELD},".join(f"{name}:" for name in _QUEUE_FIELDS) + _RECORD
+    return ["squeue", "--noheader", "--noconvert", f"--user={user}", f"--Format={asked}"]
 
 
 def parse_queue(text: str) -> list[QueuedEntry]:
     """Return the jobs, as listed."""
-    rows = (line.split(_SEPARATOR) for line in text.splitlines() if line.count(_SEPARATOR) == len(_QUEUE_FORMAT) - 1)
-    return [
-        QueuedEntry(
-            job_id=job_id,
-            number=number,
-            name=name,
-            state=state,
-            reason=reason,
-            partition=partition,
-            num_nodes=int(num_nodes),
-            nodes="" if nodes in _NOTHING else nodes,
-            time_limit_min=minutes(limit),
-            starts_at=timestamp(start),
-        )
-        for job_id, number, name, state, reason, partition, num_nodes, nodes, limit, start in rows
-    ]
+    records = (record.lstrip("\n").split(_FIELD) for record in text.split(_RECORD))
+    rows = (
+        dict(zip(_QUEUE_FIELDS, map(str.strip, record), strict=True))
+        for record in records
+        if len(record) == len(_QUEUE_FIELDS)
+    )
+    return [_queued_entry(row) for row in rows]
+
+
+def _queued_entry(row: Mapping[str, str]) -> QueuedEntry:
+    task = row["ArrayTaskID"]
+    task_id = f"{row['ArrayJobID']}_{task if task.isdecimal() else f'[{task}]'}"
+    return QueuedEntry(
+        job_id=task_id if _something(task) else row["JobID"],
+        number=row["JobID"],
+        name=row["Name"],
+        state=row["State"],
+        reason=_something(row["Reason"]),
+        partition=row["Partition"],
+        num_nodes=_integer(row["NumNodes"]) or 0,
+        nodes=_something(row["NodeList"]),
+        time_limit_min=minutes(row["TimeLimit"]),
+        starts_at=moment(row["StartTime"]),
+        submitted_at=moment(row["SubmitTime"]),
+        restarts=_integer(row["RestartCnt"]) or 0,
+        comment=_something(row["Comment"]),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +101,21 @@ class JobRecord:
     """A job, as scontrol or sacct tells of it."""
 
     job_id: str
+    """The job's own number, which a task of an array has too."""
     state: str
     reason: str = ""
     exit_code: str = ""
     """`code:signal`."""
     restarts: int | None = None
+    """None where only the database knows the job: each start is a record of its own there."""
     nodes: str = ""
+    batch_host: str = ""
+    time_limit_min: float | None = None
+    submitted_at: float | None = None
     starts_at: float | None = None
     ends_at: float | None = None
+    """When it ended, or will at its time limit."""
+    elapsed_s: int | None = None
 
 
 def job_argv(job_id: str) -> list[str]:
@@ -85,46 +124,72 @@ def job_argv(job_id: str) -> list[str]:
 
 
 def parse_job(text: str) -> JobRecord | None:
-    """Return the job, of an array the first that is told."""
-    fields = _fields(text.splitlines()[0]) if text.strip() else {}
-    if "JobState" not in fields:
+    """Return the job, of an array the first that is told.
+
+    Only what stands between the user and the command is read: before it is the job's name, behind it the command and
+    the comment, which may hold anything, also newlines and what looks like a field.
+    """
+    number = re.match(r"JobId=(\d+)", text, re.ASCII)
+    told = re.search(r" UserId=.*?(?= Command=| WorkDir=|$)", text)
+    fields = _fields(told[0]) if told else {}
+    if number is None or "JobState" not in fields:
         return None
     return JobRecord(
-        job_id=fields.get("JobId", ""),
+        job_id=number[1],
         state=fields["JobState"],
         reason=_something(fields.get("Reason", "")),
         exit_code=fields.get("ExitCode", ""),
-        restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdecimal() else None,
+        restarts=_integer(fields.get("Restarts", "")),
         nodes=_something(fields.get("NodeList", "")),
-        starts_at=timestamp(fields.get("StartTime", "")),
-        ends_at=timestamp(fields.get("EndTime", "")),
+        batch_host=_something(fields.get("BatchHost", "")),
+        time_limit_min=minutes(fields.get("TimeLimit", "")),
+        submitted_at=moment(fields.get("SubmitTime", "")),
+        starts_at=moment(fields.get("StartTime", "")),
+        ends_at=moment(fields.get("EndTime", "")),
+        elapsed_s=seconds(fields.get("RunTime", "")),
     )
 
 
-_ACCOUNTING_FORMAT = ("JobID", "State", "ExitCode", "Start", "End", "NodeList", "Reason")
+_ACCOUNTING_FIELDS = (
+    "JobIDRaw",
+    "State",
+    "ExitCode",
+    "Submit",
+    "Start",
+    "End",
+    "ElapsedRaw",
+    "Timelimit",
+    "NodeList",
+    "Reason",
+)
 
 
-def accounting_argv(job_id: str) -> list[str]:
-    """Ask the database for every start of a job."""
-    options = ["--allocations", "--duplicates", "--parsable2", "--noheader"]
-    return ["sacct", *options, f"--jobs={job_id}", f"--format={','.join(_ACCOUNTING_FORMAT)}"]
+def accounting_argv(job_ids: Sequence[str]) -> list[str]:
+    """Ask the database for every start of some jobs."""
+    options = ["--allocations", "--duplicates", "--parsable2", "--noheader", f"--delimiter={_FIELD}"]
+    return ["sacct", *options, f"--jobs={','.join(job_ids)}", f"--format={','.join(_ACCOUNTING_FIELDS)}"]
 
 
 def parse_accounting(text: str) -> list[JobRecord]:
-    """Return the starts, oldest first."""
-    rows = (line.split("|") for line in text.splitlines() if line.count("|") >= len(_ACCOUNTING_FORMAT) - 1)
-    return [
+    """Return the starts, oldest first. A requeued job is submitted anew in the database's eyes."""
+    lines = (line.split(_FIELD) for line in text.splitlines())
+    rows = (dict(zip(_ACCOUNTING_FIELDS, line, strict=True)) for line in lines if len(line) == len(_ACCOUNTING_FIELDS))
+    records = [
         JobRecord(
-            job_id=row[0],
-            state=row[1],
-            exit_code=row[2],
-            starts_at=timestamp(row[3]),
-            ends_at=timestamp(row[4]),
-            nodes=_something(row[5]),
-            reason=_something(row[6]),
+            job_id=row["JobIDRaw"],
+            state=row["State"],
+            reason=_something(row["Reason"]),
+            exit_code=row["ExitCode"],
+            nodes=_something(row["NodeList"]),
+            time_limit_min=minutes(row["Timelimit"]),
+            submitted_at=moment(row["Submit"]),
+            starts_at=moment(row["Start"]),
+            ends_at=moment(row["End"]),
+            elapsed_s=_integer(row["ElapsedRaw"]),
         )
         for row in rows
     ]
+    return sorted(records, key=lambda record: record.submitted_at or 0.0)
 
 
 @dataclass(frozen=True)
@@ -132,8 +197,12 @@ class TestOnly:
     """What Slurm would do with a job."""
 
     starts_at: float | None = None
+    """Centuries ahead where jobs without a limit are before it."""
     refusal: str | None = None
     """What it said, where it would not take it."""
+    num_cpus: int | None = None
+    nodes: str = ""
+    partition: str = ""
 
     __test__ = False  # no test, whatever its name
 
@@ -145,13 +214,25 @@ def test_only_argv(script: Path) -> list[str]:
 
 test_only_argv.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name
 
+_ESTIMATE = re.compile(
+    r"to start at (?P<start>\S+)"
+    r"(?: using (?P<cpus>\d+) processors)?(?: on nodes (?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
+)
+
 
 def parse_test_only(returncode: int, stderr: str) -> TestOnly:
     """Return the estimate, or the refusal."""
     if returncode != 0:
         return TestOnly(refusal=stderr.strip())
-    found = re.search(r"to start at (\S+)", stderr)
-    return TestOnly(starts_at=timestamp(found[1]) if found else None)
+    found = _ESTIMATE.search(stderr)
+    if found is None:
+        return TestOnly()
+    return TestOnly(
+        starts_at=moment(found["start"]),
+        num_cpus=_integer(found["cpus"] or ""),
+        nodes=_something(found["nodes"] or ""),
+        partition=found["partition"] or "",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +240,9 @@ class ClusterConfig:
     """What of slurm.conf matters to a run."""
 
     version: str = ""
+    name: str = ""
     preempt_mode: str = ""
+    preempt_type: str = ""
     job_requeue: bool = True
     """Whether jobs are put back into the queue unless they say otherwise."""
     sends_user_signal: bool = False
@@ -175,18 +258,20 @@ def config_argv() -> list[str]:
 
 
 def parse_config(text: str) -> ClusterConfig:
-    """Return the keys that matter."""
+    """Return the keys that matter. Slurm does not tell upper from lower case in them."""
     pairs = (line.partition("=") for line in text.splitlines())
-    config = {key.strip(): value.strip() for key, separator, value in pairs if separator}
-    parameters = f"{config.get('SlurmctldParameters', '')},{config.get('PreemptParameters', '')}".split(",")
+    config = {key.strip().lower(): _something(value.strip()) for key, separator, value in pairs if separator}
+    parameters = f"{config.get('slurmctldparameters', '')},{config.get('preemptparameters', '')}".lower()
     return ClusterConfig(
-        version=config.get("SLURM_VERSION", ""),
-        preempt_mode=config.get("PreemptMode", ""),
-        job_requeue=config.get("JobRequeue", "1") != "0",
-        sends_user_signal=any(one in {"preempt_send_user_signal", "send_user_signal"} for one in parameters),
-        max_array_size=_integer(config.get("MaxArraySize", "")),
-        kill_wait_s=_integer(config.get("KillWait", "").partition(" ")[0]),
-        has_accounting=config.get("AccountingStorageType", "") not in {"", "accounting_storage/none", "(null)"},
+        version=config.get("slurm_version", ""),
+        name=config.get("clustername", ""),
+        preempt_mode=config.get("preemptmode", ""),
+        preempt_type=config.get("preempttype", ""),
+        job_requeue=config.get("jobrequeue", "1") != "0",
+        sends_user_signal=not {"preempt_send_user_signal", "send_user_signal"}.isdisjoint(parameters.split(",")),
+        max_array_size=_integer(config.get("maxarraysize", "")),
+        kill_wait_s=_integer(config.get("killwait", "").partition(" ")[0]),
+        has_accounting=config.get("accountingstoragetype", "") not in {"", "accounting_storage/none"},
     )
 
 
@@ -206,6 +291,11 @@ class Partition:
     preempt_mode: str
     grace_time_s: int
     num_gpus: int
+    """Zero also where the cluster does not count them (AccountingStorageTRES)."""
+    allow_accounts: tuple[str, ...] | None = None
+    """None: all."""
+    allow_qos: tuple[str, ...] | None = None
+    """None: all."""
 
 
 def partitions_argv() -> list[str]:
@@ -228,9 +318,15 @@ def parse_partitions(text: str) -> list[Partition]:
             preempt_mode=_something(row.get("PreemptMode", "")),
             grace_time_s=_integer(row.get("GraceTime", "")) or 0,
             num_gpus=_num_gpus(row.get("TRES", "")),
+            allow_accounts=_allowed(row.get("AllowAccounts", "ALL")),
+            allow_qos=_allowed(row.get("AllowQos", "ALL")),
         )
         for row in rows
     ]
+
+
+def _allowed(text: str) -> tuple[str, ...] | None:
+    return None if text == "ALL" else tuple(text.split(","))
 
 
 def associations_argv(user: str) -> list[str]:
@@ -244,41 +340,15 @@ def parse_associations(text: str) -> list[str]:
     return [f"{account} (QOS {qos.replace(',', ', ')})" for account, qos, *_ in rows]
 
 
-def minutes(text: str) -> float | None:
-    """Return a duration of Slurm's in minutes: `10:00`, `1-02:03:04`, `30`; None for no limit.
-
-    Alone, a number is of minutes; behind days, of hours (sbatch(1), `--time`).
-    """
-    if text in _NOTHING:
-        return None
-    days, dash, rest = text.rpartition("-")
-    parts = [int(part) for part in rest.split(":") if part.isdecimal()]
-    if not parts or len(parts) != len(rest.split(":")):
-        return None
-    if dash:
-        hours, mins, secs = (*parts, 0, 0)[:3]
-    elif len(parts) == 1:
-        hours, mins, secs = 0, parts[0], 0
-    else:
-        hours, mins, secs = (0, *parts)[-3:]
-    return int(days or 0) * 1440 + hours * 60 + mins + secs / 60
-
-
-def timestamp(text: str) -> float | None:
-    """Return a time of Slurm's, in the clock of this host, in seconds since the epoch."""
-    try:
-        return datetime.fromisoformat(text).astimezone().timestamp()
-    except ValueError:
-        return None
+def cancel_argv(job_id: str) -> list[str]:
+    """Take a job out of the queue, or end it. Slurm does not mind one that it does not know."""
+    return ["scancel", job_id]
 
 
 def _fields(line: str) -> Mapping[str, str]:
     """Return `Key=value` pairs; a value runs to the next key, and may hold spaces and equals signs."""
     found = re.findall(r"(?:^|(?<= ))([A-Za-z][\w/:]*)=(.*?)(?= [A-Za-z][\w/:]*=|$)", line)
-    fields: dict[str, str] = {}
-    for key, value in found:
-        fields.setdefault(key, value.strip())  # what a comment holds comes later
-    return fields
+    return {key: value.strip() for key, value in found}
 
 
 def _something(text: str) -> str:
@@ -290,9 +360,6 @@ def _integer(text: str) -> int | None:
 
 
 def _num_gpus(tres: str) -> int:
-    return sum(int(count) for count in re.findall(r"(?:^|,)gres/gpu=(\d+)", tres))
-
-
-def queued(entries: Sequence[QueuedEntry], job_id: str) -> QueuedEntry | None:
-    """Return a job of the list by its number."""
-    return next((entry for entry in entries if job_id in {entry.number, entry.job_id}), None)
+    """Return `gres/gpu=8`; where only types are counted, `gres/gpu:a100=4`, their sum."""
+    counts = [found.groups() for found in re.finditer(r"(?:^|,)gres/gpu(:[^=,]+)?=(\d+)", tres)]
+    return next((int(count) for kind, count in counts if not kind), sum(int(count) for _, count in counts))

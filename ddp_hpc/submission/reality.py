@@ -107,7 +107,9 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None) 
 def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
     """Return what to say of a job that left Slurm without a word in the run's directory."""
     how = (
-        "is unknown to Slurm by now" if job is None else f"{states.word(job.state)}{job.reason and f' ({job.reason})'}"
+        "is unknown to Slurm by now"
+        if job is None
+        else f"{states.phrase(job.state)}{job.reason and f' ({job.reason})'}"
     )
     return (
         f"Job {job_id} of {run.name} {how}, and its supervisor wrote nothing. Most often a node does not see the run's "

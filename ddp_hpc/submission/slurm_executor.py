@@ -23,6 +23,7 @@ from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
 from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
+from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
 from ddp_hpc.submission.user_code import code_dir_of
 
 _POLL_S = 0.3
@@ -105,7 +106,6 @@ def _job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) 
     code = code_dir_of(spec.recipe.target, import_paths)
     if code is None:
         return []
-    from ddp_hpc.submission.snapshot import path_in_snapshot
 
     return [path_in_snapshot(run, code)] if spec.snapshot.enabled else [code]
 
@@ -114,7 +114,6 @@ def _freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> li
     code = code_dir_of(spec.recipe.target, import_paths)
     if code is None or not spec.snapshot.enabled:
         return []
-    from ddp_hpc.submission.snapshot import take_snapshot
 
     snapshot = take_snapshot(code, run, max_bytes=spec.snapshot.max_mb * 10**6, leave_out=[run.path.parent])
     return [f"code: {snapshot.num_files} files of {snapshot.source} copied, {snapshot.num_bytes / 1e6:.1f} MB"]
@@ -206,3 +205,20 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         record_end(run, attempt=newest.attempt, ending="cancelled", exit_code=-9, reason="cancelled by the user")
     run.submission.unlink(missing_ok=True)
     return f"Job {job.job_id} of {run.name} was cancelled. Its newest checkpoint stays; submit it again to go on."
+
+
+def stop(run: RunDir) -> str:
+    """Ask the run to commit a checkpoint and leave; return what to tell the user.
+
+    Raises:
+        ConfigError: where it has not begun, or runs no more.
+    """
+    job = read_queued_job(run)
+    newest = next(reversed(read_attempts(run)), None)
+    if job is None or newest is None or newest.attempt < job.attempt or newest.ending is not None:
+        raise ConfigError(
+            f"{run.name} is not running, so there is nothing to stop. A job that waits is taken out of the queue by "
+            f"`ddp-hpc cancel {run.name}`."
+        )
+    run.stop_request.touch()
+    return f"{run.name} was asked to commit a checkpoint and leave. Submit it again to go on."

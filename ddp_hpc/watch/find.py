@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from ddp_hpc.errors import RunNotFoundError
+from ddp_hpc.records import read_attempts, read_queued_job
 from ddp_hpc.run_dir import RunDir
+
+_JOB = re.compile(r"\d+(_\d+)?")
+"""A job's number, or that of a task of an array."""
 
 
 def is_run(path: Path) -> bool:
@@ -24,7 +29,7 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
 
 
 def find_run(text: str, runs_dir: Path) -> RunDir:
-    """Return the run of that name in `runs_dir`, or the one that lives in the directory `text`.
+    """Return the run of that name in `runs_dir`, the one that lives in the directory `text`, or the one of that job.
 
     Raises:
         RunNotFoundError: where there is none, with the nearest names.
@@ -33,7 +38,18 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     for path in candidates:
         if is_run(path):
             return _run_at(path)
+    if _JOB.fullmatch(text):
+        for run in reversed(list_runs(runs_dir)):
+            if text in _jobs_of(run):
+                return run
     raise _not_found(text, runs_dir)
+
+
+def _jobs_of(run: RunDir) -> set[str]:
+    """Return the numbers of the Slurm jobs that a run had."""
+    job = read_queued_job(run)
+    had = {attempt.job_id for attempt in read_attempts(run) if attempt.cluster == "slurm"}
+    return had if job is None else had | {job.job_id}
 
 
 def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:

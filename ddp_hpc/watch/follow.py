@@ -9,6 +9,7 @@ from typing import Any
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.metrics import read_metrics
+from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus, read_status
 
 
@@ -20,11 +21,13 @@ class Look:
     evaluations: Sequence[dict[str, Any]]
 
 
-def follow(run: RunDir, attempt: int, *, clock: Callable[[], float], pause: Callable[[], None]) -> Iterator[Look]:
+def follow(
+    run: RunDir, attempt: int, *, clock: Callable[[], float], pause: Callable[[], None], ask: Ask | None = None
+) -> Iterator[Look]:
     """Yield looks at one attempt, the last one when it is over; `pause` is called between them."""
     seen_until = next((one.started_at for one in read_attempts(run) if one.attempt == attempt), 0.0)
     while True:
-        status = read_status(run, now=clock())  # first, so that the last look has all evaluations
+        status = read_status(run, now=clock(), ask=ask)  # first, so that the last look has all evaluations
         evaluations = list(read_metrics(run, "eval", after=seen_until))
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
         yield Look(status, evaluations)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddp_hpc import processes
-from ddp_hpc.records import Attempt, Ending, Progress, read_attempts, read_progress
+from ddp_hpc.records import Attempt, Ending, Progress, QueuedJob, read_attempts, read_progress, read_queued_job
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import states
+from ddp_hpc.watch.queue import Ask, JobWord
 
-State = Literal["starting", "running", "stopping", "interrupted", "unknown"] | Ending
-"""Alive: begun without a step yet; stepping; asked to stop. Not alive: killed without a last word. `unknown`: on
+State = Literal["waiting", "starting", "running", "stopping", "interrupted", "unknown"] | Ending
+"""Alive: in Slurm's queue; begun without a step yet; stepping; asked to stop. Not alive: killed without a last word. `unknown`: on
 another host, and silent for long. Or how the newest attempt ended."""
 
-ALIVE = frozenset({"starting", "running", "stopping"})
+ALIVE = frozenset({"waiting", "starting", "running", "stopping"})
 SILENCE_S = 120.0
 """A run on another host that has written nothing for longer may be dead."""
+SLURM_SILENCE_S = 20.0
+"""A job that has written nothing for longer is asked about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,22 @@ class Observation:
     host: str
     """This host."""
     now: float
+    queued: QueuedJob | None = None
+    """The newest job that was submitted."""
+    word: JobWord | None = None
+    """What Slurm says of it; None where it was not asked."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the newest job has begun an attempt, if there is one."""
+        last = self.attempts[-1] if self.attempts else None
+        return self.queued is None or (last is not None and last.attempt >= self.queued.attempt)
+
+    @property
+    def silent_s(self) -> float | None:
+        """How long nothing was written."""
+        written_at = _written_at(self)
+        return None if written_at is None else max(0.0, self.now - written_at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +76,20 @@ class RunStatus:
     samples_per_s: float | None
     eta_s: float | None
     """Seconds to the last step; only of a run that is alive."""
+    limit_s: float | None
+    """Seconds to the end of the job's time limit; only of a run that is alive."""
+    slurm_state: str | None
+    """In Slurm's word, where it was asked: of a job that waits, is silent, or is gone."""
+    starts_at: float | None
+    """When Slurm believes that a waiting job starts, in seconds since the epoch."""
     metrics: Mapping[str, float]
     """The newest evaluation's numbers."""
     last_checkpoint: int | None
     """Step of the newest committed checkpoint: where a resume begins."""
+    checkpoint_age_s: float | None
     save_error: str | None
     source: str
-    """Who told: the run directory."""
+    """Who told: the run directory, or which command of Slurm's."""
     age_s: float | None
     """Seconds since the newest of what was read was written."""
 
@@ -71,9 +98,21 @@ class RunStatus:
         return self.state in ALIVE
 
 
-def read_status(run: RunDir, *, now: float, host: str | None = None) -> RunStatus:
-    """Read where a run stands."""
-    return status_of(run, observe(run, now=now, host=host or socket.gethostname()))
+def read_status(run: RunDir, *, now: float, host: str | None = None, ask: Ask | None = None) -> RunStatus:
+    """Read where a run stands; Slurm is asked, where `ask` can, of a job that waits or has been silent for a while."""
+    seen = observe(run, now=now, host=host or socket.gethostname())
+    if ask is not None and seen.queued is not None and _is_for_slurm(seen):
+        seen = replace(seen, word=ask(seen.queued.job_id, seen.queued.at))
+    return status_of(run, seen)
+
+
+def _is_for_slurm(seen: Observation) -> bool:
+    """Tell whether the run directory alone does not say how the job is."""
+    if not seen.has_begun:
+        return True
+    last = seen.attempts[-1]
+    is_silent = seen.silent_s is not None and seen.silent_s > SLURM_SILENCE_S
+    return last.cluster == "slurm" and last.ending is None and is_silent and not seen.is_held
 
 
 def observe(run: RunDir, *, now: float, host: str) -> Observation:
@@ -96,6 +135,7 @@ def observe(run: RunDir, *, now: float, host: str) -> Observation:
         is_done=run.done.exists(),
         host=host,
         now=now,
+        queued=read_queued_job(run),
     )
 
 
@@ -112,14 +152,15 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
     state = _state(seen)
     last = seen.attempts[-1] if seen.attempts else None
     progress = seen.progress
-    written_at = _written_at(seen)
+    saved_at = progress.last_checkpoint_at if progress else None
+    source, age_s = _source(seen)
     return RunStatus(
         run=run.name,
         path=str(run.path),
         state=state,
         reason=_reason(state, seen),
         attempt=last.attempt if last else None,
-        job_id=last.job_id if last else None,
+        job_id=seen.queued.job_id if seen.queued and not seen.has_begun else last.job_id if last else None,
         host=last.host if last else None,
         step=progress.step if progress else 0,
         total_steps=progress.total_steps if progress else None,
@@ -128,25 +169,71 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         loss=progress.loss if progress else None,
         samples_per_s=progress.samples_per_s if progress else None,
         eta_s=progress.eta_s if progress and state in {"running", "stopping"} else None,
+        limit_s=last.ends_at - seen.now if last and last.ends_at and state in {"running", "stopping"} else None,
+        slurm_state=seen.word.state if seen.word else None,
+        starts_at=seen.word.starts_at if seen.word and state == "waiting" else None,
         metrics=progress.metrics if progress else {},
         last_checkpoint=seen.committed[-1] if seen.committed else None,
+        checkpoint_age_s=seen.now - saved_at if saved_at else None,
         save_error=progress.save_error if progress else None,
-        source="run directory",
-        age_s=None if written_at is None else max(0.0, seen.now - written_at),
+        source=source,
+        age_s=age_s,
     )
+
+
+def _source(seen: Observation) -> tuple[str, float | None]:
+    """Return who told what counts most here, and how old it is."""
+    word = seen.word
+    if word is None:
+        return "run directory", seen.silent_s
+    if not word.at:
+        return f"run directory; {word.problem}", seen.silent_s
+    return (f"{word.source}; since then: {word.problem}" if word.problem else word.source), seen.now - word.at
+
+
+_BY_SLURM: Mapping[states.State, State] = {
+    "pending": "waiting",
+    "requeued": "waiting",
+    "running": "starting",
+    "suspended": "running",
+    "ending": "stopping",
+    "completed": "failed",
+    "failed": "failed",
+    "cancelled": "cancelled",
+    "preempted": "interrupted",
+    "timeout": "interrupted",
+    "node_fail": "interrupted",
+    "out_of_memory": "failed",
+    "unknown": "unknown",
+}
+"""Slurm's state of a job -> ours of a run, where the job itself has written nothing about it."""
 
 
 def _state(seen: Observation) -> State:
     last = seen.attempts[-1] if seen.attempts else None
+    if seen.word is not None and (not seen.has_begun or seen.word.state is not None):
+        return _state_by_slurm(seen, seen.word)
+    if not seen.has_begun:
+        return "waiting"
     if last is not None and last.ending is not None:
         return last.ending
     is_alive = _is_alive(seen, last)
     if not is_alive:
         return "finished" if seen.is_done else "interrupted" if is_alive is False else "unknown"
-    if seen.wants_stop:
-        return "stopping"
-    has_stepped = seen.progress is not None and last is not None and seen.progress.attempt == last.attempt
+    return "stopping" if seen.wants_stop else _state_of_living(seen)
+
+
+def _state_of_living(seen: Observation) -> State:
+    has_stepped = seen.progress is not None and seen.attempts and seen.progress.attempt == seen.attempts[-1].attempt
     return "running" if has_stepped else "starting"
+
+
+def _state_by_slurm(seen: Observation, word: JobWord) -> State:
+    """Return how a job is that has written nothing, or nothing for long, by what Slurm says of it."""
+    if word.state is None:
+        return "waiting" if word.problem else "unknown"
+    told = _BY_SLURM[states.word(word.state)]
+    return _state_of_living(seen) if told == "starting" and seen.has_begun else told
 
 
 def _is_alive(seen: Observation, last: Attempt | None) -> bool | None:
@@ -165,6 +252,9 @@ def _written_at(seen: Observation) -> float | None:
 
 
 def _reason(state: State, seen: Observation) -> str:
+    told = "" if seen.word is None else _reason_by_slurm(state, seen, seen.word)
+    if told:
+        return told
     if state == "interrupted":
         resume = f"from step {seen.committed[-1]}" if seen.committed else "from the beginning"
         return f"killed, or its machine went down; submit again to go on {resume}"
@@ -174,3 +264,22 @@ def _reason(state: State, seen: Observation) -> str:
             f"it ran on {host} and has been silent for more than {SILENCE_S:.0f} s; look there, or submit again there"
         )
     return seen.attempts[-1].reason if seen.attempts else ""
+
+
+def _reason_by_slurm(state: State, seen: Observation, word: JobWord) -> str:
+    """Return why a job waits, in words; or, of one that wrote nothing, what Slurm says of it."""
+    if word.is_waiting:
+        return states.reason(word.reason)
+    if word.state is None:
+        return (
+            "" if word.problem or seen.has_begun else f"Slurm knows no job {word.job_id} any more, and it wrote nothing"
+        )
+    if word.has_ended and not seen.has_begun:
+        return (
+            f"job {word.job_id} {states.phrase(word.state)}, and wrote nothing: do its nodes see the run's directory?"
+        )
+    if word.has_ended:
+        return f"job {word.job_id} {states.phrase(word.state)}"
+    if state == "running" and seen.silent_s is not None:
+        return f"silent for {seen.silent_s:.0f} s, though Slurm says that it {states.phrase(word.state)}"
+    return ""

@@ -89,7 +89,6 @@ def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
         (["train.lr=1"], "name the configuration file too"),
         (["run.yaml", "train.global_batch_size=7", "resources.workers_per_node=2"], "Choose a multiple of 2: 6 or 8"),
         (["run.yaml", "train.sync_batch_norm=true", "resources.workers_per_node=2"], "on GPUs only"),
-        (["run.yaml", "--cluster", "slurm"], "this version runs on one machine"),
         (["run.yaml", "runs_dir=/proc/nowhere"], "cannot be written"),
         (["run.yaml", "recipe.target=no_such_module:build"], "no_such_module"),
         (["run.yaml", "recipe.args.nope=1"], "nope"),
@@ -144,18 +143,6 @@ def test_a_dry_run_as_json_has_values_sources_and_the_command(here: Path, capsys
     planned = json.loads(capsys.readouterr().out)
     assert planned["config"]["train.epochs"] == {"value": 1, "source": "file run.yaml"}
     assert planned["command"][1:] == ["-m", "ddp_hpc.job.supervisor", str(here / "runs/run")]
-
-
-def test_auto_means_this_machine_also_where_slurm_is(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "sbatch").write_text("#!/bin/sh\n")
-    (here / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", str(here))
-
-    assert main(["submit", "run.yaml", "--dry-run"]) == 0
-
-    assert capsys.readouterr().err.startswith("note: sbatch is here")
 
 
 def test_a_run_is_followed_to_its_end_and_finishes_once(here: Path) -> None:

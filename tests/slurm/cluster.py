@@ -25,7 +25,16 @@ T = TypeVar("T")
 
 USER = "hpc"
 # To itself, a node's name is the loopback, and its first network is the slow one: the hard case is the normal one.
-OPTIONS = ("--nodes=4", "--gpus=4", "--debian-hosts", "--eth-rate=100mbit", "--grace=3", "--set=KillWait=2")
+OPTIONS = (
+    "--nodes=4",
+    "--gpus=4",
+    "--cpus=32",
+    "--mem=64000",
+    "--debian-hosts",
+    "--eth-rate=100mbit",
+    "--grace=3",
+    "--set=KillWait=2",
+)
 
 
 @dataclass

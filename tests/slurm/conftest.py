@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import USER, Cluster, booted, why_not
+from tests.slurm.runs import LoginNode
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +49,9 @@ def shared_dir(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cluster.shared))
     shutil.chown(path, USER, USER)
     return path
+
+
+@pytest.fixture
+def login(cluster: Cluster, shared_dir: Path) -> LoginNode:
+    """Return the head, with a configuration to submit in a fresh directory."""
+    return LoginNode(cluster, shared_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.runs import add_run, chosen_run, is_slurms
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,5 +17,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """End the run."""
     from ddp_hpc.submission import local_executor
 
-    print(local_executor.cancel(chosen_run(args, environment)))
+    run_dir = chosen_run(args, environment)
+    if is_slurms(run_dir):
+        from ddp_hpc.submission import slurm_executor
+
+        print(slurm_executor.cancel(run_dir, environment))
+    else:
+        print(local_executor.cancel(run_dir))
     return 0

@@ -11,6 +11,7 @@ from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.standing import steps
 from ddp_hpc.cli.words import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.watch.find import list_runs
+from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, read_status
 
 HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT", "AGE")
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the table."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
-    statuses = [read_status(each, now=time.time()) for each in list_runs(runs_dir)]
+    ask = asker(environment, clock=time.time)
+    statuses = [read_status(each, now=time.time(), ask=ask) for each in list_runs(runs_dir)]
     if args.json:
         print(as_json([asdict(status) for status in statuses]))
     elif statuses:

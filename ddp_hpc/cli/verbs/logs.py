@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.watch.logs import Choice, follow_lines, read_lines
+from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 
 LOOK_INTERVAL_S = 0.5
@@ -26,12 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the lines."""
     run_dir = chosen_run(args, environment)
+    ask = asker(environment, clock=time.time)
     choice = Choice(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
     lines = (
         follow_lines(
             run_dir,
             choice,
-            is_over=lambda: not read_status(run_dir, now=time.time()).is_alive,
+            is_over=lambda: not read_status(run_dir, now=time.time(), ask=ask).is_alive,
             pause=lambda: time.sleep(LOOK_INTERVAL_S),
         )
         if args.follow

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.cli.standing import as_text
 from ddp_hpc.cli.words import as_json
+from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the status."""
-    status = read_status(chosen_run(args, environment), now=time.time())
-    print(as_json(asdict(status)) if args.json else as_text(status))
+    now = time.time()
+    status = read_status(chosen_run(args, environment), now=now, ask=asker(environment, clock=time.time))
+    print(as_json(asdict(status)) if args.json else as_text(status, now=now))
     return 0

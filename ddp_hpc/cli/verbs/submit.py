@@ -21,6 +21,7 @@ from ddp_hpc.cli.summary import exit_code, print_summary
 from ddp_hpc.cli.words import as_json
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-    status = read_status(submission.run, now=time.time())
+    status = read_status(submission.run, now=time.time(), ask=asker(environment, clock=time.time))
     if args.json:
         print(as_json(asdict(status)))
     else:
@@ -103,7 +104,7 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
     if submission.state == "finished":
         return
     if args.follow:
-        show(submission.run, submission.attempt, out)
+        show(submission.run, submission.attempt, out, ask=asker(environment, clock=time.time))
     if args.wait and submission.job_id is not None:
         from ddp_hpc.submission import slurm_executor
 

@@ -1,0 +1,206 @@
+"""The user's code as it was at submit, frozen: later edits do not reach the job, and a requeued one runs the same.
+
+In a git work tree, all its tracked files as they are now, edited ones too, and those that are neither tracked nor
+ignored; elsewhere, all files but hidden ones, caches and virtual environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddp_hpc.durable import fsync_path, replace_text
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+
+MANIFEST = ".ddp_hpc-snapshot.json"
+_NUM_BIGGEST = 5
+_NO_CODE = frozenset({"__pycache__", "node_modules"})
+_READ_ONLY = 0o555
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A frozen copy of code."""
+
+    path: Path
+    source: Path
+    """The directory that was copied: the work tree's top, or the code's own."""
+    num_files: int
+    num_bytes: int
+    commit: str | None
+    is_dirty: bool
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file to copy."""
+
+    name: str
+    """Below the source."""
+    size: int
+    link_to: str | None
+    digest: str
+
+
+def path_in_snapshot(run: RunDir, code_dir: Path) -> Path:
+    """Return where the run's jobs find the copy of `code_dir`: the same before it is made, and after."""
+    return run.snapshot / code_dir.resolve().relative_to(_source_of(code_dir))
+
+
+def take_snapshot(code_dir: Path, run: RunDir, *, max_bytes: int, leave_out: Sequence[Path] = ()) -> Snapshot:
+    """Copy the code that `code_dir` belongs to into the run's directory, and publish it by one rename.
+
+    The same content again is not copied again. Files are not flushed one by one: a job that starts after a crash of
+    the file system fails to import, and loses nothing.
+
+    Raises:
+        ConfigError: where it is larger than `max_bytes`, or cannot be read.
+    """
+    import xxhash  # late: only a submission on Slurm waits for it
+
+    source = _source_of(code_dir)
+    hidden = [path.resolve() for path in [*leave_out, run.path.parent]]
+    names = [name for name in _names(source) if not any((source / name).is_relative_to(one) for one in hidden)]
+    _refuse_large(source, names, max_bytes)
+    try:
+        files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
+        digest = xxhash.xxh3_128_hexdigest(json.dumps([asdict(file) for file in files]).encode())
+        target = run.snapshots / digest
+        commit, is_dirty = _revision(source)
+        if not target.exists():
+            _publish(source, files, target, {"source": str(source), "commit": commit, "is_dirty": is_dirty})
+        _point(run.snapshot, target)
+    except OSError as error:
+        raise ConfigError(
+            f"The code in {source} cannot be copied for the job: {error}. Mend that, or let the job import it where it "
+            "lies with `snapshot.enabled=false`."
+        ) from error
+    return Snapshot(target, source, len(files), sum(file.size for file in files), commit, is_dirty)
+
+
+def differences(snapshot: Path) -> list[str]:
+    """Return what differs from the manifest: `missing a.py`, `changed b.py`, `added c.py`."""
+    listed = {
+        one["name"]: _File(**one) for one in json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))["files"]
+    }
+    there = {name for name in _walk(snapshot, hidden_too=True) if name != MANIFEST}
+    changed = [name for name in listed.keys() & there if _look(snapshot, name) != listed[name]]
+    kinds = {"missing": listed.keys() - there, "changed": changed, "added": there - listed.keys()}
+    return [f"{kind} {name}" for kind, names in kinds.items() for name in sorted(names)]
+
+
+def _source_of(code_dir: Path) -> Path:
+    """Return the top of the work tree that a directory belongs to, or the directory."""
+    top = _git(code_dir, "rev-parse", "--show-toplevel")
+    return Path(top.rstrip("\n")).resolve() if top else code_dir.resolve()
+
+
+def _names(source: Path) -> list[str]:
+    listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate")
+    if listed is None:
+        return list(_walk(source, hidden_too=False))
+    names = [name for name in listed.split("\0") if name]
+    modules = [name for name in names if (source / name).is_dir() and not (source / name).is_symlink()]
+    within = [f"{module.rstrip('/')}/{name}" for module in modules for name in _names(source / module)]
+    return [*(name for name in names if name not in modules), *within]
+
+
+def _walk(top: Path, *, hidden_too: bool) -> Iterator[str]:
+    for folder, folders, files in os.walk(top):
+        kept = [
+            name
+            for name in folders
+            if hidden_too
+            or not (name.startswith(".") or name in _NO_CODE or (Path(folder) / name / "pyvenv.cfg").exists())
+        ]
+        links = [name for name in kept if (Path(folder) / name).is_symlink()]
+        folders[:] = [name for name in kept if name not in links]
+        for name in [*files, *links]:
+            if hidden_too or not name.startswith("."):
+                yield str((Path(folder) / name).relative_to(top))
+
+
+def _refuse_large(source: Path, names: Sequence[str], max_bytes: int) -> None:
+    sizes = {name: (source / name).lstat().st_size for name in names if _is_there(source / name)}
+    total = sum(sizes.values())
+    if total <= max_bytes:
+        return
+    biggest = sorted(sizes, key=lambda name: -sizes[name])[:_NUM_BIGGEST]
+    told = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in biggest)
+    raise ConfigError(
+        f"The code in {source} is {total / 1e6:.1f} MB, and `snapshot.max_mb` is {max_bytes // 10**6}. The biggest: {told}. "
+        "Have git ignore what is no code, raise `snapshot.max_mb`, or let the job import the code where it lies with "
+        "`snapshot.enabled=false`."
+    )
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _look(source: Path, name: str) -> _File:
+    import xxhash
+
+    path = source / name
+    if path.is_symlink():
+        return _File(name, 0, str(path.readlink()), "")
+    content = path.read_bytes()
+    mode = "x" if os.access(path, os.X_OK) else "-"
+    return _File(name, len(content), None, mode + xxhash.xxh3_128_hexdigest(content))
+
+
+def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str, object]) -> None:
+    """Copy beside, write the manifest last, rename; leftovers of killed writers are swept first."""
+    target.parent.mkdir(exist_ok=True)
+    for left in target.parent.glob(".*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        for file in files:
+            _copy(source / file.name, beside / file.name)
+        manifest = {"version": 1, "taken_at": time.time(), **about, "files": [asdict(file) for file in files]}
+        beside.mkdir(exist_ok=True)
+        replace_text(beside / MANIFEST, json.dumps(manifest, indent=1))
+        beside.rename(target)
+        fsync_path(target.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(source, target, follow_symlinks=False)
+    if not target.is_symlink():
+        target.chmod(target.stat().st_mode & _READ_ONLY)
+
+
+def _point(link: Path, target: Path) -> None:
+    """Have the link lead to the newest snapshot, by one rename."""
+    beside = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target.relative_to(link.parent))
+    beside.replace(link)
+
+
+def _revision(source: Path) -> tuple[str | None, bool]:
+    commit = _git(source, "rev-parse", "HEAD")
+    return (commit.strip() if commit else None), bool(_git(source, "status", "--porcelain"))
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """Return what git says about a directory; None where it is no work tree, or git is not here."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, stdin=subprocess.DEVNULL, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return os.fsdecode(done.stdout) if done.returncode == 0 else None

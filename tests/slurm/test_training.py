@@ -1,0 +1,117 @@
+"""The same run as on one machine, on many nodes, by one command."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import SMALL, LoginNode, world
+
+
+def test_digits_train_on_two_nodes_to_the_bits_of_the_local_run_over_the_fast_network(
+    cluster: Cluster, login: LoginNode
+) -> None:
+    before = {name: cluster.interface_bytes("node1", name)[1] for name in ("eth0", "ib0")}
+
+    said = login.submit("digits", *world(2, 2), "--wait")
+
+    sent = {name: cluster.interface_bytes("node1", name)[1] - before[name] for name in before}
+    accuracy = re.search(r"accuracy (\S+)", said)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.97
+    assert sent["ib0"] > 50e6  # 450 steps of gradients
+    assert sent["eth0"] < 5e6
+    local = login.type("submit", "digits.yaml", "name=local", "--cluster", "local", "--wait", *world(1, 4))
+    assert local.returncode == 0, local.stderr
+    assert login.digest("digits") == login.digest("local")
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_every_launcher_comes_to_the_same_bits(login: LoginNode, launcher: str) -> None:
+    login.submit("agent", *SMALL, *world(2, 2), "--wait")
+
+    login.submit(launcher, *SMALL, *world(2, 2), f"launcher={launcher}", "--wait")
+
+    assert login.digest(launcher) == login.digest("agent")
+
+
+def test_a_rendered_script_does_the_same_by_plain_sbatch(cluster: Cluster, login: LoginNode) -> None:
+    login.submit("submitted", *SMALL, *world(2, 1), "--wait")
+    rendered = login.type("render", "digits.yaml", "name=rendered", "-o", "job.sbatch", *SMALL, *world(2, 1))
+    assert rendered.returncode == 0, rendered.stderr
+
+    bare = {"PATH": "/usr/bin:/bin"}
+    cluster.run("sbatch", "job.sbatch", cwd=login.folder, env=bare)
+
+    cluster.wait_for(login.run("rendered").done.exists, 90)
+    assert login.digest("rendered") == login.digest("submitted")
+
+
+def test_a_dry_run_prints_what_sbatch_gets_byte_for_byte(login: LoginNode) -> None:
+    settings = [*SMALL, *world(1, 1), 'slurm.comment=it\'s a "test" # %j $HOME']
+    dry = login.type("submit", "digits.yaml", "name=dry", "--cluster", "slurm", "--dry-run", *settings)
+    assert not login.run("dry").path.exists()
+
+    login.submit("dry", *settings, "--wait")
+
+    assert login.run("dry").job_script.read_text() == dry.stdout
+    (sent,) = login.run("dry").submitit.glob("*_submission.sh")
+    assert sent.read_text() == dry.stdout
+
+
+def test_a_comment_reaches_slurm_as_it_was_written(cluster: Cluster, login: LoginNode) -> None:
+    comment = 'it\'s a "test" # %j $HOME \\ `x`; exit'
+    login.submit("comment", *SMALL, f"slurm.comment={comment}", "slurm.extra.begin=now+1hour")
+
+    listed = cluster.run("squeue", "--noheader", "--format=%k").stdout.rstrip("\n")
+
+    assert listed == comment
+
+
+@pytest.mark.timeout(420)  # forty processes import torch on the cores of one machine
+def test_twenty_jobs_at_once_on_a_pair_of_nodes_do_not_disturb_each_other(cluster: Cluster, login: LoginNode) -> None:
+    names = [f"many-{number}" for number in range(20)]
+    settings = ["train.max_steps=3", "train.epochs=1", *world(2, 1), "resources.mem_gb=1", "slurm.nodelist=node1,node2"]
+    for name in names:
+        login.submit(name, *settings)
+    running = cluster.run("squeue", "--noheader", "--states=running", "--format=%i").stdout.split()
+
+    cluster.wait_for(lambda: all(login.run(name).done.exists() for name in names), 400)
+
+    assert len(running) == len(names)
+
+    assert len({login.digest(name) for name in names}) == 1
+    ports = [re.search(r"ranks meet at \S+ port (\d+)", login.console(name)) for name in names]
+    assert len({port[1] for port in ports if port}) == len(names)
+
+
+def test_a_port_that_is_taken_is_passed_over(cluster: Cluster, login: LoginNode) -> None:
+    login.submit("first", *SMALL, *world(2, 1), "--wait")
+    found = re.search(r"ranks meet at (\S+) port (\d+)", login.console("first"))
+    assert found is not None
+    address, port = found[1], int(found[2])
+    listen = f"import socket, time; s = socket.create_server(('{address}', {port + 1})); print('up', flush=True); time.sleep(99)"
+    squatter = cluster.popen("python3", "-c", listen, node="node1")
+    assert squatter.stdout is not None
+    squatter.stdout.readline()
+
+    login.submit("second", *SMALL, *world(2, 1), "slurm.nodelist=node1,node2", "--wait")
+
+    assert f"port {port + 1}" not in login.console("second")
+    assert login.digest("second") == login.digest("first")
+
+
+def test_a_run_stopped_on_the_cluster_goes_on_there_to_the_same_bits(login: LoginNode) -> None:
+    long = ["train.epochs=2", *world(2, 1)]
+    login.submit("unbroken", *long, "--wait")
+    login.submit("stopped", *long)
+    login.await_state("stopped", "running")
+
+    assert login.type("stop", "stopped").returncode == 0
+    stopped = login.await_state("stopped", "stopped", "finished")
+    login.submit("stopped", *long, "--wait")
+
+    assert stopped["state"] == "stopped"
+    assert login.digest("stopped") == login.digest("unbroken")

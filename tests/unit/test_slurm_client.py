@@ -1,0 +1,165 @@
+"""Slurm's commands are run in a clean environment, and what they refuse is told. Slurm is made of shell scripts here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.slurm import client
+
+NO_CONTACT = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+NO_CLUSTER = (
+    "scontrol: error: fetch_config: DNS SRV lookup failed\nscontrol: fatal: Could not establish a configuration source"
+)
+
+Slurm = Callable[..., Mapping[str, str]]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    """Return a way to make commands of shell text; it returns an environment that finds them."""
+
+    def make(**commands: str) -> Mapping[str, str]:
+        for name, text in commands.items():
+            path = tmp_path / name
+            path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
+            path.chmod(0o755)
+        return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+    return make
+
+
+def failing(said: str) -> str:
+    return f"echo '{said}' >&2; exit 1"
+
+
+def test_what_a_job_around_us_left_is_dropped() -> None:
+    environ = {
+        "HOME": "/home/ada",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_JWT": "token",
+        "SLURM_JOB_ID": "7",
+        "SLURMD_NODENAME": "node1",
+        "SBATCH_PARTITION": "gpu",
+        "SRUN_DEBUG": "3",
+        "SQUEUE_FORMAT": "%i",
+        "SACCT_FORMAT": "jobid",
+        "PMI_RANK": "0",
+        "PMIX_RANK": "0",
+        "PMIRROR": "kept",
+    }
+
+    clean = client.clean_environ(environ)
+
+    kept = {"HOME", "SLURM_CONF", "SLURM_JWT", "PMIRROR"}
+    assert clean == {name: environ[name] for name in kept} | {"SLURM_TIME_FORMAT": "standard"}
+    assert client.inherited(environ) == sorted(environ.keys() - kept)
+    assert client.scrubbing({"SLURM_JOB_ID": "7", "HOME": "/"}) == ["env", "--unset=SLURM_JOB_ID"]
+
+
+def test_a_command_sees_the_clean_environment(slurm: Slurm) -> None:
+    environ = {**slurm(sinfo="env; cat"), "SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm.conf"}
+
+    answer = client.ask(["sinfo"], environ)
+
+    assert answer.returncode == 0
+    assert "SLURM_CONF=/etc/slurm.conf" in answer.stdout
+    assert "SLURM_JOB_ID" not in answer.stdout
+
+
+def test_a_missing_command_is_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no `sbatch` on PATH here. Go to a login node"):
+        client.test_only(Path("job.sh"), {"PATH": str(tmp_path)})
+
+
+def test_without_a_path_nothing_is_found() -> None:
+    assert not client.is_here({})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        NO_CONTACT,
+        "slurm_load_jobs error: Socket timed out on send/recv operation",
+        "sacct: error: Problem talking to the database: Connection refused",
+    ],
+)
+def test_a_slurm_that_is_down_is_told_apart_from_a_refusal(slurm: Slurm, said: str) -> None:
+    environ = slurm(squeue=failing(said), sbatch=failing(said), scancel=failing(said))
+
+    for ask in (
+        lambda: client.queue("ada", environ),
+        lambda: client.test_only(Path("job.sh"), environ),
+        lambda: client.cancel("7", environ),
+    ):
+        with pytest.raises(SlurmUnavailableError, match="does not answer"):
+            ask()
+
+
+def test_a_slurm_that_says_nothing_is_not_waited_for(slurm: Slurm) -> None:
+    environ = slurm(squeue="exec sleep 60")
+
+    with pytest.raises(SlurmUnavailableError, match="said nothing"):
+        client.ask(["squeue"], environ, timeout_s=0.05)
+
+
+def test_commands_without_a_cluster_are_told_with_what_is_missing(slurm: Slurm) -> None:
+    environ = slurm(scontrol=failing(NO_CLUSTER), sbatch="")
+
+    assert not client.is_here(environ)
+    with pytest.raises(ConfigError, match="Could not establish a configuration source"):
+        client.config(environ)
+
+
+def test_a_cluster_that_does_not_answer_is_here(slurm: Slurm) -> None:
+    assert client.is_here(slurm(scontrol="echo 'Slurmctld(primary) at head is DOWN'; exit 1", sbatch=""))
+
+
+def test_a_question_that_fails_has_no_answer(slurm: Slurm) -> None:
+    environ = slurm(scontrol=failing("a word of the site"), squeue=failing("squeue: error: Invalid user: ada"))
+
+    for ask in (client.config, client.partitions, lambda environ: client.job("7", environ)):
+        with pytest.raises(SlurmUnavailableError, match="a word of the site"):
+            ask(environ)
+    with pytest.raises(SlurmUnavailableError, match="Invalid user"):
+        client.queue("ada", environ)
+
+
+def test_a_job_that_the_controller_forgot_is_looked_up_in_the_database(slurm: Slurm) -> None:
+    row = "7|NODE_FAIL|0:0|2026-11-21T07:00:00|2026-11-21T07:00:01|2026-11-21T07:10:00|599|10:00|node1|None"
+    again = row.replace("NODE_FAIL", "COMPLETED").replace("T07", "T08")
+    environ = slurm(
+        scontrol=failing("slurm_load_jobs error: Invalid job id specified"),
+        sacct=f"printf '%s\\n' '{again}' '{row}' | tr '|' '\\037'",
+    )
+
+    job = client.job("7", environ)
+
+    assert job is not None
+    assert job.state == "COMPLETED"
+    assert [start.state for start in client.accounting(["7"], environ)] == ["NODE_FAIL", "COMPLETED"]
+
+
+def test_a_job_that_both_have_forgotten_is_none(slurm: Slurm) -> None:
+    environ = slurm(
+        scontrol=failing("slurm_load_jobs error: Invalid job id specified"),
+        sacct=failing("Slurm accounting storage is disabled"),
+    )
+
+    assert client.job("7", environ) is None
+
+
+def test_a_refused_job_is_told_in_slurms_words(slurm: Slurm) -> None:
+    environ = slurm(sbatch=failing("allocation failure: Invalid partition name specified"))
+
+    assert client.test_only(Path("job.sh"), environ).refusal == "allocation failure: Invalid partition name specified"
+
+
+def test_a_refused_cancel_is_told(slurm: Slurm) -> None:
+    environ = slurm(scancel=failing("scancel: error: Kill job error on job id 7: Access/permission denied"))
+
+    with pytest.raises(ConfigError, match="permission denied"):
+        client.cancel("7", environ)

@@ -1,0 +1,315 @@
+"""Slurm's answers, as 22.05.8 and 24.11.5 wrote them, are understood."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.slurm import queries
+from ddp_hpc.slurm.times import minutes, moment, seconds
+
+QUEUE = (
+    (
+        "2|2|N/A|PENDING|Resources|batch|2||1-00:00:00|2026-11-21T07:37:30|2026-11-21T07:27:30|0|s.sh|(null);\n"
+        "3|3|0-3%2|PENDING|Priority|batch|2||30:00|N/A|2026-11-21T07:27:30|0|s.sh|(null);\n"
+        "10|3|0|RUNNING|None|batch|2|node[1-2]|30:00|2026-11-21T07:28:20|2026-11-21T07:27:30|0|s.sh|(null);\n"
+        "7|7|N/A|PENDING|JobHeldUser|batch|1||UNLIMITED|N/A|2026-11-21T07:28:17|0|a-long-name-of-more-than-twenty|two\nlines;\n"
+        '1|1|N/A|RUNNING|None|batch|1|node1|10:00|2026-11-21T07:27:30|2026-11-21T07:27:30|2|odd name, "q" = x|a=b | c\td;\n'
+    )
+    .replace("a=b | c", "a=b \0 c")
+    .replace("|", "\x1f")
+    .replace(";\n", "\x1e\n")
+    .replace("\0", "|")
+)
+
+JOB = (
+    'JobId=1 JobName=odd JobState=FAILED |name, "q" = x UserId=hpc(1001) GroupId=hpc(1001) MCS_label=N/A Priority=4294901759 '
+    "Nice=0 Account=lab QOS=normal JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 "
+    "ExitCode=0:0 RunTime=1-00:00:48 TimeLimit=2-00:10:00 TimeMin=N/A SubmitTime=2026-11-21T07:27:30 "
+    "EligibleTime=2026-11-21T07:27:30 AccrueTime=2026-11-21T07:27:30 StartTime=2026-11-21T07:27:30 "
+    "EndTime=2026-11-21T07:37:30 Deadline=N/A SuspendTime=None SecsPreSuspend=0 LastSchedEval=2026-11-21T07:27:30 "
+    "Scheduler=Backfill Partition=batch AllocNode:Sid=head:0 ReqNodeList=(null) ExcNodeList=(null) NodeList=node[1-2] "
+    "BatchHost=node1 NumNodes=1 NumCPUs=1 NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=1,mem=100M,node=1,billing=1 "
+    "Socks/Node=* NtasksPerN:B:S:C=0:0:*:* CoreSpec=* MinCPUsNode=1 MinMemoryCPU=100M MinTmpDiskNode=0 Features=(null) "
+    "DelayBoot=00:00:00 OverSubscribe=OK Contiguous=0 Licenses=(null) Network=(null) Command=/tmp/a b/s.sh WorkDir=/tmp "
+    'Comment=a=b JobState=COMPLETED Restarts=9 | c\ttab; {"k": "v"}  StdErr=/tmp/slurm-1.out StdIn=/dev/null '
+    "StdOut=/tmp/slurm-1.out Power= \n"
+)
+PENDING_JOB = (
+    "JobId=5 JobName=two\nlines UserId=hpc(1001) GroupId=hpc(1001) MCS_label=N/A Priority=4294901756 Nice=0 Account=lab "
+    "QOS=normal JobState=PENDING "
+    "Reason=Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions Dependency=(null) "
+    "Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:00 TimeLimit=UNLIMITED TimeMin=N/A "
+    "SubmitTime=2026-11-21T07:56:40 StartTime=Unknown EndTime=Unknown Deadline=N/A NodeList= NumNodes=1-1 NumCPUs=1 "
+    "ReqTRES=cpu=1,mem=100M,node=1,billing=1 AllocTRES=(null) Command=/tmp/s.sh WorkDir=/tmp StdErr=/tmp/slurm-5.out \n"
+)
+ACCOUNTING = (
+    "1|CANCELLED by 1001|0:0|2026-11-21T07:56:43|None|2026-11-21T07:56:48|0|00:10:00|None assigned|None\n"
+    "1|REQUEUED|0:0|2026-11-21T07:56:40|2026-11-21T07:56:40|2026-11-21T07:56:43|3|00:10:00|node1|None\n"
+    "11|FAILED|3:0|2026-11-21T07:57:00|2026-11-21T07:57:01|2026-11-21T07:57:05|4|UNLIMITED|node1|None\n"
+    "12|RUNNING|0:0|2026-11-21T07:58:00|2026-11-21T07:58:01|Unknown|6|1-00:00:00|node[1-2]|None\n"
+).replace("|", "\x1f")
+PARTITIONS = (
+    "PartitionName=batch AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A DefaultTime=NONE "
+    "DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 LLN=NO "
+    "MaxCPUsPerNode=UNLIMITED Nodes=node[1-2] PriorityJobFactor=1 PriorityTier=10 RootOnly=NO ReqResv=NO OverSubscribe=NO "
+    "OverTimeLimit=NONE PreemptMode=OFF State=UP TotalCPUs=32 TotalNodes=2 SelectTypeParameters=NONE JobDefaults=(null) "
+    "DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED TRES=cpu=32,mem=32000M,node=2,billing=32,gres/gpu=8\n"
+    "PartitionName=low AllowGroups=ALL AllowAccounts=lab,guest AllowQos=low AllocNodes=ALL Default=NO QoS=N/A "
+    "DefaultTime=01:00:00 DisableRootJobs=NO ExclusiveUser=NO ExclusiveTopo=NO GraceTime=10 Hidden=NO MaxNodes=4 "
+    "MaxTime=2-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED MaxCPUsPerSocket=UNLIMITED Nodes=node[1-2] "
+    "PriorityTier=1 PreemptMode=REQUEUE State=DRAIN TotalCPUs=32 TotalNodes=2 "
+    "TRES=cpu=32,mem=32000M,node=2,gres/gpu:a100=4,gres/gpu:h200=2\n"
+)
+CONFIG = """\
+Configuration data as of 2026-11-21T07:28:18
+AccountingStorageBackupHost = (null)
+AccountingStorageType   = accounting_storage/slurmdbd
+ClusterName             = lab
+JobRequeue              = 1
+KillWait                = 5 sec
+MaxArraySize            = 1001
+PreemptMode             = REQUEUE
+PreemptParameters       = (null)
+PreemptType             = preempt/partition_prio
+SchedulerParameters     = bf_interval=1,bf_continue
+SlurmctldParameters     = enable_configless,preempt_send_user_signal
+SLURM_VERSION           = 22.05.8
+X11Parameters           = (null)
+
+Slurmctld(primary) at head is UP
+"""
+TEST_ONLY = "sbatch: Job 8 to start at 2026-11-21T07:30:02 using 2 processors on nodes node[1-2] in partition batch\n"
+
+
+def at(text: str) -> float:
+    """Return a time of the answers above in seconds since the epoch."""
+    return time.mktime(time.strptime(f"2026-11-21T{text}", "%Y-%m-%dT%H:%M:%S"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1-02:03:04", 93784),
+        ("02:03:04", 7384),
+        ("30:00", 1800),
+        ("0:20", 20),
+        ("30", 1800),
+        ("1-02", 93600),
+        ("1-02:03", 93780),
+        (" 10:00 ", 600),
+        ("UNLIMITED", None),
+        ("INFINITE", None),
+        ("NONE", None),
+        ("Partition_Limit", None),
+        ("INVALID", None),
+        ("", None),
+    ],
+)
+def test_a_duration_is_read(text: str, expected: int | None) -> None:
+    assert seconds(text) == expected
+    assert minutes(text) == (None if expected is None else expected / 60)
+
+
+@pytest.mark.parametrize("text", ["Unknown", "N/A", "None", "NONE", "", "tomorrow"])
+def test_no_moment_is_none(text: str) -> None:
+    assert moment(text) is None
+
+
+def test_a_moment_is_in_this_hosts_time() -> None:
+    assert moment("2026-11-21T07:00:00") == at("07:00:00")
+
+
+def test_the_queue_is_asked_for_one_user_in_fields_of_any_length() -> None:
+    argv = queries.queue_argv("ada")
+
+    assert argv[:4] == ["squeue", "--noheader", "--noconvert", "--user=ada"]
+    assert argv[4].startswith("--Format=JobID:\x1f,ArrayJobID:\x1f,")
+    assert argv[4].endswith(",Comment:\x1e")
+
+
+def test_the_queue_is_understood() -> None:
+    entries = queries.parse_queue(QUEUE)
+
+    assert [entry.job_id for entry in entries] == ["2", "3_[0-3%2]", "3_0", "7", "1"]
+    assert [entry.number for entry in entries] == ["2", "3", "10", "7", "1"]
+    assert [entry.reason for entry in entries] == ["Resources", "Priority", "", "JobHeldUser", ""]
+    assert [entry.time_limit_min for entry in entries] == [1440, 30, 30, None, 10]
+    assert entries[4] == queries.QueuedEntry(
+        job_id="1",
+        number="1",
+        name='odd name, "q" = x',
+        state="RUNNING",
+        reason="",
+        partition="batch",
+        num_nodes=1,
+        nodes="node1",
+        time_limit_min=10,
+        starts_at=at("07:27:30"),
+        submitted_at=at("07:27:30"),
+        restarts=2,
+        comment="a=b | c\td",
+    )
+
+
+def test_names_and_comments_may_hold_newlines() -> None:
+    entry = queries.parse_queue(QUEUE)[3]
+
+    assert (entry.name, entry.comment) == ("a-long-name-of-more-than-twenty", "two\nlines")
+
+
+def test_an_estimate_of_the_start_is_told_where_there_is_one() -> None:
+    entries = queries.parse_queue(QUEUE)
+
+    assert [entry.starts_at for entry in entries[:2]] == [at("07:37:30"), None]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "CLUSTER: lab\n"])
+def test_an_empty_queue_is_empty(text: str) -> None:
+    assert queries.parse_queue(text) == []
+
+
+def test_a_job_is_understood_whatever_its_name_and_comment_pretend() -> None:
+    assert queries.parse_job(JOB) == queries.JobRecord(
+        job_id="1",
+        state="RUNNING",
+        exit_code="0:0",
+        restarts=2,
+        nodes="node[1-2]",
+        batch_host="node1",
+        time_limit_min=2 * 1440 + 10,
+        submitted_at=at("07:27:30"),
+        starts_at=at("07:27:30"),
+        ends_at=at("07:37:30"),
+        elapsed_s=86448,
+    )
+
+
+def test_a_job_that_waits_is_understood() -> None:
+    job = queries.parse_job(PENDING_JOB)
+
+    assert job is not None
+    assert (job.job_id, job.state, job.nodes, job.batch_host) == ("5", "PENDING", "", "")
+    assert job.reason.startswith("Nodes_required_for_job_are_DOWN,_DRAINED")
+    assert (job.starts_at, job.ends_at, job.time_limit_min) == (None, None, None)
+
+
+def test_of_an_array_the_first_is_told() -> None:
+    job = queries.parse_job(PENDING_JOB + JOB)
+
+    assert job is not None
+    assert job.job_id == "5"
+
+
+@pytest.mark.parametrize("text", ["", "No jobs in the system\n", "JobId=7 JobName=x"])
+def test_no_job_is_none(text: str) -> None:
+    assert queries.parse_job(text) is None
+
+
+def test_the_database_is_asked_for_every_start_of_all_jobs() -> None:
+    argv = queries.accounting_argv(["1", "11"])
+
+    assert {"--duplicates", "--allocations", "--noheader", "--jobs=1,11"} <= set(argv)
+    assert not any("Restarts" in part for part in argv)  # which 22.05 does not know
+
+
+def test_every_start_of_a_job_is_told_oldest_first() -> None:
+    first, second, failed, running = queries.parse_accounting(ACCOUNTING)
+
+    assert (first.job_id, first.state, first.nodes, first.elapsed_s) == ("1", "REQUEUED", "node1", 3)
+    assert (second.job_id, second.state, second.nodes) == ("1", "CANCELLED by 1001", "")
+    assert (second.starts_at, second.ends_at) == (None, at("07:56:48"))
+    assert (failed.exit_code, failed.time_limit_min) == ("3:0", None)
+    assert (running.ends_at, running.reason, running.restarts) == (None, "", None)
+
+
+def test_an_estimate_is_understood() -> None:
+    assert queries.parse_test_only(0, f"sbatch: a word of the site\n{TEST_ONLY}") == queries.TestOnly(
+        starts_at=at("07:30:02"), num_cpus=2, nodes="node[1-2]", partition="batch"
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "allocation failure: Requested node configuration is not available\n",
+        "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified\n",
+    ],
+)
+def test_a_refusal_is_told_whole(said: str) -> None:
+    answer = queries.parse_test_only(1, said)
+
+    assert answer.refusal == said.strip()
+    assert answer.starts_at is None
+
+
+def test_an_answer_without_an_estimate_is_no_refusal() -> None:
+    assert queries.parse_test_only(0, "sbatch: fine\n") == queries.TestOnly()
+
+
+def test_a_script_is_tried_without_submitting() -> None:
+    assert queries.test_only_argv(Path("/runs/a/job.sh")) == ["sbatch", "--test-only", "/runs/a/job.sh"]
+
+
+def test_the_configuration_is_understood() -> None:
+    assert queries.parse_config(CONFIG) == queries.ClusterConfig(
+        version="22.05.8",
+        name="lab",
+        preempt_mode="REQUEUE",
+        preempt_type="preempt/partition_prio",
+        job_requeue=True,
+        sends_user_signal=True,
+        max_array_size=1001,
+        kill_wait_s=5,
+        has_accounting=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "sends"),
+    [
+        ("SlurmctldParameters = preempt_send_user_signal", True),
+        ("PreemptParameters = youngest_first,send_user_signal", True),
+        ("SlurmctldParameters = enable_configless", False),
+        ("SlurmctldParameters = (null)", False),
+        ("", False),
+    ],
+)
+def test_it_is_told_whether_the_users_signal_is_sent_at_preemption(line: str, sends: bool) -> None:
+    assert queries.parse_config(line).sends_user_signal == sends
+
+
+@pytest.mark.parametrize(
+    "line", ["", "AccountingStorageType = (null)", "AccountingStorageType = accounting_storage/none"]
+)
+def test_a_cluster_may_keep_no_accounts(line: str) -> None:
+    assert not queries.parse_config(line).has_accounting
+
+
+def test_partitions_are_understood() -> None:
+    batch, low = queries.parse_partitions(PARTITIONS)
+
+    assert batch == queries.Partition(
+        name="batch",
+        is_default=True,
+        is_up=True,
+        total_nodes=2,
+        max_nodes=None,
+        max_time_min=None,
+        default_time_min=None,
+        preempt_mode="OFF",
+        grace_time_s=0,
+        num_gpus=8,
+    )
+    assert (low.is_default, low.is_up, low.max_nodes) == (False, False, 4)
+    assert (low.max_time_min, low.default_time_min, low.grace_time_s) == (2880, 60, 10)
+    assert (low.allow_accounts, low.allow_qos, low.num_gpus) == (("lab", "guest"), ("low",), 6)
+
+
+def test_associations_are_understood() -> None:
+    assert queries.parse_associations("lab|high,low,normal\nguest|low\n") == [
+        "lab (QOS high, low, normal)",
+        "guest (QOS low)",
+    ]
