@@ -30,7 +30,7 @@ from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.deaths import report, report_killed
 from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen, network_defaults
-from ddp_hpc.job.surroundings import leave_at_once, torch_defaults
+from ddp_hpc.job.surroundings import import_by_pythonpath_alone, leave_at_once, torch_defaults
 from ddp_hpc.records import write_verdict
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_place
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     processes.die_with_parent(os.getppid())
     processes.block_awaited_signals()
+    import_by_pythonpath_alone()
     crew = _crew(arguments)
     code = _work(crew, arguments.worker)
     if not crew.is_in_step:

@@ -17,6 +17,15 @@ def torch_defaults(num_threads: int) -> dict[str, str]:
     }
 
 
+def import_by_pythonpath_alone() -> None:
+    """Drop the working directory that `python -m` puts first: what lies there may be newer than the job's copy of it.
+
+    Whoever wants it imported from has it in PYTHONPATH. (From Python 3.11 on, the option -P does the same.)
+    """
+    if not getattr(sys.flags, "safe_path", False) and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as Python has it
+        del sys.path[0]
+
+
 def leave_at_once(code: int) -> NoReturn:
     """End this process without Python's shutdown, in which torch can abort after all went well."""
     with suppress(OSError):  # the disk of the log may be full

@@ -21,7 +21,7 @@ from ddp_hpc import exit_codes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.deaths import report
 from ddp_hpc.job.meeting import Meeting, PortTakenError, listen, network_defaults
-from ddp_hpc.job.surroundings import leave_at_once, torch_defaults
+from ddp_hpc.job.surroundings import import_by_pythonpath_alone, leave_at_once, torch_defaults
 from ddp_hpc.records import write_verdict
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import StepPlace, step_place
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
     arguments = parser.parse_args(argv)
     run, meeting = RunDir(arguments.run), arguments.meet
+    import_by_pythonpath_alone()
     if meeting is not None:
         place = step_place(os.environ)
         surroundings = {**torch_defaults(_num_threads(place)), **network_defaults(meeting.address)}

@@ -66,7 +66,7 @@ def test_a_queued_job_runs_the_code_as_it_was_at_submit(cluster: Cluster, login:
 
     assert edited["state"] == "finished"
     assert login.digest("edited") == login.digest("before")
-    assert fails.returncode == 1
+    assert fails.returncode == 2
     assert "edited after submit" in fails.stderr
 
 

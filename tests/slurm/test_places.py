@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,12 @@ NODE1 = {"10.77.0.11", "10.78.0.11"}
 """Where node1 is reached; to itself, its name is 127.0.1.1."""
 
 
-def told(text: str) -> list[dict[str, Any]]:
-    """Return the values of each `env --json` in an output, by name."""
-    decoder, found, rest = json.JSONDecoder(), [], text.strip()
-    while rest:
-        answer, end = decoder.raw_decode(rest)
-        found.append({one["name"]: one["value"] for one in answer["variables"]})
-        rest = rest[end:].lstrip()
-    return sorted(found, key=lambda one: int(one["RANK"] or 0))
+def told(*outputs: Path) -> list[dict[str, Any]]:
+    """Return the values of each `env --json`, by name, in the order of ranks."""
+    found = [json.loads(path.read_text()) for path in outputs]
+    return sorted(
+        ({one["name"]: one["value"] for one in each["variables"]} for each in found), key=lambda one: int(one["RANK"])
+    )
 
 
 def ranks(found: list[dict[str, Any]]) -> list[tuple[int, ...]]:
@@ -32,14 +31,13 @@ def ranks(found: list[dict[str, Any]]) -> list[tuple[int, ...]]:
 
 
 def test_tasks_of_an_array_each_have_a_world_of_their_own(cluster: Cluster, login: LoginNode) -> None:
-    script = f"#!/bin/bash\nsrun {ENV} --json > task-$SLURM_ARRAY_TASK_ID.json\n"
+    script = f"#!/bin/bash\nsrun --output=$SLURM_ARRAY_TASK_ID-%t.json {ENV} --json\n"
     (login.folder / "array.sh").write_text(script)
     cluster.run("sbatch", "--array=0-2", "--nodes=2", "--ntasks-per-node=1", "--mem=500", "array.sh", cwd=login.folder)
-    outputs = [login.folder / f"task-{number}.json" for number in range(3)]
 
     cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 60)
 
-    worlds = [told(path.read_text()) for path in outputs]
+    worlds = [told(*(login.folder / f"{number}-{rank}.json" for rank in range(2))) for number in range(3)]
     assert [ranks(world) for world in worlds] == [[(0, 0, 0, 1, 2), (1, 0, 1, 1, 2)]] * 3
     assert all(len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in world}) == 1 for world in worlds)
     assert len({world[0]["MASTER_PORT"] for world in worlds}) == 3
@@ -48,9 +46,9 @@ def test_tasks_of_an_array_each_have_a_world_of_their_own(cluster: Cluster, logi
 def test_uneven_nodes_under_salloc_have_consecutive_ranks(cluster: Cluster, login: LoginNode) -> None:
     shape = ["--nodes=2", "--ntasks=3", "--distribution=block", "--nodelist=node1,node2", "--mem=500"]
 
-    done = cluster.run("salloc", *shape, "srun", *ENV.split(), "--json", cwd=login.folder)
+    cluster.run("salloc", *shape, "srun", "--output=%t.json", *ENV.split(), "--json", cwd=login.folder)
 
-    found = told(done.stdout)
+    found = told(*(login.folder / f"{rank}.json" for rank in range(3)))
     assert [one["RANK"] for one in found] == ["0", "1", "2"]
     assert {one["WORLD_SIZE"] for one in found} == {"3"}
     assert sorted(int(one["LOCAL_WORLD_SIZE"]) for one in found) in ([1, 2, 2], [1, 1, 2], [2, 2, 1])
@@ -63,7 +61,7 @@ def test_an_interactive_task_is_a_world_of_one(cluster: Cluster, login: LoginNod
 
     done = cluster.run("script", "--quiet", "--command", " ".join(command), "/dev/null", cwd=login.folder)
 
-    (found,) = told(done.stdout)
+    found = {one["name"]: one["value"] for one in json.loads(done.stdout)["variables"]}
     assert ranks([found]) == [(0, 0, 0, 1, 1)]
     assert found["MASTER_ADDR"] in NODE1
 
