@@ -1,0 +1,116 @@
+"""Waiting, running and ended jobs, told by whoever knows best and asked as seldom as that allows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.slurm.cluster import USER, Cluster
+from tests.slurm.runs import SMALL, LoginNode, world
+
+
+def counting(login: LoginNode, command: str) -> tuple[dict[str, str], Path]:
+    """Return an environment in which each call of a command of Slurm's adds a line to a file, and that file."""
+    folder, calls = login.folder / "counting", login.folder / "calls"
+    folder.mkdir(mode=0o755)
+    shim = folder / command
+    shim.write_text(f'#!/bin/sh\necho "$*" >> {calls}\nexec /usr/bin/{command} "$@"\n')
+    shim.chmod(0o755)
+    calls.touch()
+    calls.chmod(0o666)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}, calls
+
+
+def test_a_waiting_job_says_why_in_words_and_when_it_may_start(cluster: Cluster, login: LoginNode) -> None:
+    blocker = ["--nodes=4", "--exclusive", "--time=10", "--wrap", "sleep 600"]
+    cluster.run("sbatch", "--output=/dev/null", *blocker)
+    login.submit("digits", *SMALL, *world(2, 1), "resources.time_limit_min=5")
+
+    def reasoned() -> bool:
+        cluster.run("rm", "-rf", ".cache", cwd=Path("/home") / USER)  # as if half a minute had gone by
+        return bool(login.status("digits")["reason"])
+
+    cluster.wait_for(reasoned, 60)
+    status = login.status("digits")
+    screen = login.type("status", "digits").stdout
+
+    assert (status["state"], status["slurm_state"], status["source"]) == ("waiting", "PENDING", "squeue")
+    assert "state       waiting" in screen
+    assert "nodes" in status["reason"] or "jobs" in status["reason"]
+    assert status["age_s"] < 30
+
+
+def test_many_questions_about_many_waiting_jobs_cost_one_squeue(cluster: Cluster, login: LoginNode) -> None:
+    for number in range(4):
+        login.submit(f"run-{number}", *SMALL, "slurm.extra.begin=now+1hour")
+    environ, calls = counting(login, "squeue")
+    cluster.run("rm", "-rf", ".cache", cwd=Path("/home") / USER)
+
+    for number in range(4):
+        assert login.type("status", f"run-{number}", env=environ).returncode == 0
+    listed = login.type("list", "--json", env=environ)
+
+    assert {one["state"] for one in json.loads(listed.stdout)} == {"waiting"}
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_a_running_job_is_read_from_its_directory_alone(cluster: Cluster, login: LoginNode) -> None:
+    login.submit("digits", "train.epochs=400", *world(2, 1), "resources.time_limit_min=30")
+    running = login.await_state("digits", "running")
+    environ, calls = counting(login, "squeue")
+
+    status = json.loads(login.type("status", "digits", "--json", env=environ).stdout)
+    screen = login.type("status", "digits", env=environ).stdout
+
+    assert calls.read_text() == ""
+    assert (status["state"], status["source"], status["attempt"]) == ("running", "run directory", 0)
+    assert status["job_id"] == running["job_id"]
+    assert f"job {status['job_id']} on node" in screen
+    assert "time limit leaves" in screen
+
+
+def test_a_run_is_named_by_its_job_and_its_logs_are_followed_to_the_end(cluster: Cluster, login: LoginNode) -> None:
+    login.submit("digits", *SMALL, *world(2, 1))
+    job = login.status("digits")["job_id"]
+
+    followed = login.type("logs", job, "-f")
+    all_ranks = login.type("logs", job, "--all").stdout
+
+    assert followed.returncode == 0, followed.stderr
+    assert "checkpoint of step 12 committed" in followed.stdout
+    assert {line[:8] for line in all_ranks.splitlines() if line.startswith("[rank")} == {"[rank 0]", "[rank 1]"}
+
+
+def test_following_a_queued_run_shows_it_wait_and_train(login: LoginNode) -> None:
+    said = login.submit("digits", *SMALL, *world(2, 1), "slurm.extra.begin=now+5", "--follow")
+
+    assert "waiting" in said
+    assert "digits finished: step 12 of 12" in said
+
+
+def test_a_waiting_job_is_cancelled_and_can_be_submitted_again(cluster: Cluster, login: LoginNode) -> None:
+    login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
+    twice = login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
+
+    cancelled = login.type("cancel", "digits")
+    left = cluster.run("squeue", "--noheader").stdout
+
+    assert "waits in Slurm's queue already" in twice
+    assert cancelled.returncode == 0, cancelled.stderr
+    assert left == ""
+    assert "job" in login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
+
+
+def test_the_python_interface_submits_waits_and_returns_the_last_evaluation(cluster: Cluster, login: LoginNode) -> None:
+    code = (
+        "import ddp_hpc\n"
+        "spec = ddp_hpc.RunSpec(name='api', train=ddp_hpc.TrainSpec(epochs=1, max_steps=12, global_batch_size=48),\n"
+        "    resources=ddp_hpc.ResourcesSpec(nodes=2))\n"
+        "job = ddp_hpc.submit(spec, cluster='slurm')\n"
+        "print(job.job_id.isdecimal(), job.wait(), sorted(job.result()))\n"
+    )
+
+    done = cluster.run(sys.executable, "-c", code, cwd=login.folder, timeout=120)
+
+    assert done.stdout == "True finished ['accuracy', 'loss']\n"
