@@ -53,7 +53,9 @@ def read_attempts(run: RunDir) -> list[Attempt]:
     attempts: dict[int, dict[str, Any]] = {}
     for line in read_json_lines(run.attempts):
         known = {key: value for key, value in line.items() if key in Attempt.__dataclass_fields__}
-        attempts.setdefault(int(line.get("attempt", -1)), {}).update(known)
+        attempt = attempts.setdefault(int(line.get("attempt", -1)), {})
+        if attempt.get("ending") != "cancelled":  # the user's word is the last: what its processes say then is late
+            attempt.update(known)
     return [
         Attempt(**{**known, "nodes": tuple(known.get("nodes", ()))})
         for _, known in sorted(attempts.items())
@@ -99,6 +101,8 @@ class QueuedJob:
     attempt: int
     """The attempt it will begin with."""
     at: float
+    cancelled_at: float | None = None
+    """When the user took it out of the queue, if so."""
 
 
 def write_queued_job(run: RunDir, job: QueuedJob) -> None:

@@ -18,6 +18,7 @@ def as_text(status: RunStatus, *, now: float) -> str:
         "step": steps(status) + ("" if status.epoch is None else f", epoch {status.epoch} of {status.epochs}"),
         "loss": "" if status.loss is None else number(status.loss),
         "rate": rate(status),
+        "time limit": limit(status),
         "evaluation": numbers(status.metrics),
         "checkpoint": checkpoint(status),
         "save error": status.save_error or "",
@@ -36,11 +37,17 @@ def steps(status: RunStatus) -> str:
 def rate(status: RunStatus) -> str:
     """Return samples/s, and the time left where the run goes on."""
     told = [] if status.samples_per_s is None else [f"{status.samples_per_s:.0f} samples/s"]
-    told += [] if status.eta_s is None else [f"{duration(status.eta_s)} left"]
-    if status.eta_s is not None and status.limit_s is not None:
-        enough = "enough" if status.eta_s < status.limit_s else "not enough: it will stop with a checkpoint"
-        told.append(f"the job's time limit leaves {duration(status.limit_s)}, {enough}")
-    return ", ".join(told)
+    return ", ".join(told + ([] if status.eta_s is None else [f"{duration(status.eta_s)} left"]))
+
+
+def limit(status: RunStatus) -> str:
+    """Return when the job's time limit ends it, and whether that is enough."""
+    if status.limit_s is None:
+        return ""
+    ends = f"ends the job in {duration(max(status.limit_s, 0))}"
+    if status.eta_s is None:
+        return ends
+    return f"{ends}, {'enough' if status.eta_s < status.limit_s else 'not enough: it will stop with a checkpoint'}"
 
 
 def checkpoint(status: RunStatus) -> str:

@@ -6,6 +6,7 @@ network only, or the job one node, it has all the facts; else it asks every node
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from itertools import islice
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.children import answer_of
 from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.rendezvous.address import addresses_of
 from ddp_hpc.rendezvous.choice import Choice, choose_fabric, refusal
 from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces, parse_interfaces
 from ddp_hpc.rendezvous.ports import candidate_ports, is_free
@@ -32,7 +34,7 @@ def meetings(allocation: Allocation, *, attempt: int, environ: Mapping[str, str]
         ConfigError: where rank zero's node has no network, or a port the user named is no number.
     """
     given = environ.get("MASTER_ADDR")
-    address, why = (given, "as MASTER_ADDR says") if given else _explained(_choice(allocation, environ))
+    address, why = (_numeric(given), "as MASTER_ADDR says") if given else _explained(_choice(allocation, environ))
     for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
         if not allocation.is_on_first_node or is_free(address, port):
             sys.stderr.write(f"ranks meet at {address} port {port}: {why}\n")
@@ -43,6 +45,17 @@ def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[
     if given:
         return iter([_number(given)])
     return islice(candidate_ports(allocation.job_id, attempt), MOST_PORTS)
+
+
+def _numeric(text: str) -> str:
+    """Return the address that the user's word means to other nodes: a node's own name may mean 127.0.1.1 to itself."""
+    for address in addresses_of(text):
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+    raise ConfigError(
+        f"MASTER_ADDR is {text!r} in the environment, but that means no address here that other nodes reach. "
+        "Set it to an IP address of the first node, or unset it to have one chosen."
+    )
 
 
 def _number(text: str) -> int:

@@ -27,13 +27,17 @@ from ddp_hpc.records import (
     Cluster,
     Ending,
     JobFacts,
+    QueuedJob,
     first_failure,
     read_attempts,
+    read_queued_job,
     record_end,
     record_start,
     take_verdict,
+    write_queued_job,
 )
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
 from ddp_hpc.spec import RunSpec
 
@@ -79,16 +83,30 @@ def _supervise(run: RunDir, cluster: Cluster, lock_fd: int) -> int:
     attempt = len(read_attempts(run))
     allocation = read_allocation(os.environ) if cluster == "slurm" else None
     run.stop_request.unlink(missing_ok=True)
-    record_start(
-        run,
-        attempt=attempt,
-        job_id=allocation.job_id if allocation else str(os.getpid()),
-        job=JobFacts(allocation.node_names, allocation.end_time) if allocation else None,
-    )
+    job_id = allocation.job_id if allocation else str(os.getpid())
+    record_start(run, attempt=attempt, job_id=job_id, job=_facts(allocation) if allocation else None)
+    if allocation is not None:
+        _note_job(run, job_id, attempt)
     outcome = _work(run, attempt, cluster, allocation, lock_fd)
     ending = ENDINGS.get(outcome.code, "failed")
     record_end(run, attempt=attempt, ending=ending, exit_code=outcome.code, reason=outcome.reason)
     return outcome.code if ending != "failed" else exit_codes.FAILED
+
+
+def _facts(allocation: Allocation) -> JobFacts:
+    """Return what the ledger keeps of a job; older versions of Slurm tell its end only when asked."""
+    try:
+        job = None if allocation.end_time else client.job(allocation.job_id, os.environ)
+    except DdpHpcError:
+        job = None
+    return JobFacts(allocation.node_names, job.ends_at if job else allocation.end_time)
+
+
+def _note_job(run: RunDir, job_id: str, attempt: int) -> None:
+    """Note a job that plain sbatch has submitted, as `submit` notes its own."""
+    noted = read_queued_job(run)
+    if noted is None or noted.job_id != job_id:
+        write_queued_job(run, QueuedJob(job_id=job_id, attempt=attempt, at=time.time()))
 
 
 def _work(run: RunDir, attempt: int, cluster: Cluster, allocation: Allocation | None, lock_fd: int) -> Outcome:

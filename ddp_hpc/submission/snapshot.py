@@ -90,7 +90,9 @@ def differences(snapshot: Path) -> list[str]:
     listed = {
         one["name"]: _File(**one) for one in json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))["files"]
     }
-    there = {name for name in _walk(snapshot, hidden_too=True) if name != MANIFEST}
+    there = {
+        name for name in _walk(snapshot, hidden_too=True) if name != MANIFEST and "__pycache__" not in Path(name).parts
+    }
     changed = [name for name in listed.keys() & there if _look(snapshot, name) != listed[name]]
     kinds = {"missing": listed.keys() - there, "changed": changed, "added": there - listed.keys()}
     return [f"{kind} {name}" for kind, names in kinds.items() for name in sorted(names)]

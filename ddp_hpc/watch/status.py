@@ -13,8 +13,8 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
 from ddp_hpc.watch.queue import Ask, JobWord
 
-State = Literal["waiting", "starting", "running", "stopping", "interrupted", "unknown"] | Ending
-"""Alive: in Slurm's queue; begun without a step yet; stepping; asked to stop. Not alive: killed without a last word. `unknown`: on
+State = Literal["prepared", "waiting", "starting", "running", "stopping", "interrupted", "unknown"] | Ending
+"""Not started yet: rendered, for plain sbatch. Alive: in Slurm's queue; begun without a step yet; stepping; asked to stop. Not alive: killed without a last word. `unknown`: on
 another host, and silent for long. Or how the newest attempt ended."""
 
 ALIVE = frozenset({"waiting", "starting", "running", "stopping"})
@@ -36,6 +36,8 @@ class Observation:
     """Whether a process on this host works on the run; None where the file system cannot tell."""
     wants_stop: bool
     is_done: bool
+    is_rendered: bool = False
+    """Whether a job script lies there."""
     host: str
     """This host."""
     now: float
@@ -109,7 +111,7 @@ def read_status(run: RunDir, *, now: float, host: str | None = None, ask: Ask | 
 def _is_for_slurm(seen: Observation) -> bool:
     """Tell whether the run directory alone does not say how the job is."""
     if not seen.has_begun:
-        return True
+        return seen.queued is not None and seen.queued.cancelled_at is None
     last = seen.attempts[-1]
     is_silent = seen.silent_s is not None and seen.silent_s > SLURM_SILENCE_S
     return last.cluster == "slurm" and last.ending is None and is_silent and not seen.is_held
@@ -133,6 +135,7 @@ def observe(run: RunDir, *, now: float, host: str) -> Observation:
         is_held=True if len(after) > len(before) else is_held,
         wants_stop=run.stop_request.exists(),
         is_done=run.done.exists(),
+        is_rendered=run.job_script.exists(),
         host=host,
         now=now,
         queued=read_queued_job(run),
@@ -214,7 +217,9 @@ def _state(seen: Observation) -> State:
     if seen.word is not None and (not seen.has_begun or seen.word.state is not None):
         return _state_by_slurm(seen, seen.word)
     if not seen.has_begun:
-        return "waiting"
+        return "cancelled" if seen.queued is not None and seen.queued.cancelled_at else "waiting"
+    if last is None and seen.is_rendered and not seen.is_held:
+        return "prepared"
     if last is not None and last.ending is not None:
         return last.ending
     is_alive = _is_alive(seen, last)
@@ -255,6 +260,10 @@ def _reason(state: State, seen: Observation) -> str:
     told = "" if seen.word is None else _reason_by_slurm(state, seen, seen.word)
     if told:
         return told
+    if state == "prepared":
+        return "its job script was rendered, and no job of it has begun: start it with `sbatch`"
+    if state == "cancelled" and not seen.has_begun:
+        return "cancelled by the user while it waited"
     if state == "interrupted":
         resume = f"from step {seen.committed[-1]}" if seen.committed else "from the beginning"
         return f"killed, or its machine went down; submit again to go on {resume}"

@@ -52,7 +52,7 @@ def test_many_questions_about_many_waiting_jobs_cost_one_squeue(cluster: Cluster
     listed = login.type("list", "--json", env=environ)
 
     assert {one["state"] for one in json.loads(listed.stdout)} == {"waiting"}
-    assert len(calls.read_text().splitlines()) == 1
+    assert calls.read_text().count("\n") == 1
 
 
 def test_a_running_job_is_read_from_its_directory_alone(cluster: Cluster, login: LoginNode) -> None:
@@ -67,7 +67,7 @@ def test_a_running_job_is_read_from_its_directory_alone(cluster: Cluster, login:
     assert (status["state"], status["source"], status["attempt"]) == ("running", "run directory", 0)
     assert status["job_id"] == running["job_id"]
     assert f"job {status['job_id']} on node" in screen
-    assert "time limit leaves" in screen
+    assert "time limit  ends the job in" in screen
 
 
 def test_a_run_is_named_by_its_job_and_its_logs_are_followed_to_the_end(cluster: Cluster, login: LoginNode) -> None:
@@ -95,10 +95,12 @@ def test_a_waiting_job_is_cancelled_and_can_be_submitted_again(cluster: Cluster,
 
     cancelled = login.type("cancel", "digits")
     left = cluster.run("squeue", "--noheader").stdout
+    status = login.status("digits")
 
     assert "waits in Slurm's queue already" in twice
     assert cancelled.returncode == 0, cancelled.stderr
     assert left == ""
+    assert (status["state"], status["reason"]) == ("cancelled", "cancelled by the user while it waited")
     assert "job" in login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
 
 
@@ -114,3 +116,28 @@ def test_the_python_interface_submits_waits_and_returns_the_last_evaluation(clus
     done = cluster.run(sys.executable, "-c", code, cwd=login.folder, timeout=120)
 
     assert done.stdout == "True finished ['accuracy', 'loss']\n"
+
+
+def test_a_cancelled_job_stays_cancelled_whatever_its_processes_say_on_their_way_out(
+    cluster: Cluster, login: LoginNode
+) -> None:
+    login.submit("digits", "train.epochs=400", *world(2, 1))
+    login.await_state("digits", "running")
+
+    assert login.type("cancel", "digits").returncode == 0
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 30)
+
+    assert login.status("digits")["state"] == "cancelled"
+
+
+def test_a_job_that_plain_sbatch_submitted_is_known_once_it_begins(cluster: Cluster, login: LoginNode) -> None:
+    assert login.type("render", "digits.yaml", "name=plain", "train.epochs=400", *world(2, 1)).returncode == 0
+    before = login.status("plain")["state"]
+
+    cluster.run("sbatch", login.run("plain").job_script, cwd=login.folder)
+    login.await_state("plain", "running")
+    cancelled = login.type("cancel", "plain")
+
+    assert before == "prepared"
+    assert cancelled.returncode == 0, cancelled.stderr
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 30)
