@@ -41,7 +41,7 @@ check: .venv/.dev ## Format, lint, types, import contracts, shell scripts
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	find $(SCRIPT_DIRS) -type f -exec awk 'FNR == 1 && /^#!.*sh( |$$)/ { print FILENAME } { nextfile }' {} + \
+	find $(SCRIPT_DIRS) -type f ! -name '*.j2' -exec awk 'FNR == 1 && /^#!.*sh( |$$)/ { print FILENAME } { nextfile }' {} + \
 		| xargs -r $(BIN)/shellcheck
 
 format: .venv/.dev ## Rewrite the code the way `check` wants it, where that is safe

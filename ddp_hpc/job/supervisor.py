@@ -24,6 +24,7 @@ from ddp_hpc.job.children import see_through
 from ddp_hpc.job.launcher import LAUNCHERS, Start, agent_argv
 from ddp_hpc.job.meeting_place import meetings
 from ddp_hpc.records import (
+    Attempt,
     Cluster,
     Ending,
     JobFacts,
@@ -37,7 +38,7 @@ from ddp_hpc.records import (
     write_queued_job,
 )
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm import client
+from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
 from ddp_hpc.spec import RunSpec
 
@@ -80,8 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _supervise(run: RunDir, cluster: Cluster, lock_fd: int) -> int:
-    attempt = len(read_attempts(run))
+    attempts = read_attempts(run)
+    attempt = len(attempts)
     allocation = read_allocation(os.environ) if cluster == "slurm" else None
+    if allocation is not None and attempts and _is_anothers(attempts[-1], allocation):
+        sys.stderr.write(f"error: {run.path} is being worked on by job {attempts[-1].job_id}.\n")
+        return exit_codes.REFUSED
     run.stop_request.unlink(missing_ok=True)
     job_id = allocation.job_id if allocation else str(os.getpid())
     record_start(run, attempt=attempt, job_id=job_id, job=_facts(allocation) if allocation else None)
@@ -91,6 +96,17 @@ def _supervise(run: RunDir, cluster: Cluster, lock_fd: int) -> int:
     ending = ENDINGS.get(outcome.code, "failed")
     record_end(run, attempt=attempt, ending=ending, exit_code=outcome.code, reason=outcome.reason)
     return outcome.code if ending != "failed" else exit_codes.FAILED
+
+
+def _is_anothers(newest: Attempt, allocation: Allocation) -> bool:
+    """Tell whether another job works on the run: file systems that lock each node by itself do not say."""
+    if newest.ending is not None or newest.cluster != "slurm" or newest.job_id == allocation.job_id:
+        return False
+    try:
+        job = client.job(newest.job_id, os.environ)
+    except DdpHpcError:
+        return False
+    return job is not None and states.word(job.state) in {"running", "suspended", "ending"}
 
 
 def _facts(allocation: Allocation) -> JobFacts:

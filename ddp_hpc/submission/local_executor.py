@@ -17,7 +17,9 @@ from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
 from ddp_hpc.records import Attempt, read_attempts, read_progress, record_end
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission import slurm_executor
 from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
 
 START_PATIENCE_S = 120.0
@@ -45,6 +47,11 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
     is_new = not run.config.exists()
     if _is_busy(run):
         return Submission(run, "running", len(read_attempts(run)) - 1)
+    in_slurm = (
+        slurm_executor.job_of(run, os.environ) if run.submission.exists() and client.is_here(os.environ) else None
+    )
+    if in_slurm is not None:
+        return in_slurm
     if is_finished(run, spec):
         return Submission(run, "finished", len(read_attempts(run)) - 1)
     make_run_dir(run, resolved_text, is_new=is_new)

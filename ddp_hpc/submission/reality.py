@@ -20,6 +20,11 @@ PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "overlay"})
 
 
+_SOON_S = 60.0
+_NEVER_S = 180 * 86400.0
+"""With jobs before it that may run for ever, Slurm's estimates are years ahead."""
+
+
 def refuse_private_directory(path: Path) -> None:
     """Refuse a run directory that other nodes would not see.
 
@@ -61,12 +66,20 @@ def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
     when = ""
     if starts_at is not None:
         wait_s = starts_at - time.time()
-        when = "; it could start now" if wait_s < 60 else f"; it could start in about {_span(wait_s)}"
+        when = f"; {_start(wait_s)}"
     yield f"asks for {asked(spec)}{when}"
     hours = (spec.resources.time_limit_min or 0) / 60
     num_gpus = spec.resources.nodes * spec.resources.gpus_per_node
     if hours and num_gpus:
         yield f"uses up to {num_gpus * hours:.4g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
+
+
+def _start(wait_s: float) -> str:
+    if wait_s < _SOON_S:
+        return "it could start now"
+    if wait_s > _NEVER_S:
+        return "Slurm cannot tell when it could start: jobs without a time limit are before it"
+    return f"it could start in about {_span(wait_s)}"
 
 
 def _span(seconds: float) -> str:

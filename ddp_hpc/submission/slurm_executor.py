@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc import processes
 from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
 from ddp_hpc.records import Attempt, QueuedJob, read_attempts, read_queued_job, record_end, write_queued_job
@@ -86,14 +87,25 @@ def submit(
 
 def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
     """Return what stands in the way of another job: one that waits or runs, or that nothing is left to do."""
-    job = read_queued_job(run)
+    in_slurm = job_of(run, environ)
+    if in_slurm is not None:
+        return in_slurm
     attempts = read_attempts(run)
-    if job is not None and is_alive(job.job_id, environ):
-        has_begun = len(attempts) > job.attempt
-        return Submission(run, "running" if has_begun else "waiting", len(attempts) - has_begun, job_id=job.job_id)
+    if processes.is_locked(run.lock):
+        return Submission(run, "running", len(attempts) - 1)
     if is_finished(run, spec):
         return Submission(run, "finished", len(attempts) - 1)
     return None
+
+
+def job_of(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
+    """Return the run's job that waits or runs, if it has one."""
+    job = read_queued_job(run)
+    if job is None or job.cancelled_at is not None or not is_alive(job.job_id, environ):
+        return None
+    num_attempts = len(read_attempts(run))
+    has_begun = num_attempts > job.attempt
+    return Submission(run, "running" if has_begun else "waiting", num_attempts - has_begun, job_id=job.job_id)
 
 
 def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
