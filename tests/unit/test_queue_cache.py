@@ -75,14 +75,9 @@ def test_a_job_that_has_ended_is_asked_for_by_itself_and_only_once(fake: Fake) -
 
 def test_while_slurm_does_not_answer_pauses_double_up_to_minutes(fake: Fake) -> None:
     fake.set("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
-    pauses: list[float] = []
-    asked_at = fake.now
-    fake.ask("12", 900.0)
-    for _ in range(2000):
-        fake.now += 1
-        before = fake.calls("squeue") if len(pauses) < 8 else 0
-        if len(pauses) >= 8:
-            break
+    asked_at, pauses, word = fake.now, list[float](), fake.ask("12", 900.0)
+    while len(pauses) < 8:
+        before, fake.now = fake.calls("squeue"), fake.now + 1
         word = fake.ask("12", 900.0)
         if fake.calls("squeue") > before:
             pauses.append(fake.now - asked_at)
