@@ -17,7 +17,7 @@ from ddp_hpc.submission.refusals import Cluster, asked, chosen_partition, explai
 
 PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
 """Where every node has files of its own."""
-_PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "overlay"})
+_PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
 _SOON_S = 60.0
