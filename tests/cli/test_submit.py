@@ -171,8 +171,9 @@ def test_a_failure_names_the_first_rank_its_error_and_its_log() -> None:
 def test_a_run_outlives_its_follower_stops_when_told_and_goes_on_when_submitted_again(cancelled_later: RunDir) -> None:
     run = cancelled_later
     words = ["run.yaml", "recipe.args.pause_s=0.05", "train.epochs=1000"]
+    heeding = ["env", "--default-signal=INT"]  # a shell without job control has its background jobs ignore it
     with subprocess.Popen(
-        [sys.executable, "-m", "ddp_hpc", "submit", *words, "--follow"], stderr=subprocess.PIPE, text=True
+        [*heeding, sys.executable, "-m", "ddp_hpc", "submit", *words, "--follow"], stderr=subprocess.PIPE, text=True
     ) as follower:
         until(lambda: run.config.exists() and read_status(run, now=time.time()).step > 0)
         follower.send_signal(signal.SIGINT)
