@@ -122,3 +122,18 @@ def test_a_worker_that_fails_on_another_node_is_named_with_its_exception(login: 
     assert done.returncode == 1
     assert "rank 1 on node2 failed first" in done.stderr
     assert "ValueError: broken on purpose" in done.stderr
+
+
+def test_a_node_that_does_not_see_the_runs_directory_is_told_of(cluster: Cluster, login: LoginNode) -> None:
+    runs = login.folder / "runs"
+    login.submit("first", *SMALL, "slurm.nodelist=node1", "--wait")
+    cluster.run("mount", "-t", "tmpfs", "tmpfs", runs, node="node2", user="root")
+    try:
+        words = ["submit", "digits.yaml", "name=unseen", "--cluster", "slurm", *SMALL, "slurm.nodelist=node2"]
+        done = login.type(*words, "--wait")
+    finally:
+        cluster.run("umount", runs, node="node2", user="root")
+
+    assert done.returncode == 1
+    assert "wrote nothing. Most often a node does not see the run's directory" in done.stderr
+    assert login.status("unseen")["state"] == "failed"
