@@ -43,7 +43,7 @@ def render(script: JobScript) -> str:
     path = _template(script.spec)
     try:
         text: str = _environment().from_string(path.read_text(encoding="utf-8")).render(_values(script))
-    except (OSError, TemplateError) as error:
+    except (OSError, TemplateError, TypeError, ValueError) as error:  # no file, no template, no sense, no text
         line = getattr(error, "lineno", None)
         where = f"{path}, line {line}" if line else str(path)
         raise ConfigError(f"The job script's template cannot be used: {where}: {error}") from error

@@ -36,8 +36,9 @@ def _require_positive(section: str, **values: float | None) -> None:
 
 def _require_one_line(section: str, **values: object) -> None:
     for key, value in values.items():
+        texts = map(str, value if isinstance(value, tuple) else [value])
         _require(
-            "\n" not in str(value) and "\0" not in str(value),
+            not any("\n" in text or "\0" in text for text in texts),
             f"`{section}.{key}` is {value!r}, but it must be one line: a line break would become "
             "another line of the job script.",
         )

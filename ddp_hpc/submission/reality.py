@@ -35,7 +35,7 @@ def refuse_private_directory(path: Path) -> None:
     place = next((place for place in PRIVATE_PLACES if resolved.is_relative_to(place)), None)
     mounts = [one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)]
     mount = max(mounts, key=lambda one: len(one.mountpoint), default=None)
-    is_private = place is not None and (mount is None or not Path(mount.mountpoint).is_relative_to(place))
+    is_private = place is not None and (mount is None or Path(place) not in Path(mount.mountpoint).parents)
     if mount is not None and mount.fstype in _PRIVATE_FILE_SYSTEMS:
         place, is_private = f"{mount.mountpoint} ({mount.fstype})", True
     if is_private:
@@ -71,7 +71,7 @@ def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
     hours = (spec.resources.time_limit_min or 0) / 60
     num_gpus = spec.resources.nodes * spec.resources.gpus_per_node
     if hours and num_gpus:
-        yield f"uses up to {num_gpus * hours:.4g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
+        yield f"uses up to {round(num_gpus * hours, 2):g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
 
 
 def _start(wait_s: float) -> str:
@@ -108,7 +108,7 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None) 
             f"warning: partition {partition.name} preempts by CANCEL: a preempted job does not come back by itself. "
             "Submit the run again; it goes on from its newest checkpoint."
         )
-    if mode not in {"", "OFF"} and not partition.grace_time_s:
+    if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
         yield (
             f"warning: partition {partition.name} preempts without GraceTime: a preempted run loses the steps since its "
             f"newest checkpoint (`checkpoint.every_steps` is {spec.checkpoint.every_steps})."

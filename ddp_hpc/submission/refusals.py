@@ -45,7 +45,7 @@ def _size(spec: RunSpec, cluster: Cluster) -> str:
 
 def _time(spec: RunSpec, cluster: Cluster) -> str:
     chosen = chosen_partition(spec, cluster.partitions)
-    most = f"; {chosen.name} allows {chosen.max_time_min} min" if chosen and chosen.max_time_min else ""
+    most = f"; {chosen.name} allows {chosen.max_time_min:.0f} min" if chosen and chosen.max_time_min else ""
     return f"`resources.time_limit_min` is {spec.resources.time_limit_min}{most}. A run that is stopped goes on later."
 
 
@@ -62,6 +62,7 @@ def _policy(spec: RunSpec, cluster: Cluster) -> str:
 _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     r"invalid partition": _partition,
     r"invalid account|invalid qos|account/partition combination": _account,
+    r"accounting/QOS policy": _policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
     r"time limit": _time,
     r"node configuration is not available|node count|more processors|memory specification|nodes? .*not available": _size,
     r"QOS|policy|limit": _policy,

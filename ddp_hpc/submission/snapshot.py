@@ -66,7 +66,8 @@ def take_snapshot(code_dir: Path, run: RunDir, *, max_bytes: int, leave_out: Seq
     import xxhash  # late: only a submission on Slurm waits for it
 
     source = _source_of(code_dir)
-    hidden = [path.resolve() for path in [*leave_out, run.path.parent]]
+    left_out = (path.resolve() for path in [*leave_out, run.path.parent, run.path])
+    hidden = [path for path in left_out if not source.is_relative_to(path)]  # runs may lie beside the code, or above it
     names = [name for name in _names(source) if not any((source / name).is_relative_to(one) for one in hidden)]
     _refuse_large(source, names, max_bytes)
     try:
@@ -110,7 +111,8 @@ def _names(source: Path) -> list[str]:
         return list(_walk(source, hidden_too=False))
     names = [name for name in listed.split("\0") if name]
     modules = [name for name in names if (source / name).is_dir() and not (source / name).is_symlink()]
-    within = [f"{module.rstrip('/')}/{name}" for module in modules for name in _names(source / module)]
+    present = [module.rstrip("/") for module in modules if (source / module / ".git").exists()]  # else it is only named
+    within = [f"{module}/{name}" for module in present for name in _names(source / module)]
     return [*(name for name in names if name not in modules), *within]
 
 
@@ -125,8 +127,9 @@ def _walk(top: Path, *, hidden_too: bool) -> Iterator[str]:
         links = [name for name in kept if (Path(folder) / name).is_symlink()]
         folders[:] = [name for name in kept if name not in links]
         for name in [*files, *links]:
-            if hidden_too or not name.startswith("."):
-                yield str((Path(folder) / name).relative_to(top))
+            path = Path(folder) / name
+            if hidden_too or (not name.startswith(".") and (path.is_symlink() or path.is_file())):  # no pipe, no socket
+                yield str(path.relative_to(top))
 
 
 def _refuse_large(source: Path, names: Sequence[str], max_bytes: int) -> None:

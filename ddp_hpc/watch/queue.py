@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,13 +85,13 @@ class _Known:
 
     @classmethod
     def read(cls, path: Path) -> _Known:
-        record = read_json(path) or {}
         try:
+            record = read_json(path) or {}
             words = {key: {job: JobWord(**word) for job, word in record[key].items()} for key in ("jobs", "ended")}
             return cls(
                 record["at"], words["jobs"], words["ended"], record["pause_s"], record["asked_at"], record["problem"]
             )
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError, OSError):
             return cls(0.0, {}, {})
 
     def write(self, path: Path) -> None:
@@ -148,5 +148,6 @@ def _alone(cache: Path) -> Iterator[None]:
         yield
         return
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

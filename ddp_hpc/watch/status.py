@@ -238,7 +238,13 @@ def _state_by_slurm(seen: Observation, word: JobWord) -> State:
     if word.state is None:
         return "waiting" if word.problem else "unknown"
     told = _BY_SLURM[states.word(word.state)]
-    return _state_of_living(seen) if told == "starting" and seen.has_begun else told
+    if not seen.has_begun:
+        return told
+    if seen.is_done and word.has_ended:
+        return "finished"
+    if told == "starting":
+        return "stopping" if seen.wants_stop else _state_of_living(seen)
+    return told
 
 
 def _is_alive(seen: Observation, last: Attempt | None) -> bool | None:
@@ -272,7 +278,7 @@ def _reason(state: State, seen: Observation) -> str:
         return (
             f"it ran on {host} and has been silent for more than {SILENCE_S:.0f} s; look there, or submit again there"
         )
-    return seen.attempts[-1].reason if seen.attempts else ""
+    return seen.attempts[-1].reason if seen.attempts and seen.has_begun else ""
 
 
 def _reason_by_slurm(state: State, seen: Observation, word: JobWord) -> str:

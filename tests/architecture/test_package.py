@@ -30,10 +30,20 @@ def metadata(wheel: zipfile.ZipFile) -> str:
     return wheel.read(f"ddp_hpc-{ddp_hpc.__version__}.dist-info/METADATA").decode()
 
 
-def test_the_wheel_holds_every_module_and_the_digits(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
 
-    assert {*MODULES, "ddp_hpc/train/recipes/digits.npz"} <= names
+    assert {*MODULES, "ddp_hpc/train/recipes/digits.npz", "ddp_hpc/sbatch_templates/ddp.sbatch.j2"} <= names
+
+
+def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    program = "from ddp_hpc import RunSpec, render; sys.stdout.write(str(render._template(RunSpec(name='x'))))"
+    argv = [sys.executable, "-c", f"import sys; {program}"]
+
+    done = subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    assert done.stdout == str(tmp_path / "ddp_hpc" / "sbatch_templates" / "ddp.sbatch.j2")
 
 
 def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.ZipFile) -> None:

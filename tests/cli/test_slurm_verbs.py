@@ -1,0 +1,224 @@
+"""Verbs for runs that are jobs of Slurm: what is refused, what a dry run prints, and a job's number as a name.
+
+Where a run goes is in `test_choosing_a_cluster`; real jobs are in `tests/slurm`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.durable import append_json_line
+from ddp_hpc.records import QueuedJob, write_queued_job
+from ddp_hpc.run_dir import RunDir
+from tests.made_run import add_progress, make_run
+
+UP = "echo 'Slurmctld(primary) at head is UP'"
+CONFIG = "recipe: {target: 'tiny:build'}\nresources: {nodes: 2, workers_per_node: 2}\nslurm: {partition: gpu}\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current directory, with a configuration and its recipe; its `bin` comes first on PATH."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.py").write_text("")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    return tmp_path
+
+
+def install(here: Path, **commands: str) -> None:
+    for name, body in commands.items():
+        (here / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (here / "bin" / name).chmod(0o755)
+
+
+@pytest.fixture
+def slurm(here: Path) -> Path:
+    """Have a cluster here that answers, and notes what it was asked to send."""
+    install(here, sbatch=f'echo sbatch "$@" >> {here}/asked; exit 1', scontrol=UP, squeue="exit 0", sacct="exit 1")
+    return here
+
+
+def add_job(run: RunDir, *, queued: str | None = None, had: str | None = None, cluster: str = "slurm") -> None:
+    if queued is not None:
+        write_queued_job(run, QueuedJob(job_id=queued, attempt=0 if had is None else 1, at=time.time()))
+    if had is not None:
+        known = {"attempt": 0, "job_id": had, "host": "node1", "pid": 1, "started_at": time.time(), "cluster": cluster}
+        append_json_line(run.attempts, known)
+
+
+def test_a_dry_run_prints_the_script_alone_and_makes_nothing(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "run.yaml", "--dry-run", "slurm.account=lab"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {"#SBATCH --nodes=2", "#SBATCH --partition=gpu", "#SBATCH --account=lab"} <= set(lines)
+    assert f'export PYTHONPATH={slurm}/runs/run/snapshot"${{PYTHONPATH:+:$PYTHONPATH}}"' in lines
+    assert lines[-1].endswith(f"-m ddp_hpc.job.supervisor {slurm}/runs/run --cluster slurm")
+    assert sorted(path.name for path in slurm.iterdir()) == ["bin", "run.yaml", "tiny.py"]
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_dry_run_as_json_has_the_script_that_the_other_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["submit", "run.yaml", "--dry-run"])
+    printed = capsys.readouterr().out
+    main(["submit", "run.yaml", "--dry-run", "--json"])
+
+    planned = json.loads(capsys.readouterr().out)
+
+    assert planned["script"] == printed
+    assert planned["config"]["slurm.partition"] == {"value": "gpu", "source": "file run.yaml"}
+    assert "command" not in planned
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_dry_run_for_this_machine_prints_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "run.yaml", "--dry-run", "--cluster", "local"]) == 0
+
+    assert "#SBATCH" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["slurm.comment=a\nb"], "`slurm.comment` is 'a\\nb', but it must be one line"),
+        (["slurm.extra.nodes=3"], "`slurm.extra.nodes` sets `--nodes`, which another key sets already"),
+        (["slurm.template=nowhere.j2"], "The job script's template cannot be used: nowhere.j2"),
+        (["slurm.signal_lead_s=70000"], "must lie between 1 and 65535"),
+    ],
+)
+@pytest.mark.parametrize("more", [["--dry-run"], []], ids=["dry", "wet"])
+def test_what_cannot_be_a_script_is_one_error_and_leaves_nothing(
+    words: list[str], told: str, more: list[str], slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [] if more else ["runs_dir=/home/nobody-here/runs"]  # the test's own directory may be a node's own
+
+    assert main(["submit", "run.yaml", "--cluster", "slurm", *words, *runs, *more]) == 2
+
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert told in err
+    assert not (slurm / "runs").exists()
+    assert not (slurm / "asked").exists()
+
+
+def test_a_run_directory_of_this_node_alone_is_refused_before_slurm_is_asked(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "run.yaml", "--cluster", "slurm", "runs_dir=/dev/shm/ddp-hpc-test"]) == 2
+
+    assert "of its own, so the job could not find it" in capsys.readouterr().err
+    assert not Path("/dev/shm/ddp-hpc-test").exists()
+    assert not (slurm / "asked").exists()
+
+
+@pytest.mark.parametrize("number", ["17", "18"])
+def test_a_run_is_found_by_the_number_of_a_job_that_waits_and_of_one_it_had(
+    number: str, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_job(make_run(slurm / "runs", "wanted"), had="17", queued="18")
+    add_job(make_run(slurm / "runs", "other"), queued="170")
+    add_job(make_run(slurm / "runs", "local"), had="17", cluster="local")
+
+    assert main(["status", number, "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["run"] == "wanted"
+
+
+def test_a_task_of_an_array_is_found_by_both_its_numbers(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_job(make_run(slurm / "runs", "wanted"), queued="17_3")
+
+    assert main(["status", "17_3", "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["run"] == "wanted"
+
+
+def test_a_run_that_is_called_like_a_job_wins(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_job(make_run(slurm / "runs", "wanted"), queued="17")
+    make_run(slurm / "runs", "17")
+
+    assert main(["status", "17", "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["run"] == "17"
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_number_of_no_job_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    add_job(make_run(Path("runs"), "wanted"), queued="17")
+
+    assert main(["status", "99"]) == 2
+
+    assert "'99' is neither a run in" in capsys.readouterr().err
+
+
+def test_a_job_that_waits_is_told_with_its_reason_in_words(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_job(make_run(slurm / "runs", "wanted"), queued="17")
+    fields = ["17", "17", "N/A", "PENDING", "Priority", "gpu", "2", "", "1:00:00", "N/A", "N/A", "0", "wanted", ""]
+    row = "".join(f"{field}\\037" for field in fields).removesuffix("\\037") + "\\036"
+    install(slurm, squeue=f"printf '{row}'")
+
+    assert main(["status", "wanted", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["job_id"], told["source"]) == ("waiting", "17", "squeue")
+    assert told["reason"] == "jobs of higher priority are before it"
+
+
+def test_slurm_that_is_down_does_not_keep_anybody_from_looking(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_job(make_run(slurm / "runs", "wanted"), queued="17")
+    down = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    install(slurm, squeue=down, scontrol=down)
+
+    assert [main(["status", "wanted", "--json"]), main(["list"])] == [0, 0]
+
+    told = json.loads(capsys.readouterr().out.split("\n}\n")[0] + "\n}")
+    assert told["state"] == "waiting"
+    assert "Slurm does not answer" in told["source"]
+
+
+def test_a_run_that_writes_is_looked_at_without_slurm(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(here / "runs", "wanted")
+    add_job(run, had="17")
+    add_progress(run, at=time.time())
+    install(here, squeue=f"touch {here}/asked", scontrol=f"touch {here}/asked")
+
+    assert main(["status", "17", "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["state"] == "running"
+    assert not (here / "asked").exists()
+
+
+WAITS = "echo 'JobId=17 JobName=x UserId=ada(1) JobState=PENDING Reason=None Command=x'"
+
+
+def test_a_job_that_waits_is_not_stopped(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(slurm / "runs", "wanted")
+    add_job(run, queued="17")
+    install(slurm, scontrol=WAITS)
+
+    assert main(["stop", "17"]) == 2
+
+    assert "wanted is not running, so there is nothing to stop" in (told := capsys.readouterr().err)
+    assert "`ddp-hpc cancel wanted`" in told
+    assert not run.stop_request.exists()
+
+
+def test_a_job_that_waits_is_cancelled_by_its_number(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_job(make_run(slurm / "runs", "wanted"), queued="17")
+    install(slurm, scontrol=WAITS, scancel=f'echo "$@" > {slurm}/cancelled')
+
+    assert main(["cancel", "17"]) == 0
+
+    assert capsys.readouterr().out.startswith("Job 17 of wanted was cancelled.")
+    assert (slurm / "cancelled").read_text() == "17\n"
+    assert main(["status", "wanted", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "cancelled"

@@ -1,0 +1,132 @@
+"""The records of a run that is a job of Slurm: the job in the queue, the verdict of rank zero's node."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.records import (
+    JobFacts,
+    QueuedJob,
+    read_attempts,
+    read_queued_job,
+    record_end,
+    record_start,
+    take_verdict,
+    write_queued_job,
+    write_verdict,
+)
+from tests.made_run import make_run
+
+JOB = QueuedJob(job_id="17", attempt=2, at=1000.5)
+
+
+@pytest.mark.parametrize("job", [JOB, replace(JOB, cancelled_at=1001.0), replace(JOB, job_id="17_3")])
+def test_a_queued_job_is_read_as_it_was_written(job: QueuedJob, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    write_queued_job(run, job)
+
+    assert read_queued_job(run) == job
+
+
+def test_the_newest_job_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_queued_job(run, replace(JOB, cancelled_at=1001.0))
+
+    write_queued_job(run, JOB)
+
+    assert read_queued_job(run) == JOB
+    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "submission.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", '{"job_id": "17", "att', "[]", "17", '{"job_id": "17"}', "\x00\x00\x00"],
+    ids=["missing", "empty", "torn", "no object", "a number", "of another version", "a hole"],
+)
+def test_a_queued_job_that_cannot_be_read_is_none(text: str | None, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    if text is not None:
+        run.submission.write_text(text)
+
+    assert read_queued_job(run) is None
+
+
+def test_what_a_later_version_adds_to_a_queued_job_is_passed_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.submission.write_text('{"job_id": "17", "attempt": 2, "at": 1000.5, "cluster": "north"}')
+
+    assert read_queued_job(run) == JOB
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, 2, 98, 99])
+def test_a_verdict_is_taken_once(exit_code: int, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_verdict(run, 3, exit_code)
+
+    assert take_verdict(run, 3) == exit_code
+    assert take_verdict(run, 3) is None
+
+
+def test_a_verdict_is_of_its_attempt_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_verdict(run, 3, 99)
+
+    assert take_verdict(run, 4) is None
+    assert take_verdict(run, 3) == 99
+
+
+def test_a_second_verdict_wins(tmp_path: Path) -> None:
+    """Rank zero's processes are started again in the same attempt when a port was taken."""
+    run = make_run(tmp_path)
+    write_verdict(run, 0, 98)
+    write_verdict(run, 0, 0)
+
+    assert take_verdict(run, 0) == 0
+
+
+@pytest.mark.parametrize("text", ["", '{"exit_c', "99"], ids=["empty", "torn", "no object"])
+def test_a_verdict_that_cannot_be_read_is_none_and_goes(text: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.verdict(0).parent.mkdir(parents=True)
+    run.verdict(0).write_text(text)
+
+    assert take_verdict(run, 0) is None
+    assert not run.verdict(0).exists()
+
+
+def test_an_attempt_on_slurm_knows_its_nodes_and_its_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="17", job=JobFacts(["node3", "node1"], ends_at=4600.0))
+    record_start(run, attempt=1, job_id="17", job=JobFacts(["node2"]))
+
+    first, second = read_attempts(run)
+
+    assert (first.cluster, first.nodes, first.ends_at) == ("slurm", ("node3", "node1"), 4600.0)
+    assert (second.cluster, second.nodes, second.ends_at) == ("slurm", ("node2",), None)
+
+
+def test_an_attempt_on_this_machine_has_neither(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="17")
+
+    (attempt,) = read_attempts(run)
+
+    assert (attempt.cluster, attempt.nodes, attempt.ends_at, attempt.host) == ("local", (), None, socket.gethostname())
+
+
+def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="17", job=JobFacts(["node1"]))
+    record_end(run, attempt=0, ending="cancelled", exit_code=-9, reason="cancelled by the user")
+    record_end(run, attempt=0, ending="failed", exit_code=1, reason="srun: error")
+    record_start(run, attempt=1, job_id="18", job=JobFacts(["node1"]))
+
+    first, second = read_attempts(run)
+
+    assert (first.ending, first.exit_code, first.reason) == ("cancelled", -9, "cancelled by the user")
+    assert asdict(second)["ending"] is None

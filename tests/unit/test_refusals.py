@@ -1,0 +1,414 @@
+"""What is said before the queue: why Slurm refuses a job, and where a plan does not fit the cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.queries import JobRecord, Partition
+from ddp_hpc.spec import CheckpointSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
+from ddp_hpc.submission import reality
+from ddp_hpc.submission.refusals import Cluster, chosen_partition, explain
+
+TRAIN = TrainSpec(global_batch_size=1440)
+
+
+def spec(*, slurm: Mapping[str, Any] | None = None, **resources: Any) -> RunSpec:
+    return RunSpec(
+        name="digits",
+        train=TRAIN,
+        resources=ResourcesSpec(**resources),
+        slurm=SlurmSpec(**(slurm or {})),
+        checkpoint=CheckpointSpec(every_steps=500),
+    )
+
+
+def partition(name: str = "batch", **more: Any) -> Partition:
+    known = {
+        "is_default": name == "batch",
+        "is_up": True,
+        "total_nodes": 4,
+        "max_nodes": None,
+        "max_time_min": None,
+        "default_time_min": None,
+        "preempt_mode": "",
+        "grace_time_s": 0,
+        "num_gpus": 16,
+    }
+    return Partition(name=name, **{**known, **more})
+
+
+CLUSTER = Cluster(
+    partitions=[partition(max_time_min=1440.0), partition("long", total_nodes=2)],
+    associations=["lab (QOS normal, high)", "guest (QOS normal)"],
+)
+POLICY = (
+    "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
+    "(job submit limit, user's size and/or time limits)"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "told"),
+    [
+        (
+            ("sbatch: error: invalid partition specified: nope\nsbatch: error: Invalid partition name specified",),
+            spec(slurm={"partition": "nope"}),
+            ["`slurm.partition` is 'nope'", "batch (4 nodes), long (2 nodes)"],
+        ),
+        (
+            "allocation failure: Invalid partition name specified",
+            spec(slurm={"partition": "nope"}),
+            ["(Invalid partition name specified)", "Choose one of them"],
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+            spec(nodes=9, gpus_per_node=8),
+            ["It asks for 9 nodes with 8 tasks of 1 CPUs and 8 GPUs each", "partition batch (4 nodes)"],
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Node count specification invalid",
+            spec(nodes=9, slurm={"partition": "long"}),
+            ["partition long (2 nodes)"],
+        ),
+        (
+            "sbatch: error: Memory specification can not be satisfied",
+            spec(mem_gb=9000),
+            ["9000 GiB each"],
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+            spec(time_limit_min=9999),
+            ["`resources.time_limit_min` is 9999; batch allows 1440 min"],
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+            spec(slurm={"account": "nope"}),
+            ["`slurm.account` is 'nope'", "you may use lab (QOS normal, high); guest (QOS normal)"],
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Invalid qos specification",
+            spec(slurm={"qos": "gold"}),
+            ["`slurm.qos` 'gold'"],
+        ),
+        (POLICY, spec(gpus_per_node=4), ["more than your account or QOS allows at once", "4 GPUs"]),
+        (
+            "sbatch: error: QOSMaxGRESPerUser",
+            spec(),
+            ["more than your account or QOS allows at once"],
+        ),
+    ],
+    ids=["partition", "no prefix", "size", "nodes", "memory", "time", "account", "qos", "policy", "a limit of a QOS"],
+)
+def test_a_refusal_says_what_was_asked_what_there_is_and_what_to_do(said: str, asked: RunSpec, told: list[str]) -> None:
+    explained = explain(said, asked, CLUSTER)
+
+    assert explained.startswith("Slurm refuses the job (")
+    assert "sbatch: error" not in explained
+    for words in told:
+        assert words in explained
+
+
+def test_a_policy_that_mentions_time_is_not_taken_for_a_time_limit() -> None:
+    """Slurm's own words for every policy end with `and/or time limits`."""
+    assert "resources.time_limit_min" not in explain(POLICY, spec(), CLUSTER)
+
+
+def test_a_refusal_of_the_sites_own_is_told_as_it_is() -> None:
+    said = "sbatch: error: Please use our portal\nsbatch: error: Batch job submission failed: Unspecified error\n"
+
+    assert explain(said, spec(), CLUSTER) == f"Slurm refuses the job: {said.strip()}"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("sbatch: error: Invalid partition name specified", "none that you may see"),
+        ("sbatch: error: Invalid account", "`sacctmgr show assoc`"),
+        ("sbatch: error: Requested time limit is invalid", "A run that is stopped goes on later"),
+        ("sbatch: error: Requested node configuration is not available", "Ask for less"),
+    ],
+)
+def test_a_cluster_that_tells_nothing_of_itself_is_no_error(said: str, told: str) -> None:
+    assert told in explain(said, spec(), Cluster())
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [(None, "batch"), ("", "batch"), ("long", "long"), ("nope", None)])
+def test_a_job_goes_to_the_partition_it_names_or_the_default(asked: str | None, chosen: str | None) -> None:
+    found = chosen_partition(spec(slurm={"partition": asked}), CLUSTER.partitions)
+
+    assert (found.name if found else None) == chosen
+
+
+def mounted(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
+    """Have this machine mount file systems: place -> type."""
+    mounts = [SimpleNamespace(mountpoint=place, fstype=fstype) for place, fstype in places.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)  # noqa: A006  # psutil's own word
+
+
+@pytest.mark.parametrize(
+    ("path", "mounts"),
+    [
+        ("/tmp/runs/digits", {"/": "ext4"}),
+        ("/var/tmp/runs/digits", {"/": "ext4"}),
+        ("/run/digits", {"/": "overlay"}),
+        ("/tmp/runs/digits", {"/": "ext4", "/tmp": "xfs"}),
+        ("/tmp/runs/digits", {"/": "ext4", "/tmp": "tmpfs"}),
+        ("/dev/shm/digits", {"/": "ext4", "/dev": "devtmpfs", "/dev/shm": "tmpfs"}),
+        ("/scratch/digits", {"/": "ext4", "/scratch": "tmpfs"}),
+        ("/scratch/digits", {"/": "tmpfs"}),
+        ("/tmp/digits", {}),
+    ],
+)
+def test_a_directory_that_other_nodes_do_not_see_is_refused(
+    path: str, mounts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted(monkeypatch, **mounts)
+
+    with pytest.raises(ConfigError, match=r"each node has a .* of its own.*`runs_dir=\.\.\.`") as error:
+        reality.refuse_private_directory(Path(path))
+
+    assert path in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "mounts"),
+    [
+        ("/home/ada/runs/digits", {"/": "ext4"}),
+        ("/home/ada/runs/digits", {"/": "tmpfs", "/home": "nfs4"}),
+        ("/tmp/shared/digits", {"/": "ext4", "/tmp": "tmpfs", "/tmp/shared": "nfs4"}),
+        ("/tmpfiles/digits", {"/": "ext4"}),
+        ("/runs/digits", {"/": "overlay"}),
+        ("/home/ada/runs/digits", {}),
+    ],
+)
+def test_a_directory_that_they_may_share_is_taken(
+    path: str, mounts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted(monkeypatch, **mounts)
+
+    reality.refuse_private_directory(Path(path))
+
+
+def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted(monkeypatch, **{"/": "ext4"})
+    (tmp_path / "runs").symlink_to("/dev/shm")
+
+    with pytest.raises(ConfigError, match="/dev/shm of its own"):
+        reality.refuse_private_directory(tmp_path / "runs" / "digits")
+
+
+class FakeSlurm:
+    """Commands of Slurm's that say what they are told to say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {"PATH": f"{folder}:/usr/bin:/bin"}
+        self.run = RunDir(folder / "run")
+        self.says("sbatch", stderr="sbatch: Job 7 to start at 2020-01-01T00:00:00 using 4 processors on nodes n1")
+        self.says("sacctmgr", stderr="no accounting", code=1)
+        self.has(partition())
+
+    def says(self, command: str, *, stdout: str = "", stderr: str = "", code: int = 0) -> None:
+        (self.folder / f"{command}.out").write_text(stdout)
+        (self.folder / f"{command}.err").write_text(f"{stderr}\n")
+        path = self.folder / command
+        path.write_text(
+            f"#!/bin/sh\ncat {self.folder}/{command}.out\ncat {self.folder}/{command}.err >&2\nexit {code}\n"
+        )
+        path.chmod(0o755)
+
+    def has(self, *partitions: Partition, **config: str) -> None:
+        """Answer both questions to scontrol, whose lines do not clash."""
+        lines = [
+            f"PartitionName={one.name} Default={'YES' if one.is_default else 'NO'} State=UP "
+            f"TotalNodes={one.total_nodes} MaxTime={_minutes(one.max_time_min)} "
+            f"DefaultTime={_minutes(one.default_time_min)} GraceTime={one.grace_time_s} "
+            f"PreemptMode={one.preempt_mode or 'OFF'}"
+            for one in partitions
+        ]
+        told = {"JobRequeue": "1", "PreemptMode": "OFF", **config}
+        self.says("scontrol", stdout="\n".join([*lines, *(f"{key} = {value}" for key, value in told.items())]) + "\n")
+
+    def check(self, asked: RunSpec) -> list[str]:
+        return reality.check(asked, self.run, self.environ)
+
+
+def _minutes(length_min: float | None) -> str:
+    return "UNLIMITED" if length_min is None else f"{length_min:.0f}:00"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    return FakeSlurm(tmp_path)
+
+
+def test_a_plan_that_fits_is_told_in_one_line(slurm: FakeSlurm) -> None:
+    assert slurm.check(spec(time_limit_min=60)) == ["asks for 1 nodes with 1 tasks of 1 CPUs each; it could start now"]
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "told"),
+    [
+        (-5.0, "it could start now"),
+        (30.0, "it could start now"),
+        (20 * 60.0, "it could start in about 20 min"),
+        (5 * 3600.0, "it could start in about 5 h"),
+        (400 * 86400.0, "Slurm cannot tell when it could start"),
+        (None, None),
+    ],
+)
+def test_when_it_could_start_is_told_as_far_as_slurm_knows(
+    wait_s: float | None, told: str | None, slurm: FakeSlurm
+) -> None:
+    if wait_s is None:
+        slurm.says("sbatch", stderr="sbatch: a word of the site")
+    else:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + wait_s + 5))
+        slurm.says("sbatch", stderr=f"sbatch: Job 7 to start at {at} using 4 processors on nodes n1")
+
+    (line,) = slurm.check(spec(time_limit_min=60))
+
+    assert line.partition("each")[2].startswith(f"; {told}" if told else "")
+    assert (told is None) == line.endswith("each")
+
+
+@pytest.mark.parametrize(
+    ("resources", "told"),
+    [
+        ({"nodes": 2, "gpus_per_node": 4, "time_limit_min": 90}, "uses up to 12 GPU-hours (8 GPUs for 1.5 h)"),
+        ({"gpus_per_node": 1, "time_limit_min": 10}, "uses up to 0.17 GPU-hours (1 GPUs for 0.1667 h)"),
+        ({"nodes": 10, "gpus_per_node": 8, "time_limit_min": 14400}, "uses up to 19200 GPU-hours (80 GPUs for 240 h)"),
+        ({"gpus_per_node": 1}, None),
+        ({"nodes": 2, "time_limit_min": 90}, None),
+    ],
+    ids=["hours", "minutes", "thousands", "no limit", "no GPUs"],
+)
+def test_what_it_may_cost_is_told_in_gpu_hours(resources: dict[str, Any], told: str | None, slurm: FakeSlurm) -> None:
+    said = slurm.check(spec(**resources))
+
+    assert [line for line in said if "GPU-hours" in line] == ([] if told is None else [told])
+
+
+PREEMPTED_BARE = "preempts without GraceTime"
+PREEMPTED_FOR_GOOD = "preempts by CANCEL"
+MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
+    ("all is well", partition(), {}, spec(time_limit_min=60), []),
+    (
+        "the cluster's own time",
+        partition(default_time_min=30.0),
+        {},
+        spec(),
+        ["note: no `resources.time_limit_min`; partition batch ends jobs after 30 min"],
+    ),
+    ("a time of its own", partition(default_time_min=30.0), {}, spec(time_limit_min=5), []),
+    (
+        "told to stop at once",
+        partition(),
+        {},
+        spec(time_limit_min=2, slurm={"signal_lead_s": 120}),
+        ["warning: the run would be told to stop 120 s (`slurm.signal_lead_s`) before the end of a job of 2 min"],
+    ),
+    ("told to stop a little later", partition(), {}, spec(time_limit_min=2, slurm={"signal_lead_s": 119}), []),
+    (
+        "told to stop at once by the cluster's own time",
+        partition(default_time_min=1.0),
+        {},
+        spec(),
+        ["note: no `resources.time_limit_min`", "a job of 1 min, so at once"],
+    ),
+    (
+        "cancelled when preempted",
+        partition(preempt_mode="CANCEL", grace_time_s=60),
+        {},
+        spec(time_limit_min=60),
+        [PREEMPTED_FOR_GOOD],
+    ),
+    (
+        "cancelled without grace",
+        partition(preempt_mode="CANCEL"),
+        {},
+        spec(time_limit_min=60),
+        [PREEMPTED_FOR_GOOD, PREEMPTED_BARE],
+    ),
+    (
+        "requeued without grace",
+        partition(preempt_mode="REQUEUE"),
+        {},
+        spec(time_limit_min=60),
+        [
+            f"{PREEMPTED_BARE}: a preempted run loses the steps since its newest checkpoint (`checkpoint.every_steps` is 500)"
+        ],
+    ),
+    ("requeued with grace", partition(preempt_mode="REQUEUE", grace_time_s=60), {}, spec(time_limit_min=60), []),
+    ("suspended", partition(preempt_mode="GANG,SUSPEND"), {}, spec(time_limit_min=60), []),
+    ("the partition's word wins", partition(), {"PreemptMode": "CANCEL"}, spec(time_limit_min=60), []),
+    (
+        "not put back by default",
+        partition(),
+        {"JobRequeue": "0"},
+        spec(time_limit_min=60),
+        ["note: the cluster says JobRequeue=0; this job asks to be requeued all the same"],
+    ),
+    (
+        "not put back, and not to be",
+        partition(),
+        {"JobRequeue": "0"},
+        spec(time_limit_min=60, slurm={"requeue": False}),
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("there", "config", "asked", "told"), [row[1:] for row in MISFITS], ids=[row[0] for row in MISFITS]
+)
+def test_a_plan_that_does_not_fit_is_told_though_slurm_takes_it(
+    there: Partition, config: dict[str, str], asked: RunSpec, told: Sequence[str], slurm: FakeSlurm
+) -> None:
+    slurm.has(there, **config)
+
+    _, *said = slurm.check(asked)
+
+    assert len(said) == len(told)
+    assert all(words in line for words, line in zip(told, said, strict=True))
+
+
+def test_what_slurm_would_refuse_is_an_error_with_what_the_cluster_has(slurm: FakeSlurm) -> None:
+    slurm.says("sbatch", stderr="allocation failure: Invalid account", code=1)
+    slurm.says("sacctmgr", stdout="lab|normal,high\n")
+
+    with pytest.raises(ConfigError, match=r"you may use lab \(QOS normal, high\)"):
+        slurm.check(spec(slurm={"account": "nope"}))
+
+
+def test_a_slurm_that_does_not_answer_is_no_refusal(slurm: FakeSlurm) -> None:
+    slurm.says("sbatch", stderr="sbatch: error: Unable to contact slurm controller (connect failure)", code=1)
+
+    with pytest.raises(SlurmUnavailableError, match="does not answer"):
+        slurm.check(spec())
+
+
+@pytest.mark.parametrize(
+    ("job", "how"),
+    [
+        (None, "is unknown to Slurm by now"),
+        (JobRecord(job_id="7", state="CANCELLED by 0"), "was cancelled,"),
+        (JobRecord(job_id="7", state="NODE_FAIL", reason="NodeDown"), "lost a node (NodeDown),"),
+        (JobRecord(job_id="7", state="FAILED", reason="NonZeroExitCode"), "failed (NonZeroExitCode),"),
+    ],
+)
+def test_a_job_that_left_without_a_word_is_told_with_where_to_look(job: JobRecord | None, how: str) -> None:
+    said = reality.silent_end(RunDir(Path("/scratch/runs/digits")), "7", job)
+
+    assert said.startswith(f"Job 7 of digits {how}")
+    assert "/scratch/runs/digits/logs/console.log" in said
+    assert said.endswith("sacct -j 7 -o state,exitcode,nodelist.")

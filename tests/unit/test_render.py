@@ -1,0 +1,294 @@
+"""What goes into a job script and a step, option by option; whole scripts are in `test_job_script`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.render import JobScript, quote, quote_for_sbatch, render
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.directives import directives
+from ddp_hpc.slurm.steps import probe_argv, step_argv
+from ddp_hpc.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.sbatch"))
+TRAIN = TrainSpec(global_batch_size=480)
+
+
+def make_spec(*, slurm: Mapping[str, Any] | None = None, **resources: Any) -> RunSpec:
+    return RunSpec(
+        name="digits",
+        runs_dir="/scratch/runs",
+        train=TRAIN,
+        resources=ResourcesSpec(**resources),
+        slurm=SlurmSpec(**(slurm or {})),
+    )
+
+
+def options(spec: RunSpec, *, chdir: Path = Path("/home/ada")) -> dict[str, str | None]:
+    return {one.flag: one.value for one in directives(spec, RunDir(spec.path), chdir=chdir)}
+
+
+def script(spec: RunSpec, *, chdir: Path = Path("/home/ada"), **more: Any) -> str:
+    return render(JobScript(spec=spec, run=RunDir(spec.path), chdir=chdir, python="/usr/bin/python3", **more))
+
+
+@pytest.mark.parametrize(
+    ("resources", "asked"),
+    [
+        ({}, {"nodes": "1", "ntasks-per-node": "1", "cpus-per-task": "1", "mem": "2G"}),
+        ({"nodes": 3, "workers_per_node": 2}, {"nodes": "3", "ntasks-per-node": "2", "mem": "4G"}),
+        ({"gpus_per_node": 4}, {"gpus-per-node": "4", "ntasks-per-node": "4", "mem": None}),
+        ({"gpus_per_node": 4, "gpu_type": "a100"}, {"gpus-per-node": "a100:4"}),
+        ({"gpu_type": "a100"}, {"gpus-per-node": None}),
+        ({"gpus_per_node": 4, "workers_per_node": 2}, {"gpus-per-node": "4", "ntasks-per-node": "2"}),
+        ({"cpus_per_worker": 6}, {"cpus-per-task": "6"}),
+        ({"time_limit_min": 1500}, {"time": "1500"}),
+        ({"time_limit_min": None}, {"time": None}),
+    ],
+)
+def test_resources_become_options_of_sbatch(resources: dict[str, Any], asked: dict[str, str | None]) -> None:
+    found = options(make_spec(**resources))
+
+    assert {flag: found.get(flag) for flag in asked} == asked
+
+
+@pytest.mark.parametrize(
+    ("slurm", "asked"),
+    [
+        ({"partition": "gpu", "mail_user": "a@b"}, {"partition": "gpu", "mail-user": "a@b"}),
+        ({"partition": ""}, {"partition": ""}),
+        ({"requeue": True}, {"requeue": None}),
+        ({"requeue": False}, {"no-requeue": None}),
+        ({"signal_lead_s": 60}, {"signal": "USR2@60"}),
+        ({"extra": {"exclusive": True}}, {"exclusive": None}),
+        ({"extra": {"exclusive": "user"}}, {"exclusive": "user"}),
+        ({"extra": {"spread_job": 0}}, {"spread-job": "0"}),
+        ({"extra": {"mem-per-gpu": "20G"}}, {"mem-per-gpu": "20G"}),
+    ],
+)
+def test_slurms_own_options_bear_its_names(slurm: dict[str, Any], asked: dict[str, str | None]) -> None:
+    found = options(make_spec(slurm=slurm))
+
+    assert {flag: found[flag] for flag in asked} == asked
+
+
+@pytest.mark.parametrize("value", [False, None])
+def test_an_option_that_is_set_to_nothing_is_left_out(value: object) -> None:
+    assert "exclusive" not in options(make_spec(slurm={"extra": {"exclusive": value}}))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"time": "1:00"}, {"job_name": "x"}, {"output": "x"}, {"requeue": True}, {"open-mode": "truncate"},
+     {"wait-all-nodes": 1, "wait_all_nodes": 1}],
+    ids=lambda extra: next(iter(extra)),
+)  # fmt: skip
+def test_what_another_key_sets_is_refused_in_either_spelling(extra: dict[str, Any]) -> None:
+    spec = make_spec(slurm={"extra": extra}, time_limit_min=5)
+
+    with pytest.raises(ConfigError, match=r"which another key sets already") as error:
+        options(spec)
+
+    assert f"slurm.extra.{next(iter(extra)).replace('-', '_')}" in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["time", "gpus_per_node"])
+def test_what_no_other_key_sets_is_taken_as_extra(flag: str) -> None:
+    assert options(make_spec(slurm={"extra": {flag: "5"}}))[flag.replace("_", "-")] == "5"
+
+
+def test_slurm_fills_nothing_into_the_path_of_the_output() -> None:
+    spec = RunSpec(name="digits", runs_dir="/scratch/50%j/%%")
+
+    assert options(spec)["output"] == "/scratch/50%%j/%%%%/digits/logs/console.log"
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.stem)
+def test_no_script_keeps_a_rank_from_the_gpus_of_its_peers(golden: Path) -> None:
+    assert "--gpus-per-task" not in golden.read_text()
+
+
+def test_every_line_of_options_stands_before_the_first_command() -> None:
+    """Sbatch stops reading options at the first line that is neither a comment nor empty."""
+    lines = script(make_spec(slurm={"setup": ("module load cuda",)})).splitlines()
+
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    last_option = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert lines[0] == "#!/bin/bash"
+    assert last_option < first_command
+
+
+def test_setup_runs_before_anything_of_ours_and_as_it_was_written() -> None:
+    made = script(make_spec(slurm={"setup": ('echo "$HOME" && module load cuda', "set -e")}))
+
+    assert 'echo "$HOME" && module load cuda\nset -e\n' in made
+    assert made.index("set -e") < made.index("if ! [[ -r")
+
+
+@pytest.mark.parametrize(
+    ("paths", "line"),
+    [
+        ([], None),
+        ([Path("/code")], 'export PYTHONPATH=/code"${PYTHONPATH:+:$PYTHONPATH}"'),
+        ([Path("/my code"), Path("/b")], "export PYTHONPATH='/my code:/b'\"${PYTHONPATH:+:$PYTHONPATH}\""),
+    ],
+    ids=["none", "one", "two"],
+)
+def test_code_is_imported_from_its_snapshot_before_what_the_user_exports(paths: list[Path], line: str | None) -> None:
+    made = script(make_spec(), import_paths=paths)
+
+    assert [found for found in made.splitlines() if "PYTHONPATH" in found] == ([] if line is None else [line])
+
+
+def test_a_job_that_does_not_see_its_directory_says_so_and_leaves(tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(script(make_spec()))
+
+    done = subprocess.run(["bash", tmp_path / "job.sbatch"], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "does not see the run's directory or its Python" in done.stderr
+
+
+@pytest.mark.parametrize("before", [None, "/users/own"], ids=["unset", "set"])
+def test_a_job_starts_the_supervisor_whatever_its_directories_are_called(before: str | None, tmp_path: Path) -> None:
+    """The script is run by bash, with a Python that tells what it was given."""
+    odd = tmp_path / 'it\'s "$HOME" `x` \\ 100% #1'
+    spec = RunSpec(name="digits", runs_dir=str(odd))
+    run, python = RunDir(spec.path), odd / "python"
+    run.path.mkdir(parents=True)
+    run.config.touch()
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$PYTHONPATH" "$@"\n')
+    python.chmod(0o755)
+    made = render(JobScript(spec=spec, run=run, chdir=odd, import_paths=[run.snapshot], python=str(python)))
+    (tmp_path / "job.sbatch").write_text(made)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    own = {} if before is None else {"PYTHONPATH": before}
+
+    done = subprocess.run(
+        ["bash", tmp_path / "job.sbatch"], env={**environ, **own}, capture_output=True, text=True, check=False
+    )
+
+    path = str(run.snapshot) if before is None else f"{run.snapshot}:{before}"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [path, "-m", "ddp_hpc.job.supervisor", str(run.path), "--cluster", "slurm"]
+
+
+@pytest.mark.parametrize("filtered", [quote, quote_for_sbatch])
+@pytest.mark.parametrize("value", ["a\nb", "a\n", Path("/a\nb"), "a\0b"], ids=repr)
+def test_no_filter_lets_a_second_line_through(filtered: Any, value: object) -> None:
+    with pytest.raises(ConfigError, match="must be one line"):
+        filtered(value)
+
+
+def test_a_directory_of_two_lines_cannot_add_an_option() -> None:
+    with pytest.raises(ConfigError, match="must be one line"):
+        script(make_spec(), chdir=Path("/home/ada\n#SBATCH --uid=0"))
+
+
+@pytest.mark.parametrize(
+    ("key", "made"),
+    [
+        ("slurm.setup", lambda text: SlurmSpec(setup=("module load cuda", text))),
+        ("slurm.srun_args", lambda text: SlurmSpec(srun_args=(text,))),
+        ("slurm.template", lambda text: SlurmSpec(template=text)),
+        ("slurm.extra.switches", lambda text: SlurmSpec(extra={"switches": text})),
+        ("resources.gpu_type", lambda text: ResourcesSpec(gpu_type=text)),
+        ("container.binds", lambda text: ContainerSpec(binds=(text,))),
+    ],
+    ids=lambda key: key if isinstance(key, str) else "",
+)
+def test_a_value_of_two_lines_is_refused_by_its_key(key: str, made: Callable[[str], object]) -> None:
+    assert made("one line")
+
+    for text in ("two\nlines", "nul\0"):
+        with pytest.raises(ConfigError, match=f"`{key}` is .* must be one line"):
+            made(text)
+
+
+def test_a_template_of_the_users_own_gets_all_values_and_filters(tmp_path: Path) -> None:
+    template = tmp_path / "mine.j2"
+    template.write_text(
+        "{% for one in directives %}{{ one.flag }}={{ one.value | sbatch }} {% endfor %}\n"
+        "{{ name }} {{ version }} {{ setup }} {{ config | sh }} {{ python }} {{ python_path }} {{ run }} "
+        "{{ spec.train.global_batch_size }}\n"
+    )
+
+    made = script(make_spec(slurm={"template": str(template)}))
+
+    assert made.startswith("job-name=digits nodes=1 ")
+    assert made.endswith(" 480\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("#!/bin/bash\n{{ nope }}\n", "'nope' is undefined"),
+        ("#!/bin/bash\n{{ spec.nope }}\n", "nope"),
+        ("#!/bin/bash\n\n{% if %}\n", "line 3: "),
+        ("#!/bin/bash\n{{ name | nope }}\n", "line 2: "),
+        ("#!/bin/bash\n{{ name + 1 }}\n", "concatenate"),
+        ("#!/bin/bash\n\udcff\n", "can't decode byte 0xff"),
+    ],
+    ids=["a name", "a key", "syntax", "a filter", "a sum", "no text"],
+)
+def test_a_broken_template_is_one_error_with_its_file_and_what_is_wrong(text: str, told: str, tmp_path: Path) -> None:
+    template = tmp_path / "mine.j2"
+    template.write_text(text, errors="surrogateescape")
+
+    with pytest.raises(ConfigError) as error:
+        script(make_spec(slurm={"template": str(template)}))
+
+    assert str(error.value).startswith(f"The job script's template cannot be used: {template}")
+    assert told in str(error.value)
+
+
+def test_the_same_input_is_the_same_script() -> None:
+    assert script(make_spec()) == script(make_spec())
+
+
+def test_shellcheck_finds_what_is_not_quoted(tmp_path: Path) -> None:
+    """The check of the golden scripts can fail."""
+    path = tmp_path / "job.sbatch"
+    path.write_text(script(make_spec()) + "cd $HOME/x\n")
+
+    done = subprocess.run(["shellcheck", "-s", "bash", path], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert "SC2086" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tasks_per_node", "ntasks", "cpus"), [(1, 3, 20), (4, 12, 5), (2, 6, 10)], ids=["a node", "a worker", "between"]
+)
+def test_a_step_names_nodes_tasks_and_cpus_however_they_are_dealt(tasks_per_node: int, ntasks: int, cpus: int) -> None:
+    """Since 22.05 srun does not take `--cpus-per-task` from the job; alone, `--ntasks-per-node` may be ignored."""
+    spec = RunSpec(
+        name="digits",
+        train=TRAIN,
+        data=DataSpec(num_workers=4),
+        resources=ResourcesSpec(nodes=3, workers_per_node=4),
+    )
+
+    argv = step_argv(spec, tasks_per_node=tasks_per_node)
+
+    assert argv[:5] == [
+        "srun",
+        "--nodes=3",
+        f"--ntasks={ntasks}",
+        f"--ntasks-per-node={tasks_per_node}",
+        f"--cpus-per-task={cpus}",
+    ]
+    assert "--distribution=block" in argv
+
+
+def test_a_question_to_the_nodes_waits_for_no_other_step() -> None:
+    argv = probe_argv(4)
+
+    assert {"--overlap", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(argv)

@@ -1,0 +1,317 @@
+"""Snapshots of code in odd places: half-made repositories, names of all kinds, runs beside and above the code.
+
+What every snapshot promises is in `test_code_snapshot`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.submission.snapshot import MANIFEST, Snapshot, differences, path_in_snapshot, take_snapshot
+
+MB = 10**6
+
+
+def git(folder: Path, *words: str) -> None:
+    """Run git as somebody whose settings do not matter."""
+    who = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "protocol.file.allow=always"]
+    environ = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    subprocess.run(["git", "-C", folder, *who, *words], env=environ, check=True, capture_output=True)
+
+
+def commit(folder: Path, *names: str) -> Path:
+    """Make a repository of empty files, or add them to it."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message=one")
+    return folder
+
+
+def make_run(path: Path) -> RunDir:
+    path.mkdir(parents=True)
+    return RunDir(path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "runs" / "run")
+
+
+def names(taken: Snapshot) -> set[str]:
+    files = (path for path in taken.path.rglob("*") if not path.is_dir() or path.is_symlink())
+    return {str(path.relative_to(taken.path)) for path in files} - {MANIFEST}
+
+
+def test_a_submodule_that_was_not_fetched_is_left_out(tmp_path: Path, run: RunDir) -> None:
+    """Git lists the work tree around for an empty directory: asked for its files, it names the directory again."""
+    tool, code = commit(tmp_path / "tool", "tool.py"), commit(tmp_path / "code", "net.py")
+    git(code, "submodule", "--quiet", "add", str(tool), "vendor")
+    git(code, "commit", "--quiet", "--message=two")
+    git(tmp_path, "clone", "--quiet", str(code), "clone")
+
+    taken = take_snapshot(tmp_path / "clone", run, max_bytes=MB)
+
+    assert names(taken) == {"net.py", ".gitmodules"}
+
+
+def test_a_repository_within_that_git_does_not_know_comes_along(tmp_path: Path, run: RunDir) -> None:
+    code = commit(tmp_path / "code", "net.py")
+    commit(code / "nested", "tool.py")
+
+    assert names(take_snapshot(code, run, max_bytes=MB)) == {"net.py", "nested/tool.py"}
+
+
+def test_code_in_a_submodule_is_that_submodule(tmp_path: Path, run: RunDir) -> None:
+    code = commit(tmp_path / "code", "net.py")
+    git(code, "submodule", "--quiet", "add", str(commit(tmp_path / "tool", "deep/tool.py")), "vendor")
+
+    taken = take_snapshot(code / "vendor" / "deep", run, max_bytes=MB)
+
+    assert (taken.source, names(taken)) == (code / "vendor", {"deep/tool.py"})
+    assert path_in_snapshot(run, code / "vendor" / "deep") == run.snapshot / "deep"
+
+
+def test_a_repository_without_a_commit_has_none(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").touch()
+    git(code, "init", "--quiet")
+
+    taken = take_snapshot(code, run, max_bytes=MB)
+
+    assert (taken.commit, taken.is_dirty, names(taken)) == (None, True, {"net.py"})
+
+
+def test_a_clean_repository_is_clean_and_its_state_is_in_the_snapshot(tmp_path: Path, run: RunDir) -> None:
+    taken = take_snapshot(commit(tmp_path / "code", "net.py"), run, max_bytes=MB)
+
+    assert not taken.is_dirty
+    assert taken.commit is not None
+    assert taken.commit in (taken.path / MANIFEST).read_text()
+
+
+def test_without_git_a_work_tree_is_copied_like_any_directory(
+    tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = commit(tmp_path / "code", "net.py", "package/layers.py")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    taken = take_snapshot(code / "package", run, max_bytes=MB)
+
+    assert (taken.source, taken.commit, names(taken)) == (code / "package", None, {"layers.py"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["two words.py", "line\nbreak.py", "tab\t.py", "naïve.py", '"quoted".py', "-dash.py", "[a]*.py", b"byte\xff.py"],
+    ids=repr,
+)
+@pytest.mark.parametrize("has_git", [True, False], ids=["git", "plain"])
+def test_a_file_may_have_any_name(name: str | bytes, has_git: bool, tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / os.fsdecode(name)).touch()
+    if has_git:
+        commit(code, "net.py")
+
+    taken = take_snapshot(code, run, max_bytes=MB)
+
+    assert os.fsdecode(name) in names(taken)
+    assert differences(taken.path) == []
+
+
+def test_the_empty_directory_is_an_empty_snapshot(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+
+    taken = take_snapshot(code, run, max_bytes=MB)
+
+    assert (taken.num_files, taken.num_bytes, names(taken)) == (0, 0, set())
+
+
+@pytest.mark.parametrize("target", ["nowhere.py", "/etc/hostname", "..", "package"])
+def test_links_stay_links_wherever_they_lead(target: str, tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    (code / "package").mkdir(parents=True)
+    (code / "link").symlink_to(target)
+
+    taken = take_snapshot(code, run, max_bytes=MB)
+
+    assert (taken.path / "link").readlink() == Path(target)
+    assert names(taken) == {"link"}
+
+
+def test_pipes_and_sockets_are_no_code(tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read a pipe that nobody writes to would wait for ever."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").touch()
+    os.mkfifo(code / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(code)  # the path of a socket must be short
+        listener.bind("socket")
+
+        taken = take_snapshot(code, run, max_bytes=MB)
+
+    assert names(taken) == {"net.py"}
+
+
+def test_nobody_writes_into_a_copy_by_accident(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").touch(0o666)
+    (code / "run.sh").touch(0o777)
+
+    taken = take_snapshot(code, run, max_bytes=MB)
+
+    modes = {name: (taken.path / name).stat().st_mode & 0o777 for name in names(taken)}
+    assert all(mode & 0o222 == 0 for mode in modes.values())
+    assert modes["run.sh"] & 0o100
+    assert not modes["net.py"] & 0o100
+
+
+def test_a_mode_is_part_of_what_a_file_is(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "run.sh").touch(0o644)
+    plain = take_snapshot(code, run, max_bytes=MB)
+
+    (code / "run.sh").chmod(0o755)
+
+    assert take_snapshot(code, run, max_bytes=MB).path != plain.path
+    (plain.path / "run.sh").chmod(0o755)
+    assert differences(plain.path) == ["changed run.sh"]
+
+
+def test_a_link_in_place_of_a_file_is_a_difference(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").write_text("")
+    taken = take_snapshot(code, run, max_bytes=MB)
+
+    (taken.path / "net.py").unlink()
+    (taken.path / "net.py").symlink_to(code / "net.py")
+
+    assert differences(taken.path) == ["changed net.py"]
+
+
+@pytest.mark.parametrize("has_git", [True, False], ids=["git", "plain"])
+@pytest.mark.parametrize("runs_dir", ["code/runs", "code", ".", "elsewhere"])
+def test_code_is_found_wherever_runs_lie_and_runs_are_no_code(runs_dir: str, has_git: bool, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").touch()
+    if has_git:
+        git(code, "init", "--quiet")
+    run = make_run(tmp_path / runs_dir / "run")
+    run.config.touch()
+
+    taken = take_snapshot(code, run, max_bytes=MB, leave_out=[run.path.parent])
+
+    assert names(taken) == {"net.py"}
+
+
+def test_what_else_is_left_out_is_no_code(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    for name in ("net.py", "data/one", "database.py"):
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).touch()
+
+    taken = take_snapshot(code, run, max_bytes=MB, leave_out=[code / "data"])
+
+    assert names(taken) == {"net.py", "database.py"}
+
+
+def test_as_much_as_the_limit_is_allowed_and_a_byte_more_is_not(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").write_bytes(b"0" * MB)
+
+    assert take_snapshot(code, run, max_bytes=MB).num_bytes == MB
+    with pytest.raises(ConfigError, match=r"is 1\.0 MB"):
+        take_snapshot(code, run, max_bytes=MB - 1)
+
+
+def test_the_biggest_are_named_first_and_only_a_few(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    for number in range(1, 8):
+        (code / f"{number}.dat").write_bytes(b"0" * number * 100_000)
+
+    with pytest.raises(ConfigError) as error:
+        take_snapshot(code, run, max_bytes=MB)
+
+    assert "7.dat (0.7 MB), 6.dat (0.6 MB), 5.dat (0.5 MB), 4.dat (0.4 MB), 3.dat (0.3 MB)." in str(error.value)
+    assert "2.dat" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_put_there_leaves_nothing_published(tmp_path: Path, run: RunDir) -> None:
+    """A file where the directory of snapshots should be stops root too."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").touch()
+    run.snapshots.touch()
+
+    with pytest.raises(ConfigError, match=r"cannot be copied .* `snapshot\.enabled=false`"):
+        take_snapshot(code, run, max_bytes=MB)
+
+    assert [path.name for path in run.path.iterdir()] == ["snapshots"]
+
+
+def test_the_link_to_the_newest_is_never_missing_while_it_is_replaced(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").write_text("0")
+    take_snapshot(code, run, max_bytes=MB)
+    is_over, seen = threading.Event(), list[str]()
+
+    def look() -> None:
+        while not is_over.is_set():
+            seen.append((run.snapshot / "net.py").read_text())
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for number in range(1, 20):
+        (code / "net.py").write_text(str(number))
+        take_snapshot(code, run, max_bytes=MB)
+    is_over.set()
+    reader.join()
+
+    assert seen == sorted(seen, key=int)
+    assert len(set(seen)) > 1
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_link_survives_a_move_of_the_run(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").touch()
+    take_snapshot(code, run, max_bytes=MB)
+
+    moved = run.path.rename(tmp_path / "moved")
+
+    assert (moved / "snapshot" / "net.py").exists()
+
+
+def test_going_back_to_earlier_code_leads_to_its_first_copy(tmp_path: Path, run: RunDir) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    taken = []
+    for text in ("one", "two", "one"):
+        (code / "net.py").write_text(text)
+        taken.append(take_snapshot(code, run, max_bytes=MB).path)
+
+    assert taken[0] == taken[2] == run.snapshot.resolve()
+    assert (run.snapshot / "net.py").read_text() == "one"
+    assert len(list(run.snapshots.iterdir())) == 2
