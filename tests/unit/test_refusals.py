@@ -60,7 +60,7 @@ POLICY = (
     ("said", "asked", "told"),
     [
         (
-            ("sbatch: error: invalid partition specified: nope\nsbatch: error: Invalid partition name specified",),
+            "sbatch: error: invalid partition specified: nope\nsbatch: error: Invalid partition name specified",
             spec(slurm={"partition": "nope"}),
             ["`slurm.partition` is 'nope'", "batch (4 nodes), long (2 nodes)"],
         ),
