@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -22,3 +24,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
             monkeypatch.delenv(name)
     monkeypatch.setenv("DDP_HPC_SITE_PROFILE", "")  # none, wherever this machine keeps one
+
+
+@pytest.fixture(autouse=True)
+def _null_device_stays() -> Iterator[None]:
+    """Name the test that, run as root, puts a file in the place of /dev/null."""
+    yield
+    assert Path(os.devnull).is_char_device()

@@ -21,7 +21,8 @@ def git(folder: Path, *words: str) -> None:
     """Run git as somebody whose settings do not matter."""
     who = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "protocol.file.allow=always"]
     environ = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    subprocess.run(["git", "-C", folder, *who, *words], env=environ, check=True, capture_output=True)
+    done = subprocess.run(["git", *who, *words], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ def test_a_script_is_the_golden_one_to_the_byte(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("check", [("bash", "-n"), ("shellcheck", "--shell=bash")], ids=["bash", "shellcheck"])
+@pytest.mark.parametrize(
+    "check",
+    [("bash", "-n"), (str(Path(sys.executable).parent / "shellcheck"), "--shell=bash")],
+    ids=["bash", "shellcheck"],
+)
 def test_golden_scripts_are_sound_shell(name: str, check: tuple[str, ...]) -> None:
     done = subprocess.run([*check, GOLDEN / f"{name}.sbatch"], capture_output=True, text=True, check=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,8 @@ def test_shellcheck_finds_what_is_not_quoted(tmp_path: Path) -> None:
     path = tmp_path / "job.sbatch"
     path.write_text(script(make_spec()) + "cd $HOME/x\n")
 
-    done = subprocess.run(["shellcheck", "-s", "bash", path], capture_output=True, text=True, check=False)
+    shellcheck = Path(sys.executable).parent / "shellcheck"  # installed with the tools, which need not be on PATH
+    done = subprocess.run([shellcheck, "-s", "bash", path], capture_output=True, text=True, check=False)
 
     assert done.returncode == 1
     assert "SC2086" in done.stdout
