@@ -56,7 +56,7 @@ class Job:
         """
         if self.state not in {"finished", "cancelled"}:
             if self.job_id is not None:
-                slurm_executor.wait(self.run, self.job_id, os.environ)
+                slurm_executor.wait(self.run, self.attempt, os.environ)
             else:
                 local_executor.wait(self.run, self.attempt)
         return self.state

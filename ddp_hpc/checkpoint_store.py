@@ -3,6 +3,10 @@
 A checkpoint is a directory `step-00001234` with one safetensors file a writing rank and a `manifest.json` that has every
 file's size and checksum, and its own. It is written beside, flushed, and published by one rename, so that it is either
 committed or does not exist. Nothing here knows of tensors as anything but bytes, so readers need no torch.
+
+Each attempt writes in a directory of its own, `attempt-3.writing`, which it makes when it claims the run and which the
+next to claim it takes away. So an attempt that a cluster believes dead, but that breathes still, can publish nothing
+any more: the rename finds nothing to rename. No lock is needed, which not every file system would keep.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ from typing import Any
 import xxhash
 
 from ddp_hpc.durable import fsync_path
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError
 from ddp_hpc.run_dir import RunDir
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _COMMITTED = re.compile(r"step-(\d{8,})")
+_CLAIM = re.compile(r"attempt-(\d+)\.writing")
 _CHUNK_BYTES = 8 << 20
 
 
@@ -82,12 +87,70 @@ def checkpoint_path(run: RunDir, step: int) -> Path:
 
 def staging_path(run: RunDir, step: int, attempt: int) -> Path:
     """Where a checkpoint is written before it is committed."""
-    return run.checkpoints / f"step-{step:08d}.attempt-{attempt}.tmp"
+    return _claim_path(run, attempt) / f"step-{step:08d}"
+
+
+def _claim_path(run: RunDir, attempt: int) -> Path:
+    return run.checkpoints / f"attempt-{attempt}.writing"
 
 
 def shard_name(rank: int, world_size: int) -> str:
     """Name the file that `rank` writes."""
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+# --- owning the run --------------------------------------------------------------------------------------------------
+
+
+def claim(run: RunDir, attempt: int) -> list[str]:
+    """Make `attempt` the only one that can commit from now on; return what was taken away from older ones.
+
+    Raises:
+        FencedError: where another process has claimed the run for the same or a newer attempt.
+    """
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        _claim_path(run, attempt).mkdir()
+        return _oust_older(run, attempt)
+    raise FencedError(f"Attempt {attempt} of {run.name} has been begun by another job, so this one gives way.")
+
+
+def _oust_older(run: RunDir, attempt: int) -> list[str]:
+    """Take away what older attempts have made; give way where a newer one is there."""
+    removed = []
+    for older in _claims(run):
+        if older < attempt:
+            removed += sorted(path.name for path in _claim_path(run, older).glob("step-*"))
+            _delete(_claim_path(run, older))
+    if max(_claims(run), default=attempt) > attempt:
+        _delete(_claim_path(run, attempt))
+        raise FencedError(f"A newer attempt of {run.name} than {attempt} has begun, so this one gives way.")
+    return removed
+
+
+def owns(run: RunDir, attempt: int) -> bool:
+    """Tell whether no newer attempt has claimed the run since `attempt` did."""
+    return _claim_path(run, attempt).is_dir()
+
+
+def release(run: RunDir, attempt: int) -> None:
+    """Give up the claim of an attempt that is the last for now."""
+    _delete(_claim_path(run, attempt))
+
+
+def _claims(run: RunDir) -> list[int]:
+    matches = (_CLAIM.fullmatch(path.name) for path in run.checkpoints.iterdir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory; it begins with a rename, so that nobody takes a half-deleted one for whole."""
+    away = path.with_name(f"{path.name}.deleted.tmp")
+    with suppress(FileNotFoundError):
+        shutil.rmtree(away)
+    with suppress(FileNotFoundError):
+        path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -141,7 +204,21 @@ def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
     """Publish the shards in `staging` as a checkpoint; call once all of them are on the disk.
 
     A directory of the same step can only be one that did not verify: it is set aside first.
+
+    Raises:
+        FencedError: where another attempt has claimed the run.
     """
+    try:
+        return _commit(run, staging, manifest)
+    except FileNotFoundError as error:
+        if staging.parent.is_dir():
+            raise
+        raise FencedError(
+            f"{run.name} was taken over by another attempt; step {manifest.step} is not committed."
+        ) from error
+
+
+def _commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
     with (staging / MANIFEST).open("wb") as file:
         file.write(_manifest_bytes(manifest))
         file.flush()
@@ -184,10 +261,7 @@ def prune(run: RunDir, *, keep_last: int, keep_best: int, metric: str, lowest_is
         kept |= set(_best_steps(run, steps, metric=metric, lowest_is_best=lowest_is_best)[:keep_best])
     doomed = [step for step in steps if step not in kept]
     for step in doomed:
-        path = checkpoint_path(run, step)
-        away = path.with_name(f"{path.name}.deleted.tmp")
-        path.rename(away)
-        shutil.rmtree(away, ignore_errors=True)
+        _delete(checkpoint_path(run, step))
     return doomed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ddp_hpc.exit_codes import FENCED
+
 
 class DdpHpcError(Exception):
     """Base of every error that is told to the user in words instead of a traceback."""
@@ -33,6 +35,12 @@ class CorruptCheckpointError(CheckpointError):
 
 class WorkerError(DdpHpcError):
     """A worker ended in a way that ends the run."""
+
+
+class FencedError(DdpHpcError):
+    """Another attempt has taken the run over; nothing more may be written."""
+
+    exit_code = FENCED
 
 
 class SlurmUnavailableError(DdpHpcError):

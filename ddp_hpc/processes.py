@@ -24,20 +24,36 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def become_bound_child(parent_pid: int) -> None:
+    """Between fork and exec: take signals as they come, and die with the parent."""
+    die_with_parent(parent_pid)
+    unblock_signals()
+
+
 def ignore_stop_signals() -> None:
     """Leave it to the parent to answer them: Slurm signals every process of a job step, helpers included."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
+_AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
+
+
 def block_awaited_signals() -> None:
-    """Keep stop signals and children's deaths for `await_signal`; call before any thread is started."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+    """Keep stop signals, children's deaths and news of input for `await_signal`; call before any thread is started."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
 
 
 def unblock_signals() -> None:
     """Take signals as they come again; for a child, once its handlers are set."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+
+
+def wake_on_input(fd: int) -> None:
+    """Have input on a pipe or socket, and its end, wake `await_signal` (fcntl(2), O_ASYNC); reads do not wait any more."""
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
 
 
 @contextmanager
@@ -55,8 +71,8 @@ def deaths_held_back() -> Iterator[None]:
 
 
 def await_signal(timeout_s: float) -> signal.Signals | None:
-    """Wait for a stop signal or a child's death; return which, or None after `timeout_s`."""
-    info = signal.sigtimedwait({*STOP_SIGNALS, signal.SIGCHLD}, timeout_s)
+    """Wait for a stop signal, a child's death or input; return which, or None after `timeout_s`."""
+    info = signal.sigtimedwait(_AWAITED, max(timeout_s, 0.0))
     return None if info is None else signal.Signals(info.si_signo)
 
 

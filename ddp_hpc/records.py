@@ -14,9 +14,27 @@ from ddp_hpc.durable import append_json_line, read_json, read_json_lines, replac
 from ddp_hpc.run_dir import RunDir
 
 Cluster = Literal["local", "slurm"]
-Ending = Literal["finished", "stopped", "failed", "refused", "cancelled"]
+Ending = Literal["finished", "stopped", "failed", "refused", "cancelled", "fenced"]
 """How an attempt ended: all steps done; committed because told to stop; an error; input that cannot be; ended by
-the user without a commit."""
+the user without a commit; shut out by a newer attempt."""
+Cause = Literal[
+    "finished",
+    "refused",
+    "cancelled",
+    "fenced",
+    "stop asked",
+    "requeue asked",
+    "preempted",
+    "time limit",
+    "worker crashed",
+    "hang",
+    "node failed",
+    "unexplained",
+]
+"""Why it ended."""
+Next = Literal["", "in place", "requeue", "successor", "slurm"]
+"""What follows: nothing; another attempt on the same nodes; the job goes back into the queue; a new job; Slurm itself
+puts the job back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +56,16 @@ class Attempt:
     ended_at: float | None = None
     reason: str = ""
     exit_code: int | None = None
+    first_step: int = 0
+    """Of the newest checkpoint when it began, 0 without one."""
+    last_step: int | None = None
+    """Of the newest checkpoint when it ended."""
+    restart: int = 0
+    """How often Slurm had started the job again."""
+    cause: Cause | None = None
+    next: Next = ""
+    failed_nodes: tuple[str, ...] = ()
+    """Whose failure it was, where it was a node's."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +74,7 @@ class JobFacts:
 
     nodes: Sequence[str]
     ends_at: float | None = None
+    restart: int = 0
 
 
 def read_attempts(run: RunDir) -> list[Attempt]:
@@ -57,15 +86,15 @@ def read_attempts(run: RunDir) -> list[Attempt]:
         if attempt.get("ending") != "cancelled":  # the user's word is the last: what its processes say then is late
             attempt.update(known)
     return [
-        Attempt(**{**known, "nodes": tuple(known.get("nodes", ()))})
+        Attempt(**{**known, **{key: tuple(known.get(key, ())) for key in ("nodes", "failed_nodes")}})
         for _, known in sorted(attempts.items())
         if "started_at" in known
     ]
 
 
-def record_start(run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None) -> None:
+def record_start(run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None, first_step: int = 0) -> None:
     """Write into the ledger that this process begins an attempt; `job` is what a cluster adds to it."""
-    about_job = {} if job is None else {"cluster": "slurm", "nodes": list(job.nodes), "ends_at": job.ends_at}
+    about_job = {} if job is None else {"cluster": "slurm", **asdict(job), "nodes": list(job.nodes)}
     append_json_line(
         run.attempts,
         {
@@ -74,12 +103,25 @@ def record_start(run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": time.time(),
+            "first_step": first_step,
             **about_job,
         },
     )
 
 
-def record_end(run: RunDir, *, attempt: int, ending: Ending, exit_code: int, reason: str = "") -> None:
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What the ledger's second line of an attempt says besides how it ended."""
+
+    cause: Cause | None = None
+    last_step: int | None = None
+    next: Next = ""
+    failed_nodes: tuple[str, ...] = ()
+
+
+def record_end(  # noqa: PLR0913  a record's fields
+    run: RunDir, *, attempt: int, ending: Ending, exit_code: int, reason: str = "", end: End | None = None
+) -> None:
     """Write into the ledger how an attempt ended."""
     append_json_line(
         run.attempts,
@@ -88,6 +130,7 @@ def record_end(run: RunDir, *, attempt: int, ending: Ending, exit_code: int, rea
             "ending": ending,
             "exit_code": exit_code,
             "reason": reason,
+            **({} if end is None else asdict(end)),
             "ended_at": time.time(),
         },
     )
@@ -103,6 +146,8 @@ class QueuedJob:
     at: float
     cancelled_at: float | None = None
     """When the user took it out of the queue, if so."""
+    since: int = 0
+    """The attempt that the user's own submission began with; a job that requeued itself keeps it."""
 
 
 def write_queued_job(run: RunDir, job: QueuedJob) -> None:
@@ -117,6 +162,25 @@ def read_queued_job(run: RunDir) -> QueuedJob | None:
         return QueuedJob(**{key: value for key, value in record.items() if key in QueuedJob.__dataclass_fields__})
     except TypeError:
         return None
+
+
+def ask_to_stop(
+    run: RunDir, *, then: Literal["end", "requeue"] = "end", by: Literal["user", "supervisor"] = "user"
+) -> None:
+    """Ask a run's workers to commit and leave; `then` says what the user wants to follow."""
+    replace_text(run.stop_request, json.dumps({"by": by, "then": then}), durable=False)
+
+
+def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
+    """Return what is to follow a stop that the user has asked for, or None where nobody has. An empty file asks too."""
+    try:
+        text = run.stop_request.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    record = json.loads(text) if text.strip().startswith("{") else {}
+    if record.get("by", "user") != "user":
+        return None
+    return "requeue" if record.get("then") == "requeue" else "end"
 
 
 def write_verdict(run: RunDir, attempt: int, exit_code: int) -> None:
@@ -150,6 +214,8 @@ class Progress:
     """The newest evaluation's numbers."""
     last_checkpoint: int | None = None
     last_checkpoint_at: float | None = None
+    save_s: float | None = None
+    """How long the newest checkpoint took to be committed."""
     save_error: str | None = None
     """Why the newest save failed, where it did."""
     at: float = 0.0

@@ -105,6 +105,10 @@ class RunDir:
     def rank_error(self, attempt: int, rank: int) -> Path:
         return self.attempt_errors(attempt) / f"rank-{rank}.json"
 
+    def stacks(self, attempt: int) -> Path:
+        """Where every rank stood when an attempt hung."""
+        return self.attempt_errors(attempt) / "stacks.txt"
+
     def agent_error(self, attempt: int, node_rank: int) -> Path:
         return self.attempt_errors(attempt) / f"agent-{node_rank}.json"
 

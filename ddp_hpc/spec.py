@@ -345,6 +345,34 @@ class TorchrunSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestartSpec:
+    """What is done on Slurm when an attempt ends before the run does; on this machine, you are told."""
+
+    max_no_progress: int = 3
+    """Give up after so many failures in a row without a new checkpoint; with new ones, there is no limit."""
+    in_place: bool = True
+    """Start crashed workers again on the nodes the job has; else the job goes back into the queue."""
+    by: Literal["requeue", "successor"] = "requeue"
+    """How a job goes back into the queue: under its number (`scontrol requeue`), or as a new job, which starts sooner
+    where Slurm holds requeued ones back (2 minutes, usually) and loses the age the old one had in the queue."""
+    hang_timeout_s: int = 900
+    """Take the workers for hung when none has moved for so long: longer than any step, batch or save of yours."""
+    exclude_after: int = 2
+    """Failures of one node after which the run avoids it (hangs, deaths by signal, losses; not exceptions)."""
+    forget_h: int = 24
+    """How long failures of nodes are remembered, in hours."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "restart",
+            max_no_progress=self.max_no_progress,
+            hang_timeout_s=self.hang_timeout_s,
+            exclude_after=self.exclude_after,
+            forget_h=self.forget_h,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotSpec:
     """The copy of your code that a queued job runs."""
 
@@ -395,6 +423,7 @@ class RunSpec:
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
     torchrun: TorchrunSpec = field(default_factory=TorchrunSpec)
+    restart: RestartSpec = field(default_factory=RestartSpec)
     snapshot: SnapshotSpec = field(default_factory=SnapshotSpec)
     container: ContainerSpec = field(default_factory=ContainerSpec)
 

@@ -21,6 +21,7 @@ VERBS = {
     "logs": "print or follow a run's log lines",
     "list": "list the runs",
     "stop": "have a run commit a checkpoint and leave",
+    "requeue": "have a run commit and go back into the queue; or a requeued one begin now",
     "cancel": "end a run at once, without a checkpoint",
     "checkpoints": "list a run's checkpoints, verify them, print the digest of the newest",
     "export": "write a run's weights to a safetensors file",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 from ddp_hpc.cli.standing import rate, steps
@@ -16,17 +16,41 @@ from ddp_hpc.watch.status import RunStatus
 
 LOOK_INTERVAL_S = 0.25
 LINE_INTERVAL_S = 2.0
+WAITING_INTERVALS_S = (1.0, 60.0)
+"""At first, and at the longest."""
 
 
-def show(run: RunDir, attempt: int, out: TextIO, *, ask: Ask | None = None) -> None:
-    """Show how the attempt goes until it is over: a live view on a terminal, lines elsewhere."""
+def show(
+    run: RunDir,
+    attempt: int,
+    out: TextIO,
+    *,
+    ask: Ask | None = None,
+    on_waiting: Callable[[], object] = lambda: None,
+) -> None:
+    """Show how the run goes until it is over: a live view on a terminal, lines elsewhere.
+
+    `on_waiting` is called from time to time, ever more seldom, while the run waits for another attempt.
+    """
     looks = follow(run, attempt, clock=time.time, pause=lambda: time.sleep(LOOK_INTERVAL_S), ask=ask)
+    looks = _calling(on_waiting, looks, clock=time.monotonic)
     if out.isatty():
         from ddp_hpc.cli.live import show_live  # late: rich is for eyes only
 
         show_live(looks, out)
     else:
         show_lines(looks, out, clock=time.monotonic)
+
+
+def _calling(on_waiting: Callable[[], object], looks: Iterable[Look], *, clock: Callable[[], float]) -> Iterator[Look]:
+    pause, last = WAITING_INTERVALS_S[0], clock()
+    for look in looks:
+        if look.status.state != "waiting" or look.status.attempt is None:
+            pause, last = WAITING_INTERVALS_S[0], clock()
+        elif clock() - last >= pause:
+            on_waiting()
+            pause, last = min(pause * 2, WAITING_INTERVALS_S[1]), clock()
+        yield look
 
 
 def show_lines(looks: Iterable[Look], out: TextIO, *, clock: Callable[[], float]) -> None:

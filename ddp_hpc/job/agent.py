@@ -1,12 +1,14 @@
 """The node agent: imports what all workers need once, forks one worker a GPU, and sees that they die together.
 
-    python -m ddp_hpc.job.agent RUN_DIR --worker ddp_hpc.train.worker --attempt 0 --num-workers 4
+    python -m ddp_hpc.job.agent RUN_DIR --worker ddp_hpc.train.worker --num-workers 4
 
-Alone, it is a world of its own. With `--meet "ADDRESS PORT"`, srun has started one on each node of a job: the node's
-number comes from Slurm, rank zero's agent listens there, and it alone says how it went (`records.write_verdict`).
+The supervisor orders on its standard input and hears on its standard output (see `line`): which attempt to begin, to
+stop or to end, and with which code it ended. It stays for the next attempt, which so need not import anything again,
+until the line is closed. With `--in-step`, srun has started one on each node of a job, and the node's number comes from
+Slurm; else it is a world of its own.
 
 The worker is a module named on the command line, so that this one stays free of torch. It offers `preload(run)`, called
-before the fork, and `main(run, environ, attempt=, listen_fd=)`, which returns the worker's exit code.
+once before the first fork, and `main(run, environ, attempt=, listen_fd=)`, which returns the worker's exit code.
 """
 
 from __future__ import annotations
@@ -22,23 +24,27 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.deaths import report, report_killed
+from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen, network_defaults
 from ddp_hpc.job.surroundings import import_by_pythonpath_alone, leave_at_once, torch_defaults
-from ddp_hpc.records import write_verdict
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_place
 
 GRACE_S = 1.0
 """How long workers may still write down why they fail, once the first is dead."""
+TEARDOWN_S = 60.0
+"""How long workers may take to leave, once the first has left after a commit."""
 ALONE = Meeting(LOOPBACK, 0)
 """Where the ranks meet that have this machine to themselves: a port that the kernel chooses."""
+_GOOD = frozenset({exit_codes.FINISHED, exit_codes.STOPPED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +61,6 @@ class Crew:
     num_nodes: int = 1
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether srun has started it, with others."""
-        return self.meeting != ALONE
-
-    @property
     def cpu_sets(self) -> list[tuple[int, ...]]:
         return processes.share_cpus(sorted(os.sched_getaffinity(0)), self.num_workers, self.cpus_per_worker)
 
@@ -69,59 +70,152 @@ class Crew:
         return processes.threads_per_worker(cpus, self.num_workers, self.cpus_per_worker)
 
 
+@dataclass
+class Shift:
+    """The workers of one attempt while they live."""
+
+    crew: Crew
+    ranks: Mapping[int, int]
+    """Rank by pid."""
+    codes: dict[int, int] = field(default_factory=dict)
+    """Exit code by rank, of those that have ended."""
+    deadline: float | None = None
+    """When those that still live are killed."""
+    was_cut: bool = False
+    """Whether they were."""
+
+    @property
+    def alive(self) -> set[int]:
+        return {pid for pid, rank in self.ranks.items() if rank not in self.codes}
+
+    def end_within(self, seconds: float) -> None:
+        """Kill, after so long at the latest, who does not leave by himself."""
+        end = time.monotonic() + seconds
+        self.deadline = end if self.deadline is None else min(self.deadline, end)
+
+
+class Agent:
+    """One node's agent: serves orders until the line is closed."""
+
+    def __init__(self, arguments: argparse.Namespace, line: Line) -> None:
+        self._run = RunDir(arguments.run)
+        self._arguments = arguments
+        self._line = line
+        self._users_environ = dict(os.environ)
+        place = step_place(os.environ) if arguments.in_step else None
+        self._node_rank = place.node_rank if place else 0
+        self._num_nodes = place.num_nodes if place else 1
+        self._worker: ModuleType | None = None
+        self._shift: Shift | None = None
+
+    def serve(self) -> None:
+        """Do as the supervisor says; return when it hangs up, with no worker left."""
+        failure = self._preload()
+        while True:
+            for order in self._line.read():
+                self._obey(order, failure)
+            if self._line.is_closed:
+                break
+            number = processes.await_signal(self._patience_s())
+            if number in processes.STOP_SIGNALS and self._shift:
+                processes.send(self._shift.alive, number)
+            self._look_after_workers()
+        if self._shift:
+            processes.kill(self._shift.alive)
+
+    def _preload(self) -> BaseException | None:
+        """Import what the workers need; what goes wrong is told when the attempt is known."""
+        os.environ.update({**torch_defaults(self._crew(0, ALONE).num_threads), **os.environ})
+        try:
+            self._worker = importlib.import_module(self._arguments.worker)
+            self._worker.preload(str(self._run.path))
+        except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
+            return error
+        return None
+
+    def _crew(self, attempt: int, meeting: Meeting) -> Crew:
+        return Crew(
+            run=self._run,
+            attempt=attempt,
+            num_workers=self._arguments.num_workers,
+            cpus_per_worker=self._arguments.cpus_per_worker,
+            meeting=meeting,
+            node_rank=self._node_rank,
+            num_nodes=self._num_nodes,
+        )
+
+    def _obey(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
+        match order:
+            case {"do": "start", "attempt": int(attempt), **rest}:
+                meeting = Meeting.parse(str(rest["meet"])) if "meet" in rest else ALONE
+                self._start(self._crew(attempt, meeting), failure)
+            case {"do": "stop"} if self._shift:
+                processes.send(self._shift.alive, signal.SIGUSR2)
+            case {"do": "end"} if self._shift:
+                self._shift.end_within(GRACE_S)
+
+    def _start(self, crew: Crew, failure: BaseException | None) -> None:
+        """Take the port, fork; or say why not."""
+        if self._worker is None or failure is not None:
+            self._tell_failure(crew, failure)
+            return
+        os.environ.update({**defaults_for_workers(crew), **self._users_environ})
+        try:
+            with ExitStack() as resources:
+                meeting_point = resources.enter_context(listen(crew.meeting)) if crew.node_rank == 0 else None
+                self._shift = Shift(crew, _fork(crew, self._worker, meeting_point))
+        except PortTakenError:
+            self._tell(crew.attempt, exit_codes.PORT_TAKEN)
+        except OSError as error:
+            self._tell_failure(crew, error)
+
+    def _tell_failure(self, crew: Crew, error: BaseException | None) -> None:
+        """Write down what kept the workers from being started."""
+        error = error or RuntimeError("the workers' module was not imported")
+        report(crew.run.agent_error(crew.attempt, crew.node_rank), error, rank=-1, log=crew.run.console)
+        self._tell(crew.attempt, exit_codes.REFUSED if isinstance(error, ConfigError) else exit_codes.FAILED)
+
+    def _tell(self, attempt: int, code: int) -> None:
+        self._line.send(node_rank=self._node_rank, attempt=attempt, code=code)
+
+    def _patience_s(self) -> float:
+        if self._shift is None or self._shift.deadline is None:
+            return 3600.0
+        return 1.0 if self._shift.was_cut else self._shift.deadline - time.monotonic()
+
+    def _look_after_workers(self) -> None:
+        """Note who has died and why; when the last is gone, tell the supervisor how it went."""
+        died, shift = processes.reap(), self._shift
+        if shift is None:
+            return
+        if shift.deadline is not None and time.monotonic() >= shift.deadline and not shift.was_cut:
+            shift.was_cut = True
+            processes.kill(shift.alive)
+        for pid, code in died.items():
+            if pid in shift.ranks:
+                _note_death(shift, shift.ranks[pid], code)
+        if not shift.alive:
+            self._shift = None
+            self._tell(shift.crew.attempt, joint_exit_code(shift.codes))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the workers and see them through; return what their exit codes mean together."""
+    """Serve one supervisor."""
     arguments = _parse(argv)
     processes.die_with_parent(os.getppid())
     processes.block_awaited_signals()
     import_by_pythonpath_alone()
-    crew = _crew(arguments)
-    code = _work(crew, arguments.worker)
-    if not crew.is_in_step:
-        return code
-    if crew.node_rank == 0:
-        write_verdict(crew.run, crew.attempt, code)
-    return exit_codes.FINISHED if code == exit_codes.STOPPED else code
-
-
-def _crew(arguments: argparse.Namespace) -> Crew:
-    crew = Crew(
-        run=RunDir(Path(arguments.run)),
-        attempt=arguments.attempt,
-        num_workers=arguments.num_workers,
-        cpus_per_worker=arguments.cpus_per_worker,
-    )
-    if arguments.meet is None:
-        return crew
-    place = step_place(os.environ)
-    return replace(crew, meeting=Meeting.parse(arguments.meet), node_rank=place.node_rank, num_nodes=place.num_nodes)
-
-
-def _work(crew: Crew, worker_module: str) -> int:
-    """Take the port, import, fork, and wait for all."""
-    os.environ.update({**defaults_for_workers(crew), **os.environ})
-    try:
-        with ExitStack() as resources:
-            meeting_point = resources.enter_context(listen(crew.meeting)) if crew.node_rank == 0 else None
-            worker = importlib.import_module(worker_module)
-            worker.preload(str(crew.run.path))
-            ranks = _fork(crew, worker, meeting_point)
-    except PortTakenError:
-        return exit_codes.PORT_TAKEN
-    except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
-        report(crew.run.agent_error(crew.attempt, crew.node_rank), error, rank=-1, log=crew.run.console)
-        return exit_codes.REFUSED if isinstance(error, ConfigError) else exit_codes.FAILED
-    return joint_exit_code(_await_all(crew, ranks))
+    Agent(arguments, Line.of_agent()).serve()
+    return exit_codes.FINISHED
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.agent", description=__doc__)
-    parser.add_argument("run")
+    parser.add_argument("run", type=Path)
     parser.add_argument("--worker", required=True)
-    parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
-    parser.add_argument("--meet", metavar="'ADDRESS PORT'")
+    parser.add_argument("--in-step", action="store_true")
     return parser.parse_args(argv)
 
 
@@ -179,41 +273,36 @@ def rank_environ(crew: Crew, local_rank: int, port: int) -> Mapping[str, str]:
     }
 
 
-def _await_all(crew: Crew, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Return every rank's exit code; pass stop signals on; after a failure, kill who does not leave by himself."""
-    codes: dict[int, int] = {}
-    alive = set(ranks)
-    deadline: float | None = None
-    while alive:
-        timeout_s = 3600.0 if deadline is None else max(deadline - time.monotonic(), 0.0)
-        number = processes.await_signal(timeout_s)
-        if number in processes.STOP_SIGNALS:
-            processes.send(alive, number)
-        was_killed_by_us = deadline is not None and time.monotonic() >= deadline
-        if was_killed_by_us:
-            processes.kill(alive)
-        for pid, code in processes.reap().items():
-            if pid not in ranks:
-                continue
-            alive.discard(pid)
-            codes[ranks[pid]] = code
-            if code < 0 and not was_killed_by_us:
-                rank = ranks[pid]
-                log, told = crew.run.rank_log(crew.attempt, rank), crew.run.rank_error(crew.attempt, rank)
-                report_killed(told, signal.Signals(-code), rank=rank, log=log)
-            if code not in (exit_codes.FINISHED, exit_codes.STOPPED) and deadline is None:
-                deadline = time.monotonic() + GRACE_S
-    return codes
+def _note_death(shift: Shift, rank: int, code: int) -> None:
+    """Keep how a worker ended, write down what it could not, and see that the others follow."""
+    crew = shift.crew
+    is_ours = shift.was_cut and code == -signal.SIGKILL
+    first = next(iter(shift.codes.values()), None)
+    if is_ours and first in _GOOD:
+        code = first  # it had committed with the others, and only could not leave
+    shift.codes[rank] = code
+    if code < 0 and not is_ours:
+        log, told = crew.run.rank_log(crew.attempt, rank), crew.run.rank_error(crew.attempt, rank)
+        report_killed(told, signal.Signals(-code), rank=rank, log=log)
+    shift.end_within(TEARDOWN_S if code in _GOOD else GRACE_S)
 
 
 def joint_exit_code(codes: Mapping[int, int]) -> int:
     """Return what the workers' exit codes mean together."""
     if all(code == exit_codes.FINISHED for code in codes.values()):
         return exit_codes.FINISHED
-    if all(code in (exit_codes.FINISHED, exit_codes.STOPPED) for code in codes.values()):
+    if all(code in _GOOD for code in codes.values()):
         return exit_codes.STOPPED
-    return exit_codes.REFUSED if exit_codes.REFUSED in codes.values() else exit_codes.FAILED
+    for told in (exit_codes.FENCED, exit_codes.REFUSED):
+        if told in codes.values():
+            return told
+    return exit_codes.FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        result = main()
+    except BaseException:  # noqa: BLE001  the way out is the same for all: Python's shutdown prints what torch leaks
+        traceback.print_exc()
+        result = exit_codes.FAILED
+    leave_at_once(result)

@@ -1,27 +1,15 @@
-"""The one child of a supervisor: started, told to stop, waited for."""
+"""The commands that a supervisor starts."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-
-from ddp_hpc import processes
+from collections.abc import Mapping, Sequence
 
 
-def see_through(argv: Sequence[str], lock_fd: int, *, on_stop: Callable[[int, int], object]) -> int:
-    """Run a command to its end; return its exit code.
-
-    `on_stop` is called with the child's pid and the number of each stop signal that arrives. The child holds the run's
-    lock too.
-    """
-    child = subprocess.Popen(argv, pass_fds=[lock_fd], stdin=subprocess.DEVNULL)
-    while True:
-        number = processes.await_signal(3600.0)
-        if number in processes.STOP_SIGNALS:
-            on_stop(child.pid, number)
-        code = child.poll()
-        if code is not None:
-            return code
+def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> subprocess.Popen[bytes]:
+    """Start a command that holds the run's lock too; `on_line`, its input and output are ours."""
+    pipe = subprocess.PIPE if on_line else None
+    return subprocess.Popen(argv, pass_fds=lock_fds, stdin=pipe or subprocess.DEVNULL, stdout=pipe)
 
 
 def answer_of(argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float) -> str | None:

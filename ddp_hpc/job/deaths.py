@@ -27,8 +27,8 @@ def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
 
 def report_killed(path: Path, number: signal.Signals, *, rank: int, log: Path) -> None:
     """Write down that a signal ended a worker."""
-    hint = " The kernel does that when memory runs out." if number == signal.SIGKILL else ""
-    _write(path, rank, f"killed by {number.name}.{hint}", log)
+    hint = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
+    _write(path, rank, f"killed by {number.name}{hint}", log)
 
 
 def _write(  # noqa: PLR0913  a record's fields

@@ -16,7 +16,7 @@ WORKER = "ddp_hpc.train.worker"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What is to be started."""
+    """What is to be started where each attempt is a step of its own."""
 
     spec: RunSpec
     run: RunDir
@@ -25,20 +25,19 @@ class Start:
     meeting: Meeting
 
 
-def agent_argv(spec: RunSpec, run: RunDir, *, attempt: int) -> list[str]:
+def agent_argv(spec: RunSpec, run: RunDir) -> list[str]:
     """Return the command of the node agent on this machine."""
-    return [*_module("ddp_hpc.job.agent", run, attempt), *_crew(spec)]
+    return [sys.executable, "-m", "ddp_hpc.job.agent", str(run.path), "--worker", WORKER, *_crew(spec)]
 
 
-def step_of_agents(start: Start) -> list[str]:
-    """Return the command that starts one agent a node."""
-    agent = agent_argv(start.spec, start.run, attempt=start.attempt)
-    return [*step_argv(start.spec, tasks_per_node=1), *agent, "--meet", str(start.meeting)]
+def step_of_agents(spec: RunSpec, run: RunDir) -> list[str]:
+    """Return the command that starts one agent a node; they are told of each attempt by their line."""
+    return [*step_argv(spec, tasks_per_node=1), *agent_argv(spec, run), "--in-step"]
 
 
 def step_of_tasks(start: Start) -> list[str]:
     """Return the command that starts one task a worker."""
-    task = _module("ddp_hpc.job.task", start.run, start.attempt)
+    task = _task(start)
     tasks_per_node = start.spec.resources.local_world_size
     return [*step_argv(start.spec, tasks_per_node=tasks_per_node), *task, "--meet", str(start.meeting)]
 
@@ -55,12 +54,13 @@ def step_of_torchrun(start: Start) -> list[str]:
         f"--rdzv-id={start.job_id}-{start.attempt}",
         f"--max-restarts={start.spec.torchrun.max_restarts}",
     ]
-    _, *task = _module("ddp_hpc.job.task", start.run, start.attempt)
+    _, *task = _task(start)
     return [*step_argv(start.spec, tasks_per_node=1), *node, *options, *task]
 
 
-def _module(name: str, run: RunDir, attempt: int) -> list[str]:
-    return [sys.executable, "-m", name, str(run.path), "--worker", WORKER, "--attempt", str(attempt)]
+def _task(start: Start) -> list[str]:
+    options = ["--worker", WORKER, "--attempt", str(start.attempt)]
+    return [sys.executable, "-m", "ddp_hpc.job.task", str(start.run.path), *options]
 
 
 def _crew(spec: RunSpec) -> list[str]:
@@ -69,9 +69,8 @@ def _crew(spec: RunSpec) -> list[str]:
     return ["--num-workers", str(resources.local_world_size), *cpus]
 
 
-LAUNCHERS: Mapping[str, Callable[[Start], list[str]]] = {
-    "agent": step_of_agents,
+STEPS: Mapping[str, Callable[[Start], list[str]]] = {
     "srun": step_of_tasks,
     "torchrun": step_of_torchrun,
 }
-"""Key `launcher` -> the command of the job's one step."""
+"""Key `launcher` -> the command of the step of one attempt; agents have one step for all."""

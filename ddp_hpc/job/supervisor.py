@@ -1,190 +1,258 @@
-"""The supervisor of one attempt: takes the run, starts the workers, waits, and writes down how it ended.
+"""The supervisor of a job: takes the run, sees one attempt after another through, and decides what follows each.
 
     python -m ddp_hpc.job.supervisor RUN_DIR [--cluster slurm]
 
-On Slurm it is the last line of the job script, and starts one step on all nodes; else, one agent on this machine.
+On Slurm it is the last line of the job script, and starts a step on all nodes; else, one agent on this machine. It alone
+decides whether the job goes back into the queue: nothing below it knows of the queue.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_hpc import exit_codes, processes
+from ddp_hpc import checkpoint_store, exit_codes, processes
 from ddp_hpc.config import load_resolved
-from ddp_hpc.durable import replace_text
-from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
-from ddp_hpc.job.children import see_through
-from ddp_hpc.job.launcher import LAUNCHERS, Start, agent_argv
+from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
+from ddp_hpc.job import predecessors
+from ddp_hpc.job.aftermath import conclude, leave
+from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
+from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.meeting_place import meetings
+from ddp_hpc.job.vigil import Vigil
+from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.records import (
-    Attempt,
-    Cluster,
-    Ending,
     JobFacts,
     QueuedJob,
-    first_failure,
     read_attempts,
     read_queued_job,
+    read_stop_request,
     record_end,
     record_start,
-    take_verdict,
     write_queued_job,
 )
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
-from ddp_hpc.spec import RunSpec
 
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to vanish."""
 
-ENDINGS: Mapping[int, Ending] = {
-    exit_codes.FINISHED: "finished",
-    exit_codes.STOPPED: "stopped",
-    exit_codes.REFUSED: "refused",
-}
-"""How an attempt ended, by the workers' exit code; every other code is a failure."""
-
-
-_LAST_WORDS = frozenset({exit_codes.STOPPED, exit_codes.PORT_TAKEN})
-"""Rank zero's words that stand though srun reports a failure: what others did after them does not matter."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the workers ended."""
-
-    code: int
-    reason: str = ""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Supervise one attempt; return its exit code."""
+    """See the run through, as far as this job goes; return the exit code of its last attempt."""
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.supervisor", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--cluster", choices=("local", "slurm"), default="local")
     arguments = parser.parse_args(argv)
-    run = RunDir(arguments.run)
+    run, is_for_slurm = RunDir(arguments.run), arguments.cluster == "slurm"
     processes.block_awaited_signals()
+    try:
+        allocation = read_allocation(os.environ) if is_for_slurm else None
+        lock_fds = _take(run, allocation)
+        run.stop_request.unlink(missing_ok=True)
+        try:
+            spec = load_resolved(run.config)
+        except ConfigError as error:
+            _note_refusal(run, allocation, error)
+            raise
+        assignment = Assignment(
+            run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ)
+        )
+        return _supervise(assignment, lock_fds)
+    except DdpHpcError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+
+
+def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
+    """Lock the run; return the descriptors to hand down.
+
+    An earlier start of the same job may hold the lock still, cut off from Slurm: then the claim (`checkpoint_store`)
+    keeps it out.
+
+    Raises:
+        ConfigError: where another job or process works on the run.
+    """
     lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
-    if lock_fd is None:
-        sys.stderr.write(f"error: {run.path} is being worked on by another process.\n")
-        return exit_codes.REFUSED
-    return _supervise(run, arguments.cluster, lock_fd)
+    newest = next(reversed(read_attempts(run)), None)
+    if newest is not None and allocation is not None and predecessors.is_anothers(newest, allocation, os.environ):
+        raise ConfigError(f"{run.path} is being worked on by job {newest.job_id}.")
+    if lock_fd is not None:
+        return [lock_fd]
+    if newest is None or allocation is None or newest.job_id != allocation.job_id:
+        raise ConfigError(f"{run.path} is being worked on by another process.")
+    sys.stderr.write(f"note: attempt {newest.attempt} still breathes on {newest.host}; it is fenced off\n")
+    return []
 
 
-def _supervise(run: RunDir, cluster: Cluster, lock_fd: int) -> int:
-    attempts = read_attempts(run)
-    attempt = len(attempts)
-    allocation = read_allocation(os.environ) if cluster == "slurm" else None
-    if allocation is not None and attempts and _is_anothers(attempts[-1], allocation):
-        sys.stderr.write(f"error: {run.path} is being worked on by job {attempts[-1].job_id}.\n")
-        return exit_codes.REFUSED
-    run.stop_request.unlink(missing_ok=True)
-    job_id = allocation.job_id if allocation else str(os.getpid())
-    record_start(run, attempt=attempt, job_id=job_id, job=_facts(allocation) if allocation else None)
+def _note_refusal(run: RunDir, allocation: Allocation | None, error: ConfigError) -> None:
+    """Write down that the run cannot even be tried."""
+    attempt = _next_number(run)
+    record_start(run, attempt=attempt, job_id=_job_id(allocation), job=_facts(allocation))
+    record_end(run, attempt=attempt, ending="refused", exit_code=error.exit_code, reason=str(error))
+
+
+def _supervise(assignment: Assignment, lock_fds: Sequence[int]) -> int:
+    """Walk from attempt to attempt while the next one begins on the same nodes."""
+    if assignment.allocation is not None:
+        predecessors.bury(assignment.run, os.environ)
+    workers = _workers(assignment, lock_fds)
+    try:
+        while True:
+            attempt = _begin(assignment)
+            outcome = _see_through(assignment, workers, attempt)
+            conclusion = conclude(assignment, attempt, outcome)
+            if conclusion.decision.next != "in place":
+                break
+            sys.stderr.write(f"note: {conclusion.reason}; the workers are started again\n")
+    finally:
+        workers.close()
+    leave(assignment, conclusion)
+    return conclusion.exit_code
+
+
+def _workers(assignment: Assignment, lock_fds: Sequence[int]) -> Workers:
+    spec, run = assignment.spec, assignment.run
+    if not assignment.is_for_slurm:
+        return ByAgents(agent_argv(spec, run), num_nodes=1, lock_fds=lock_fds)
+    if spec.launcher == "agent":
+        return ByAgents(step_of_agents(spec, run), num_nodes=spec.resources.nodes, lock_fds=lock_fds)
+
+    def argv_of(attempt: int, meeting: Meeting) -> list[str]:
+        job_id = _job_id(assignment.allocation)
+        return STEPS[spec.launcher](Start(spec=spec, run=run, attempt=attempt, job_id=job_id, meeting=meeting))
+
+    return ByTasks(run, argv_of, lock_fds=lock_fds)
+
+
+def _begin(assignment: Assignment) -> int:
+    """Claim the run for another attempt, and write its start into the ledger; return its number.
+
+    Raises:
+        FencedError: where somebody else has claimed it.
+    """
+    run, allocation = assignment.run, assignment.allocation
+    attempt = _next_number(run)
+    for name in checkpoint_store.claim(run, attempt):
+        sys.stderr.write(f"note: removed {name}, which a killed writer left\n")
+    if read_stop_request(run) is None:
+        run.stop_request.unlink(missing_ok=True)  # the supervisor's own, of the attempt before
+    steps = checkpoint_store.committed_steps(run)
+    first_step = steps[-1] if steps else 0
+    job_id = _job_id(allocation)
+    record_start(run, attempt=attempt, job_id=job_id, job=_facts(allocation), first_step=first_step)
     if allocation is not None:
         _note_job(run, job_id, attempt)
-    outcome = _work(run, attempt, cluster, allocation, lock_fd)
-    ending = ENDINGS.get(outcome.code, "failed")
-    record_end(run, attempt=attempt, ending=ending, exit_code=outcome.code, reason=outcome.reason)
-    return outcome.code if ending != "failed" else exit_codes.FAILED
+    return attempt
 
 
-def _is_anothers(newest: Attempt, allocation: Allocation) -> bool:
-    """Tell whether another job works on the run: file systems that lock each node by itself do not say."""
-    if newest.ending is not None or newest.cluster != "slurm" or newest.job_id == allocation.job_id:
-        return False
-    try:
-        job = client.job(newest.job_id, os.environ)
-    except DdpHpcError:
-        return False
-    return job is not None and states.word(job.state) in {"running", "suspended", "ending"}
+def _next_number(run: RunDir) -> int:
+    return 1 + max((attempt.attempt for attempt in read_attempts(run)), default=-1)
 
 
-def _facts(allocation: Allocation) -> JobFacts:
+def _job_id(allocation: Allocation | None) -> str:
+    return allocation.job_id if allocation else str(os.getpid())
+
+
+def _facts(allocation: Allocation | None) -> JobFacts | None:
     """Return what the ledger keeps of a job; older versions of Slurm tell its end only when asked."""
+    if allocation is None:
+        return None
+    ends_at = allocation.end_time or _ask_end(allocation)
+    return JobFacts(allocation.node_names, ends_at, allocation.restart_count)
+
+
+def _ask_end(allocation: Allocation) -> float | None:
+    """Return when Slurm says that the job ends; somebody may have given it more time since it began."""
     try:
-        job = None if allocation.end_time else client.job(allocation.job_id, os.environ)
-    except DdpHpcError:
-        job = None
-    return JobFacts(allocation.node_names, job.ends_at if job else allocation.end_time)
+        job = client.job(allocation.job_id, os.environ)
+    except (ConfigError, SlurmUnavailableError):
+        return None
+    is_limited = job is not None and job.time_limit_min is not None  # else Slurm tells a day a year ahead
+    return job.ends_at if job and is_limited else None
 
 
 def _note_job(run: RunDir, job_id: str, attempt: int) -> None:
     """Note a job that plain sbatch has submitted, as `submit` notes its own."""
     noted = read_queued_job(run)
     if noted is None or noted.job_id != job_id:
-        write_queued_job(run, QueuedJob(job_id=job_id, attempt=attempt, at=time.time()))
+        write_queued_job(run, QueuedJob(job_id=job_id, attempt=attempt, at=time.time(), since=attempt))
 
 
-def _work(run: RunDir, attempt: int, cluster: Cluster, allocation: Allocation | None, lock_fd: int) -> Outcome:
-    """Start the workers and see them through, whatever it takes."""
+def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outcome:
+    """Start the workers where the ranks can meet, and see them through; go on to the next port where one is taken."""
     try:
-        spec = load_resolved(run.config)
-        if cluster == "slurm":
-            code = _run_on_slurm(spec, run, attempt, allocation, lock_fd)
-        else:
-            code = see_through(agent_argv(spec, run, attempt=attempt), lock_fd, on_stop=_pass_on)
+        if not assignment.is_for_slurm:
+            return _watch_over(assignment, workers, attempt, None)
+        allocation = _fitting(assignment)
+        avoided = predecessors.nodes_to_avoid(assignment)
+        if avoided:
+            reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
+            return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
+        for meeting in meetings(allocation, attempt=attempt, environ=assignment.environ):
+            outcome = _watch_over(assignment, workers, attempt, meeting)
+            if outcome.code != exit_codes.PORT_TAKEN:
+                return outcome
+            sys.stderr.write(f"note: {meeting.endpoint} is taken; the ranks meet at another port\n")
+        raise WorkerError("Every port that the ranks tried to meet at was taken.")
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
-        return Outcome(error.exit_code, str(error))
-    if code == exit_codes.FINISHED:
-        done = {"epochs": spec.train.epochs, "max_steps": spec.train.max_steps, "at": time.time()}
-        replace_text(run.done, json.dumps(done))
-    return Outcome(code, _reason(run, attempt, code))
+        return Outcome(code=error.exit_code, reason=str(error))
 
 
-def _pass_on(pid: int, number: int) -> None:
-    processes.send([pid], number)
+def _fitting(assignment: Assignment) -> Allocation:
+    """Return the job, if the run fits into it.
 
-
-def _run_on_slurm(spec: RunSpec, run: RunDir, attempt: int, allocation: Allocation | None, lock_fd: int) -> int:
-    """Start the job's one step where the ranks can meet; go on to the next port where one is taken."""
+    Raises:
+        ConfigError: where it does not, or there is none.
+    """
+    allocation, resources = assignment.allocation, assignment.spec.resources
     if allocation is None:
         raise ConfigError(
             "The job script was started outside of a Slurm job. Submit it with `sbatch`, run it under `salloc`, or "
             "start the run on this machine with `ddp-hpc submit --cluster local`."
         )
-    problem = shape_problem(allocation, num_nodes=spec.resources.nodes, tasks_per_node=spec.resources.local_world_size)
+    problem = shape_problem(allocation, num_nodes=resources.nodes, tasks_per_node=resources.local_world_size)
     if problem is not None:
         raise ConfigError(problem)
-    for meeting in meetings(allocation, attempt=attempt, environ=os.environ):
-        start = Start(spec=spec, run=run, attempt=attempt, job_id=allocation.job_id, meeting=meeting)
-        code = see_through(LAUNCHERS[spec.launcher](start), lock_fd, on_stop=lambda *_: run.stop_request.touch())
-        verdict = _verdict(run, attempt, code)
-        if verdict != exit_codes.PORT_TAKEN:
-            return verdict
-        sys.stderr.write(f"note: {meeting.endpoint} is taken; the ranks meet at another port\n")
-    raise WorkerError("Every port that the ranks tried to meet at was taken.")
+    return allocation
 
 
-def _verdict(run: RunDir, attempt: int, code: int) -> int:
-    """Return what a step's end means: rank zero's word, or else whose fault the first failure was."""
-    word = take_verdict(run, attempt)
-    if word is not None and (code == exit_codes.FINISHED or word in _LAST_WORDS):
-        return word
-    failure = first_failure(run, attempt)
-    if failure is not None:
-        return exit_codes.REFUSED if failure.is_input_error else exit_codes.FAILED
-    return code or exit_codes.FAILED
+def _watch_over(assignment: Assignment, workers: Workers, attempt: int, meeting: Meeting | None) -> Outcome:
+    """Let the workers work; tell them to stop, or end them, when it is time."""
+    vigil = _vigil(assignment, attempt)
+    workers.begin(attempt, meeting)
+    while (code := workers.news()) is None:
+        number = processes.await_signal(min(vigil.patience_s(time.time()), workers.patience_s()))
+        match vigil.look(number, time.time()):
+            case "stop":
+                workers.stop()
+            case "end":
+                workers.end()
+    return Outcome(
+        code=code,
+        is_out_of_time=vigil.is_out_of_time,
+        is_wedged=vigil.is_wedged,
+        lost_nodes=tuple(names_of(workers.silent_nodes(), assignment.nodes)),
+    )
 
 
-def _reason(run: RunDir, attempt: int, code: int) -> str:
-    if code in (exit_codes.FINISHED, exit_codes.STOPPED):
-        return ""
-    failure = first_failure(run, attempt)
-    if failure is not None:
-        is_plain = failure.is_input_error or failure.rank < 0
-        return failure.exception if is_plain else f"rank {failure.rank}: {failure.exception}"
-    return f"the workers were ended by signal {-code}" if code < 0 else f"the workers ended with code {code}"
+def _vigil(assignment: Assignment, attempt: int) -> Vigil:
+    run, spec, allocation = assignment.run, assignment.spec, assignment.allocation
+    newest = next(reversed(read_attempts(run)))
+    return Vigil(
+        ends_at=newest.ends_at,
+        lead_s=spec.slurm.signal_lead_s,
+        hang_timeout_s=spec.restart.hang_timeout_s,
+        signs_of_life=(run.progress, run.rank_log(attempt, 0)),
+        ask_end=lambda: _ask_end(allocation) if allocation else None,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ddp_hpc import exit_codes
+from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.deaths import report
 from ddp_hpc.job.meeting import Meeting, PortTakenError, listen, network_defaults
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
     arguments = parser.parse_args(argv)
+    processes.block_awaited_signals()  # until the worker listens: one that comes while it imports is not lost
     run, meeting = RunDir(arguments.run), arguments.meet
     import_by_pythonpath_alone()
     if meeting is not None:
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         surroundings = {**torch_defaults(_num_threads(place)), **network_defaults(meeting.address)}
         os.environ.update({**surroundings, **os.environ, **rank_environ(place, meeting)})
     else:
+        processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
         os.environ["NODE_RANK"] = os.environ["GROUP_RANK"]  # as torchrun calls it
     code = _work(run, arguments.worker, arguments.attempt, meeting)
     if os.environ["RANK"] == "0":

@@ -1,44 +1,78 @@
-"""One node's torchrun, told which node hosts the rendezvous and by which address the others reach this one.
+"""One node's torchrun, told what it would guess wrong, and kept from what it would do at a signal.
 
     python -m ddp_hpc.job.torchrun_node --num-workers 4 --meet "ADDRESS PORT" -- OPTIONS OF TORCHRUN ...
 
-torchrun guesses both from names: the host is the node whose own name resolves to the endpoint. Where a node's own name
-means 127.0.1.1, as Debian's installer has it, no node is, and all wait for each other.
+torchrun guesses from names which node hosts the rendezvous, and by which address the others reach this one: the host is
+the node whose own name resolves to the endpoint. Where a node's own name means 127.0.1.1, as Debian's installer has it,
+no node is, and all wait for each other.
+
+At SIGTERM it gives its workers 30 s and kills them then, amid their last save; SIGUSR2 ends it at once. And Slurm's
+signals reach no worker of its, for each is in a session of its own. So torchrun is, too, and this process hears them in
+its place and tells the workers.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
+
+import psutil
 
 from ddp_hpc import processes
 from ddp_hpc.job.meeting import Meeting, network_defaults, own_address
 from ddp_hpc.job.surroundings import torch_defaults
 from ddp_hpc.slurm.allocation import step_place
 
+_TELL_AGAIN_S = 1.0
+"""Workers may not have been there the first time."""
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Become torchrun."""
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun to its end; return its exit code."""
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.torchrun_node", description=__doc__)
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
     parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
     parser.add_argument("options", nargs="+", help="of torchrun, and what it is to start")
     arguments = parser.parse_args(argv)
+    processes.block_awaited_signals()
     address = arguments.meet.address
     num_threads = processes.threads_per_worker(
         sorted(os.sched_getaffinity(0)), arguments.num_workers, arguments.cpus_per_worker
     )
     is_host = step_place(os.environ).node_rank == 0
     told = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
-    os.execve(  # noqa: S606  # no shell
-        sys.executable,
+    torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *told, *arguments.options],
-        {**torch_defaults(num_threads), **network_defaults(address), **os.environ},
+        env={**torch_defaults(num_threads), **network_defaults(address), **os.environ},
+        start_new_session=True,
+        preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
+    return _see_through(torchrun)
+
+
+def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
+    """Wait for torchrun; pass stop signals on to the workers it has started."""
+    was_told = False
+    while (code := torchrun.poll()) is None:
+        number = processes.await_signal(_TELL_AGAIN_S if was_told else 3600.0)
+        was_told = was_told or number in processes.STOP_SIGNALS
+        if was_told:
+            processes.send(_children(torchrun.pid), signal.SIGUSR2)
+    return code
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -88,6 +88,12 @@ class Allocation:
     """Unset in shells."""
 
     @property
+    def scontrol_id(self) -> str:
+        """The job as scontrol is told of it, so that a task of an array means itself alone."""
+        is_task = self.array_job_id is not None and self.array_task_id is not None
+        return f"{self.array_job_id}_{self.array_task_id}" if is_task else self.job_id
+
+    @property
     def is_step(self) -> bool:
         return self.step is not None
 

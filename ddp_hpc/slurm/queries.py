@@ -116,6 +116,10 @@ class JobRecord:
     ends_at: float | None = None
     """When it ended, or will at its time limit."""
     elapsed_s: int | None = None
+    preempted_at: float | None = None
+    """When Slurm began to take its nodes away; told from the first signal on, while the job still runs."""
+    excluded_nodes: str = ""
+    """Slurm's compressed list."""
 
 
 def job_argv(job_id: str) -> list[str]:
@@ -147,6 +151,8 @@ def parse_job(text: str) -> JobRecord | None:
         starts_at=moment(fields.get("StartTime", "")),
         ends_at=moment(fields.get("EndTime", "")),
         elapsed_s=seconds(fields.get("RunTime", "")),
+        preempted_at=moment(fields.get("PreemptTime", "")),
+        excluded_nodes=_something(fields.get("ExcNodeList", "")),
     )
 
 
@@ -338,6 +344,50 @@ def parse_associations(text: str) -> list[str]:
     """Return `lab (QOS high, low)`, one an account."""
     rows = (line.split("|") for line in text.splitlines() if "|" in line)
     return [f"{account} (QOS {qos.replace(',', ', ')})" for account, qos, *_ in rows]
+
+
+def requeue_argv(job_id: str) -> list[str]:
+    """Put a job back into the queue, under its number; its processes are ended."""
+    return ["scontrol", "requeue", job_id]
+
+
+def update_argv(job_id: str, **values: str) -> list[str]:
+    """Change fields of a job, by scontrol's names (`StartTime="now"`)."""
+    return ["scontrol", "update", f"JobId={job_id}", *(f"{key}={value}" for key, value in values.items())]
+
+
+def signal_argv(job_id: str, signal_name: str, *, batch_only: bool = False) -> list[str]:
+    """Send a signal to all steps of a job, or to its batch shell alone."""
+    return ["scancel", f"--signal={signal_name}", *(["--batch"] if batch_only else []), job_id]
+
+
+def submit_argv(script: Path, options: Sequence[str] = ()) -> list[str]:
+    """Submit a script; options win over its own. The answer is the job's number alone."""
+    return ["sbatch", "--parsable", *options, str(script)]
+
+
+def parse_submitted(text: str) -> str:
+    """Return the job's number from `12` or `12;cluster`."""
+    return text.strip().split(";")[0]
+
+
+def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> list[str]:
+    """Ask for the states of some nodes, or of all of a partition."""
+    options = [f"--nodes={','.join(nodes)}"] if nodes else []
+    options += [f"--partition={partition}"] if partition else []
+    return ["sinfo", "--Node", "--noheader", *options, "--format=%N %T"]
+
+
+def parse_nodes(text: str) -> dict[str, str]:
+    """Return each node's state in Slurm's word; `*` at its end means that the node does not answer."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def is_lost(node_state: str) -> bool:
+    """Tell whether a node in this state can run nothing: it is down, or has not answered for a while."""
+    state = node_state.lower()
+    return state.endswith("*") or state.startswith(("down", "fail", "power", "reboot", "unk"))
 
 
 def cancel_argv(job_id: str) -> list[str]:

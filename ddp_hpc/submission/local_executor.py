@@ -15,7 +15,7 @@ import psutil
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
-from ddp_hpc.records import Attempt, read_attempts, read_progress, record_end
+from ddp_hpc.records import Attempt, ask_to_stop, read_attempts, read_progress, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
@@ -139,7 +139,7 @@ def stop(run: RunDir) -> str:
     """
     if not processes.is_locked(run.lock):
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop.")
-    run.stop_request.touch()
+    ask_to_stop(run)
     return f"{run.name} was asked to commit a checkpoint and leave. Submit it again to go on."
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import psutil
 
+from ddp_hpc import requeue
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.queries import ClusterConfig, JobRecord, Partition
@@ -58,7 +60,9 @@ def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
         associations = client.associations(environ) if partitions else ()
         raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
     partition = chosen_partition(spec, partitions)
-    return [*_costs(spec, answer.starts_at), *_misfits(spec, client.config(environ), partition)]
+    progress = read_progress(run)
+    save_s = progress.save_s if progress else None
+    return [*_costs(spec, answer.starts_at), *_misfits(spec, client.config(environ), partition, save_s)]
 
 
 def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
@@ -86,7 +90,7 @@ def _span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.0f} h"
 
 
-def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None) -> Iterator[str]:
+def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, save_s: float | None) -> Iterator[str]:
     """Say where the plan does not fit the cluster, though Slurm takes the job."""
     limit_min = spec.resources.time_limit_min
     if partition is None:
@@ -94,19 +98,17 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None) 
     if limit_min is None and partition.default_time_min is not None:
         yield (
             f"note: no `resources.time_limit_min`; partition {partition.name} ends jobs after "
-            f"{partition.default_time_min:.0f} min. The run commits before that, and goes on when submitted again."
+            f"{partition.default_time_min:.0f} min. The run commits before that, and goes back into the queue."
         )
     effective_min = limit_min or partition.default_time_min
-    if effective_min is not None and effective_min * 60 <= spec.slurm.signal_lead_s:
-        yield (
-            f"warning: the run would be told to stop {spec.slurm.signal_lead_s} s (`slurm.signal_lead_s`) before the end "
-            f"of a job of {effective_min:.0f} min, so at once."
-        )
+    problem = requeue.lead_problem(lead_s=spec.slurm.signal_lead_s, time_limit_min=effective_min, save_s=save_s)
+    if problem is not None:
+        yield f"warning: {problem}"
     mode = (partition.preempt_mode or config.preempt_mode or "").upper()
-    if "CANCEL" in mode:
+    if "CANCEL" in mode and spec.restart.by != "successor":
         yield (
-            f"warning: partition {partition.name} preempts by CANCEL: a preempted job does not come back by itself. "
-            "Submit the run again; it goes on from its newest checkpoint."
+            f"note: partition {partition.name} preempts by CANCEL. The run commits and goes back into the queue within the "
+            "GraceTime; where the site forbids that, `restart.by=successor` sends a new job instead."
         )
     if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
         yield (

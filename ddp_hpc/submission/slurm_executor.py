@@ -13,15 +13,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ddp_hpc import processes
+from ddp_hpc import processes, requeue
 from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
-from ddp_hpc.records import Attempt, QueuedJob, read_attempts, read_queued_job, record_end, write_queued_job
+from ddp_hpc.records import (
+    Attempt,
+    QueuedJob,
+    ask_to_stop,
+    read_attempts,
+    read_queued_job,
+    record_end,
+    write_queued_job,
+)
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
 from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
@@ -40,9 +49,23 @@ def job_script(spec: RunSpec, import_paths: Sequence[Path]) -> str:
         ConfigError: where the script cannot be made of this spec.
     """
     run = RunDir(spec.path)
+    spec = _avoiding(spec, bad_nodes(run, spec))
     return render(
         JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=_job_import_paths(spec, run, import_paths))
     )
+
+
+def bad_nodes(run: RunDir, spec: RunSpec) -> list[str]:
+    """Return the nodes that the run's ledger remembers as failing."""
+    return requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
+
+
+def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
+    """Return the spec with more nodes excluded."""
+    if not nodes:
+        return spec
+    asked = [spec.slurm.exclude] if spec.slurm.exclude else []
+    return replace(spec, slurm=replace(spec.slurm, exclude=",".join([*asked, *nodes])))
 
 
 def prepare(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -> tuple[RunDir, list[str]]:
@@ -79,10 +102,18 @@ def submit(
         return there
     run, notes = prepare(resolved_text, spec, import_paths=import_paths)
     with _nothing_left_of_new(run, is_new=is_new):
-        notes += reality.check(spec, run, environ)
-        job = QueuedJob(job_id=_send(run, environ), attempt=len(read_attempts(run)), at=time.time())
+        notes += [*_notes_on_restarts(run, spec), *reality.check(spec, run, environ)]
+        attempt = len(read_attempts(run))
+        job = QueuedJob(job_id=_send(run, environ), attempt=attempt, at=time.time(), since=attempt)
     write_queued_job(run, job)
     return Submission(run, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
+
+
+def _notes_on_restarts(run: RunDir, spec: RunSpec) -> Iterator[str]:
+    """Say what the run's past means for its next job."""
+    avoided = bad_nodes(run, spec)
+    if avoided:
+        yield f"avoids {', '.join(avoided)}, where it failed before (forgotten after {spec.restart.forget_h} h)"
 
 
 def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
@@ -168,38 +199,70 @@ def _send(run: RunDir, environ: Mapping[str, str]) -> str:
     return str(job.job_id)
 
 
-def wait(run: RunDir, job_id: str, environ: Mapping[str, str]) -> Attempt:
-    """Return the job's newest attempt once it has ended.
+def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
+    """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
+
+    While a requeued job is held back by Slurm, it is told to begin (`hasten`).
 
     Raises:
         WorkerError: where the job left Slurm without a word in the run's directory.
     """
     pause, longest = _ASK_S
-    asked_at = time.monotonic()
+    asked_at, seen = time.monotonic(), read_queued_job(run)
     while True:
-        ended = _ended_attempt(run, job_id)
+        ended = _last_attempt(run, attempt)
         if ended is not None:
             return ended
-        if time.monotonic() - asked_at > pause:
+        queued = read_queued_job(run)
+        if queued != seen:
+            (pause, _), seen = _ASK_S, queued
+        if queued is not None and time.monotonic() - asked_at > pause:
             asked_at, pause = time.monotonic(), min(pause * 1.5, longest)
-            _require_alive(run, job_id, environ)
+            _require_alive(run, attempt, queued, environ)
         time.sleep(_POLL_S)
 
 
-def _ended_attempt(run: RunDir, job_id: str) -> Attempt | None:
+def _last_attempt(run: RunDir, first: int) -> Attempt | None:
     newest = next(reversed(read_attempts(run)), None)
-    return newest if newest is not None and newest.job_id == job_id and newest.ending is not None else None
+    is_over = newest is not None and newest.attempt >= first and newest.ending is not None and not newest.next
+    return newest if is_over else None
 
 
-def _require_alive(run: RunDir, job_id: str, environ: Mapping[str, str]) -> None:
+def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mapping[str, str]) -> None:
     try:
-        job = client.job(job_id, environ)
+        job = client.job(queued.job_id, environ)
     except SlurmUnavailableError:
         return  # it may be back soon; the job does not mind
     if job is not None and not states.has_ended(job.state):
+        _hasten(queued, job, environ)
         return
-    if _ended_attempt(run, job_id) is None:
-        raise WorkerError(reality.silent_end(run, job_id, job))
+    if _last_attempt(run, attempt) is None and read_queued_job(run) == queued:
+        raise WorkerError(reality.silent_end(run, queued.job_id, job))
+
+
+def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
+    """Have the run's job begin now, if Slurm holds it back only because it was requeued a moment ago.
+
+    It does so for two minutes, usually (`cred_expire`); the job's own user may change that once it is pending.
+    """
+    queued = read_queued_job(run)
+    if queued is None:
+        return False
+    try:
+        job = client.job(queued.job_id, environ)
+    except SlurmUnavailableError:
+        return False
+    return job is not None and _hasten(queued, job, environ)
+
+
+def _hasten(queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
+    if queued.attempt == queued.since or states.word(job.state) != "pending" or job.reason != "BeginTime":
+        return False
+    try:
+        client.update(queued.job_id, environ, StartTime="now")
+    except (ConfigError, SlurmUnavailableError):
+        return False
+    return True
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
@@ -219,8 +282,8 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     return f"Job {job.job_id} of {run.name} was cancelled. Its newest checkpoint stays; submit it again to go on."
 
 
-def stop(run: RunDir) -> str:
-    """Ask the run to commit a checkpoint and leave; return what to tell the user.
+def stop(run: RunDir, *, then: Literal["end", "requeue"] = "end") -> str:
+    """Ask the run to commit a checkpoint and leave, for good or for now; return what to tell the user.
 
     Raises:
         ConfigError: where it has not begun, or runs no more.
@@ -232,5 +295,7 @@ def stop(run: RunDir) -> str:
             f"{run.name} is not running, so there is nothing to stop. A job that waits is taken out of the queue by "
             f"`ddp-hpc cancel {run.name}`."
         )
-    run.stop_request.touch()
+    ask_to_stop(run, then=then)
+    if then == "requeue":
+        return f"{run.name} was asked to commit a checkpoint and go back into the queue."
     return f"{run.name} was asked to commit a checkpoint and leave. Submit it again to go on."

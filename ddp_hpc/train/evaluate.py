@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,8 +38,17 @@ class _HeldOut:
 class Evaluator:
     """Evaluates a model on the recipe's held-out samples, over all ranks."""
 
-    def __init__(self, recipe: Recipe, spec: RunSpec, group: Group, precision: Precision) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        spec: RunSpec,
+        group: Group,
+        precision: Precision,
+        *,
+        on_batch: Callable[[], object] = lambda: None,
+    ) -> None:
         self._recipe = recipe
+        self._on_batch = on_batch
         self._group = group
         self._precision = precision
         self._channels_last = spec.train.channels_last
@@ -82,6 +91,7 @@ class Evaluator:
             for fetched in self._loader:
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 sums += self._score(model, batch, len(fetched.indices))
+                self._on_batch()
         model.train(was_training)
         *totals, count = self._group.sum(sums).tolist()
         return {name: total / count for name, total in zip(names, totals, strict=True)}

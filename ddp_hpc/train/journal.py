@@ -173,6 +173,7 @@ class Journal:
             metrics=self._metrics,
             last_checkpoint=self._saved.step if self._saved else None,
             last_checkpoint_at=self._saved_at,
+            save_s=(self._saved.seconds or None) if self._saved else None,
             save_error=self._save_error,
             at=time.time(),
         )

@@ -41,9 +41,11 @@ def train(t: Training) -> bool:
         if is_save_due(t) or (metrics and t.spec.checkpoint.keep_best):
             t.checkpointer.save(t.state, metrics=metrics)
         if t.meetings.is_due(step):
-            t.journal.progress(t.state.position)
             if t.meetings.agree_to_stop(step):
                 break
+            t.journal.progress(t.state.position)
+            t.watchdog.feed()
+    t.watchdog.feed()
     t.checkpointer.save_and_wait(t.state, metrics=metrics)
     t.journal.progress(t.state.position, now=True)
     return t.state.position.step >= t.total_steps
@@ -51,6 +53,7 @@ def train(t: Training) -> bool:
 
 def restore(t: Training) -> None:
     """Bring back the newest checkpoint that holds, if there is one, and open the records where it stands."""
+    t.watchdog.feed()
     step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
     if step is None:
         log.info("training from the beginning, to step %d", t.total_steps)
@@ -59,6 +62,7 @@ def restore(t: Training) -> None:
         t.journal.resumed(step)
     t.journal.open(t.state.position)
     t.evaluator.start()
+    t.watchdog.feed()
 
 
 def rehearsed(t: Training, windows: Iterator[LoadedWindow]) -> Iterator[LoadedWindow]:

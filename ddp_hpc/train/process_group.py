@@ -18,6 +18,9 @@ JOIN_TIMEOUT = timedelta(minutes=10)
 """How long to wait for the last rank to appear."""
 
 
+_GLOO_LAG_S = 60.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """This process among the others, in PyTorch's words."""
@@ -104,10 +107,12 @@ class Group:
         return values
 
 
-def join(place: Place, device: torch.device, *, listen_fd: int | None = None) -> Group:
+def join(place: Place, device: torch.device, *, listen_fd: int | None = None, timeout_s: float = 1800.0) -> Group:
     """Meet the other ranks; a world of one is normal.
 
-    `listen_fd` is rank zero's socket, bound and listening by whoever chose the port, so that nobody can take it.
+    `listen_fd` is rank zero's socket, bound and listening by whoever chose the port, so that nobody can take it. After
+    `timeout_s` in a collective, NCCL writes down what it waits for (its flight recorder); gloo fails a minute later, so
+    that the watchdog of the rank it waits for comes first.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -118,6 +123,7 @@ def join(place: Place, device: torch.device, *, listen_fd: int | None = None) ->
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s + (0 if device.type == "cuda" else _GLOO_LAG_S)),
     )
     return Group(place, device, dist.PrefixStore("main", store), dist.PrefixStore("side", side_store))
 

@@ -2,7 +2,8 @@
 
 SIGTERM, SIGUSR2 and the run's STOP file all mean: commit a checkpoint and leave. A handler sets a flag and nothing
 else. The ranks meet every half second or so and add up their flags, so all of them leave after the same step; between
-the meetings it costs one comparison a step.
+the meetings it costs one comparison a step. Rank zero also looks whether the run is this attempt's still: one that a
+newer attempt has taken over leaves at once, and commits nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import torch
 
+from ddp_hpc.errors import FencedError
 from ddp_hpc.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.train.process_group import Group
 
 MEETING_INTERVAL_S = 0.5
+_FENCED_VOTE = 1 << 32
+"""More than all ranks' other votes together."""
 
 
 class StopFlag:
@@ -50,9 +55,10 @@ class Meetings:
     same step without talking in between.
     """
 
-    def __init__(self, group: Group, flag: StopFlag) -> None:
+    def __init__(self, group: Group, flag: StopFlag, *, owns_run: Callable[[], bool]) -> None:
         self._group = group
         self._flag = flag
+        self._owns_run = owns_run
         self._next_step = 0
         self._met_at: tuple[int, float] | None = None
 
@@ -60,12 +66,21 @@ class Meetings:
         return step >= self._next_step
 
     def agree_to_stop(self, step: int) -> bool:
-        """Meet after `step`; return, the same on all ranks, whether any has been told to stop."""
+        """Meet after `step`; return, the same on all ranks, whether any has been told to stop.
+
+        Raises:
+            FencedError: on all ranks, where another attempt has taken the run over.
+        """
         is_rank_zero = self._group.place.is_rank_zero
-        told = self._flag.is_set(look_at_file=is_rank_zero)
-        pause = self._steps_until_next(step) if is_rank_zero else 0
-        votes = self._group.sum(torch.tensor([int(told), pause], dtype=torch.int64))
+        vote = int(self._flag.is_set(look_at_file=is_rank_zero))
+        pause = 0
+        if is_rank_zero:
+            vote += 0 if self._owns_run() else _FENCED_VOTE
+            pause = self._steps_until_next(step)
+        votes = self._group.sum(torch.tensor([vote, pause], dtype=torch.int64))
         told_sum, pause_sum = votes.tolist()
+        if told_sum >= _FENCED_VOTE:
+            raise FencedError(f"Another attempt has taken the run over; this one leaves at step {step}.")
         self._next_step = step + pause_sum
         return bool(told_sum > 0)
 

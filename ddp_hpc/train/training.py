@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from ddp_hpc import checkpoint_store
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
@@ -27,6 +29,7 @@ from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.samples import SampleRecorder
 from ddp_hpc.train.stop import Meetings, StopFlag
 from ddp_hpc.train.training_state import TrainingState
+from ddp_hpc.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class Training:
     evaluator: Evaluator
     journal: Journal
     samples: SampleRecorder
+    watchdog: Watchdog
 
     def windows(self) -> Iterator[LoadedWindow]:
         """Yield the samples of every step still to do."""
@@ -71,13 +75,21 @@ class Training:
 
 
 def prepare(  # noqa: PLR0913  it puts the parts together, and these are the parts
-    spec: RunSpec, recipe: Recipe, run: RunDir, group: Group, *, attempt: int, stop: StopFlag
+    spec: RunSpec,
+    recipe: Recipe,
+    run: RunDir,
+    group: Group,
+    *,
+    attempt: int,
+    stop: StopFlag,
+    watchdog: Watchdog | None = None,
 ) -> Training:
     """Put the parts together; nothing is restored yet.
 
     Raises:
         ConfigError: where the recipe and the spec do not fit.
     """
+    watchdog = watchdog or Watchdog(None)
     order = _order(spec, recipe, group)
     total_steps = min(spec.train.max_steps or 2**62, spec.train.epochs * order.steps_per_epoch)
     precision = Precision(spec.train.precision, group.device)
@@ -109,11 +121,12 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         order=order,
         total_steps=total_steps,
         base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
-        meetings=Meetings(group, stop),
+        meetings=Meetings(group, stop, owns_run=partial(checkpoint_store.owns, run, attempt)),
         checkpointer=Checkpointer(run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved),
-        evaluator=Evaluator(recipe, spec, group, precision),
+        evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         journal=journal,
         samples=SampleRecorder(run.rank_samples(attempt, group.place.rank) if spec.train.record_samples else None),
+        watchdog=watchdog,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import time
 import traceback
@@ -27,6 +28,7 @@ from ddp_hpc.train.rank_log import open_rank_log
 from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder
 from ddp_hpc.train.stop import StopFlag
 from ddp_hpc.train.training import Training, configure_torch, prepare
+from ddp_hpc.train.watchdog import TEARDOWN_S, Watchdog, leave_within
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +64,25 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     training: Training | None = None
     try:
         spec = load_resolved(run.config)
+        watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero)
+        watchdog.feed()
         group = _join(spec, place, listen_fd)
-        training = prepare(spec, _recipe(spec), run, group, attempt=attempt, stop=flag)
+        training = prepare(spec, _recipe(spec), run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         finished = _walk(training)
     except BaseException as error:  # noqa: BLE001  whatever a worker dies of is written down
         _report(run, place, error, attempt=attempt, step=training.state.position.step if training else 0)
         return error.exit_code if isinstance(error, DdpHpcError) else FAILED
+    code = FINISHED if finished else STOPPED
+    watchdog.dismiss()
+    leave_within(TEARDOWN_S, lambda: os._exit(code))  # all is committed: a wedged teardown must not hold the job
     del training, group
     process_group.leave()
-    return FINISHED if finished else STOPPED
+    return code
 
 
 def _join(spec: RunSpec, place: Place, listen_fd: int | None) -> Group:
     device = process_group.choose_device(place, spec.resources.gpus_per_node)
-    return process_group.join(place, device, listen_fd=listen_fd)
+    return process_group.join(place, device, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)
 
 
 def _recipe(spec: RunSpec) -> Recipe:

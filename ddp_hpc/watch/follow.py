@@ -1,4 +1,4 @@
-"""A run as it goes: one look after another, until its attempt is over."""
+"""A run as it goes: one look after another, over all its attempts, until it is over."""
 
 from __future__ import annotations
 
@@ -24,17 +24,13 @@ class Look:
 def follow(
     run: RunDir, attempt: int, *, clock: Callable[[], float], pause: Callable[[], None], ask: Ask | None = None
 ) -> Iterator[Look]:
-    """Yield looks at one attempt, the last one when it is over; `pause` is called between them."""
+    """Yield looks at a run from one attempt on, the last one when no other follows; `pause` is called between them."""
     seen_until = next((one.started_at for one in read_attempts(run) if one.attempt == attempt), 0.0)
     while True:
         status = read_status(run, now=clock(), ask=ask)  # first, so that the last look has all evaluations
         evaluations = list(read_metrics(run, "eval", after=seen_until))
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
         yield Look(status, evaluations)
-        if not _is_at_work(status, attempt):
+        if not status.is_alive:
             return
         pause()
-
-
-def _is_at_work(status: RunStatus, attempt: int) -> bool:
-    return status.is_alive and (status.attempt is None or status.attempt <= max(attempt, 0))

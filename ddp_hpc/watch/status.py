@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddp_hpc import processes
-from ddp_hpc.records import Attempt, Ending, Progress, QueuedJob, read_attempts, read_progress, read_queued_job
+from ddp_hpc.records import Attempt, Ending, Next, Progress, QueuedJob, read_attempts, read_progress, read_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
 from ddp_hpc.watch.queue import Ask, JobWord
@@ -212,6 +212,15 @@ _BY_SLURM: Mapping[states.State, State] = {
 """Slurm's state of a job -> ours of a run, where the job itself has written nothing about it."""
 
 
+_ON_THE_WAY: Mapping[Next, State] = {
+    "in place": "starting",
+    "requeue": "waiting",
+    "successor": "waiting",
+    "slurm": "waiting",
+}
+"""What follows an attempt that has ended -> how the run is until the next one begins."""
+
+
 def _state(seen: Observation) -> State:
     last = seen.attempts[-1] if seen.attempts else None
     if seen.word is not None and (not seen.has_begun or seen.word.state is not None):
@@ -221,7 +230,7 @@ def _state(seen: Observation) -> State:
     if last is None and seen.is_rendered and not seen.is_held:
         return "prepared"
     if last is not None and last.ending is not None:
-        return last.ending
+        return _ON_THE_WAY.get(last.next, last.ending)
     is_alive = _is_alive(seen, last)
     if not is_alive:
         return "finished" if seen.is_done else "interrupted" if is_alive is False else "unknown"

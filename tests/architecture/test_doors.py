@@ -23,7 +23,13 @@ DOORS: dict[str, set[str]] = {
         "rendezvous/interfaces.py",
         "submission/local_executor.py",
     },
-    "subprocess": {"job/children.py", "slurm/client.py", "submission/snapshot.py", "submission/local_executor.py"},
+    "subprocess": {
+        "job/children.py",
+        "job/torchrun_node.py",
+        "slurm/client.py",
+        "submission/snapshot.py",
+        "submission/local_executor.py",
+    },
     "SLURM_": {"slurm/allocation.py", "slurm/client.py"},  # one reads them, the other drops what is inherited
     "signal": {"processes.py", "job/agent.py", "job/deaths.py", "submission/local_executor.py", "train/stop.py"},
 }

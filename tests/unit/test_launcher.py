@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job.launcher import LAUNCHERS, Start, agent_argv
+from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting, PortTakenError, listen
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
@@ -26,8 +26,10 @@ def start(*, address: str = "10.0.0.1", launcher: str = "agent") -> list[str]:
         torchrun=TorchrunSpec(max_restarts=3),
         train=TrainSpec(global_batch_size=64),
     )
+    if launcher == "agent":
+        return step_of_agents(spec, RUN)
     asked = Start(spec=spec, run=RUN, attempt=2, job_id="17", meeting=Meeting(address, 29500))
-    return LAUNCHERS[launcher](asked)
+    return STEPS[launcher](asked)
 
 
 SHAPES = {
@@ -38,7 +40,7 @@ SHAPES = {
 
 
 def test_every_launcher_has_its_shape_here() -> None:
-    assert SHAPES.keys() == LAUNCHERS.keys()
+    assert SHAPES.keys() == {*STEPS, "agent"}
 
 
 @pytest.mark.parametrize("launcher", SHAPES)
@@ -112,7 +114,7 @@ def test_torchrun_gets_its_options_and_the_task_as_a_module(address: str, endpoi
 def test_an_agent_is_told_of_cpus_only_where_they_were_asked_for(cpus: int | None, words: list[str]) -> None:
     spec = RunSpec(name="digits", resources=ResourcesSpec(workers_per_node=4, cpus_per_worker=cpus))
 
-    argv = agent_argv(spec, RUN, attempt=0)
+    argv = agent_argv(spec, RUN)
 
     assert argv[argv.index("--num-workers") :] == ["--num-workers", "4", *words]
 

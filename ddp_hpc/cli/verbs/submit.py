@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -104,15 +104,28 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
     if submission.state == "finished":
         return
     if args.follow:
-        show(submission.run, submission.attempt, out, ask=asker(environment, clock=time.time))
+        show(
+            submission.run,
+            submission.attempt,
+            out,
+            ask=asker(environment, clock=time.time),
+            on_waiting=_hastener(submission, environment),
+        )
     if args.wait and submission.job_id is not None:
         from ddp_hpc.submission import slurm_executor
 
-        slurm_executor.wait(submission.run, submission.job_id, environment)
+        slurm_executor.wait(submission.run, submission.attempt, environment)
     elif args.wait:
         from ddp_hpc.submission import local_executor
 
         local_executor.wait(submission.run, submission.attempt)
+
+
+def _hastener(submission: Submission, environment: Mapping[str, str]) -> Callable[[], object]:
+    """Return what to do from time to time while a job waits: after a requeue, have it begin."""
+    from ddp_hpc.submission import slurm_executor
+
+    return lambda: slurm_executor.hasten(submission.run, environment)
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:

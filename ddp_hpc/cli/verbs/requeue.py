@@ -1,0 +1,61 @@
+"""Have a run commit a checkpoint and go back into Slurm's queue; or one that was requeued begin now."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+
+from ddp_hpc.cli.runs import add_run, chosen_run, is_slurms
+from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.queue import asker
+from ddp_hpc.watch.status import read_status
+
+LEAVE_PATIENCE_S = 600.0
+_POLL_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser)
+    parser.add_argument(
+        "--now", action="store_true", help="have it begin at once, where Slurm holds requeued jobs back for a while"
+    )
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Ask the run to go back into the queue, or Slurm to begin it."""
+    from ddp_hpc.submission import slurm_executor
+
+    run_dir = chosen_run(args, environment)
+    if not is_slurms(run_dir):
+        raise ConfigError(f"{run_dir.name} runs on this machine, where there is no queue. `ddp-hpc stop` ends it.")
+    status = read_status(run_dir, now=time.time(), ask=asker(environment, clock=time.time))
+    if status.state != "waiting":
+        print(slurm_executor.stop(run_dir, then="requeue"), flush=True)
+    elif not args.now:
+        raise ConfigError(f"{run_dir.name} waits in the queue already: {status.reason}. `--now` has it begin at once.")
+    if args.now:
+        _begin(run_dir, status.attempt, environment)
+    return 0
+
+
+def _begin(run_dir: RunDir, attempt: int | None, environment: Mapping[str, str]) -> None:
+    """Wait until the job is pending, and have it begin."""
+    from ddp_hpc.records import read_attempts
+    from ddp_hpc.submission import slurm_executor
+
+    deadline = time.monotonic() + LEAVE_PATIENCE_S
+    while time.monotonic() < deadline:
+        if slurm_executor.hasten(run_dir, environment):
+            print(f"{run_dir.name} begins as soon as it has its nodes.")
+            return
+        newest = next(reversed(read_attempts(run_dir)), None)
+        if newest is not None and attempt is not None and newest.attempt > attempt:
+            print(f"{run_dir.name} has begun again.")
+            return
+        if newest is not None and newest.ending is not None and not newest.next:
+            raise WorkerError(f"{run_dir.name} has ended: {newest.reason or newest.ending}.")
+        time.sleep(_POLL_S)
+    raise WorkerError(f"{run_dir.name} did not go back into the queue within {LEAVE_PATIENCE_S:.0f} s; see its logs.")

@@ -1,0 +1,323 @@
+"""What follows an attempt: why it ended, what the table says (`requeue`), the ledger's word, and the way back."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ddp_hpc import checkpoint_store, exit_codes, requeue
+from ddp_hpc.durable import replace_text
+from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
+from ddp_hpc.job import stacks
+from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.causes import Evidence, cause_of
+from ddp_hpc.job.predecessors import accounted_end, has_enough_without
+from ddp_hpc.records import (
+    Attempt,
+    Cause,
+    End,
+    QueuedJob,
+    WorkerFailure,
+    first_failure,
+    read_attempts,
+    read_queued_job,
+    read_stop_request,
+    record_end,
+    write_queued_job,
+)
+from ddp_hpc.requeue import Decision, Situation
+from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.queries import JobRecord, is_lost
+
+EXCLUDE_PATIENCE_S = 25.0
+"""How long to try to set a requeued job's excluded nodes: Slurm refuses until it has begun to end the job."""
+
+SLURM_PATIENCE_S = 120.0
+"""How long to wait for a controller that does not answer, with a job to be put back into the queue."""
+
+_EXIT_CODES = {
+    "finished": exit_codes.FINISHED,
+    "stopped": exit_codes.STOPPED,
+    "refused": exit_codes.REFUSED,
+    "fenced": exit_codes.FENCED,
+}
+_BY_SIGNAL = "killed by "
+_BY_HARDWARE = ("CUDA error", "NCCL error", "ECC error", "cuDNN error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conclusion:
+    """What an attempt's end means."""
+
+    attempt: int
+    cause: Cause
+    decision: Decision
+    reason: str
+
+    @property
+    def exit_code(self) -> int:
+        return _EXIT_CODES.get(self.decision.ending, exit_codes.FAILED)
+
+
+def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusion:
+    """Find out why an attempt ended, decide what follows, and write both into the ledger."""
+    run, spec = assignment.run, assignment.spec
+    evidence = _evidence(assignment, attempt, outcome)
+    cause = cause_of(evidence)
+    failure = _write_down_hang(assignment, attempt) if cause == "hang" else first_failure(run, attempt)
+    failed_nodes = _failed_nodes(assignment, cause, failure, evidence)
+    attempts, steps = _since_submit(assignment), checkpoint_store.committed_steps(run)
+    newest_step = steps[-1] if steps else 0
+    decision = requeue.decide(
+        Situation(
+            cause=cause,
+            is_committed=outcome.code == exit_codes.STOPPED,
+            num_without_progress=requeue.num_without_progress(attempts, newest_step, cause),
+            is_on_slurm=assignment.allocation is not None,
+            is_requeued_by_slurm=evidence.is_requeued_by_slurm,
+            failed_nodes=failed_nodes,
+            bad_nodes=_bad_nodes(assignment, attempts, attempt, failed_nodes),
+            may_requeue=spec.slurm.requeue,
+        ),
+        spec.restart,
+    )
+    reason = _reason(cause, outcome, failure, decision)
+    # Of one that is fenced, the newer attempt has written down what became of it.
+    is_told = cause != "fenced"
+    end = End(cause=cause, last_step=newest_step, next=decision.next, failed_nodes=failed_nodes) if is_told else None
+    conclusion = Conclusion(attempt=attempt, cause=cause, decision=decision, reason=reason)
+    if cause == "finished":
+        done = {"epochs": spec.train.epochs, "max_steps": spec.train.max_steps, "at": time.time()}
+        replace_text(run.done, json.dumps(done))
+    record_end(run, attempt=attempt, ending=decision.ending, exit_code=conclusion.exit_code, reason=reason, end=end)
+    if not decision.next and cause != "fenced":
+        checkpoint_store.release(run, attempt)
+    return conclusion
+
+
+def _since_submit(assignment: Assignment) -> list[Attempt]:
+    """Return the attempts that belong to the user's newest submission."""
+    noted = read_queued_job(assignment.run)
+    return [one for one in read_attempts(assignment.run) if noted is None or one.attempt >= noted.since]
+
+
+def _evidence(assignment: Assignment, attempt: int, outcome: Outcome) -> Evidence:
+    run, spec, allocation = assignment.run, assignment.spec, assignment.allocation
+    job = None if outcome.code == exit_codes.FINISHED else _job(assignment)
+    restart = allocation.restart_count if allocation else 0
+    evidence = Evidence(
+        code=outcome.code,
+        owns_run=checkpoint_store.owns(run, attempt),
+        stop_request=read_stop_request(run),
+        is_out_of_time=outcome.is_out_of_time,
+        is_wedged=outcome.is_wedged,
+        has_stacks=stacks.has_stacks(run, attempt, spec.resources.world_size),
+        lost_nodes=[*outcome.lost_nodes, *outcome.avoided_nodes],
+        now=time.time(),
+        lead_s=spec.slurm.signal_lead_s,
+        restart=restart,
+        job=job,
+    )
+    if outcome.code in (exit_codes.FINISHED, exit_codes.STOPPED) or job is None:
+        return evidence
+    lost = [node for node, state in client.node_states(assignment.environ, assignment.nodes).items() if is_lost(state)]
+    newest = read_attempts(run)[-1]
+    said = accounted_end(newest, assignment.environ) if evidence.is_requeued_by_slurm else ""
+    return replace(evidence, lost_nodes=sorted({*evidence.lost_nodes, *lost}), accounted_as=said)
+
+
+def _job(assignment: Assignment) -> JobRecord | None:
+    """Return what Slurm knows of the job now, if it answers."""
+    if assignment.allocation is None:
+        return None
+    try:
+        return client.job(assignment.allocation.job_id, assignment.environ)
+    except (ConfigError, SlurmUnavailableError):
+        return None
+
+
+def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
+    """Put all ranks' stacks into one file, and write down whose fault it was."""
+    run, world_size = assignment.run, assignment.spec.resources.world_size
+    stands = stacks.read_stands(run, attempt, world_size)
+    found = stacks.laggard(stands, world_size)
+    path = run.stacks(attempt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nodes = {stand.rank: assignment.node_of(stand.rank) or "this machine" for stand in stands}
+    texts = [f"=== rank {stand.rank} on {nodes[stand.rank]}: {stand.place}\n{stand.stacks}\n" for stand in stands]
+    replace_text(path, "".join(texts))
+    rank, stands_how = found if found is not None else (-1, "all wait for each other: look at the network between them")
+    node = assignment.node_of(rank)
+    who = "" if found is None else f"rank {rank}{f' on {node}' if node else ''} "
+    failure = WorkerFailure(
+        rank=rank,
+        host=node or "",
+        at=time.time(),
+        step=0,
+        exception=f"no rank moved for {assignment.spec.restart.hang_timeout_s} s; {who}{stands_how}; all stacks: {path}",
+        log=str(run.rank_log(attempt, max(rank, 0))),
+    )
+    replace_text(run.rank_error(attempt, max(rank, 0)), json.dumps(failure.__dict__, indent=1))
+    return failure
+
+
+def _failed_nodes(
+    assignment: Assignment, cause: Cause, failure: WorkerFailure | None, evidence: Evidence
+) -> tuple[str, ...]:
+    """Return the nodes whose failure it may have been. An exception of the user's code is no node's fault."""
+    if cause == "node failed":
+        return tuple(evidence.lost_nodes)
+    if failure is None or cause not in {"hang", "worker crashed"}:
+        return ()
+    said = failure.exception
+    is_nodes = cause == "hang" or said.startswith(_BY_SIGNAL) or any(text in said for text in _BY_HARDWARE)
+    node = assignment.node_of(failure.rank) if failure.rank >= 0 else None
+    return (node,) if is_nodes and node is not None else ()
+
+
+def _bad_nodes(
+    assignment: Assignment, attempts: Sequence[Attempt], attempt: int, failed_nodes: Sequence[str]
+) -> list[str]:
+    """Return the nodes of this job that have failed too often, the attempt that has just ended included."""
+    now = time.time()
+    told = [
+        replace(one, failed_nodes=tuple(failed_nodes), ended_at=now) if one.attempt == attempt else one
+        for one in attempts
+    ]
+    bad = requeue.bad_nodes(told, assignment.spec.restart, now=now)
+    return [node for node in bad if node in assignment.nodes]
+
+
+def _reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None, decision: Decision) -> str:
+    told = outcome.reason or _told(cause, outcome, failure)
+    return "; ".join(part for part in (told, decision.why) if part)
+
+
+def _told(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
+    if cause in {"finished", "stop asked"}:
+        return ""
+    if cause in {"worker crashed", "hang", "refused"} and failure is not None:
+        if failure.is_secondary:
+            return f"processes died without a word; rank {failure.rank} on {failure.host} lost the connection to them"
+        is_plain = failure.is_input_error or failure.rank < 0 or cause == "hang"
+        where = f" on {failure.host}" if failure.host else ""
+        return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
+    if cause == "worker crashed":
+        return f"the workers ended with code {outcome.code}"
+    return {
+        "cancelled": "cancelled by the user",
+        "fenced": "another attempt has taken the run over",
+        "requeue asked": "told to make room",
+        "preempted": "preempted",
+        "time limit": "the job's time was over",
+        "node failed": f"lost {', '.join(outcome.lost_nodes) or 'a node'}",
+        "hang": "nothing was heard of the workers for long",
+    }.get(cause, cause)
+
+
+# --- the way back into the queue -------------------------------------------------------------------------------------
+
+
+def leave(assignment: Assignment, conclusion: Conclusion) -> None:
+    """Do as was decided, now that no worker is left: put the job back into the queue, or let it end."""
+    decision, allocation = conclusion.decision, assignment.allocation
+    if allocation is None or not decision.next:
+        if conclusion.reason:
+            sys.stderr.write(f"ended: {conclusion.reason}\n")
+        return
+    sys.stderr.write(f"note: {conclusion.reason}; the run goes on in another job ({decision.next})\n")
+    try:
+        _go_patiently(assignment, conclusion)
+    except DdpHpcError as error:
+        _end_here(assignment, conclusion, f"{conclusion.reason}; it could not be put back into the queue: {error}")
+
+
+def _go_patiently(assignment: Assignment, conclusion: Conclusion) -> None:
+    """Go, again and again while Slurm does not answer: its controller may be restarting."""
+    deadline = time.monotonic() + SLURM_PATIENCE_S
+    while True:
+        try:
+            return _go(assignment, conclusion)
+        except SlurmUnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(2.0)
+
+
+def _go(assignment: Assignment, conclusion: Conclusion) -> None:
+    decision, allocation = conclusion.decision, assignment.allocation
+    assert allocation is not None  # noqa: S101  `leave` looked
+    if decision.next != "slurm" and _is_ended_by_user(assignment):
+        _end_here(assignment, conclusion, "cancelled by the user", is_cancelled=True)
+        return
+    match decision.next:
+        case "successor":
+            options = [f"--dependency=afterany:{allocation.job_id}"]
+            if decision.exclude and has_enough_without(assignment, decision.exclude):
+                options.append(f"--exclude={','.join(_excluded(assignment, decision.exclude))}")
+            _note(assignment, conclusion, client.submit(assignment.run.job_script, assignment.environ, options))
+        case "requeue":
+            _note(assignment, conclusion, allocation.job_id)
+            client.requeue(allocation.scontrol_id, assignment.environ)
+            _exclude(assignment, decision.exclude)
+        case "slurm":
+            _note(assignment, conclusion, allocation.job_id)
+            _exclude(assignment, decision.exclude)
+
+
+def _is_ended_by_user(assignment: Assignment) -> bool:
+    """Ask a last time: `scontrol requeue` would call a job back that was cancelled meanwhile."""
+    allocation, job = assignment.allocation, _job(assignment)
+    if job is None or allocation is None:
+        return False
+    if (job.restarts or 0) > allocation.restart_count:
+        return False
+    is_ending = states.word(job.state) in {"ending", "cancelled"}
+    return is_ending and job.reason != "TimeLimit" and job.preempted_at is None
+
+
+def _end_here(assignment: Assignment, conclusion: Conclusion, reason: str, *, is_cancelled: bool = False) -> None:
+    sys.stderr.write(f"note: {reason}\n")
+    record_end(
+        assignment.run,
+        attempt=conclusion.attempt,
+        ending="cancelled" if is_cancelled else conclusion.decision.ending,
+        exit_code=conclusion.exit_code,
+        reason=reason,
+        end=End(cause="cancelled" if is_cancelled else conclusion.cause, next=""),
+    )
+
+
+def _note(assignment: Assignment, conclusion: Conclusion, job_id: str) -> None:
+    """Note the job that goes on, as `submit` notes its own."""
+    noted = read_queued_job(assignment.run)
+    since = noted.since if noted else conclusion.attempt
+    job = QueuedJob(job_id=job_id, attempt=conclusion.attempt + 1, at=time.time(), since=since)
+    write_queued_job(assignment.run, job)
+
+
+def _excluded(assignment: Assignment, more: Sequence[str]) -> list[str]:
+    """Return the nodes that the user has excluded, and `more`."""
+    asked = assignment.spec.slurm.exclude
+    return [*([asked] if asked else []), *more]
+
+
+def _exclude(assignment: Assignment, nodes: Sequence[str]) -> None:
+    """Have the job come back on other nodes: Slurm takes that only from when it has begun to end this start of it."""
+    allocation = assignment.allocation
+    if allocation is None or not nodes or not has_enough_without(assignment, nodes):
+        return
+    job = _job(assignment)
+    before = [job.excluded_nodes] if job and job.excluded_nodes else _excluded(assignment, [])
+    text = ",".join([*before, *nodes])
+    deadline = time.monotonic() + EXCLUDE_PATIENCE_S
+    while time.monotonic() < deadline:
+        with suppress(ConfigError, SlurmUnavailableError):
+            client.update(allocation.scontrol_id, assignment.environ, ExcNodeList=text)
+            sys.stderr.write(f"note: the job will not get {', '.join(nodes)} again\n")
+            return
+        time.sleep(0.1)

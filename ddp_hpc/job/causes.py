@@ -1,0 +1,115 @@
+"""Why an attempt ended, from what its processes, its directory and Slurm say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_hpc import exit_codes
+from ddp_hpc.records import Cause
+from ddp_hpc.requeue import SLURMS_SLOP_S
+from ddp_hpc.slurm import states
+from ddp_hpc.slurm.queries import JobRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known when the workers are gone."""
+
+    code: int
+    """What their exit codes mean together."""
+    owns_run: bool = True
+    stop_request: Literal["end", "requeue"] | None = None
+    """What the user asked for."""
+    is_out_of_time: bool = False
+    """Whether the deadline clock told them."""
+    is_wedged: bool = False
+    has_stacks: bool = False
+    """Whether a watchdog has bitten."""
+    lost_nodes: Sequence[str] = ()
+    """Nodes that Slurm takes for lost, or that did not answer."""
+    now: float = 0.0
+    lead_s: float = 0.0
+    restart: int = 0
+    """How often Slurm had started this job again when the attempt began."""
+    job: JobRecord | None = None
+    """The job, as Slurm knows it now; None without Slurm, or where it does not answer."""
+    accounted_as: str = ""
+    """The state in which accounting saw this start of the job end; empty where it does not say."""
+
+    @property
+    def is_requeued_by_slurm(self) -> bool:
+        """Whether the job is in the queue again, by nothing that we did."""
+        return self.job is not None and (self.job.restarts or 0) > self.restart
+
+
+_BY_ACCOUNT: Mapping[states.State, Cause] = {
+    "preempted": "preempted",
+    "node_fail": "node failed",
+    "timeout": "time limit",
+    "requeued": "requeue asked",
+}
+
+
+def cause_of(evidence: Evidence) -> Cause:
+    """Return why an attempt ended; Slurm's word on its own doings goes before what the workers made of them."""
+    return next(cause for cause in (read(evidence) for read in _READINGS) if cause is not None)
+
+
+def _by_exit_code(evidence: Evidence) -> Cause | None:
+    if evidence.code == exit_codes.FINISHED:
+        return "finished"
+    return "fenced" if evidence.code == exit_codes.FENCED or not evidence.owns_run else None
+
+
+def _by_slurm(evidence: Evidence) -> Cause | None:
+    """Return what Slurm is doing to the job, if it is ending it.
+
+    A job that ends is COMPLETING to scontrol, whatever the reason. Where it comes back, its count of restarts has
+    risen; else only a time limit leaves a reason, and only a preemption its time (measured: 22.05, 24.11).
+    """
+    job = evidence.job
+    if job is None:
+        return None
+    if evidence.is_requeued_by_slurm:
+        return _BY_ACCOUNT.get(states.word(evidence.accounted_as), "requeue asked")
+    state = states.word(job.state)
+    if state not in {"ending", "cancelled", "timeout", "preempted", "node_fail"}:
+        return None
+    if state == "timeout" or job.reason == "TimeLimit":
+        return "time limit"
+    if state == "node_fail":
+        return "node failed"
+    return "preempted" if state == "preempted" or job.preempted_at is not None else "cancelled"
+
+
+def _by_request(evidence: Evidence) -> Cause | None:
+    """Return why they were told to leave, if they were."""
+    if evidence.code == exit_codes.REFUSED:
+        return "refused"
+    if evidence.stop_request is not None:
+        return "stop asked" if evidence.stop_request == "end" else "requeue asked"
+    if evidence.job is not None and evidence.job.preempted_at is not None:
+        return "preempted"
+    if evidence.is_out_of_time:
+        return "time limit"
+    if evidence.code == exit_codes.STOPPED:
+        return "time limit" if _is_near_limit(evidence) else "requeue asked"
+    return None
+
+
+def _by_death(evidence: Evidence) -> Cause | None:
+    if evidence.has_stacks or evidence.is_wedged:
+        return "hang"
+    return "node failed" if evidence.lost_nodes else "worker crashed"
+
+
+_READINGS = (_by_exit_code, _by_slurm, _by_request, _by_death)
+
+
+def _is_near_limit(evidence: Evidence) -> bool:
+    if evidence.is_out_of_time:
+        return True
+    ends_at = None if evidence.job is None else evidence.job.ends_at
+    return ends_at is not None and evidence.now >= ends_at - evidence.lead_s - 2 * SLURMS_SLOP_S

@@ -1,0 +1,67 @@
+"""The line between a supervisor and its agents: orders down, reports up, one JSON object a line.
+
+It is the agents' standard input and output. srun carries both to every node and back, so there is no port to open, no
+address to find and nothing to firewall; and when the supervisor or srun is gone, each agent reads the end of the line.
+What agents and workers print goes to the error output instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from ddp_hpc import processes
+
+_CHUNK_BYTES = 1 << 16
+
+
+class Line:
+    """One end: whole objects are read as they come, without waiting; writing is one write an object."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self._read_fd = read_fd
+        self._write_fd = write_fd
+        self._rest = b""
+        self.is_closed = False
+        """Whether the other end is gone."""
+        processes.wake_on_input(read_fd)
+
+    @classmethod
+    def of_agent(cls) -> Line:
+        """Return an agent's end; from here on, what is printed goes to the error output."""
+        read_fd, write_fd = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+        return cls(read_fd, write_fd)
+
+    def send(self, **message: Any) -> None:
+        """Send an object; one who is not there any more misses it."""
+        with suppress(BrokenPipeError):
+            os.write(self._write_fd, json.dumps(message).encode() + b"\n")
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects that have come; call when `processes.await_signal` returns, and once before."""
+        while not self.is_closed:
+            try:
+                chunk = os.read(self._read_fd, _CHUNK_BYTES)
+            except BlockingIOError:
+                return
+            self.is_closed = not chunk
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
+                with suppress(ValueError):  # not ours: something of the user's that prints past us
+                    message = json.loads(line)
+                    if isinstance(message, dict):
+                        yield message
+
+    def close(self) -> None:
+        """Hang up: whoever listens at the other end takes it for the order to leave."""
+        with suppress(OSError):
+            os.close(self._write_fd)
+        with suppress(OSError):
+            os.close(self._read_fd)

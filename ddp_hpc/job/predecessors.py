@@ -1,0 +1,87 @@
+"""What came before this start of a job: rivals for the run, attempts that died without a word, nodes that failed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+
+from ddp_hpc import checkpoint_store, requeue
+from ddp_hpc.errors import DdpHpcError
+from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.records import Attempt, Cause, End, read_attempts, record_end
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.slurm.queries import is_lost
+
+_CAUSES: Mapping[states.State, Cause] = {
+    "preempted": "preempted",
+    "timeout": "time limit",
+    "node_fail": "node failed",
+    "requeued": "requeue asked",
+    "cancelled": "cancelled",
+}
+"""How accounting saw a start of a job end -> why the attempt in it ended."""
+
+
+def is_anothers(newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> bool:
+    """Tell whether another job works on the run: file systems that lock each node by itself do not say."""
+    if newest.ending is not None or newest.cluster != "slurm" or newest.job_id == allocation.job_id:
+        return False
+    try:
+        job = client.job(newest.job_id, environ)
+    except DdpHpcError:
+        return False
+    return job is not None and states.word(job.state) in {"running", "suspended", "ending"}
+
+
+def bury(run: RunDir, environ: Mapping[str, str]) -> None:
+    """Write down for the newest attempt, if it died without a word, what Slurm knows of its end."""
+    newest = next(reversed(read_attempts(run)), None)
+    if newest is None or newest.ending is not None or newest.cluster != "slurm":
+        return
+    said = accounted_end(newest, environ)
+    cause = _CAUSES.get(states.word(said), "unexplained")
+    steps = checkpoint_store.committed_steps(run)
+    failed = _failed_nodes(newest, environ) if cause == "node failed" else ()
+    reason = f"ended without a word; Slurm says {said}" if said else "ended without a word"
+    end = End(cause=cause, last_step=steps[-1] if steps else 0, next="slurm", failed_nodes=failed)
+    record_end(run, attempt=newest.attempt, ending="failed", exit_code=-9, reason=reason, end=end)
+    sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} {reason}\n")
+
+
+def accounted_end(attempt: Attempt, environ: Mapping[str, str]) -> str:
+    """Return the state in which accounting saw this start of the job end; empty where it does not say."""
+    starts = client.accounting([attempt.job_id], environ)
+    if len(starts) > attempt.restart and states.has_ended(starts[attempt.restart].state):
+        return starts[attempt.restart].state
+    if len(starts) > attempt.restart and states.word(starts[attempt.restart].state) == "requeued":
+        return starts[attempt.restart].state
+    return ""
+
+
+def _failed_nodes(attempt: Attempt, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the nodes that Slurm takes for lost; or else the first, for with any other the supervisor had its word."""
+    found = client.node_states(environ, attempt.nodes)
+    return tuple(node for node, state in found.items() if is_lost(state)) or attempt.nodes[:1]
+
+
+def nodes_to_avoid(assignment: Assignment) -> tuple[str, ...]:
+    """Return the nodes of this job that have failed too often, where the cluster has enough others."""
+    bad = set(requeue.bad_nodes(read_attempts(assignment.run), assignment.spec.restart, now=time.time()))
+    here = tuple(node for node in assignment.nodes if node in bad)
+    if not here:
+        return ()
+    return here if has_enough_without(assignment, bad) else ()
+
+
+def has_enough_without(assignment: Assignment, nodes: Iterable[str]) -> bool:
+    """Tell whether the partition has enough nodes in order besides these; say so where it has not."""
+    bad = set(nodes)
+    found = client.node_states(assignment.environ, partition=assignment.spec.slurm.partition)
+    num_good = sum(not is_lost(state) and node not in bad for node, state in found.items())
+    if num_good >= assignment.spec.resources.nodes:
+        return True
+    sys.stderr.write(f"note: {', '.join(sorted(bad))} failed before, but only {num_good} others are in order\n")
+    return False

@@ -1,0 +1,75 @@
+"""What a supervisor keeps an eye on while the workers work: signals, the job's last minute, and silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ddp_hpc.processes import STOP_SIGNALS
+
+LOOK_S = 5.0
+"""How often, at the least, to look."""
+SILENCE_LAG_S = 60.0
+"""How much later than the workers' own watchdogs this one bites: only where they could not."""
+CLOCK_SLACK_S = 1.0
+
+
+@dataclass(kw_only=True)
+class Vigil:
+    """What may end an attempt from outside."""
+
+    ends_at: float | None
+    """When the time limit ends the job, in seconds since the epoch, as all times here."""
+    lead_s: float
+    hang_timeout_s: float
+    signs_of_life: tuple[Path, ...]
+    """Files that the workers write while all is well."""
+    ask_end: Callable[[], float | None] = lambda: None
+    """Ask when the job ends: somebody may have given it more time."""
+    is_out_of_time: bool = False
+    is_signalled: bool = False
+    is_wedged: bool = False
+    _silence_s: float = 0.0
+    _newest_sign: float = 0.0
+    _looked_at: float | None = None
+
+    def look(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
+        """Return what is to be done about the workers now; `number` is the signal that came, if one did."""
+        if number in STOP_SIGNALS:
+            self.is_signalled = True
+            return "stop"
+        if not self.is_out_of_time and self._is_last_minute(now):
+            self.ends_at = self.ask_end() or self.ends_at
+            if self._is_last_minute(now):
+                self.is_out_of_time = True
+                return "stop"
+        if self._silence(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_wedged:
+            self.is_wedged = True
+            return "end"
+        return ""
+
+    def patience_s(self, now: float) -> float:
+        """Return how long to wait at most before the next look."""
+        if self.ends_at is None or self.is_out_of_time:
+            return LOOK_S
+        return max(0.0, min(LOOK_S, self.ends_at - self.lead_s - now))
+
+    def _is_last_minute(self, now: float) -> bool:
+        return self.ends_at is not None and now >= self.ends_at - self.lead_s
+
+    def _silence(self, now: float) -> float:
+        """Return how long nobody has written anything; the time in which this process slept too does not count."""
+        newest = max((_written_at(path) for path in self.signs_of_life), default=0.0)
+        since = 0.0 if self._looked_at is None else min(max(now - self._looked_at, 0.0), 2 * LOOK_S)
+        self._silence_s = 0.0 if newest != self._newest_sign else self._silence_s + since
+        self._newest_sign, self._looked_at = newest, now
+        return self._silence_s
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

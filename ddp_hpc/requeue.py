@@ -1,0 +1,151 @@
+"""What follows an attempt: a table from how it ended to what is done next. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_hpc.records import Attempt, Cause, Ending, Next
+from ddp_hpc.spec import RestartSpec
+
+SLURMS_SLOP_S = 60.0
+_SAVES_A_LEAD = 2
+"""A save that has just begun is finished first."""
+_STOP_S = 5.0
+"""For the ranks to agree, and the processes to leave."""
+
+Way = Literal["end", "in place", "away"]
+"""The run is over for now; another attempt on the same nodes; back into the queue."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What follows one cause."""
+
+    ending: Ending
+    way: Way
+    is_failure: bool = False
+    """Whether attempts that end so, one after another and without a new checkpoint, are counted."""
+
+
+TABLE: Mapping[Cause, Row] = {
+    "finished": Row("finished", "end"),
+    "refused": Row("refused", "end"),
+    "cancelled": Row("cancelled", "end"),
+    "fenced": Row("fenced", "end"),
+    "stop asked": Row("stopped", "end"),
+    "requeue asked": Row("stopped", "away"),
+    "preempted": Row("stopped", "away"),
+    "time limit": Row("stopped", "away", is_failure=True),
+    "worker crashed": Row("failed", "in place", is_failure=True),
+    "hang": Row("failed", "in place", is_failure=True),
+    "node failed": Row("failed", "away", is_failure=True),
+    "unexplained": Row("failed", "away", is_failure=True),
+}
+"""A preemption is the cluster's doing, so it counts for nothing; whoever cannot commit between two time limits never
+will, so that counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that the decision rests on."""
+
+    cause: Cause
+    is_committed: bool = False
+    """Whether the workers left after a commit, rather than died."""
+    num_without_progress: int = 0
+    """Failures in a row without a new checkpoint, this one included."""
+    is_on_slurm: bool = True
+    is_requeued_by_slurm: bool = False
+    """Whether Slurm has put the job back into the queue by itself."""
+    failed_nodes: Sequence[str] = ()
+    """Whose failure it was, where that is known."""
+    bad_nodes: Sequence[str] = ()
+    """Nodes of the job that have failed too often."""
+    may_requeue: bool = True
+    """Whether the user lets Slurm requeue the job (`slurm.requeue`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is done next."""
+
+    ending: Ending
+    next: Next = ""
+    exclude: tuple[str, ...] = ()
+    """Nodes that the next attempt should not get."""
+    why: str = ""
+    """Why there is no next attempt, where one might be expected."""
+
+
+def decide(situation: Situation, policy: RestartSpec) -> Decision:
+    """Return what follows an attempt."""
+    row = TABLE[situation.cause]
+    ending: Ending = "stopped" if situation.is_committed and row.way == "away" else row.ending
+    if situation.is_requeued_by_slurm and row.way != "end":
+        return Decision(ending=ending, next="slurm", exclude=tuple(situation.bad_nodes))
+    if row.way == "end" or not situation.is_on_slurm:
+        return Decision(ending=row.ending)
+    if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
+        return Decision(ending="failed", why=_gave_up(situation.num_without_progress))
+    if row.way == "in place" and not situation.bad_nodes and policy.in_place:
+        return Decision(ending=ending, next="in place")
+    if policy.by == "requeue" and not situation.may_requeue:
+        return Decision(ending=ending, why="it does not go back into the queue, as `slurm.requeue` is false")
+    return Decision(ending=ending, next=policy.by, exclude=_shunned(situation))
+
+
+def _shunned(situation: Situation) -> tuple[str, ...]:
+    lost = situation.failed_nodes if situation.cause == "node failed" else ()
+    return tuple(sorted({*situation.bad_nodes, *lost}))
+
+
+def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float | None) -> str | None:
+    """Return why the warning before the time limit comes too late, or too early to get anywhere; None where it is right.
+
+    Slurm's signal may come a minute earlier than asked (it looks every 30 s; sbatch(1), `--signal`).
+    """
+    if save_s is not None and lead_s < _SAVES_A_LEAD * save_s + _STOP_S:
+        least = int(_SAVES_A_LEAD * save_s + _STOP_S) + 1
+        return (
+            f"`slurm.signal_lead_s` is {lead_s:g}, but a checkpoint of this run takes {save_s:.0f} s: it may be killed amid "
+            f"its last one. Set it to {least} or more."
+        )
+    if time_limit_min is not None and time_limit_min * 60 <= lead_s + SLURMS_SLOP_S:
+        return (
+            f"`resources.time_limit_min` is {time_limit_min:g}, but the run is told to leave {lead_s:g} s before, and Slurm "
+            f"may do so {SLURMS_SLOP_S:g} s earlier still: it gets nowhere. Lower `slurm.signal_lead_s`, or ask for more time."
+        )
+    return None
+
+
+def _gave_up(count: int) -> str:
+    return f"{count} attempts in a row ended without a new checkpoint (`restart.max_no_progress`)"
+
+
+def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: Cause) -> int:
+    """Return how many failures in a row made no new checkpoint, the newest attempt, which ended of `cause`, included.
+
+    `newest_step` is that of the newest checkpoint now, 0 without one. Attempts that ended of no failure neither count
+    nor break the row.
+    """
+    count = 0
+    step_after = newest_step
+    for index, attempt in enumerate(reversed(attempts)):
+        if step_after > attempt.first_step:
+            break
+        ended_of = cause if index == 0 else attempt.cause or "unexplained"
+        count += TABLE[ended_of].is_failure
+        step_after = attempt.first_step
+    return count
+
+
+def bad_nodes(attempts: Sequence[Attempt], policy: RestartSpec, *, now: float) -> list[str]:
+    """Return the nodes that have failed as often as is enough, within the hours that failures are remembered."""
+    since = now - policy.forget_h * 3600
+    failures = Counter(
+        node for attempt in attempts if (attempt.ended_at or 0.0) >= since for node in attempt.failed_nodes
+    )
+    return sorted(node for node, count in failures.items() if count >= policy.exclude_after)

@@ -1,0 +1,300 @@
+"""What a cluster does to a run, it survives: to the bit, without a zombie, and only as often as makes sense."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc import checkpoint_store
+from ddp_hpc.records import Attempt, read_attempts
+from ddp_hpc.run_dir import RunDir
+from tests.slurm.cluster import USER, Cluster
+from tests.slurm.runs import LoginNode, world
+
+RECIPE = Path(__file__).with_name("faulty_recipe.py")
+STEPS = 120
+FAULTY = (
+    "recipe.target=faulty_recipe:build",
+    "recipe.args={}",
+    "train.epochs=6",
+    "train.global_batch_size=24",
+    "train.record_samples=true",
+    "checkpoint.every_steps=10",
+    "checkpoint.keep_best=0",
+    "log.every_steps=10",
+)
+"""120 steps of some 25 ms, in six epochs."""
+
+
+@pytest.fixture
+def place(login: LoginNode) -> LoginNode:
+    """Return a login node with the faulty recipe beside the configuration."""
+    shutil.copy(RECIPE, login.folder)
+    shutil.chown(login.folder / RECIPE.name, USER, USER)
+    return login
+
+
+def attempts(login: LoginNode, name: str) -> list[Attempt]:
+    return read_attempts(login.run(name))
+
+
+def newest_step(login: LoginNode, name: str) -> int:
+    return max(checkpoint_store.committed_steps(login.run(name)), default=0)
+
+
+def job_id(login: LoginNode, name: str) -> str:
+    record: dict[str, Any] = json.loads(login.run(name).submission.read_text())
+    return str(record["job_id"])
+
+
+def await_step(login: LoginNode, name: str, step: int = 10) -> None:
+    """Return once a run has committed a step."""
+    login.cluster.wait_for(lambda: newest_step(login, name) >= step, 90)
+
+
+def await_done(login: LoginNode, *names: str, timeout_s: float = 120) -> None:
+    try:
+        login.cluster.wait_for(lambda: all(login.run(name).done.exists() for name in names), timeout_s)
+    except AssertionError as error:
+        told = [f"--- {name}\n{login.console(name)}" for name in names]
+        raise AssertionError("\n".join([str(error), *told])) from error
+
+
+def steps_taken(run: RunDir) -> Counter[int]:
+    """Count how often rank zero took each step, over all attempts."""
+    lines = (path.read_text().splitlines() for path in run.samples.glob("attempt-*/rank-0.jsonl"))
+    return Counter(json.loads(line)["step"] for part in lines for line in part)
+
+
+def samples_by_epoch(run: RunDir) -> dict[int, list[int]]:
+    """Return the samples of each epoch, of each step as the newest attempt took it."""
+    newest: dict[int, tuple[int, int, list[int]]] = {}
+    for path in run.samples.glob("attempt-*/rank-*.jsonl"):
+        attempt = int(path.parent.name.removeprefix("attempt-"))
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            known = newest.get(record["step"])
+            if known is None or known[0] < attempt:
+                newest[record["step"]] = known = (attempt, record["epoch"], [])
+            if known[0] == attempt:
+                known[2].extend(record["samples"])
+    epochs: dict[int, list[int]] = {}
+    for _, epoch, ids in newest.values():
+        epochs.setdefault(epoch, []).extend(ids)
+    return {epoch: sorted(ids) for epoch, ids in epochs.items()}
+
+
+def assert_unbroken(login: LoginNode, name: str, *settings: str, may_lose: int = 0) -> None:
+    """Check that a run came to the bits of an undisturbed one, each sample once, with no more steps taken twice."""
+    login.submit(f"{name}-unbroken", *FAULTY, *settings, "--wait")
+    assert login.digest(name) == login.digest(f"{name}-unbroken")
+    taken = steps_taken(login.run(name))
+    assert sum(taken.values()) - STEPS <= may_lose, taken
+    assert list(samples_by_epoch(login.run(name)).values()) == [list(range(480))] * 6
+
+
+def signal_worker(cluster: Cluster, node: str, number: str, run: RunDir) -> None:
+    """Send a signal to one worker of a run on a node."""
+    code = (
+        "import psutil, sys\n"
+        "agents = [p for p in psutil.process_iter(['cmdline'])"
+        " if 'ddp_hpc.job.agent' in (p.info['cmdline'] or []) and sys.argv[1] in p.info['cmdline']"
+        " and 'srun' not in p.info['cmdline'][0]]\n"
+        "workers = [child for agent in agents for child in agent.children()]\n"
+        "workers[-1].send_signal(int(sys.argv[2]))\n"
+    )
+    cluster.run(sys.executable, "-c", code, str(run.path), number, node=node, user="root")
+
+
+def test_a_preempted_run_loses_no_step(cluster: Cluster, place: LoginNode) -> None:
+    place.submit("low", *FAULTY, *world(2, 2), "slurm.partition=low", "slurm.nodelist=node[1-2]")
+    await_step(place, "low")
+
+    cluster.run(
+        "sbatch", "--partition=high", "--nodelist=node[1-2]", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
+    await_done(place, "low")
+
+    first, second = attempts(place, "low")
+    assert (first.cause, first.next, first.ending) == ("preempted", "requeue", "stopped")
+    assert second.job_id == first.job_id
+    assert second.first_step == first.last_step
+    assert f"resumed at step {first.last_step} of {STEPS}" in place.console("low")
+    assert "training from the beginning" in place.console("low")  # appended to, not begun anew
+    assert_unbroken(place, "low", *world(2, 2))
+
+
+def test_a_run_crosses_its_time_limit_and_loses_no_step(place: LoginNode) -> None:
+    limits = ("resources.time_limit_min=1", "slurm.signal_lead_s=48", "recipe.args.load_s=0.008")
+    said = place.submit("short", *FAULTY, *world(1, 1), *limits)
+    assert "gets nowhere" in said  # warned: Slurm may tell it at once, and does
+
+    await_done(place, "short", timeout_s=170)
+
+    *before, last = attempts(place, "short")
+    assert before
+    assert {(one.cause, one.next) for one in before} == {("time limit", "requeue")}
+    assert last.cause == "finished"
+    assert_unbroken(place, "short", *world(1, 1))
+
+
+def test_a_recipe_that_always_fails_ends_after_the_attempts_it_is_allowed(place: LoginNode) -> None:
+    always = ("recipe.args.raises_at=100", "restart.max_no_progress=2")
+    said = place.type(
+        "submit", "digits.yaml", "name=always", "--cluster", "slurm", *FAULTY, *world(2, 2), *always, "--wait"
+    )
+
+    found = attempts(place, "always")
+    assert said.returncode == 1
+    assert [one.next for one in found] == ["in place"] * (len(found) - 1) + [""]
+    assert {one.job_id for one in found} == {job_id(place, "always")}
+    assert [one.first_step for one in found[1:]] == [newest_step(place, "always")] * (len(found) - 1)
+    assert len(found) - 1 == 2  # the first made progress
+    reason = place.status("always")["reason"]
+    assert "ValueError: sample 100 is out of luck" in reason
+    assert "2 attempts in a row ended without a new checkpoint" in reason
+    assert "on node" in reason
+
+
+def test_a_worker_that_fails_once_is_replaced_in_place(cluster: Cluster, place: LoginNode) -> None:
+    once = ("recipe.args.raises_at=100", f"recipe.args.once={place.folder}/raised")
+
+    place.submit("once", *FAULTY, *world(2, 2), *once, "--wait")
+
+    first, second = attempts(place, "once")
+    assert (first.cause, first.next, first.failed_nodes) == ("worker crashed", "in place", ())
+    assert second.pid == first.pid  # the same supervisor, and so the same job and nodes
+    assert_unbroken(place, "once", *world(2, 2), may_lose=10)
+
+
+def test_a_frozen_worker_is_named_and_replaced(cluster: Cluster, place: LoginNode) -> None:
+    place.submit("frozen", *FAULTY, *world(2, 2), "restart.hang_timeout_s=4", "slurm.nodelist=node[3-4]")
+    await_step(place, "frozen")
+
+    signal_worker(cluster, "node4", "19", place.run("frozen"))
+    await_done(place, "frozen")
+
+    first, _ = attempts(place, "frozen")
+    assert (first.cause, first.next, first.failed_nodes) == ("hang", "in place", ("node4",))
+    assert "rank 3 on node4 says nothing" in first.reason
+    assert "=== rank 0 on node3" in place.run("frozen").stacks(0).read_text()
+    assert_unbroken(place, "frozen", *world(2, 2), may_lose=10)
+
+
+@pytest.mark.parametrize("when", ["running", "stopping", "requeued"])
+def test_a_cancelled_run_never_comes_back(cluster: Cluster, place: LoginNode, when: str) -> None:
+    place.submit("gone", *FAULTY, *world(2, 1))
+    await_step(place, "gone")
+    job = job_id(place, "gone")
+    if when == "stopping":
+        cluster.run("scancel", "--signal=TERM", job)
+    if when == "requeued":
+        place.type("requeue", "gone")
+        cluster.wait_for(lambda: attempts(place, "gone")[-1].next == "requeue", 30)
+
+    cluster.run("scancel", job)
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 60)
+
+    num_attempts = len(attempts(place, "gone"))
+    assert num_attempts == 1
+    accounted = cluster.run("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job}", "--format=State")
+    assert accounted.stdout.startswith("CANCELLED")
+    assert place.status("gone")["state"] == "cancelled"
+
+
+def test_lost_nodes_cost_no_more_than_a_checkpoint_interval(cluster: Cluster, place: LoginNode) -> None:
+    slow = "recipe.args.load_s=0.004"
+    place.submit("other", *FAULTY, *world(2, 1), slow, "slurm.nodelist=node[1-2]")
+    place.submit("batch-host", *FAULTY, *world(1, 1), slow, "slurm.nodelist=node[3]", "slurm.extra.begin=now")
+    for name in ("other", "batch-host"):
+        await_step(place, name)
+
+    cluster.kill("node2")
+    cluster.kill("node3")
+    for node in ("node2", "node3"):
+        cluster.wait_for(partial(node_is_down, cluster, node), 60)
+        cluster.boot(node)
+    await_done(place, "other", "batch-host")
+
+    for name, node in (("other", "node2"), ("batch-host", "node3")):
+        first = attempts(place, name)[0]
+        assert (first.cause, first.next, first.failed_nodes) == ("node failed", "slurm", (node,))
+    assert_unbroken(place, "other", *world(2, 1), slow, may_lose=10)
+    assert_unbroken(place, "batch-host", *world(1, 1), slow, may_lose=10)
+
+
+def node_is_down(cluster: Cluster, node: str) -> bool:
+    return "down" in cluster.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").stdout
+
+
+def test_an_attempt_that_slurm_believes_dead_writes_nothing_any_more(cluster: Cluster, place: LoginNode) -> None:
+    place.submit("owned", *FAULTY, *world(1, 2), "recipe.args.load_s=0.02", "slurm.exclude=node[3-4]")
+    await_step(place, "owned")
+    first_node = attempts(place, "owned")[0].nodes[0]
+
+    cluster.cut(first_node)  # its processes go on, and see the run's directory
+    cluster.wait_for(lambda: len(attempts(place, "owned")) == 2, 90)
+    cluster.wait_for(lambda: attempts(place, "owned")[0].ending == "fenced", 60)
+    await_done(place, "owned")
+
+    first, second = attempts(place, "owned")
+    assert (first.failed_nodes, second.first_step) == ((first_node,), second.first_step)
+    assert "another attempt has taken the run over" in place.console("owned").lower()
+    made_by = [
+        checkpoint_store.read_manifest(checkpoint_store.checkpoint_path(place.run("owned"), step)).made["attempt"]
+        for step in checkpoint_store.committed_steps(place.run("owned"))
+    ]
+    assert made_by == [1, 1]
+    assert_unbroken(place, "owned", *world(1, 2), may_lose=STEPS)
+
+
+def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluster, place: LoginNode) -> None:
+    cluster.reconfig(AuthInfo="cred_expire=120")  # Slurm's default: a requeued job waits as long
+    words: Sequence[str] = (
+        "submit",
+        "digits.yaml",
+        "name=awaited",
+        "--cluster",
+        "slurm",
+        *FAULTY,
+        *world(1, 1),
+        "--wait",
+    )
+    waiting = cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=place.folder)
+    cluster.wait_for(place.run("awaited").submission.exists, 60)
+    await_step(place, "awaited")
+
+    place.type("requeue", "awaited")
+    stdout, stderr = waiting.communicate(timeout=100)
+
+    first, second = attempts(place, "awaited")
+    assert waiting.returncode == 0, stdout + stderr
+    assert (first.cause, first.next) == ("requeue asked", "requeue")
+    assert first.ended_at is not None
+    assert second.started_at - first.ended_at < 100  # by itself, Slurm would have held it back for longer
+    assert_unbroken(place, "awaited", *world(1, 1))
+
+
+def test_nothing_of_a_job_is_left_on_any_node(cluster: Cluster, place: LoginNode) -> None:
+    place.submit("left", *FAULTY, *world(2, 2), "data.num_workers=1", "--wait")
+
+    found = [processes_of(cluster, node, place.run("left")) for node in cluster.settings.hostnames]
+
+    assert found == [""] * len(found)
+
+
+def processes_of(cluster: Cluster, node: str, run: RunDir) -> str:
+    """Return the command lines on a node that name a run."""
+    listing: subprocess.CompletedProcess[str] = cluster.run(
+        "pgrep", "--full", "--list-full", str(run.path), node=node, check=False
+    )
+    return "".join(line for line in listing.stdout.splitlines(keepends=True) if "pgrep" not in line)
