@@ -67,7 +67,7 @@ def _read(run: RunDir, attempt: int, rank: int) -> Stand | None:
     try:
         with run.rank_log(attempt, rank).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
+            text = file.read(_TAIL_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None
     barks = list(_BARK.finditer(text))
