@@ -110,6 +110,7 @@ class Workbench:
     def ours(self, *, is_pruning: bool) -> Mapping[str, float]:
         """Save as the loop does, and wait until it is committed."""
         self._clean()
+        checkpoint_store.claim(self._run, 0)
         if is_pruning:
             self._save()
             os.sync()

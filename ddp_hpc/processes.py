@@ -98,6 +98,16 @@ def send(pids: Iterable[int], number: int) -> None:
             continue
 
 
+def tell_to_stop(pids: Iterable[int]) -> None:
+    """Have those of `pids` that still live commit and leave."""
+    send(pids, signal.SIGUSR2)
+
+
+def tell_to_end(pids: Iterable[int]) -> None:
+    """Have those of `pids` that still live clear up and leave."""
+    send(pids, signal.SIGTERM)
+
+
 def kill(pids: Iterable[int]) -> None:
     """End those of `pids` that still live, at once."""
     send(pids, signal.SIGKILL)

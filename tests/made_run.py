@@ -81,11 +81,14 @@ def add_log(run: RunDir, text: str, *, attempt: int = 0, rank: int = 0) -> Path:
 
 
 def add_checkpoint(run: RunDir, step: int, **metrics: float) -> Path:
-    """Commit a checkpoint of one tensor, four bytes that hold the step."""
+    """Commit a checkpoint of one tensor, four bytes that hold the step, by an attempt that then ends."""
+    checkpoint_store.claim(run, 0)
     staging = checkpoint_store.staging_path(run, step, 0)
-    staging.mkdir(parents=True)
+    staging.mkdir()
     body = step.to_bytes(4, "little")
     header = checkpoint_store.shard_header([TensorEntry("model/weight", "U8", (4,), 0, 4)])
     shard = checkpoint_store.write_shard(staging / checkpoint_store.shard_name(0, 1), [header, body])
     manifest = Manifest(step=step, world_size=1, shards=(shard,), state={"step": step}, metrics=metrics)
-    return checkpoint_store.commit(run, staging, manifest)
+    path = checkpoint_store.commit(run, staging, manifest)
+    checkpoint_store.release(run, 0)
+    return path

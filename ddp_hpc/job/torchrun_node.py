@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,7 +62,7 @@ def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
         number = processes.await_signal(_TELL_AGAIN_S if was_told else 3600.0)
         was_told = was_told or number in processes.STOP_SIGNALS
         if was_told:
-            processes.send(_children(torchrun.pid), signal.SIGUSR2)
+            processes.tell_to_stop(_children(torchrun.pid))
     return code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -145,7 +144,7 @@ class _Step:
     def end(self) -> None:
         """Have srun end its step, which it takes SIGTERM for; the second time, end it ourselves."""
         if not self.is_over():
-            processes.send([self._process.pid], signal.SIGKILL if self._was_told else signal.SIGTERM)
+            _have_srun_end(self._process.pid, at_once=self._was_told)
         self._was_told = True
 
     def await_end(self, patience_s: float) -> None:
@@ -181,13 +180,12 @@ class ByTasks:
     def stop(self) -> None:
         """Tell them by the signal that srun passes on, and by the file that rank zero looks for."""
         ask_to_stop(self._run, by="supervisor")
-        processes.send([self._process.pid], signal.SIGUSR2)
+        processes.tell_to_stop([self._process.pid])
 
     def end(self) -> None:
-        """Have srun end the step, which it takes SIGTERM for; where it does not, end srun."""
-        number = signal.SIGTERM if self._deadline is None else signal.SIGKILL
-        self._deadline = time.monotonic() + LEAVE_S
-        processes.send([self._process.pid], number)
+        """Have srun end the step; where it does not, end srun."""
+        is_first, self._deadline = self._deadline is None, time.monotonic() + LEAVE_S
+        _have_srun_end(self._process.pid, at_once=not is_first)
 
     def news(self) -> int | None:
         """Return what rank zero left word of, once srun is gone."""
@@ -208,6 +206,12 @@ class ByTasks:
     def close(self) -> None:
         if self._is_alive:
             self.end()
+
+
+def _have_srun_end(pid: int, *, at_once: bool) -> None:
+    """Have srun end its step, or have it gone."""
+    end = processes.kill if at_once else processes.tell_to_end
+    end([pid])
 
 
 def _verdict(run: RunDir, attempt: int, code: int) -> int:

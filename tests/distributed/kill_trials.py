@@ -146,7 +146,7 @@ def _kill_one(run: RunDir, chance: random.Random) -> str | None:
 def _await_staging(run: RunDir) -> None:
     """Return as soon as a checkpoint is being written."""
     deadline = time.monotonic() + 10 * STEP_S
-    while time.monotonic() < deadline and not any(run.checkpoints.glob("*.tmp")):
+    while time.monotonic() < deadline and not any(run.checkpoints.glob("*.writing/step-*")):
         time.sleep(0.0002)
 
 

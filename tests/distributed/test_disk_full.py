@@ -85,7 +85,7 @@ def await_progress(run: RunDir, condition: Callable[[Progress], bool]) -> Progre
 
 
 def half_made(run: RunDir) -> list[str]:
-    return [path.name for path in run.path.rglob("*") if path.name.endswith(".tmp")]
+    return [path.name for path in run.path.rglob("*") if path.suffix in {".tmp", ".writing"}]
 
 
 def test_periodic_saves_that_fail_are_reported_and_the_training_goes_on(on_small_disk: Workplace) -> None:

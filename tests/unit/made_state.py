@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from ddp_hpc import checkpoint_store
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import rng
@@ -97,7 +98,9 @@ def make_checkpointers(
     on_result: Callable[[SaveResult], None] = lambda _: None,
     **keep: Any,
 ) -> list[Checkpointer]:
-    """Return the checkpointers of all ranks of one attempt."""
+    """Return the checkpointers of all ranks of one attempt, which claims the run if it has not yet."""
+    if not checkpoint_store.owns(run, attempt):
+        checkpoint_store.claim(run, attempt)
     store = HashStore()
     return [
         Checkpointer(

@@ -208,7 +208,7 @@ def test_what_does_not_hold_is_set_aside_and_told(run: RunDir, caplog: pytest.Lo
 
     checkpointer.restore_newest(make_state(), seed=SEED)
 
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000002", "step-00000004.corrupt-0"]
+    assert sorted(path.name for path in run.checkpoints.glob("step-*")) == ["step-00000002", "step-00000004.corrupt-0"]
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "shard-00001-of-00002.safetensors does not match its checksum" in told
     assert "step-00000004.corrupt-0; an older one is tried" in told
@@ -278,15 +278,16 @@ def test_leftovers_never_block_the_next_writer(stage: str, attempt: int, run: Ru
 
 
 def test_leftovers_are_told_by_name_and_nothing_else_is_touched(run: RunDir) -> None:
-    for name in ("step-00000009.attempt-3.tmp", "step-00000001.deleted.tmp", "step-00000007.corrupt-0", "mine"):
+    deleted = ["attempt-3.writing.deleted.tmp", "step-00000001.deleted.tmp"]
+    for name in (*deleted, "step-00000007.corrupt-0", "mine"):
         (run.checkpoints / name).mkdir()
     (run.checkpoints / "notes.tmp").write_text("a user's")
 
     removed = remove_leftovers(run)
 
-    assert removed == ["step-00000001.deleted.tmp", "step-00000009.attempt-3.tmp"]
+    assert removed == deleted
     assert {path.name for path in run.checkpoints.iterdir()} == {
-        "step-00000002", "step-00000004", "step-00000007.corrupt-0", "mine", "notes.tmp",
+        "step-00000002", "step-00000004", "step-00000007.corrupt-0", "attempt-0.writing", "mine", "notes.tmp",
     }  # fmt: skip
 
 
@@ -514,7 +515,7 @@ def test_a_manifest_says_what_the_checkpoint_is(pristine: RunDir) -> None:
 
 
 def block_shard(run: RunDir, step: int, rank: int) -> None:
-    """Put something in the way of a rank's next shard."""
+    """Put something in the way of the shard that a rank of attempt 0, which has begun, writes next."""
     (staging_path(run, step, 0) / shard_name(rank, 2)).mkdir(parents=True)
 
 
@@ -533,7 +534,7 @@ def test_a_save_that_fails_is_reported_and_leaves_nothing(rank: int, tmp_path: P
 
     (result,) = results
     assert str(result.error).startswith(f"rank {rank}: IsADirectoryError")
-    assert list(run.checkpoints.iterdir()) == []
+    assert [path.name for path in run.checkpoints.rglob("*")] == ["attempt-0.writing"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -70,21 +70,25 @@ def test_a_task_that_fails_takes_the_step_with_it(launcher: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "module", "meeting"),
-    [
-        ("agent", "ddp_hpc.job.agent", "10.0.0.1 29500"),
-        ("srun", "ddp_hpc.job.task", "10.0.0.1 29500"),
-        ("torchrun", "ddp_hpc.job.torchrun_node", "10.0.0.1 29500"),
-    ],
+    ("launcher", "module"), [("srun", "ddp_hpc.job.task"), ("torchrun", "ddp_hpc.job.torchrun_node")]
 )
-def test_what_is_started_is_told_where_to_meet_in_one_word(launcher: str, module: str, meeting: str) -> None:
+def test_what_is_started_is_told_where_to_meet_in_one_word(launcher: str, module: str) -> None:
     argv = start(launcher=launcher)
 
     assert argv[argv.index(sys.executable) :][:3] == [sys.executable, "-m", module]
-    assert argv[argv.index("--meet") + 1] == meeting
+    assert argv[argv.index("--meet") + 1] == "10.0.0.1 29500"
 
 
-@pytest.mark.parametrize("launcher", SHAPES)
+def test_agents_are_started_once_for_all_attempts_and_told_of_each_by_their_line() -> None:
+    argv = start(launcher="agent")
+
+    assert argv[argv.index(sys.executable) :] == [
+        *[sys.executable, "-m", "ddp_hpc.job.agent", str(RUN.path), "--worker", "ddp_hpc.train.worker"],
+        *["--num-workers", "4", "--in-step"],
+    ]
+
+
+@pytest.mark.parametrize("launcher", STEPS)
 def test_the_task_is_told_its_run_worker_and_attempt(launcher: str) -> None:
     argv = start(launcher=launcher)
 

@@ -151,7 +151,7 @@ def test_looking_does_not_change_the_directory(tmp_path: Path) -> None:
 def test_committed_checkpoints_are_seen_and_half_made_ones_not(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     add_checkpoint(run, 20)
-    (run.checkpoints / "step-00000040.attempt-0.tmp").mkdir()
+    (run.checkpoints / "attempt-1.writing" / "step-00000040").mkdir(parents=True)
     (run.checkpoints / "step-00000060").mkdir()
 
     assert read_status(run, now=time.time()).last_checkpoint == 20
