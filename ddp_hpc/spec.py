@@ -306,6 +306,8 @@ class SlurmSpec:
     """`--requeue`: let Slurm put the job back into the queue when it takes its nodes away."""
     signal_lead_s: int = 120
     """`--signal`: how long before its time limit a run is told to commit and leave."""
+    signal_to: Literal["steps", "batch"] = "steps"
+    """Whom Slurm tells: the job's steps, or the batch shell alone (`--signal=B:...`), as some sites want it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Any other flag of sbatch (`slurm.extra.switches=1`); `true` is a flag without a value, `false` none."""
     setup: tuple[str, ...] = ()

@@ -255,6 +255,16 @@ def signal(job_id: str, signal_name: str, environ: Mapping[str, str], *, batch_o
     _order(argv, environ, f"to signal job {job_id}")
 
 
+def beside(job_id: str, node: str, command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run a command on a node of a job that runs, beside its steps; return what it printed.
+
+    Raises:
+        ConfigError: where Slurm refuses, or the command fails.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    return _order(queries.beside_argv(job_id, node, command), environ, f"a step beside job {job_id}")
+
+
 def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = ()) -> str:
     """Submit a script by sbatch alone, as from inside a job; return the job's number.
 

@@ -70,7 +70,7 @@ def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, obj
     yield "chdir", chdir
     yield "output", _literal(str(run.console))
     yield "open-mode", "append"
-    yield "signal", f"{STOP_SIGNAL}@{slurm.signal_lead_s}"
+    yield "signal", f"{'B:' if slurm.signal_to == 'batch' else ''}{STOP_SIGNAL}@{slurm.signal_lead_s}"
     yield ("requeue" if slurm.requeue else "no-requeue"), True
     for key, value in slurm.extra.items():
         if value is not False and value is not None:

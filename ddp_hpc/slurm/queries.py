@@ -361,6 +361,12 @@ def signal_argv(job_id: str, signal_name: str, *, batch_only: bool = False) -> l
     return ["scancel", f"--signal={signal_name}", *(["--batch"] if batch_only else []), job_id]
 
 
+def beside_argv(job_id: str, node: str, command: Sequence[str]) -> list[str]:
+    """Run a command on a node of a job, beside the steps that are there."""
+    where = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
+    return ["srun", *where, "--overlap", "--quiet", "--input=none", *command]
+
+
 def submit_argv(script: Path, options: Sequence[str] = ()) -> list[str]:
     """Submit a script; options win over its own. The answer is the job's number alone."""
     return ["sbatch", "--parsable", *options, str(script)]

@@ -15,7 +15,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ddp_hpc.errors import ConfigError
 
-BUILT_IN = {"image_classification": "ddp_hpc.train.recipes.image_classification:build"}
+BUILT_IN = {
+    "image_classification": "ddp_hpc.train.recipes.image_classification:build",
+    "drill": "ddp_hpc.train.recipes.drill:build",
+}
 """Recipes known by a short name."""
 
 Scorer = Callable[[Any, Any], Tensor]

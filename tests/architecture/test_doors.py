@@ -31,7 +31,14 @@ DOORS: dict[str, set[str]] = {
         "submission/local_executor.py",
     },
     "SLURM_": {"slurm/allocation.py", "slurm/client.py"},  # one reads them, the other drops what is inherited
-    "signal": {"processes.py", "job/agent.py", "job/deaths.py", "submission/local_executor.py", "train/stop.py"},
+    "signal": {
+        "processes.py",
+        "drill/hand.py",
+        "job/agent.py",
+        "job/deaths.py",
+        "submission/local_executor.py",
+        "train/stop.py",
+    },
 }
 """Outside thing to the modules that may touch it: `processes` for everybody, else one a wing, if any."""
 

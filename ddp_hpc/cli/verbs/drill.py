@@ -1,0 +1,116 @@
+"""Make a fault in a short real run on this cluster, and tell whether the run survived it: PASS or FAIL.
+
+Two runs are submitted: one that nothing disturbs, and one that suffers the fault. Both must come to the same bits, having
+used each sample once. Without `--config`, tiny data of our own on 2 nodes x 2 workers; KEY=VALUE sets any key
+(`slurm.partition=gpu`, `resources.gpus_per_node=2`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.cli.words import as_json, or_dash, table
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.exit_codes import FAILED, FINISHED
+from ddp_hpc.watch.find import find_run
+
+if TYPE_CHECKING:
+    from ddp_hpc.config import Resolved
+    from ddp_hpc.drill.course import Plan, Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    from ddp_hpc.drill.faults import FAULTS
+
+    parser.add_argument("fault", choices=FAULTS, help="; ".join(f"{name}: {one.told}" for name, one in FAULTS.items()))
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over all others")
+    parser.add_argument("--config", type=Path, help="a configuration of yours, of a run of a minute or more")
+    parser.add_argument(
+        "--by-hand", action="store_true", help="say when the fault is due, and wait for it: an administrator makes it"
+    )
+    parser.add_argument("--batch-host", action="store_true", help="hit the job's first node rather than its last")
+    parser.add_argument(
+        "--signal", choices=("TERM", "USR2"), default="TERM", help="what `preempt` sends (default: TERM)"
+    )
+    parser.add_argument(
+        "--unbroken", metavar="RUN", help="compare with this run of an earlier drill, rather than a new one"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=600.0, metavar="SECONDS", help="FAIL after so long a wait (default: 600)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_runs_dir(parser)
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Do it, and say how it went."""
+    from ddp_hpc.drill.course import drill
+
+    out = sys.stderr if args.json else sys.stdout
+    report = drill(_plan(args, environment), environment, lambda text: print(text, file=out, flush=True))
+    print(as_json(asdict(report)) if args.json else _as_text(report))
+    return FINISHED if report.verdict == "PASS" else FAILED
+
+
+def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
+    from ddp_hpc.drill.course import Plan
+    from ddp_hpc.drill.faults import FAULTS
+
+    fault = FAULTS[args.fault]
+    if fault.inflict is None and not args.by_hand:
+        raise ConfigError(
+            f"{args.fault!r} takes an administrator: {fault.told}. With `--by-hand`, this command says when and where, "
+            "waits for it, and goes on."
+        )
+    if args.by_hand and not fault.by_hand:
+        raise ConfigError(f"{args.fault!r} takes nobody's hand. Leave out `--by-hand`.")
+    name = f"drill-{args.fault}-{time.strftime('%m%d-%H%M%S')}"
+    common = [f"name={name}", "train.record_samples=true", *fault.train_settings]
+    slower = ["recipe.args.sample_s=0.05"] if args.by_hand and args.config is None else []  # time for a person
+    hit = _resolve(args, [*common, *fault.settings, *slower], environment)
+    unbroken_name = f"name={hit.spec.name}-unbroken"
+    runs_dir = chosen_runs_dir(args.runs_dir, environment)
+    unbroken = (
+        find_run(args.unbroken, runs_dir) if args.unbroken else _resolve(args, common, environment, unbroken_name)
+    )
+    return Plan(
+        fault=args.fault,
+        hit=hit,
+        unbroken=unbroken,
+        import_paths=[Path.cwd(), *([args.config.absolute().parent] if args.config else [])],
+        by_hand=args.by_hand,
+        batch_host=args.batch_host,
+        signal=args.signal,
+        patience_s=args.patience,
+    )
+
+
+def _resolve(args: argparse.Namespace, settings: list[str], environment: Mapping[str, str], *last: str) -> Resolved:
+    from ddp_hpc.config import resolve
+    from ddp_hpc.drill.course import CONFIG
+
+    here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
+    return resolve(args.config or CONFIG, [*settings, *args.settings, *here, *last], environment)
+
+
+def _as_text(report: Report) -> str:
+    rows = [(one.name, "yes" if one.is_good else "NO", one.told) for one in report.checks]
+    running = None if report.seconds_to_running is None else f"{report.seconds_to_running:.1f} s after the fault"
+    told = [
+        ("fault", f"{report.fault}: {or_dash(report.what)}"),
+        ("at step", f"{or_dash(report.step)}, resumed from {or_dash(report.resumed_at)}"),
+        ("running again", or_dash(running)),
+        ("lost steps", or_dash(report.lost_steps)),
+        ("attempts", ", ".join(report.causes)),
+        ("runs", f"{report.run}, {report.unbroken}"),
+    ]
+    lines = [table(("", ""), told).lstrip("\n"), *([table(("CHECK", "HOLDS", ""), rows)] if rows else [])]
+    return "\n".join([*lines, report.verdict if not report.reason else f"{report.verdict}: {report.reason}"])

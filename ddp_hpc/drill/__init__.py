@@ -1,0 +1,1 @@
+"""Drills: a fault, made on purpose in a short real run, and whether the run survived it."""

@@ -1,0 +1,58 @@
+"""Which samples each step used, as the ranks wrote down with `train.record_samples`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_hpc.durable import read_json_lines
+from ddp_hpc.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, of all ranks of the newest attempt that took it."""
+
+    epoch: int
+    samples: Sequence[int]
+    """In order of their numbers."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """All steps of a run."""
+
+    steps: Mapping[int, Step]
+    num_repeated: int
+    """How often a step was taken again: what a death cost."""
+
+
+def read_taken(run: RunDir) -> Taken:
+    """Return the steps that a run has taken."""
+    by_step: dict[int, tuple[int, int, list[int]]] = {}
+    attempts_of: dict[int, set[int]] = {}
+    for attempt, record in _records(run):
+        step = int(record["step"])
+        attempts_of.setdefault(step, set()).add(attempt)
+        if attempt > by_step.get(step, (-1, 0, []))[0]:
+            by_step[step] = (attempt, int(record["epoch"]), [])
+        if attempt == by_step[step][0]:
+            by_step[step][2].extend(record["samples"])
+    steps = {step: Step(epoch, sorted(samples)) for step, (_, epoch, samples) in sorted(by_step.items())}
+    return Taken(steps, sum(len(attempts) - 1 for attempts in attempts_of.values()))
+
+
+def _records(run: RunDir) -> list[tuple[int, dict[str, Any]]]:
+    found = []
+    for path in sorted(run.samples.glob("attempt-*/rank-*.jsonl")):
+        attempt = int(path.parent.name.removeprefix("attempt-"))
+        found += [(attempt, record) for record in read_json_lines(path)]
+    return found
+
+
+def used_twice(taken: Taken) -> list[tuple[int, int]]:
+    """Return each (epoch, sample) that more than one step of the run has used."""
+    uses = Counter((step.epoch, sample) for step in taken.steps.values() for sample in step.samples)
+    return sorted(use for use, count in uses.items() if count > 1)
