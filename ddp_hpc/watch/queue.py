@@ -20,6 +20,8 @@ FRESH_S = 30.0
 """An answer this old is asked for again."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """After a question without an answer, the next waits: twice as long each time."""
+UNKNOWN_S = 600.0
+"""For so long, nobody asks again for a job that Slurm does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +64,9 @@ def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
                 known = _asked(environ, known, clock())
                 known.write(cache)
             word = known.word(job_id)
-            if word.state is None and not word.problem:
+            if word.state is None and not word.problem and not known.is_unknown(job_id, clock()):
                 word = _of_ended(job_id, environ, clock())
-                if word.has_ended:
+                if word.has_ended or (word.state is None and not word.problem):
                     known.ended[job_id] = word
                     known.write(cache)
         return word
@@ -79,6 +81,7 @@ class _Known:
     at: float
     jobs: dict[str, JobWord]
     ended: dict[str, JobWord]
+    """Those that Slurm does not know by now, without a state, too."""
     pause_s: float = 0.0
     asked_at: float = 0.0
     problem: str = ""
@@ -105,6 +108,11 @@ class _Known:
         if now - self.asked_at < self.pause_s:
             return False
         return now - self.at >= FRESH_S or self.at < submitted_at
+
+    def is_unknown(self, job_id: str, now: float) -> bool:
+        """Tell whether Slurm said not long ago that it knows no such job."""
+        ended = self.ended.get(job_id)
+        return ended is not None and ended.state is None and now - ended.at < UNKNOWN_S
 
     def word(self, job_id: str) -> JobWord:
         found = self.jobs.get(job_id) or self.ended.get(job_id) or JobWord(job_id=job_id, at=self.at)

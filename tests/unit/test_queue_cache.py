@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, LONGEST_PAUSE_S, Ask, asker
+from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, LONGEST_PAUSE_S, UNKNOWN_S, Ask, asker
+
+COMPLETED = "echo 'JobId=12 JobName=x UserId=ada(1) JobState=COMPLETED Reason=None Command=x'"
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
 class Fake:
@@ -19,7 +22,7 @@ class Fake:
         (folder / "bin").mkdir()
         (folder / "home").mkdir()
         self.set("squeue", "exit 0")
-        self.set("scontrol", "echo 'JobId=12 JobName=x UserId=ada(1) JobState=COMPLETED Reason=None Command=x'")
+        self.set("scontrol", COMPLETED)
         self.set("sacct", "exit 1")
 
     def set(self, command: str, body: str) -> None:
@@ -71,6 +74,22 @@ def test_a_job_that_has_ended_is_asked_for_by_itself_and_only_once(fake: Fake) -
 
     assert {word.state for word in words} == {"COMPLETED"}
     assert fake.calls("scontrol") == 1
+
+
+def test_a_job_that_slurm_has_forgotten_is_asked_for_again_only_after_a_while(fake: Fake) -> None:
+    fake.set("scontrol", FORGOTTEN)
+    asked_at = fake.now
+
+    words = [fake.ask("12", 900.0)]
+    while fake.now < asked_at + UNKNOWN_S - FRESH_S:
+        fake.now += FRESH_S
+        words.append(fake.ask("12", 900.0))
+
+    assert {(word.state, word.problem) for word in words} == {(None, "")}
+    assert (fake.calls("scontrol"), fake.calls("sacct")) == (1, 1)
+    fake.set("scontrol", COMPLETED)
+    fake.now = asked_at + UNKNOWN_S
+    assert fake.ask("12", 900.0).state == "COMPLETED"
 
 
 def test_while_slurm_does_not_answer_pauses_double_up_to_minutes(fake: Fake) -> None:
