@@ -64,7 +64,7 @@ _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
     r"invalid account|invalid qos|account/partition combination": _account,
     r"accounting/QOS policy": _policy,  # it goes on: "(job submit limit, user's size and/or time limits)"
     r"time limit": _time,
-    r"node configuration is not available|node count|more processors|memory specification|nodes? .*not available": _size,
+    r"node configuration is not available|node count|more processors|memory (specification|required)|nodes? .*not available": _size,
     r"QOS|policy|limit": _policy,
 }
 """What sbatch says -> what we say to it; the first that matches."""

@@ -85,6 +85,11 @@ POLICY = (
             ["9000 GiB each"],
         ),
         (
+            "sbatch: error: Memory required by task is not available",
+            spec(mem_gb=9000),
+            ["9000 GiB each", "Ask for less"],
+        ),
+        (
             "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
             spec(time_limit_min=9999),
             ["`resources.time_limit_min` is 9999; batch allows 1440 min"],
@@ -106,7 +111,19 @@ POLICY = (
             ["more than your account or QOS allows at once"],
         ),
     ],
-    ids=["partition", "no prefix", "size", "nodes", "memory", "time", "account", "qos", "policy", "a limit of a QOS"],
+    ids=[
+        "partition",
+        "no prefix",
+        "size",
+        "nodes",
+        "memory",
+        "memory of a task",
+        "time",
+        "account",
+        "qos",
+        "policy",
+        "a limit of a QOS",
+    ],
 )
 def test_a_refusal_says_what_was_asked_what_there_is_and_what_to_do(said: str, asked: RunSpec, told: list[str]) -> None:
     explained = explain(said, asked, CLUSTER)
