@@ -118,6 +118,17 @@ def test_a_cluster_that_does_not_answer_is_here(slurm: Slurm) -> None:
     assert client.is_here(slurm(scontrol="echo 'Slurmctld(primary) at head is DOWN'; exit 1", sbatch=""))
 
 
+def test_a_host_with_sbatch_alone_is_one_of_a_cluster_and_the_rest_is_told_to_be_missing(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    slurm(sbatch="")
+    environ = {"PATH": str(tmp_path)}
+
+    assert client.is_here(environ)
+    with pytest.raises(ConfigError, match=r"no `scontrol` on PATH here"):
+        client.config(environ)
+
+
 def test_a_question_that_fails_has_no_answer(slurm: Slurm) -> None:
     environ = slurm(scontrol=failing("a word of the site"), squeue=failing("squeue: error: Invalid user: ada"))
 
