@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,9 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission import snapshot
 from ddp_hpc.submission.snapshot import Snapshot, differences, path_in_snapshot, take_snapshot
+from tests.unit.made_repository import git
 
 MB = 10**6
-
-
-def git(folder: Path, *words: str) -> None:
-    """Run git as somebody whose settings do not matter."""
-    who = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "protocol.file.allow=always"]
-    environ = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    done = subprocess.run(["git", *who, *words], cwd=folder, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

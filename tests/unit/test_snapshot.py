@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import threading
 from pathlib import Path
 
@@ -16,15 +15,9 @@ import pytest
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission.snapshot import MANIFEST, Snapshot, differences, path_in_snapshot, take_snapshot
+from tests.unit.made_repository import git
 
 MB = 10**6
-
-
-def git(folder: Path, *words: str) -> None:
-    """Run git as somebody whose settings do not matter."""
-    who = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "protocol.file.allow=always"]
-    environ = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    subprocess.run(["git", "-C", folder, *who, *words], env=environ, check=True, capture_output=True)
 
 
 def commit(folder: Path, *names: str) -> Path:
