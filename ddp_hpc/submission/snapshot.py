@@ -113,7 +113,9 @@ def _names(source: Path) -> list[str]:
     modules = [name for name in names if (source / name).is_dir() and not (source / name).is_symlink()]
     present = [module.rstrip("/") for module in modules if (source / module / ".git").exists()]  # else it is only named
     within = [f"{module}/{name}" for module in present for name in _names(source / module)]
-    return [*(name for name in names if name not in modules), *within]
+    links = {name for name in names if (source / name).is_symlink()}  # one may stand where a tracked directory was
+    own = (name for name in names if name not in modules and links.isdisjoint(map(str, Path(name).parents)))
+    return [*own, *within]
 
 
 def _walk(top: Path, *, hidden_too: bool) -> Iterator[str]:
@@ -147,7 +149,7 @@ def _refuse_large(source: Path, names: Sequence[str], max_bytes: int) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    return os.path.lexists(path)
+    return path.is_symlink() or path.is_file()  # git lists what was deleted, and what is a pipe by now
 
 
 def _look(source: Path, name: str) -> _File:

@@ -65,6 +65,29 @@ def test_a_repository_within_that_git_does_not_know_comes_along(tmp_path: Path, 
     assert names(take_snapshot(code, run, max_bytes=MB)) == {"net.py", "nested/tool.py"}
 
 
+def test_a_link_takes_the_place_of_a_tracked_directory(tmp_path: Path, run: RunDir) -> None:
+    """Git lists both, the directory's files and the link, while that is not committed."""
+    code = commit(tmp_path / "code", "net.py", "package/layers.py", "package/deep/more.py")
+    (code / "package").rename(tmp_path / "elsewhere")
+    (code / "package").symlink_to(tmp_path / "elsewhere")
+
+    taken = take_snapshot(code, run, max_bytes=MB)
+
+    assert names(taken) == {"net.py", "package"}
+    assert (taken.path / "package" / "layers.py").exists()
+
+
+def test_a_directory_takes_the_place_of_a_tracked_file_and_a_pipe_does_not(tmp_path: Path, run: RunDir) -> None:
+    code = commit(tmp_path / "code", "net.py", "layers", "pipe")
+    for name in ("layers", "pipe"):
+        (code / name).unlink()
+    (code / "layers").mkdir()
+    (code / "layers" / "more.py").touch()
+    os.mkfifo(code / "pipe")
+
+    assert names(take_snapshot(code, run, max_bytes=MB)) == {"net.py", "layers/more.py"}
+
+
 def test_code_in_a_submodule_is_that_submodule(tmp_path: Path, run: RunDir) -> None:
     code = commit(tmp_path / "code", "net.py")
     git(code, "submodule", "--quiet", "add", str(commit(tmp_path / "tool", "deep/tool.py")), "vendor")
