@@ -35,7 +35,7 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
 from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
-from ddp_hpc.submission.user_code import code_dir_of
+from ddp_hpc.submission.user_code import code_dir_of, module_in
 
 _POLL_S = 0.3
 _ASK_S = (2.0, 30.0)
@@ -159,7 +159,10 @@ def _freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> li
     if code is None or not spec.snapshot.enabled:
         return []
 
-    snapshot = take_snapshot(code, run, max_bytes=spec.snapshot.max_mb * 10**6, leave_out=[run.path.parent])
+    needed = module_in(code, spec.recipe.target)
+    snapshot = take_snapshot(
+        code, run, max_bytes=spec.snapshot.max_mb * 10**6, leave_out=[run.path.parent], needed=needed
+    )
     return [f"code: {snapshot.num_files} files of {snapshot.source} copied, {snapshot.num_bytes / 1e6:.1f} MB"]
 
 

@@ -54,21 +54,24 @@ def path_in_snapshot(run: RunDir, code_dir: Path) -> Path:
     return run.snapshot / code_dir.resolve().relative_to(_source_of(code_dir))
 
 
-def take_snapshot(code_dir: Path, run: RunDir, *, max_bytes: int, leave_out: Sequence[Path] = ()) -> Snapshot:
+def take_snapshot(
+    code_dir: Path, run: RunDir, *, max_bytes: int, leave_out: Sequence[Path] = (), needed: Path | None = None
+) -> Snapshot:
     """Copy the code that `code_dir` belongs to into the run's directory, and publish it by one rename.
 
+    `needed` is a file below `code_dir` that a copy without it would be of no use.
     The same content again is not copied again. Files are not flushed one by one: a job that starts after a crash of
     the file system fails to import, and loses nothing.
 
     Raises:
-        ConfigError: where it is larger than `max_bytes`, or cannot be read.
+        ConfigError: where it is larger than `max_bytes`, cannot be read, or what is needed is not among it.
     """
     import xxhash  # late: only a submission on Slurm waits for it
 
     source = _source_of(code_dir)
-    left_out = (path.resolve() for path in [*leave_out, run.path.parent, run.path])
-    hidden = [path for path in left_out if not source.is_relative_to(path)]  # runs may lie beside the code, or above it
-    names = [name for name in _names(source) if not any((source / name).is_relative_to(one) for one in hidden)]
+    left_out = (path.resolve() for path in [*leave_out, run.path.parent, run.path, *_runs_beside(run)])
+    hidden = {path for path in left_out if not source.is_relative_to(path)}  # runs may lie beside the code, or above it
+    names = [name for name in _names(source) if hidden.isdisjoint([source / name, *(source / name).parents])]
     _refuse_large(source, names, max_bytes)
     try:
         files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
@@ -77,6 +80,8 @@ def take_snapshot(code_dir: Path, run: RunDir, *, max_bytes: int, leave_out: Seq
         commit, is_dirty = _revision(source)
         if not target.exists():
             _publish(source, files, target, {"source": str(source), "commit": commit, "is_dirty": is_dirty})
+        if needed is not None:
+            _require(target / code_dir.resolve().relative_to(source) / needed, code_dir / needed)
         _point(run.snapshot, target)
     except OSError as error:
         raise ConfigError(
@@ -103,6 +108,22 @@ def _source_of(code_dir: Path) -> Path:
     """Return the top of the work tree that a directory belongs to, or the directory."""
     top = _git(code_dir, "rev-parse", "--show-toplevel")
     return Path(top.rstrip("\n")).resolve() if top else code_dir.resolve()
+
+
+def _runs_beside(run: RunDir) -> list[Path]:
+    """Return the other runs of its directory: where that is the code's own too, they are no code all the same."""
+    others = (RunDir(path) for path in run.path.parent.iterdir())
+    return [other.path for other in others if other.config.exists() and other.console.parent.exists()]
+
+
+def _require(copied: Path, original: Path) -> None:
+    if not copied.exists():
+        raise ConfigError(
+            f"The recipe's module {original} would be missing in the job's copy of the code: git ignores it, it lies "
+            "among the runs, or behind a link that leads out of the code. Have git take it (`git check-ignore -v "
+            f"{original}` tells which line keeps it out), or let the job import the code where it lies with "
+            "`snapshot.enabled=false`."
+        )
 
 
 def _names(source: Path) -> list[str]:

@@ -15,7 +15,9 @@ from ddp_hpc.cli import main
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.records import QueuedJob, write_queued_job
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.submission import reality
 from tests.made_run import add_progress, make_run
+from tests.unit.made_repository import git
 
 UP = "echo 'Slurmctld(primary) at head is UP'"
 CONFIG = "recipe: {target: 'tiny:build'}\nresources: {nodes: 2, workers_per_node: 2}\nslurm: {partition: gpu}\n"
@@ -108,6 +110,20 @@ def test_what_cannot_be_a_script_is_one_error_and_leaves_nothing(
     assert err.startswith("error: ")
     assert told in err
     assert not (slurm / "runs").exists()
+    assert not (slurm / "asked").exists()
+
+
+def test_a_recipe_that_git_ignores_is_refused_before_slurm_is_asked(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reality, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    (slurm / ".gitignore").write_text("tiny.py\n")
+    git(slurm, "init", "--quiet")
+
+    assert main(["submit", "run.yaml", "--cluster", "slurm"]) == 2
+
+    assert f"The recipe's module {slurm}/tiny.py would be missing" in capsys.readouterr().err
+    assert not list(slurm.glob("runs/*"))
     assert not (slurm / "asked").exists()
 
 

@@ -238,6 +238,44 @@ def test_code_is_found_wherever_runs_lie_and_runs_are_no_code(runs_dir: str, has
     assert names(taken) == {"net.py"}
 
 
+@pytest.mark.parametrize("has_git", [True, False], ids=["git", "plain"])
+def test_other_runs_are_no_code_where_runs_lie_among_it(has_git: bool, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    for name in ("net.py", "conf/config.yaml", "logs/util.py", "run-1/config.yaml", "run-1/logs/console.log"):
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).touch()
+    if has_git:
+        git(code, "init", "--quiet")
+
+    taken = take_snapshot(code, make_run(code / "run-2"), max_bytes=MB)
+
+    assert names(taken) == {"net.py", "conf/config.yaml", "logs/util.py"}
+
+
+@pytest.mark.parametrize(
+    ("ignored", "needed"),
+    [("*.py", "net.py"), ("package/", "package/__init__.py"), ("elsewhere", "link/net.py"), ("link", "link/net.py")],
+    ids=["file", "package", "behind a link", "link"],
+)
+def test_code_without_what_is_needed_is_refused_and_the_last_copy_stays(
+    ignored: str, needed: str, tmp_path: Path, run: RunDir
+) -> None:
+    code = commit(tmp_path / "code", "README")
+    for name in ("net.py", "package/__init__.py", "elsewhere/net.py"):
+        (code / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / "src" / name).touch()
+    (code / "src" / "link").symlink_to("elsewhere")
+    first = take_snapshot(code / "src", run, max_bytes=MB, needed=Path(needed))
+    (code / ".gitignore").write_text(f"{ignored}\n")
+
+    with pytest.raises(ConfigError, match="would be missing in the job's copy") as error:
+        take_snapshot(code / "src", run, max_bytes=MB, needed=Path(needed))
+
+    assert f"`git check-ignore -v {code}/src/{needed}`" in str(error.value)
+    assert "`snapshot.enabled=false`" in str(error.value)
+    assert run.snapshot.resolve() == first.path
+
+
 def test_what_else_is_left_out_is_no_code(tmp_path: Path, run: RunDir) -> None:
     code = tmp_path / "code"
     for name in ("net.py", "data/one", "database.py"):
