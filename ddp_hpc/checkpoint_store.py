@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from ddp_hpc.durable import fsync_path
+from ddp_hpc.durable import fsync_path, output_at
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError
 from ddp_hpc.run_dir import RunDir
 
@@ -185,7 +186,8 @@ def write_shard(path: Path, parts: Sequence[memoryview | bytes]) -> ShardRecord:
                     chunk = chunk[os.write(fd, chunk) :]
                 _begin_flushing(fd)
             size += len(view)
-        os.fsync(fd)
+        if stat.S_ISREG(os.fstat(fd).st_mode):  # weights may go to a pipe
+            os.fsync(fd)
     finally:
         os.close(fd)
     return ShardRecord(path.name, size, checksum.hexdigest())
@@ -357,8 +359,16 @@ def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
     `prefix` is `model`, or `ema` for their moving average. Names are the model's own, without `module.`.
 
     Raises:
-        ConfigError: where the checkpoint has no such weights.
+        ConfigError: where the checkpoint has no such weights, or there can be no such file.
     """
+    with output_at(output) as file:
+        entries, parts = _weights(path, prefix)
+        write_shard(file, [shard_header(entries), *parts])
+    return len(entries)
+
+
+def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryview]]:
+    """Return the weights as a shard has them: entries, and each one's bytes."""
     found = read_tensors(path, read_manifest(path))
     chosen = {name.removeprefix(f"{prefix}/"): raw for name, raw in found.items() if name.startswith(f"{prefix}/")}
     if not chosen:
@@ -369,13 +379,7 @@ def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
     for name, raw in ordered:
         entries.append(TensorEntry(name, raw.dtype, raw.shape, offset, offset + len(raw.data)))
         offset += len(raw.data)
-    beside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        write_shard(beside, [shard_header(entries), *(raw.data for _, raw in ordered)])
-        beside.replace(output)
-    finally:
-        beside.unlink(missing_ok=True)
-    return len(entries)
+    return entries, [raw.data for _, raw in ordered]
 
 
 def _item_bytes(tensor: RawTensor) -> int:

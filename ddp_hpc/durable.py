@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ddp_hpc.errors import ConfigError
 
 
 def fsync_path(path: Path) -> None:
@@ -36,6 +40,31 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
         beside.unlink(missing_ok=True)
     if durable:
         fsync_path(path.parent)
+
+
+@contextmanager
+def output_at(path: Path) -> Iterator[Path]:
+    """Yield where to write what a user wants at `path`: beside it, to be renamed at the end, or a device or pipe itself.
+
+    A link stays one; what it leads to is replaced.
+
+    Raises:
+        ConfigError: where there can be no such file.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"The output is {str(path)!r}, but there is no directory {str(path.parent)!r}. Make it.")
+    if path.is_dir():
+        raise ConfigError(f"The output is {str(path)!r}, but that is a directory. Name a file in it.")
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield beside
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:

@@ -86,10 +86,6 @@ def export(run: RunDir, step: int, output: Path, *, ema: bool) -> int:
     Raises:
         ConfigError: where the file cannot be written, or there is no such average.
     """
-    if not output.parent.is_dir():
-        raise ConfigError(f"The output is {str(output)!r}, but there is no directory {str(output.parent)!r}. Make it.")
-    if output.is_dir():
-        raise ConfigError(f"The output is {str(output)!r}, but that is a directory. Name a file in it.")
     path = checkpoint_store.checkpoint_path(run, step)
     try:
         return checkpoint_store.export_weights(path, output, prefix="ema" if ema else "model")

@@ -6,6 +6,7 @@ Where a run goes is in `test_choosing_a_cluster`; real jobs are in `tests/slurm`
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -111,6 +112,32 @@ def test_what_cannot_be_a_script_is_one_error_and_leaves_nothing(
     assert told in err
     assert not (slurm / "runs").exists()
     assert not (slurm / "asked").exists()
+
+
+def test_a_script_is_written_where_it_is_asked_for_too(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reality, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    os.mkfifo(slurm / "pipe")
+    reader = os.open(slurm / "pipe", os.O_RDWR | os.O_NONBLOCK)  # open for both, so that nobody waits for anybody
+
+    assert [main(["render", "run.yaml", f"name={name}", "-o", name]) for name in ("file", "pipe")] == [0, 0]
+
+    scripts = {name: (slurm / "runs" / name / "job.sbatch").read_text() for name in ("file", "pipe")}
+    assert (slurm / "file").read_text() == scripts["file"]
+    assert "start   sbatch file\n" in capsys.readouterr().out
+    assert os.read(reader, 100_000).decode() == scripts["pipe"]
+    assert (slurm / "pipe").is_fifo()
+    os.close(reader)
+
+
+def test_a_script_that_cannot_be_where_it_is_asked_for_is_refused_before_anything_is_made(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["render", "run.yaml", "-o", "bin"]) == 2
+
+    assert "The output is 'bin', but that is a directory" in capsys.readouterr().err
+    assert not (slurm / "runs").exists()
 
 
 def test_a_recipe_that_git_ignores_is_refused_before_slurm_is_asked(

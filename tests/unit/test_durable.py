@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.durable import append_json_line, read_json, read_json_lines, replace_text
+from ddp_hpc.durable import append_json_line, output_at, read_json, read_json_lines, replace_text
+from ddp_hpc.errors import ConfigError
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -39,6 +40,58 @@ def test_a_leftover_of_a_killed_writer_is_no_hindrance(tmp_path: Path) -> None:
     replace_text(tmp_path / "text", "new")
 
     assert (tmp_path / "text").read_text() == "new"
+
+
+@pytest.mark.parametrize("before", [None, "old"], ids=["new", "old"])
+def test_an_output_is_there_whole_or_not_at_all(before: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    if before is not None:
+        path.write_text(before)
+
+    with pytest.raises(UnicodeEncodeError), output_at(path) as file:
+        file.write_text("half of it \udc80")
+
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ([] if before is None else [before])
+    with output_at(path) as file:
+        file.write_text("all of it")
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["all of it"]
+
+
+def test_an_output_that_is_a_pipe_is_written_and_stays_one(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # open for both, so that nobody waits for anybody
+
+    with output_at(path) as file:
+        file.write_text("new")
+
+    assert os.read(reader, 100) == b"new"
+    assert path.is_fifo()
+    assert list(tmp_path.iterdir()) == [path]
+    os.close(reader)
+
+
+@pytest.mark.parametrize("target", ["there", "not there yet"])
+def test_an_output_that_is_a_link_stays_one(target: str, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("old")
+    link = tmp_path / "link"
+    link.symlink_to(target)
+
+    with output_at(link) as file:
+        file.write_text("new")
+
+    assert link.readlink() == Path(target)
+    assert (tmp_path / target).read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("output", "told"), [(".", "that is a directory"), ("nowhere/out", "there is no directory")], ids=["is", "is none"]
+)
+def test_an_output_that_cannot_be_a_file_is_refused(output: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=told), output_at(tmp_path / output):
+        pytest.fail("nothing is to be made first")
+
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import safetensors.numpy
 from safetensors import safe_open
 
 from ddp_hpc.checkpoint_store import MANIFEST
@@ -83,6 +85,21 @@ def test_weights_are_exported_by_the_models_own_names(tmp_path: Path) -> None:
     assert count == 1
     with safe_open(tmp_path / "out.safetensors", framework="numpy") as file:
         assert file.get_tensor("weight").tolist() == [8, 0, 0, 0]
+
+
+def test_weights_go_through_a_pipe_that_stays_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs")
+    add_checkpoint(run, 8)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # open for both, so that nobody waits for anybody
+
+    export(run, 8, pipe, ema=False)
+
+    weights = safetensors.numpy.load(os.read(reader, 10_000))
+    assert weights["weight"].tolist() == [8, 0, 0, 0]
+    assert pipe.is_fifo()
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

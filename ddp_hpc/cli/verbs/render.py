@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from ddp_hpc.cli.runs import add_runs_dir
@@ -24,17 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Make both; say where they are."""
     from ddp_hpc.config import render_resolved, resolve
-    from ddp_hpc.durable import replace_text
+    from ddp_hpc.durable import output_at
     from ddp_hpc.submission import slurm_executor
 
     path, settings = sort_words([args.config, *args.settings])
     here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
     resolved = resolve(path, [*settings, *here], environment)
     import_paths = [Path.cwd(), path.absolute().parent]
-    run_dir, notes = slurm_executor.prepare(render_resolved(resolved), resolved.spec, import_paths=import_paths)
-    script = run_dir.job_script
-    if args.output is not None:
-        replace_text(args.output, script.read_text(encoding="utf-8"))
-        script = args.output
+    with nullcontext() if args.output is None else output_at(args.output) as output:
+        run_dir, notes = slurm_executor.prepare(render_resolved(resolved), resolved.spec, import_paths=import_paths)
+        if output is not None:
+            output.write_text(run_dir.job_script.read_text(encoding="utf-8"), encoding="utf-8")
+    script = args.output or run_dir.job_script
     print("\n".join([*notes, f"run     {run_dir.path}", f"script  {script}", f"start   sbatch {script}"]))
     return 0
