@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,60 +25,72 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return make_workplace(tmp_path_factory.mktemp("killed"), CONFIG)
 
 
+class _SideBySide:
+    """Trials, and the undisturbed runs that they are held against, as many at a time as there are cores.
+
+    Most of a trial is one process that imports torch while the other cores have nothing to do.
+    """
+
+    def __init__(self, workplace: Workplace, cases: Mapping[int, Case]) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+        self._unbroken: dict[Case, Future[str]] = {}
+        self.outcomes: dict[int, Future[Outcome]] = {}
+        """By seed; they begin in the order of `cases`."""
+        for seed, case in cases.items():
+            plain = self._plain(case)
+            if plain not in self._unbroken:
+                self._unbroken[plain] = self._pool.submit(unbroken_digest, workplace, plain)
+            self.outcomes[seed] = self._pool.submit(run_trial, workplace, case, seed)
+
+    def close(self) -> None:
+        """Begin no more of them; return once those under way have ended."""
+        self._pool.shutdown(cancel_futures=True)
+
+    @staticmethod
+    def _plain(case: Case) -> Case:
+        """Return the case that another shares its digest with: loader processes change nothing."""
+        return Case(case.world_size, case.accumulation, 0, case.precision)
+
+    def unbroken(self, case: Case) -> str:
+        return self._unbroken[self._plain(case)].result()
+
+    def is_same(self, outcome: Outcome) -> bool:
+        return outcome.digest == self.unbroken(outcome.case)
+
+
 @pytest.fixture(scope="module")
-def unbroken(workplace: Workplace) -> dict[Case, str]:
-    """Digests of undisturbed runs, made when they are first needed."""
-    return _Unbroken(workplace)
-
-
-class _Unbroken(dict[Case, str]):
-    def __init__(self, workplace: Workplace) -> None:
-        super().__init__()
-        self._workplace = workplace
-
-    def __missing__(self, case: Case) -> str:
-        """Loader processes change nothing, so cases that differ in them alone share a digest."""
-        plain = Case(case.world_size, case.accumulation, 0, case.precision)
-        self[case] = unbroken_digest(self._workplace, plain) if case == plain else self[plain]
-        return self[case]
+def trials(workplace: Workplace, request: pytest.FixtureRequest) -> Iterator[_SideBySide]:
+    """Begin all trials of this session, in the order in which their tests wait for them."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    wanted = [test.callspec.params["trial"] for test in tests if test.obj is test_a_killed_run_ends_with_the_same_bits]
+    cases = cases_for(NUM_TRIALS)
+    with closing(_SideBySide(workplace, {trial: cases[trial] for trial in cast("list[int]", wanted)})) as trials:
+        yield trials
 
 
 @pytest.mark.parametrize("trial", range(NUM_TRIALS))
-def test_a_killed_run_ends_with_the_same_bits(
-    workplace: Workplace, unbroken: dict[Case, str], outcomes: list[Outcome], trial: int
-) -> None:
-    case = cases_for(NUM_TRIALS)[trial]
+def test_a_killed_run_ends_with_the_same_bits(trials: _SideBySide, trial: int) -> None:
+    outcome = trials.outcomes[trial].result()
 
-    outcome = run_trial(workplace, case, seed=trial)
-
-    outcomes.append(outcome)
-    assert outcome.digest == unbroken[case], outcome
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
-    return []
+    assert outcome.digest == trials.unbroken(outcome.case), outcome
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
-def test_two_hundred_killed_runs_end_with_the_same_bits(workplace: Workplace, unbroken: dict[Case, str]) -> None:
+def test_two_hundred_killed_runs_end_with_the_same_bits(workplace: Workplace) -> None:
     """The campaign: its result so far is written beside the documentation, and every trial's story is printed."""
     cases = cases_for(NUM_CAMPAIGN_TRIALS)
-    for case in set(cases):
-        unbroken[case]  # made before the trials, which run side by side
     outcomes = []
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as side_by_side:
-        trials = [side_by_side.submit(run_trial, workplace, case, 10_000 + trial) for trial, case in enumerate(cases)]
-        for done in as_completed(trials):
+    with closing(_SideBySide(workplace, {10_000 + trial: case for trial, case in enumerate(cases)})) as trials:
+        for done in as_completed(trials.outcomes.values()):
             outcome = done.result()
             outcomes.append(outcome)
-            _write(_report(outcomes, unbroken))
-            verdict = "same bits" if outcome.digest == unbroken[outcome.case] else "OTHER BITS"
+            _write(_report(outcomes, trials))
+            verdict = "same bits" if trials.is_same(outcome) else "OTHER BITS"
             story = f"{outcome.case.name:16s} {verdict}; killed: {'; '.join(outcome.kills)}"
             print(f"{len(outcomes):3d}/{NUM_CAMPAIGN_TRIALS} {story}", flush=True)  # noqa: T201  it lasts half an hour
 
-    report = _report(outcomes, unbroken)
+    report = _report(outcomes, trials)
     assert report["different"] == []
     assert report["runs_resumed_twice_in_one_epoch"] >= NUM_CAMPAIGN_TRIALS // 5
 
@@ -87,13 +101,13 @@ def _write(report: dict[str, Any]) -> None:
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _report(outcomes: list[Outcome], unbroken: dict[Case, str]) -> dict[str, Any]:
+def _report(outcomes: list[Outcome], trials: _SideBySide) -> dict[str, Any]:
     """Return the campaign's result as numbers."""
     kills = [kill for outcome in outcomes for kill in outcome.kills]
     return {
         "trials": len(outcomes),
-        "same_bits": sum(outcome.digest == unbroken[outcome.case] for outcome in outcomes),
-        "different": [outcome.case.name for outcome in outcomes if outcome.digest != unbroken[outcome.case]],
+        "same_bits": sum(trials.is_same(outcome) for outcome in outcomes),
+        "different": [outcome.case.name for outcome in outcomes if not trials.is_same(outcome)],
         "kills": len(kills),
         "kills_mid_save": sum("mid-save" in kill for kill in kills),
         "killed": dict(Counter(kill.split()[0] for kill in kills)),
