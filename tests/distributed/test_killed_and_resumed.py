@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.distributed.kill_trials import CONFIG, Case, Outcome, cases_for, run_trial, unbroken_digest
-from tests.distributed.whole_runs import Workplace, make_workplace
+from tests.distributed.whole_runs import Workplace, cases_of, make_workplace
 
 NUM_TRIALS = 20
 NUM_CAMPAIGN_TRIALS = 200
@@ -26,10 +26,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 class _SideBySide:
-    """Trials, and the undisturbed runs that they are held against, as many at a time as there are cores.
-
-    Most of a trial is one process that imports torch while the other cores have nothing to do.
-    """
+    """Trials, and the undisturbed runs that they are held against, as many at a time as there are cores."""
 
     def __init__(self, workplace: Workplace, cases: Mapping[int, Case]) -> None:
         self._pool = ThreadPoolExecutor(max_workers=os.cpu_count())
@@ -61,10 +58,9 @@ class _SideBySide:
 @pytest.fixture(scope="module")
 def trials(workplace: Workplace, request: pytest.FixtureRequest) -> Iterator[_SideBySide]:
     """Begin all trials of this session, in the order in which their tests wait for them."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    wanted = [test.callspec.params["trial"] for test in tests if test.obj is test_a_killed_run_ends_with_the_same_bits]
+    wanted: list[int] = cases_of(test_a_killed_run_ends_with_the_same_bits, "trial", request)
     cases = cases_for(NUM_TRIALS)
-    with closing(_SideBySide(workplace, {trial: cases[trial] for trial in cast("list[int]", wanted)})) as trials:
+    with closing(_SideBySide(workplace, {trial: cases[trial] for trial in wanted})) as trials:
         yield trials
 
 

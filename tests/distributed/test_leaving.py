@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,7 +19,7 @@ from ddp_hpc.checkpoint_store import committed_steps
 from ddp_hpc.records import first_failure, read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import read_status
-from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
+from tests.distributed.whole_runs import Workplace, cases_of, live_processes, make_workplace
 
 CONFIG = """
 recipe: {target: "trial_recipe:build", args: {num_samples: 96, load_s: 0.002}}
@@ -25,6 +28,8 @@ checkpoint: {every_steps: 2}
 log: {every_steps: 3}
 """
 LONG = ("train.epochs=1000", "recipe.args.load_s=0.004")
+SLOW = "recipe.args.load_s=0.04"
+"""Half a second a step of two workers, so that a slow machine interrupts in time."""
 PATIENCE_S = 30.0
 
 
@@ -121,10 +126,10 @@ def test_a_finished_run_goes_on_when_more_epochs_are_asked_for(workplace: Workpl
 
 
 def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(workplace: Workplace) -> None:
-    words = ("resources.workers_per_node=2", "checkpoint.every_steps=5", "recipe.args.load_s=0.006")
+    words = ("resources.workers_per_node=2", "checkpoint.every_steps=5")
     workplace.finish("whole", *words)
     run = workplace.run("broken")
-    assert workplace.submit("broken", *words).returncode == 0
+    assert workplace.submit("broken", *words, SLOW).returncode == 0
     until(lambda: len(run.metrics.read_text().splitlines()) >= 3)
     live_processes(run)["agent"][0].kill()
     until(lambda: not processes.is_locked(run.lock))
@@ -152,24 +157,49 @@ def test_tensorboard_gets_the_same_numbers(workplace: Workplace) -> None:
     assert written == pytest.approx({line["step"]: line["loss"] for line in lines})
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("train.precision=fp16", "train.grad_clip_norm=1.0"),
-        ("optimizer.name=sgd", "optimizer.nesterov=true", "lr_schedule.name=step", "lr_schedule.milestones=[4, 8]"),
-        ("train.ema_decay=0.5", "optimizer.name=adamw", "data.drop_last=true", "recipe.args.num_samples=100"),
-        ("train.find_unused_parameters=true", "train.channels_last=true", "lr_schedule.warmup_steps=5"),
-        ("train.deterministic=true", "checkpoint.every_steps=null", "train.max_steps=7"),
-    ],
-    ids=["fp16", "step", "ema", "unused", "deterministic"],
-)
-def test_every_option_trains_and_resumes_with_the_same_bits(workplace: Workplace, words: tuple[str, ...]) -> None:
-    words = ("resources.workers_per_node=2", *words)
-    unbroken = workplace.finish("whole", *words)
-    assert workplace.submit("stopped", *words, "recipe.args.load_s=0.008").returncode == 0
-    workplace.command("stop", "stopped")
+OPTIONS = {
+    "fp16": ("train.precision=fp16", "train.grad_clip_norm=1.0"),
+    "step": ("optimizer.name=sgd", "optimizer.nesterov=true", "lr_schedule.name=step", "lr_schedule.milestones=[4, 8]"),
+    "ema": ("train.ema_decay=0.5", "optimizer.name=adamw", "data.drop_last=true", "recipe.args.num_samples=100"),
+    "unused": ("train.find_unused_parameters=true", "train.channels_last=true", "lr_schedule.warmup_steps=5"),
+    "deterministic": ("train.deterministic=true", "checkpoint.every_steps=null", "train.max_steps=7"),
+}
 
-    resumed = workplace.finish("stopped", *words)
 
-    assert resumed == unbroken
-    assert [attempt.ending for attempt in read_attempts(workplace.run("stopped"))] == ["stopped", "finished"]
+@dataclass(frozen=True)
+class Resumed:
+    """A run that was stopped and submitted again, beside one that was not."""
+
+    unbroken: str
+    digest: str
+    endings: list[str | None]
+
+
+def stop_and_resume(workplace: Workplace, option: str) -> Resumed:
+    words = ("resources.workers_per_node=2", *OPTIONS[option])
+    unbroken = workplace.finish(f"{option}-whole", *words)
+    stopped = f"{option}-stopped"
+    assert workplace.submit(stopped, *words, SLOW).returncode == 0
+    workplace.command("stop", stopped)
+    digest = workplace.finish(stopped, *words)
+    return Resumed(unbroken, digest, [attempt.ending for attempt in read_attempts(workplace.run(stopped))])
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[Resumed]]]:
+    """Begin what the tests of options wait for."""
+    workplace = make_workplace(tmp_path_factory.mktemp("options"), CONFIG)
+    options: list[str] = cases_of(test_every_option_trains_and_resumes_with_the_same_bits, "option", request)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        yield {option: pool.submit(stop_and_resume, workplace, option) for option in options}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_trains_and_resumes_with_the_same_bits(resumed: dict[str, Future[Resumed]], option: str) -> None:
+    run = resumed[option].result()
+
+    assert run.digest == run.unbroken
+    assert run.endings == ["stopped", "finished"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
@@ -71,6 +73,16 @@ def make_workplace(path: Path, text: str) -> Workplace:
     workplace = Workplace(path)
     workplace.config.write_text(text)
     return workplace
+
+
+def cases_of(test: Callable[..., None], parameter: str, request: pytest.FixtureRequest) -> list[Any]:
+    """Return the values of a test's parameter in the order in which this session runs them.
+
+    What tests wait for may begin before them, as many at a time as there are cores: most of a small run is one process
+    that imports torch while the other cores have nothing to do.
+    """
+    tests = (item for item in request.session.items if isinstance(item, pytest.Function))
+    return [item.callspec.params[parameter] for item in tests if item.obj is test]
 
 
 def live_processes(run: RunDir) -> dict[str, list[psutil.Process]]:
