@@ -16,6 +16,8 @@ from tests.slurm.lab.settings import ROOT
 
 SMALL = ("train.max_steps=12", "train.epochs=1", "checkpoint.every_steps=5", "log.every_steps=2")
 """Settings of a run that is over soon."""
+TRIAL_RECIPE = ROOT / "tests" / "distributed" / "trial_recipe.py"
+"""Imports torch, but not torchvision, which takes as long again as half of that."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,13 @@ class LoginNode:
     def __post_init__(self) -> None:
         shutil.copy(ROOT / "examples" / "digits.yaml", self.folder)
         shutil.chown(self.folder / "digits.yaml", USER, USER)
+
+    def add_recipe(self, source: Path) -> Path:
+        """Copy a recipe's module to where the user submits from; return the copy."""
+        copied = self.folder / source.name
+        shutil.copy(source, copied)
+        shutil.chown(copied, USER, USER)
+        return copied
 
     def type(
         self, *words: str, env: dict[str, str] | None = None, node: str = "head", timeout: float = 150

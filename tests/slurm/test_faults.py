@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import USER, Cluster
-from tests.slurm.runs import SMALL, LoginNode, world
+from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
 
-RECIPE = Path(__file__).parents[1] / "distributed" / "trial_recipe.py"
 LONG = ("train.epochs=400", "checkpoint.every_steps=50", "eval.every_epochs=400", "log.every_steps=20")
 """Settings of a run that outlasts a test."""
 
@@ -53,10 +51,8 @@ def test_a_controller_that_is_away_harms_no_run_and_status_says_what_it_knows(
 
 
 def test_a_queued_job_runs_the_code_as_it_was_at_submit(cluster: Cluster, login: LoginNode) -> None:
-    recipe = login.folder / "my_recipe.py"
-    shutil.copy(RECIPE, recipe)
-    shutil.chown(recipe, USER, USER)
-    mine = ["recipe.target=my_recipe:build", "recipe.args={}", *SMALL, *world(2, 1)]
+    recipe = login.add_recipe(TRIAL_RECIPE)
+    mine = ["recipe.target=trial_recipe:build", "recipe.args={}", *SMALL, *world(2, 1)]
     login.submit("before", *mine, "--wait")
     login.submit("edited", *mine, "slurm.extra.begin=now+5")
     recipe.write_text("raise RuntimeError('edited after submit')\n")

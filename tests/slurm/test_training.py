@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import SMALL, LoginNode, world
+from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
 
 
 def test_digits_train_on_two_nodes_to_the_bits_of_the_local_run_over_the_fast_network(
@@ -72,15 +72,18 @@ def test_a_comment_reaches_slurm_as_it_was_written(cluster: Cluster, login: Logi
 
 @pytest.mark.timeout(420)  # forty processes import torch on the cores of one machine
 def test_twenty_jobs_at_once_on_a_pair_of_nodes_do_not_disturb_each_other(cluster: Cluster, login: LoginNode) -> None:
+    login.add_recipe(TRIAL_RECIPE)
     names = [f"many-{number}" for number in range(20)]
-    settings = ["train.max_steps=3", "train.epochs=1", *world(2, 1), "resources.mem_gb=1", "slurm.nodelist=node1,node2"]
+    small = ["recipe.target=trial_recipe:build", "recipe.args={}", "train.max_steps=3", *world(2, 1)]
+    place = ["resources.mem_gb=1", "slurm.nodelist=node1,node2", "slurm.extra.hold=true"]
     for name in names:
-        login.submit(name, *settings)
-    running = cluster.run("squeue", "--noheader", "--states=running", "--format=%i").stdout.split()
+        login.submit(name, *small, *place)
+    held = cluster.run("squeue", "--noheader", "--format=%i").stdout.split()
 
-    cluster.wait_for(lambda: all(login.run(name).done.exists() for name in names), 400)
-
-    assert len(running) == len(names)
+    cluster.run("scontrol", "release", ",".join(held))
+    running = ["squeue", "--noheader", "--states=running", "--format=%i"]
+    cluster.wait_for(lambda: len(cluster.run(*running).stdout.split()) == len(names), 60)
+    cluster.wait_for(lambda: all(login.run(name).done.exists() for name in names), 300)
 
     assert len({login.digest(name) for name in names}) == 1
     ports = [re.search(r"ranks meet at \S+ port (\d+)", login.console(name)) for name in names]
