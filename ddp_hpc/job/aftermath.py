@@ -107,11 +107,13 @@ def _since_submit(assignment: Assignment) -> list[Attempt]:
 
 def _evidence(assignment: Assignment, attempt: int, outcome: Outcome) -> Evidence:
     run, spec, allocation = assignment.run, assignment.spec, assignment.allocation
-    job = None if outcome.code == exit_codes.FINISHED else _job(assignment)
+    owns_run = checkpoint_store.owns(run, attempt) and outcome.code != exit_codes.FENCED
+    is_clear = outcome.code == exit_codes.FINISHED or not owns_run  # Slurm, which may not even answer, adds nothing
+    job = None if is_clear else _job(assignment)
     restart = allocation.restart_count if allocation else 0
     evidence = Evidence(
         code=outcome.code,
-        owns_run=checkpoint_store.owns(run, attempt),
+        owns_run=owns_run,
         stop_request=read_stop_request(run),
         is_out_of_time=outcome.is_out_of_time,
         is_wedged=outcome.is_wedged,
@@ -257,8 +259,8 @@ def _go(assignment: Assignment, conclusion: Conclusion) -> None:
     match decision.next:
         case "successor":
             options = [f"--dependency=afterany:{allocation.job_id}"]
-            if decision.exclude and has_enough_without(assignment, decision.exclude):
-                options.append(f"--exclude={','.join(_excluded(assignment, decision.exclude))}")
+            if decision.exclude and (excluded := _excluded(assignment, decision.exclude)):
+                options.append(f"--exclude={excluded}")
             _note(assignment, conclusion, client.submit(assignment.run.job_script, assignment.environ, options))
         case "requeue":
             _note(assignment, conclusion, allocation.job_id)
@@ -300,20 +302,27 @@ def _note(assignment: Assignment, conclusion: Conclusion, job_id: str) -> None:
     write_queued_job(assignment.run, job)
 
 
-def _excluded(assignment: Assignment, more: Sequence[str]) -> list[str]:
-    """Return the nodes that the user has excluded, and `more`."""
+def _excluded(assignment: Assignment, nodes: Sequence[str]) -> str | None:
+    """Return the list of nodes that the next job should not get: the user's, those that fail too often, and `nodes`.
+
+    It is made anew each time, so that what is forgotten is allowed again. None where too few others would be left.
+    """
+    bad = requeue.bad_nodes(read_attempts(assignment.run), assignment.spec.restart, now=time.time())
+    shunned = sorted({*nodes, *bad})
+    if not has_enough_without(assignment, shunned):
+        return None
     asked = assignment.spec.slurm.exclude
-    return [*([asked] if asked else []), *more]
+    return ",".join([*([asked] if asked else []), *shunned])
 
 
 def _exclude(assignment: Assignment, nodes: Sequence[str]) -> None:
     """Have the job come back on other nodes: Slurm takes that only from when it has begun to end this start of it."""
     allocation = assignment.allocation
-    if allocation is None or not nodes or not has_enough_without(assignment, nodes):
+    if allocation is None or not nodes:
         return
-    job = _job(assignment)
-    before = [job.excluded_nodes] if job and job.excluded_nodes else _excluded(assignment, [])
-    text = ",".join([*before, *nodes])
+    text = _excluded(assignment, nodes)
+    if text is None:
+        return
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(ConfigError, SlurmUnavailableError):

@@ -13,6 +13,7 @@ from ddp_hpc.records import Attempt, Cause, End, read_attempts, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.slurm.queries import is_lost
 
 _CAUSES: Mapping[states.State, Cause] = {
@@ -78,7 +79,7 @@ def nodes_to_avoid(assignment: Assignment) -> tuple[str, ...]:
 
 def has_enough_without(assignment: Assignment, nodes: Iterable[str]) -> bool:
     """Tell whether the partition has enough nodes in order besides these; say so where it has not."""
-    bad = set(nodes)
+    bad = {*nodes, *expand_hostlist(assignment.spec.slurm.exclude or "")}
     found = client.node_states(assignment.environ, partition=assignment.spec.slurm.partition)
     num_good = sum(not is_lost(state) and node not in bad for node, state in found.items())
     if num_good >= assignment.spec.resources.nodes:

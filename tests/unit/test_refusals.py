@@ -332,15 +332,15 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         partition(),
         {},
         spec(time_limit_min=2, slurm={"signal_lead_s": 120}),
-        ["warning: the run would be told to stop 120 s (`slurm.signal_lead_s`) before the end of a job of 2 min"],
+        ["the run is told to leave 120 s before, and Slurm may do so 60 s earlier still: it gets nowhere"],
     ),
-    ("told to stop a little later", partition(), {}, spec(time_limit_min=2, slurm={"signal_lead_s": 119}), []),
+    ("told to stop a little later", partition(), {}, spec(time_limit_min=2, slurm={"signal_lead_s": 59}), []),
     (
         "told to stop at once by the cluster's own time",
         partition(default_time_min=1.0),
         {},
         spec(),
-        ["note: no `resources.time_limit_min`", "a job of 1 min, so at once"],
+        ["note: no `resources.time_limit_min`", "`resources.time_limit_min` is 1, but"],
     ),
     (
         "cancelled when preempted",

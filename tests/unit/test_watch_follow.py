@@ -57,13 +57,18 @@ def test_following_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     assert look.status.state == "interrupted"
 
 
-def test_following_ends_when_the_next_attempt_begins(tmp_path: Path) -> None:
+def test_following_goes_on_over_the_attempts_that_follow(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     add_attempt(run)
     add_attempt(run, 1)
     assert processes.take_lock(run.lock) is not None
 
-    assert len(list(follow(run, 0, clock=lambda: LATER, pause=lambda: None))) == 1
+    def pause() -> None:
+        record_end(run, attempt=1, ending="finished", exit_code=0)
+
+    looks = list(follow(run, 0, clock=lambda: LATER, pause=pause))
+
+    assert [look.status.state for look in looks] == ["starting", "finished"]
 
 
 def test_a_torn_last_line_of_the_metrics_is_passed_over(tmp_path: Path) -> None:
