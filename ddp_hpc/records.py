@@ -164,6 +164,17 @@ def read_queued_job(run: RunDir) -> QueuedJob | None:
         return None
 
 
+def write_done(run: RunDir, *, epochs: int, max_steps: int | None) -> None:
+    """Note that a run has finished, and how far it was asked to go."""
+    replace_text(run.done, json.dumps({"epochs": epochs, "max_steps": max_steps, "at": time.time()}))
+
+
+def is_done(run: RunDir, *, epochs: int, max_steps: int | None) -> bool:
+    """Tell whether a run has gone as far as that; more epochs or steps than before are more to do."""
+    done = read_json(run.done)
+    return done is not None and (done.get("epochs"), done.get("max_steps")) == (epochs, max_steps)
+
+
 def ask_to_stop(
     run: RunDir, *, then: Literal["end", "requeue"] = "end", by: Literal["user", "supervisor"] = "user"
 ) -> None:

@@ -27,6 +27,7 @@ from ddp_hpc.records import (
     read_queued_job,
     read_stop_request,
     record_end,
+    write_done,
     write_queued_job,
 )
 from ddp_hpc.requeue import Decision, Situation
@@ -91,8 +92,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     end = End(cause=cause, last_step=newest_step, next=decision.next, failed_nodes=failed_nodes) if is_told else None
     conclusion = Conclusion(attempt=attempt, cause=cause, decision=decision, reason=reason)
     if cause == "finished":
-        done = {"epochs": spec.train.epochs, "max_steps": spec.train.max_steps, "at": time.time()}
-        replace_text(run.done, json.dumps(done))
+        write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
     record_end(run, attempt=attempt, ending=decision.ending, exit_code=conclusion.exit_code, reason=reason, end=end)
     if not decision.next and cause != "fenced":
         checkpoint_store.release(run, attempt)

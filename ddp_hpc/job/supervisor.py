@@ -29,6 +29,7 @@ from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.records import (
     JobFacts,
     QueuedJob,
+    is_done,
     read_attempts,
     read_queued_job,
     read_stop_request,
@@ -100,8 +101,12 @@ def _note_refusal(run: RunDir, allocation: Allocation | None, error: ConfigError
 
 def _supervise(assignment: Assignment, lock_fds: Sequence[int]) -> int:
     """Walk from attempt to attempt while the next one begins on the same nodes."""
+    run, train = assignment.run, assignment.spec.train
+    if is_done(run, epochs=train.epochs, max_steps=train.max_steps):
+        sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
+        return exit_codes.FINISHED
     if assignment.allocation is not None:
-        predecessors.bury(assignment.run, os.environ)
+        predecessors.bury(run, os.environ)
     workers = _workers(assignment, lock_fds)
     try:
         while True:

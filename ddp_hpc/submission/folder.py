@@ -7,8 +7,9 @@ import shutil
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_hpc.durable import fsync_path, read_json, replace_text
+from ddp_hpc.durable import fsync_path, replace_text
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.records import is_done
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
@@ -30,10 +31,7 @@ class Submission:
 
 def is_finished(run: RunDir, spec: RunSpec) -> bool:
     """Tell whether nothing is left to do; more epochs or steps than before are more to do."""
-    done = read_json(run.done)
-    if done is None:
-        return False
-    return done.get("epochs") == spec.train.epochs and done.get("max_steps") == spec.train.max_steps
+    return is_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
 
 
 def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:

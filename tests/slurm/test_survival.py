@@ -28,6 +28,7 @@ FAULTY = (
     "train.epochs=6",
     "train.global_batch_size=24",
     "train.record_samples=true",
+    "resources.cpus_per_worker=1",  # so many threads everywhere: sums are the same to the bit
     "checkpoint.every_steps=10",
     "checkpoint.keep_best=0",
     "log.every_steps=10",
@@ -259,13 +260,17 @@ def node_is_down(cluster: Cluster, node: str) -> bool:
 
 
 def test_an_attempt_that_slurm_believes_dead_writes_nothing_any_more(cluster: Cluster, place: LoginNode) -> None:
-    place.submit("owned", *FAULTY, *world(1, 2), "recipe.args.load_s=0.02", "slurm.exclude=node[3-4]")
-    await_step(place, "owned")
+    slow = place.folder / "slow"  # else it would have finished before Slurm gives it up
+    slow.touch()
+    every = ("checkpoint.every_steps=2", f"recipe.args.slow_while={slow}")
+    place.submit("owned", *FAULTY, *world(1, 2), *every)
+    await_step(place, "owned", 2)
     first_node = attempts(place, "owned")[0].nodes[0]
 
     cluster.cut(first_node)  # its processes go on, and see the run's directory
     cluster.wait_for(lambda: len(attempts(place, "owned")) == 2, 90)
     cluster.wait_for(lambda: attempts(place, "owned")[0].ending == "fenced", 60)
+    slow.unlink()
     await_done(place, "owned")
 
     first, second = attempts(place, "owned")
@@ -276,7 +281,7 @@ def test_an_attempt_that_slurm_believes_dead_writes_nothing_any_more(cluster: Cl
         for step in checkpoint_store.committed_steps(place.run("owned"))
     ]
     assert made_by == [1, 1]
-    assert_unbroken(place, "owned", world_size=2, may_lose=STEPS)
+    assert_unbroken(place, "owned", world_size=2, may_lose=10)
 
 
 def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluster, place: LoginNode) -> None:
