@@ -119,11 +119,11 @@ def claim(run: RunDir, attempt: int) -> list[str]:
 def _oust_older(run: RunDir, attempt: int) -> list[str]:
     """Take away what older attempts have made; give way where a newer one is there."""
     removed = []
-    for older in _claims(run):
+    for older in claims(run):
         if older < attempt:
             removed += sorted(path.name for path in _claim_path(run, older).glob("step-*"))
             _delete(_claim_path(run, older))
-    if max(_claims(run), default=attempt) > attempt:
+    if max(claims(run), default=attempt) > attempt:
         _delete(_claim_path(run, attempt))
         raise FencedError(f"A newer attempt of {run.name} than {attempt} has begun, so this one gives way.")
     return removed
@@ -139,8 +139,13 @@ def release(run: RunDir, attempt: int) -> None:
     _delete(_claim_path(run, attempt))
 
 
-def _claims(run: RunDir) -> list[int]:
-    matches = (_CLAIM.fullmatch(path.name) for path in run.checkpoints.iterdir())
+def claims(run: RunDir) -> list[int]:
+    """Return the attempts that have claimed the run and were not ousted, oldest first; killed ones too."""
+    try:
+        names = [path.name for path in run.checkpoints.iterdir()]
+    except FileNotFoundError:
+        return []
+    matches = (_CLAIM.fullmatch(name) for name in names)
     return sorted(int(match.group(1)) for match in matches if match)
 
 

@@ -158,7 +158,9 @@ def _begin(assignment: Assignment) -> int:
 
 
 def _next_number(run: RunDir) -> int:
-    return 1 + max((attempt.attempt for attempt in read_attempts(run)), default=-1)
+    """Return one more than any before; one that was killed before it could write into the ledger has only its claim."""
+    known = [attempt.attempt for attempt in read_attempts(run)]
+    return 1 + max([*known, *checkpoint_store.claims(run)], default=-1)
 
 
 def _job_id(allocation: Allocation | None) -> str:

@@ -1,0 +1,217 @@
+"""Owning a run: of all that believe they do, one can commit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc import exit_codes
+from ddp_hpc.checkpoint_store import (
+    Manifest,
+    checkpoint_path,
+    claim,
+    claims,
+    commit,
+    committed_steps,
+    owns,
+    release,
+    staging_path,
+    verify,
+    write_shard,
+)
+from ddp_hpc.errors import FencedError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.train.checkpoint import SaveResult
+from tests.made_run import add_checkpoint, make_run
+from tests.unit.made_state import make_checkpointers, make_state, take_step
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return every file below a directory; directories are there as empty ones."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+def write_half(run: RunDir, attempt: int, step: int) -> Path:
+    """Write a shard of a checkpoint that is not committed."""
+    staging = staging_path(run, step, attempt)
+    staging.mkdir()
+    write_shard(staging / "shard", [b"half"])
+    return staging
+
+
+# --- one after another -----------------------------------------------------------------------------------------------
+
+
+def test_nobody_owns_a_run_that_nobody_claimed(run: RunDir) -> None:
+    assert not owns(run, 0)
+    assert claims(run) == []
+
+
+def test_who_claims_a_run_owns_it_until_a_newer_attempt_does(run: RunDir) -> None:
+    owners = []
+    for attempt in (0, 1, 5):
+        claim(run, attempt)
+        owners.append([other for other in range(6) if owns(run, other)])
+
+    assert owners == [[0], [1], [5]]
+    assert claims(run) == [5]
+
+
+def test_a_claim_tells_what_it_took_from_a_killed_writer_and_leaves_what_is_committed(run: RunDir) -> None:
+    add_checkpoint(run, 2)
+    committed = content(run.checkpoints)
+    claim(run, 1)
+    write_half(run, 1, 4)
+    write_half(run, 1, 6)
+
+    removed = claim(run, 2)
+
+    assert removed == ["step-00000004", "step-00000006"]
+    assert content(run.checkpoints) == {**committed, "attempt-2.writing": b""}
+
+
+@pytest.mark.parametrize(("attempt", "told"), [(3, "begun by another job"), (2, "newer attempt"), (0, "newer attempt")])
+def test_who_comes_too_late_gives_way_and_changes_nothing(attempt: int, told: str, run: RunDir) -> None:
+    claim(run, 3)
+    write_half(run, 3, 4)
+    before = content(run.checkpoints)
+
+    with pytest.raises(FencedError, match=told) as raised:
+        claim(run, attempt)
+
+    assert raised.value.exit_code == exit_codes.FENCED == 97
+    assert content(run.checkpoints) == before
+    assert owns(run, 3)
+
+
+def test_a_released_run_is_owned_by_nobody_and_has_no_leftovers(run: RunDir) -> None:
+    add_checkpoint(run, 2)
+    claim(run, 1)
+    write_half(run, 1, 4)
+
+    release(run, 1)
+
+    assert not owns(run, 1)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000002"]
+
+
+def test_a_release_of_what_was_taken_over_is_nothing(run: RunDir) -> None:
+    claim(run, 0)
+    claim(run, 1)
+
+    release(run, 0)
+
+    assert claims(run) == [1]
+
+
+def test_a_deletion_that_was_killed_half_way_blocks_neither_claim_nor_release(run: RunDir) -> None:
+    claim(run, 0)
+    half_gone = run.checkpoints / "attempt-0.writing.deleted.tmp"
+    (half_gone / "step-00000002").mkdir(parents=True)
+
+    claim(run, 1)
+    release(run, 1)
+
+    assert list(run.checkpoints.iterdir()) == []
+
+
+# --- a writer that is not dead ---------------------------------------------------------------------------------------
+
+
+def test_what_a_stale_attempt_has_written_cannot_be_committed_and_the_directory_stays_as_it_was(run: RunDir) -> None:
+    claim(run, 0)
+    staging = write_half(run, 0, 4)
+    claim(run, 1)
+    before = content(run.checkpoints)
+
+    with pytest.raises(FencedError, match=r"taken over by another attempt; step 4 is not committed"):
+        commit(run, staging, Manifest(step=4, world_size=1, shards=(), state={}))
+
+    assert content(run.checkpoints) == before
+
+
+def test_a_staging_that_is_missing_for_another_reason_is_no_fence(run: RunDir) -> None:
+    claim(run, 0)
+
+    with pytest.raises(FileNotFoundError):
+        commit(run, staging_path(run, 4, 0), Manifest(step=4, world_size=1, shards=(), state={}))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_saves_of_a_stale_attempt_fail_and_those_of_the_newer_one_stand(world_size: int, run: RunDir) -> None:
+    results: dict[int, list[SaveResult]] = {0: [], 1: []}
+    stale = make_checkpointers(run, world_size=world_size, attempt=0, on_result=results[0].append)
+    newer = make_checkpointers(run, world_size=world_size, attempt=1, on_result=results[1].append)
+
+    for checkpointers in (newer, stale):
+        states = [make_state(rank=rank, world_size=world_size) for rank in range(world_size)]
+        for checkpointer, state in zip(checkpointers, states, strict=True):
+            take_step(state)
+            checkpointer.save(state)
+        for checkpointer in checkpointers:
+            checkpointer.wait()
+
+    assert [result.error for result in results[1]] == [None]
+    assert [result.error is None for result in results[0]] == [False]
+    assert verify(checkpoint_path(run, 1)).made["attempt"] == 1
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["attempt-1.writing", "step-00000001"]
+
+
+# --- at once ---------------------------------------------------------------------------------------------------------
+
+WON, LOST, BROKE = 0, 1, 2
+
+
+def in_processes(actions: list[Callable[[], object]]) -> list[int]:
+    """Do all at once, each in a process of its own; return who won, lost, or broke."""
+    begin_read, begin_write = os.pipe()
+    pids = []
+    for action in actions:
+        pid = os.fork()
+        if pid == 0:
+            os.close(begin_write)
+            os.read(begin_read, 1)
+            try:
+                action()
+                os._exit(WON)
+            except FencedError:
+                os._exit(LOST)
+            except BaseException:  # noqa: BLE001  a forked child must never return into pytest
+                os._exit(BROKE)
+        pids.append(pid)
+    os.close(begin_read)
+    os.close(begin_write)  # the end of the pipe lets them all go
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+@pytest.mark.parametrize("trial", range(5))
+def test_of_many_processes_that_claim_the_same_attempt_at_once_one_wins(trial: int, run: RunDir) -> None:
+    claim(run, trial)
+    write_half(run, trial, 4)
+
+    codes = in_processes([lambda: claim(run, trial + 1)] * 12)
+
+    assert sorted(codes) == [WON] + [LOST] * 11
+    assert [path.name for path in run.checkpoints.iterdir()] == [f"attempt-{trial + 1}.writing"]
+
+
+@pytest.mark.parametrize("trial", range(5))
+def test_of_many_attempts_that_claim_at_once_the_newest_owns_the_run(trial: int, run: RunDir) -> None:
+    claim(run, 0)
+    write_half(run, 0, 4)
+    attempts = [1 + (trial + 5 * number) % 12 for number in range(12)]
+
+    codes = in_processes([lambda attempt=attempt: claim(run, attempt) for attempt in attempts])  # type: ignore[misc]  # bound now
+
+    assert BROKE not in codes
+    assert codes[attempts.index(12)] == WON
+    assert claims(run) == [12]
+    assert committed_steps(run) == []
