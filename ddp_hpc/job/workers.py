@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -48,10 +49,13 @@ class Workers(Protocol):
 class ByAgents:
     """Workers that an agent on each node forks, and forks again for the next attempt."""
 
-    def __init__(self, argv: Sequence[str], *, num_nodes: int, lock_fds: Sequence[int]) -> None:
+    def __init__(
+        self, argv: Sequence[str], *, num_nodes: int, lock_fds: Sequence[int], leave_s: float = LEAVE_S
+    ) -> None:
         self._argv = argv
         self._num_nodes = num_nodes
         self._lock_fds = lock_fds
+        self._leave_s = leave_s
         self._step: _Step | None = None
         self._attempt = -1
         self._codes: dict[int, int] = {}
@@ -61,6 +65,8 @@ class ByAgents:
     def begin(self, attempt: int, meeting: Meeting | None) -> None:
         """Order all agents to begin; start them first where they are not there, or no more."""
         self._attempt, self._codes, self._deadline, self._is_forced = attempt, {}, None, False
+        if self._step is not None and self._step.is_over():
+            self._hang_up()
         if self._step is None:
             self._step = _Step(self._argv, self._lock_fds)
         where = {} if meeting is None else {"meet": str(meeting)}
@@ -75,7 +81,7 @@ class ByAgents:
         """Order all agents to end their workers; those who do not say so in time are ended with the step."""
         if self._step and self._deadline is None:
             self._step.line.send(do="end")
-            self._deadline = time.monotonic() + LEAVE_S
+            self._deadline = time.monotonic() + self._leave_s
 
     def news(self) -> int | None:
         """Hear all agents; when one has failed, have the others follow."""
@@ -94,7 +100,7 @@ class ByAgents:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._is_forced = True
             self._step.end()
-            self._deadline += LEAVE_S
+            self._deadline += self._leave_s
         return None
 
     def patience_s(self) -> float:
@@ -109,7 +115,7 @@ class ByAgents:
         if self._step is None:
             return
         self._step.line.close()
-        self._step.await_end(LEAVE_S)
+        self._step.await_end(self._leave_s)
         self._step = None
 
     def _hang_up(self) -> None:
@@ -134,9 +140,12 @@ class _Step:
     def __init__(self, argv: Sequence[str], lock_fds: Sequence[int]) -> None:
         self._process = children.start(argv, lock_fds, on_line=True)
         self._was_told = False
-        assert self._process.stdin is not None  # noqa: S101  `on_line`
-        assert self._process.stdout is not None  # noqa: S101
-        self.line = Line(self._process.stdout.fileno(), self._process.stdin.fileno())
+        told, heard = self._process.stdin, self._process.stdout
+        assert told is not None  # noqa: S101  `on_line`
+        assert heard is not None  # noqa: S101
+        self.line = Line(os.dup(heard.fileno()), os.dup(told.fileno()))
+        told.close()
+        heard.close()
 
     def is_over(self) -> bool:
         return self._process.poll() is not None
@@ -161,11 +170,17 @@ class ByTasks:
     """Workers that srun or torchrun start, as a step of its own for each attempt."""
 
     def __init__(
-        self, run: RunDir, argv_of: Callable[[int, Meeting], Sequence[str]], *, lock_fds: Sequence[int]
+        self,
+        run: RunDir,
+        argv_of: Callable[[int, Meeting], Sequence[str]],
+        *,
+        lock_fds: Sequence[int],
+        leave_s: float = LEAVE_S,
     ) -> None:
         self._run = run
         self._argv_of = argv_of
         self._lock_fds = lock_fds
+        self._leave_s = leave_s
         self._attempt = -1
         self._is_alive = False
         self._deadline: float | None = None
@@ -184,7 +199,7 @@ class ByTasks:
 
     def end(self) -> None:
         """Have srun end the step; where it does not, end srun."""
-        is_first, self._deadline = self._deadline is None, time.monotonic() + LEAVE_S
+        is_first, self._deadline = self._deadline is None, time.monotonic() + self._leave_s
         _have_srun_end(self._process.pid, at_once=not is_first)
 
     def news(self) -> int | None:
@@ -206,6 +221,8 @@ class ByTasks:
     def close(self) -> None:
         if self._is_alive:
             self.end()
+        while self._is_alive and self.news() is None:
+            processes.await_signal(0.1)
 
 
 def _have_srun_end(pid: int, *, at_once: bool) -> None:

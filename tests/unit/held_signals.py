@@ -1,0 +1,24 @@
+"""Signals held back as in a supervisor or an agent, within a process of tests, which may have threads."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddp_hpc import processes
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Hold them back until the block is left; SIGIO, which would end this process in any other thread, does nothing."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    handler = signal.signal(signal.SIGIO, lambda *_: None)
+    processes.block_awaited_signals()
+    try:
+        yield
+    finally:
+        while processes.await_signal(0.0):
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGIO, handler)
