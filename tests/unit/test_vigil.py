@@ -1,0 +1,209 @@
+"""What a supervisor sees: signals, the last minute, and silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.job.vigil import LOOK_S, SILENCE_LAG_S, Vigil
+
+NOW = 1_000_000.0
+LEAD_S = 120.0
+HANG_S = 900.0
+
+
+def vigil(**more: Any) -> Vigil:
+    return Vigil(**{"ends_at": None, "lead_s": LEAD_S, "hang_timeout_s": HANG_S, "signs_of_life": (), **more})
+
+
+def looks(watching: Vigil, moments: Iterable[float]) -> list[tuple[float, str]]:
+    """Look at each of these moments; return those at which something was to be done, and what."""
+    found = ((moment, watching.look(None, moment)) for moment in moments)
+    return [(moment, deed) for moment, deed in found if deed]
+
+
+def every(step_s: float, until_s: float) -> list[float]:
+    return [NOW + step_s * number for number in range(int(until_s / step_s) + 1)]
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "deed"),
+    [
+        (signal.SIGTERM, "stop"),
+        (signal.SIGUSR2, "stop"),
+        (signal.SIGCHLD, ""),
+        (signal.SIGIO, ""),
+        (None, ""),
+    ],
+)
+def test_stop_signals_are_passed_on_and_news_of_children_are_not(number: int | None, deed: str) -> None:
+    watching = vigil()
+
+    assert watching.look(number, NOW) == deed
+    assert watching.is_signalled is (deed == "stop")
+    assert not watching.is_out_of_time
+
+
+def test_every_signal_is_passed_on_also_one_that_comes_again() -> None:
+    watching = vigil()
+
+    assert [watching.look(signal.SIGTERM, NOW + number) for number in range(3)] == ["stop"] * 3
+
+
+# --- the last minute -------------------------------------------------------------------------------------------------
+
+
+def test_the_deadline_tells_once_as_long_before_the_end_as_was_asked() -> None:
+    watching = vigil(ends_at=NOW + 600)
+
+    told = looks(watching, every(LOOK_S, 600))
+
+    assert told == [(NOW + 600 - LEAD_S, "stop")]
+    assert watching.is_out_of_time
+
+
+def test_without_a_limit_there_is_no_last_minute() -> None:
+    watching = vigil(signs_of_life=())
+
+    assert looks(watching, every(LOOK_S, HANG_S)) == []
+    assert not watching.is_out_of_time
+
+
+@pytest.mark.parametrize("late_s", [0.0, 50.0, 10_000.0])
+def test_a_deadline_that_has_passed_already_tells_at_the_first_look(late_s: float) -> None:
+    watching = vigil(ends_at=NOW + LEAD_S - late_s)
+
+    assert watching.look(None, NOW) == "stop"
+
+
+def test_somebody_may_have_given_the_job_more_time() -> None:
+    asked: list[float] = []
+
+    def ask_end() -> float:
+        asked.append(NOW)
+        return NOW + (1200 if len(asked) == 1 else 1100)
+
+    watching = vigil(ends_at=NOW + 600, ask_end=ask_end, hang_timeout_s=1e6)
+
+    told = looks(watching, every(LOOK_S, 1200))
+
+    assert told == [(NOW + 1200 - LEAD_S, "stop")]
+    assert len(asked) == 2  # once a deadline, not at every look
+
+
+@pytest.mark.parametrize("answer", [None, NOW + 600])
+def test_where_nobody_has_or_knows_the_deadline_stands(answer: float | None) -> None:
+    watching = vigil(ends_at=NOW + 600, ask_end=lambda: answer)
+
+    assert looks(watching, every(LOOK_S, 600)) == [(NOW + 600 - LEAD_S, "stop")]
+
+
+def test_a_limit_taken_away_is_known_once_the_old_one_is_near() -> None:
+    watching = vigil(ends_at=NOW + 600, ask_end=lambda: NOW + 365 * 86_400, hang_timeout_s=1e6)
+
+    assert looks(watching, every(LOOK_S, 2000)) == []
+
+
+# --- patience --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends_in_s", "patience_s"),
+    [(None, LOOK_S), (1e9, LOOK_S), (LEAD_S + LOOK_S, LOOK_S), (LEAD_S + 2, 2.0), (LEAD_S, 0.0), (0.0, 0.0)],
+)
+def test_the_next_look_is_soon_and_never_after_the_deadline(ends_in_s: float | None, patience_s: float) -> None:
+    watching = vigil(ends_at=None if ends_in_s is None else NOW + ends_in_s)
+
+    assert watching.patience_s(NOW) == patience_s
+
+
+def test_once_the_deadline_is_told_looks_are_rare_again() -> None:
+    watching = vigil(ends_at=NOW)
+    watching.look(None, NOW)
+
+    assert watching.patience_s(NOW) == LOOK_S
+
+
+# --- silence ---------------------------------------------------------------------------------------------------------
+
+SILENT_FOR_S = HANG_S + SILENCE_LAG_S
+
+
+def write(path: Path, at: float) -> None:
+    path.touch()
+    os.utime(path, (at, at))
+
+
+@pytest.mark.parametrize("has_spoken", [True, False], ids=["fell silent", "never said a word"])
+def test_a_silence_ends_the_workers_once_and_later_than_their_own_watchdogs(has_spoken: bool, tmp_path: Path) -> None:
+    sign = tmp_path / "progress.json"
+    if has_spoken:
+        write(sign, NOW - 1e6)  # how old it is does not matter, only that nothing new comes
+    watching = vigil(signs_of_life=(sign, tmp_path / "missing"))
+
+    told = looks(watching, every(LOOK_S, 3 * SILENT_FOR_S))
+
+    assert told == [(NOW + SILENT_FOR_S + LOOK_S, "end")]
+    assert watching.is_wedged
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_any_sign_of_life_breaks_the_silence(which: int, tmp_path: Path) -> None:
+    signs = (tmp_path / "progress.json", tmp_path / "rank-0.log")
+    watching = vigil(signs_of_life=signs)
+
+    told = []
+    for moment in every(LOOK_S, 3 * SILENT_FOR_S):
+        if (moment - NOW) % (HANG_S / 2) == 0:
+            write(signs[which], moment)
+        told += looks(watching, [moment])
+
+    assert told == []
+    assert not watching.is_wedged
+
+
+def test_a_sign_of_life_that_another_nodes_clock_puts_into_the_past_counts(tmp_path: Path) -> None:
+    sign = tmp_path / "progress.json"
+    watching = vigil(signs_of_life=(sign,))
+
+    told = []
+    for moment in every(LOOK_S, 3 * SILENT_FOR_S):
+        if (moment - NOW) % (HANG_S / 2) == 0:
+            write(sign, moment - 86_400)
+        told += looks(watching, [moment])
+
+    assert told == []
+
+
+def test_the_hours_in_which_the_machine_slept_are_no_silence(tmp_path: Path) -> None:
+    watching = vigil(signs_of_life=(tmp_path / "progress.json",))
+    before = every(LOOK_S, 600)
+    woken = before[-1] + 8 * 3600
+
+    told = looks(watching, [*before, woken, *(woken + LOOK_S * number for number in range(1, 20))])
+
+    assert told == []
+
+
+def test_a_clock_that_is_set_back_is_no_silence_and_stops_no_count(tmp_path: Path) -> None:
+    watching = vigil(signs_of_life=(tmp_path / "progress.json",))
+    before = every(LOOK_S, 600)
+
+    told = looks(watching, [*before, *every(LOOK_S, 600)])
+
+    assert [deed for _, deed in told] == ["end"]
+
+
+def test_looks_that_come_fast_count_no_faster_than_the_clock(tmp_path: Path) -> None:
+    """Every line of an agent and every child's death makes one."""
+    watching = vigil(signs_of_life=(tmp_path / "progress.json",))
+
+    assert looks(watching, [NOW + number / 1000 for number in range(5000)]) == []

@@ -1,0 +1,147 @@
+"""Watchdogs: they bite a process that stands still, whatever it stands in, and no other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 100.0
+
+BEGIN = """
+import ctypes, os, signal, sys, threading, time
+from ddp_hpc.train.watchdog import Watchdog, leave_within
+
+def stand_still():
+    time.sleep(600)
+"""
+
+
+def run_python(text: str, log: Path) -> int:
+    """Run this with its error output in a log, as a rank's is; return the exit code."""
+    with log.open("wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", BEGIN + text], stderr=file, stdout=file, check=False, timeout=PATIENCE_S
+        )
+    return done.returncode
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "rank-0.log"
+
+
+# --- in processes of their own ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "seen"),
+    [
+        ("stand_still()", "in stand_still"),
+        ("lock = threading.Lock(); lock.acquire(); lock.acquire()", "in <module>"),
+        ("threading.Thread(target=stand_still).start(); threading.Event().wait()", "in stand_still"),
+        ("ctypes.PyDLL(None).sleep(600)", "in <module>"),
+        (
+            "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); ctypes.PyDLL(None).sleep(600)",
+            "in <module>",
+        ),
+    ],
+    ids=["in Python", "at a lock", "in a thread", "in C, with Python's lock", "in C, with all signals blocked"],
+)
+def test_who_stands_still_dies_and_his_log_has_the_stacks(place: str, seen: str, log: Path) -> None:
+    code = run_python(f"Watchdog(0.5).feed()\n{place}", log)
+
+    text = log.read_text()
+    assert code == 1
+    assert text.startswith("Timeout (0:00:00.500000)!\n")
+    assert "(most recent call first):" in text
+    assert seen in text
+
+
+def test_who_is_fed_lives_longer_than_the_timeout(log: Path) -> None:
+    code = run_python(
+        """
+dog, begun = Watchdog(3.0), time.monotonic()
+while time.monotonic() - begun < 4.0:
+    dog.feed()
+    time.sleep(0.05)
+print("alive")
+os._exit(0)
+""",
+        log,
+    )
+
+    assert (code, log.read_text()) == (0, "alive\n")
+
+
+@pytest.mark.parametrize(
+    "then",
+    ["Watchdog(None).feed()", "dog = Watchdog(0.2); dog.feed(); dog.dismiss()", "Watchdog(0.2)"],
+    ids=["asleep", "dismissed", "never fed"],
+)
+def test_a_dog_that_sleeps_or_was_dismissed_bites_nobody(then: str, log: Path) -> None:
+    code = run_python(f"{then}\ntime.sleep(1.0)\nprint('alive')", log)
+
+    assert (code, log.read_text()) == (0, "alive\n")
+
+
+@pytest.mark.parametrize(
+    "teardown",
+    ["stand_still()", "lock = threading.Lock(); lock.acquire(); lock.acquire()"],
+    ids=["asleep", "at a lock"],
+)
+@pytest.mark.parametrize("code", [0, 99])
+def test_a_teardown_that_is_wedged_ends_with_the_code_that_was_meant(code: int, teardown: str, log: Path) -> None:
+    ended = run_python(f"leave_within(0.2, lambda: os._exit({code}))\n{teardown}", log)
+
+    assert (ended, log.read_text()) == (code, "")
+
+
+def test_a_teardown_in_time_is_not_cut_short_nor_waited_for(log: Path) -> None:
+    code = run_python("leave_within(600.0, lambda: os._exit(7))\nprint('left')", log)
+
+    assert (code, log.read_text()) == (0, "left\n")
+
+
+SIGN = """
+now = 0.0
+dog = Watchdog(600.0, gives_sign={gives_sign}, clock=lambda: now)
+for now in {moments}:
+    os.utime({log!r}, (0, 0))
+    dog.feed()
+    print(os.stat({log!r}).st_mtime > 0, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("gives_sign", "signs"),
+    [(True, [True, False, False, True]), (False, [False] * 4)],
+    ids=["rank zero's", "another's"],
+)
+def test_rank_zeros_dog_renews_the_time_of_its_log_now_and_then(gives_sign: bool, signs: list[bool], log: Path) -> None:
+    text = SIGN.format(gives_sign=gives_sign, moments=(0.0, 1.0, 4.9, 5.0), log=str(log))
+    with log.open("wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", BEGIN + text], stdout=subprocess.PIPE, stderr=file, text=True, check=True
+        )
+
+    assert done.stdout.split() == [str(sign) for sign in signs]
+
+
+def test_a_log_whose_time_cannot_be_renewed_is_no_failure() -> None:
+    text = "dog = Watchdog(600.0, gives_sign=True)\nos.close(2)\nsys.stderr = open('/dev/full', 'w')\ndog.feed()\nos._exit(5)"
+
+    done = subprocess.run([sys.executable, "-c", BEGIN + text], check=False, capture_output=True)
+
+    assert done.returncode == 5
+
+
+def test_feeding_again_at_once_is_no_work(log: Path) -> None:
+    """By its clock no time passes here, so it sets its timer once."""
+    code = run_python("dog = Watchdog(0.5, clock=lambda: 0.0)\nwhile True:\n    dog.feed()\n    time.sleep(0.01)", log)
+
+    assert code == 1
+    assert "in feed" in log.read_text() or "in <module>" in log.read_text()
