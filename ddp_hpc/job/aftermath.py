@@ -24,6 +24,7 @@ from ddp_hpc.records import (
     WorkerFailure,
     first_failure,
     read_attempts,
+    read_failures,
     read_queued_job,
     read_stop_request,
     record_end,
@@ -146,7 +147,8 @@ def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
     """Put all ranks' stacks into one file, and write down whose fault it was."""
     run, world_size = assignment.run, assignment.spec.resources.world_size
     stands = stacks.read_stands(run, attempt, world_size)
-    found = stacks.laggard(stands, world_size)
+    bereft = {failure.rank for failure in read_failures(run, attempt) if failure.is_secondary}
+    found = stacks.laggard(stands, world_size, bereft=bereft)
     path = run.stacks(attempt)
     path.parent.mkdir(parents=True, exist_ok=True)
     nodes = {stand.rank: assignment.node_of(stand.rank) or "this machine" for stand in stands}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.run_dir import RunDir
@@ -47,12 +47,13 @@ def has_stacks(run: RunDir, attempt: int, world_size: int) -> bool:
     return any(_read(run, attempt, rank) is not None for rank in range(world_size))
 
 
-def laggard(stands: Sequence[Stand], world_size: int) -> tuple[int, str] | None:
+def laggard(stands: Sequence[Stand], world_size: int, *, bereft: Collection[int] = ()) -> tuple[int, str] | None:
     """Return the rank that keeps the others waiting, and where it stands; None where all wait for each other.
 
-    It is the one that does not wait for others, or the one that said nothing at all: frozen, or cut off.
+    It is the one that does not wait for others, or the one that said nothing at all: frozen, or cut off. Those that are
+    `bereft` lost the connection to one that was bitten before them, so they had waited.
     """
-    silent = sorted(set(range(world_size)) - {stand.rank for stand in stands})
+    silent = sorted(set(range(world_size)) - {stand.rank for stand in stands} - set(bereft))
     busy = [stand for stand in stands if not stand.waits_for_others]
     if len(silent) == 1:
         return silent[0], "says nothing: it is frozen, or cut off"

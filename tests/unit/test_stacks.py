@@ -1,0 +1,217 @@
+"""Who hangs: read from what real watchdogs left in real logs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.job.stacks import Stand, has_stacks, laggard, read_stands
+from ddp_hpc.run_dir import RunDir
+from tests.made_run import add_log, make_run
+
+PATIENCE_S = 100.0
+
+RANKS = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ddp_hpc.train.watchdog import Watchdog
+
+class Photos(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if rank == {laggard}:
+            time.sleep(600)
+        return torch.ones(3)
+
+torch.set_num_threads(1)
+for rank, log in enumerate(sys.argv[2:]):
+    if os.fork() == 0:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        dist.barrier()
+        Watchdog({timeouts_s}[rank]).feed()
+        for batch in torch.utils.data.DataLoader(Photos(), batch_size=2):
+            {walk}
+        os._exit(0)
+for _ in range(2):
+    os.wait()
+"""
+IN_BACKWARD, IN_COLLECTIVE = "model(batch).sum().backward()", "dist.all_reduce(batch)"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("late", "walk", "timeouts_s", "bitten_ranks"),
+    [(1, IN_BACKWARD, (1, 2), [0, 1]), (0, IN_COLLECTIVE, (2, 1), [0, 1]), (0, IN_COLLECTIVE, (1, 600), [0])],
+    ids=["in the backward", "in a collective", "bitten first, so the other loses its connection"],
+)
+def test_the_rank_that_keeps_the_others_waiting_is_named_with_the_line_where_it_stands(
+    late: int, walk: str, timeouts_s: tuple[float, float], bitten_ranks: list[int], run: RunDir
+) -> None:
+    logs = [add_log(run, "", rank=rank) for rank in range(2)]
+    script = RANKS.format(laggard=late, walk=walk, timeouts_s=timeouts_s)
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+
+    subprocess.run(
+        [sys.executable, "-c", script, run.path / "store", *logs], env=environ, check=True, timeout=2 * PATIENCE_S
+    )
+
+    stands = read_stands(run, 0, 2)
+    bereft = {rank for rank, log in enumerate(logs) if "Connection closed by peer" in log.read_text()}
+    assert [stand.rank for stand in stands] == bitten_ranks, [log.read_text() for log in logs]
+    assert all(stand.waits_for_others == (stand.rank != late) for stand in stands)
+    found = laggard(stands, 2, bereft=bereft)
+    assert found is not None
+    assert found[0] == late
+    assert found[1].startswith("stands in <string>:")
+    assert found[1].endswith(" in __getitem__")
+
+
+# --- the logs of single processes ------------------------------------------------------------------------------------
+
+
+def bitten(code: str, log: Path) -> None:
+    """Run this until its watchdog bites."""
+    text = f"import faulthandler, sys, threading, time\nfaulthandler.dump_traceback_later(0.4, exit=True)\n{code}"
+    with log.open("ab") as file:
+        subprocess.run([sys.executable, "-c", text], stderr=file, check=False, timeout=PATIENCE_S)
+
+
+MAIN = "def in_main():\n    time.sleep(600)\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{MAIN}in_main()",
+        f"{MAIN}threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\nin_main()",
+        f"{MAIN}from concurrent.futures import ThreadPoolExecutor\nThreadPoolExecutor(2).submit(time.sleep, 9)\nin_main()",
+    ],
+    ids=["alone", "beside a thread", "beside a pool"],
+)
+def test_a_rank_stands_where_its_main_thread_does(code: str, run: RunDir) -> None:
+    bitten(code, add_log(run, "2026-01-01 INFO step 7\n"))
+
+    (stand,) = read_stands(run, 0, 1)
+
+    assert stand.place.endswith(" in in_main")
+    assert stand.frames[-1].endswith(" in <module>")
+    assert stand.stacks.startswith("Timeout (0:00:00.4")
+    assert not stand.waits_for_others
+    assert laggard([stand], 1) == (0, f"stands in {stand.place}")
+
+
+def test_of_two_bites_in_one_log_the_last_counts(run: RunDir) -> None:
+    log = add_log(run, "")
+    bitten("def first():\n    time.sleep(600)\nfirst()", log)
+    add_log(run, "torchrun starts the workers again\n")
+    bitten("def second():\n    time.sleep(600)\nsecond()", log)
+
+    (stand,) = read_stands(run, 0, 1)
+
+    assert stand.place.endswith(" in second")
+    assert "in first" not in stand.stacks
+
+
+def test_a_bite_is_found_at_the_end_of_a_long_log(run: RunDir) -> None:
+    bitten(MAIN + "in_main()", add_log(run, "x" * 79 + "\n" * (1 << 20)))
+
+    assert [stand.place.endswith(" in in_main") for stand in read_stands(run, 0, 1)] == [True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "INFO step 7\n", "the socket says: Timeout (0:00:05)!\n", "\xff\x00\n", "Timeout (a user's)\n"],
+)
+def test_a_log_without_a_bite_has_no_stacks(text: str, run: RunDir) -> None:
+    add_log(run, text)
+
+    assert not has_stacks(run, 0, 1)
+    assert read_stands(run, 0, 1) == []
+
+
+def test_a_rank_without_a_log_and_one_whose_log_has_no_end_have_no_stacks(run: RunDir) -> None:
+    run.attempt_logs(0).mkdir(parents=True)
+    run.rank_log(0, 1).symlink_to("/dev/zero")
+
+    assert not has_stacks(run, 0, 2)
+
+
+def test_stacks_are_those_of_their_attempt(run: RunDir) -> None:
+    bitten(MAIN + "in_main()", add_log(run, "", attempt=1, rank=2))
+
+    assert [has_stacks(run, attempt, 3) for attempt in range(3)] == [False, True, False]
+
+
+# --- who it is -------------------------------------------------------------------------------------------------------
+
+WAITS = ("/torch/distributed/distributed_c10d.py:2501 in all_reduce", "loop.py:30 in train")
+WORKS = ("/data/photos.py:12 in __getitem__", "loop.py:20 in train")
+IN_C: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("places", "world_size", "found"),
+    [
+        ([WAITS, WORKS, WAITS], 3, (1, "stands in /data/photos.py:12 in __getitem__")),
+        ([WAITS, None, WAITS], 3, (1, "says nothing: it is frozen, or cut off")),
+        ([WORKS, None, WAITS], 3, (1, "says nothing: it is frozen, or cut off")),
+        ([WAITS, IN_C], 2, (1, "stands in a place without Python")),
+        ([WAITS, WAITS], 2, None),
+        ([WORKS, WORKS], 2, None),
+        ([None, None, WAITS], 3, None),
+        ([None, None, WORKS, WAITS], 4, (2, "stands in /data/photos.py:12 in __getitem__")),
+        ([WORKS], 1, (0, "stands in /data/photos.py:12 in __getitem__")),
+        ([WAITS], 1, (0, f"stands in {WAITS[0]}")),
+        ([None], 1, (0, "says nothing: it is frozen, or cut off")),
+    ],
+    ids=[
+        "one works, the others wait",
+        "one says nothing",
+        "one says nothing, another works",
+        "one stands in C",
+        "all wait for each other",
+        "all work",
+        "several say nothing, one waits",
+        "several say nothing, one works",
+        "alone",
+        "alone in a collective",
+        "alone and silent",
+    ],
+)
+def test_the_laggard_is_who_does_not_wait_or_the_only_one_that_is_silent(
+    places: list[tuple[str, ...] | None], world_size: int, found: tuple[int, str] | None
+) -> None:
+    stands = [Stand(rank, place, "") for rank, place in enumerate(places) if place is not None]
+
+    assert laggard(stands, world_size) == found
+
+
+def test_who_lost_the_connection_to_one_that_was_bitten_before_is_not_the_silent_one() -> None:
+    stands = [Stand(1, WORKS, "")]
+
+    assert laggard(stands, 2) == (0, "says nothing: it is frozen, or cut off")
+    assert laggard(stands, 2, bereft={0}) == (1, f"stands in {WORKS[0]}")
+
+
+def test_a_call_that_is_made_from_within_torch_far_up_the_stack_is_no_waiting() -> None:
+    """A hook of the user's is called by the backward: he works, though the backward is below him."""
+    frames = [f"/home/me/hook.py:{line} in compress" for line in range(4)]
+
+    assert not Stand(0, [*frames, "/torch/autograd/graph.py:7 in backward"], "").waits_for_others
