@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,7 +82,7 @@ def test_the_error_names_the_killed_worker_and_its_log(workplace: Workplace) -> 
     assert failure is not None
     assert (failure.rank, failure.log) == (1, str(run.rank_log(0, 1)))
     assert failure.exception.startswith("killed by SIGKILL")
-    assert "rank 1: killed by SIGKILL" in workplace.command("status", "named").stdout
+    assert f"rank 1 on {socket.gethostname()}: killed by SIGKILL" in workplace.command("status", "named").stdout
 
 
 @pytest.mark.parametrize("door", ["file", "supervisor", "every process"])
