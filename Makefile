@@ -17,10 +17,10 @@ SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_te
 # Quiet but for errors.
 pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: help demo test test-all check format bench campaign clean distclean
+.PHONY: help demo test test-all check format bench campaign campaign-slurm clean distclean
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  ARGS="..." adds to the command that runs: make test ARGS="-k resume", make bench ARGS="--help"'
 	@echo '  PYTHON=... names the Python (3.10 or newer) to make environments with'
@@ -52,7 +52,10 @@ bench: .venv-bench/.runtime ## Measure ours and its peers side by side
 	$(BENCH_BIN)/python benchmarks/run.py $(ARGS)
 
 campaign: .venv/.dev ## Hundreds of killed and resumed runs
-	$(BIN)/python -m pytest -m campaign -s $(ARGS)
+	$(BIN)/python -m pytest -m campaign -s --ignore=tests/slurm $(ARGS)
+
+campaign-slurm: .venv/.dev ## Every fault by every launcher on the test cluster, then thirty in a row (as root, an hour)
+	$(BIN)/python -m pytest -m campaign -s -p no:randomly tests/slurm $(ARGS)
 
 clean: ## Remove caches and build outputs; runs/ and environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -136,7 +136,7 @@ FAULTS: Mapping[str, Fault] = {
     "kill-agent": Fault(told="what starts a node's workers is killed", inflict=_kill_agent),
     "kill-node": Fault(told="a node loses its power", by_hand="Cut the power of {node} now"),
     "cut-network": Fault(told="a node loses its network", by_hand="Cut the network of {node} now"),
-    "hang": Fault(told="a worker stands still", inflict=_hang, settings=("restart.hang_timeout_s=8",)),
+    "hang": Fault(told="a worker stands still", inflict=_hang, settings=("restart.hang_timeout_s=15",)),
     "disk-full": Fault(
         told="no checkpoint can be written for a while",
         inflict=_fill_disk,

@@ -1,0 +1,45 @@
+"""`ddp-hpc drill` makes faults by a user's own power, and tells what came of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import LoginNode
+
+QUICK = ("train.max_steps=150", "recipe.args.sample_s=0.003")
+
+
+def drill(login: LoginNode, *words: str) -> tuple[int, dict[str, object], str]:
+    """Return the exit code, the report, and what was said on the way."""
+    done = login.type("drill", *words, "--json", timeout=170)
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> dict[str, str]:
+    """The undisturbed run, once the first drill has made it."""
+    return {}
+
+
+@pytest.mark.parametrize("fault", ["kill-worker", "preempt", "hang"])
+def test_a_run_passes_its_drill(cluster: Cluster, login: LoginNode, unbroken: dict[str, str], fault: str) -> None:
+    compared = [f"--unbroken={unbroken['run']}"] if unbroken else []
+
+    code, report, said = drill(login, fault, *QUICK, "restart.hang_timeout_s=10", *compared)
+
+    assert (code, report.get("verdict")) == (0, "PASS"), f"{report}\n{said}"
+    assert report["seconds_to_running"] is not None
+    unbroken.setdefault("run", str(report["unbroken"]))
+
+
+def test_a_run_that_does_not_come_back_fails_its_drill_with_what_is_known(login: LoginNode) -> None:
+    ways_back = ("restart.in_place=false", "slurm.requeue=false")
+
+    code, report, _ = drill(login, "kill-worker", *QUICK, *ways_back)
+
+    assert (code, report.get("verdict")) == (1, "FAIL")
+    assert "has no job any more" in str(report["reason"])
+    assert "killed by SIGKILL" in str(report["reason"])

@@ -1,0 +1,119 @@
+"""A drill's verdict, whom it hits, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.drill.faults import FAULTS
+from ddp_hpc.drill.hand import Seen, sort_out
+from ddp_hpc.drill.verdict import Found, check
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.samples import Step, Taken, read_taken
+
+RUN = "/share/runs/drill"
+STEPS = {1: Step(1, [0, 1]), 2: Step(1, [2, 3]), 3: Step(2, [0, 2])}
+SURVIVED = Found(
+    is_graceful=False,
+    restarts=True,
+    every_steps=10,
+    more_attempts=1,
+    digest="aa",
+    unbroken_digest="aa",
+    taken=Taken(STEPS, 10),
+    unbroken_taken=Taken(STEPS, 0),
+)
+
+
+def test_a_run_that_came_back_with_the_same_bits_and_lost_an_interval_has_survived() -> None:
+    assert [one.name for one in check(SURVIVED) if not one.is_good] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "broken"),
+    [
+        ({"digest": "bb"}, "same bits"),
+        ({"more_attempts": 0}, "starts again"),
+        ({"restarts": False, "taken": Taken(STEPS, 0)}, "goes on"),
+        ({"taken": Taken(STEPS, 11)}, "lost steps"),
+        ({"is_graceful": True, "taken": Taken(STEPS, 1)}, "lost steps"),
+        ({"taken": Taken({**STEPS, 3: Step(2, [0, 3])}, 0)}, "each sample once"),
+        ({"taken": Taken({1: STEPS[1]}, 0)}, "each sample once"),
+        (dict.fromkeys(("taken", "unbroken_taken"), Taken({1: STEPS[1], 2: STEPS[1]}, 0)), "each sample once"),
+        (dict.fromkeys(("taken", "unbroken_taken"), Taken({}, 0)), "each sample once"),
+    ],
+)
+def test_each_check_can_fail(changed: dict[str, Any], broken: str) -> None:
+    found = replace(SURVIVED, **changed)
+
+    assert [one.name for one in check(found) if not one.is_good] == [broken]
+
+
+def python(pid: int, parent: int, module: str, *words: str) -> Seen:
+    return Seen(pid, parent, ["/usr/bin/python3", "-u", "-m", module, *words])
+
+
+SRUN = [Seen(10, 9, ["srun", "-N2", "python", RUN]), Seen(11, 10, ["srun", "-N2", "python", RUN])]
+AGENT = [
+    python(20, 2, "ddp_hpc.job.agent", RUN),
+    *(python(pid, 20, "ddp_hpc.job.agent", RUN) for pid in (21, 22)),
+    python(23, 21, "ddp_hpc.job.agent", RUN),  # a loader
+]
+TORCHRUN = [
+    python(30, 2, "torch.distributed.run", "-m", "ddp_hpc.job.task", RUN),
+    *(python(pid, 30, "ddp_hpc.job.task", RUN) for pid in (31, 32)),
+    python(33, 32, "ddp_hpc.job.task", RUN),
+]
+TASKS = [python(41, 2, "ddp_hpc.job.task", RUN), python(42, 3, "ddp_hpc.job.task", RUN)]
+OTHERS = [
+    python(50, 2, "ddp_hpc.job.agent", "/share/runs/other"),
+    python(51, 2, "ddp_hpc.drill.hand", RUN),
+    python(52, 2, "ddp_hpc.job.supervisor", RUN),
+    Seen(53, 2, ["bash", "-c", RUN]),
+    Seen(54, 2, []),
+]
+
+
+@pytest.mark.parametrize(
+    ("seen", "found"),
+    [
+        (AGENT, {"agent": [20], "worker": [21, 22], "srun": []}),
+        (TORCHRUN, {"agent": [30], "worker": [31, 32], "srun": []}),
+        ([*SRUN, *TASKS], {"agent": [], "worker": [41, 42], "srun": [10]}),
+        (OTHERS, {"agent": [], "worker": [], "srun": []}),
+    ],
+    ids=["agent", "torchrun", "srun", "others"],
+)
+def test_processes_of_a_run_are_told_apart(seen: list[Seen], found: dict[str, list[int]]) -> None:
+    assert sort_out([*seen, *OTHERS], RUN) == found
+
+
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if fault.inflict is None])
+def test_what_takes_an_administrator_says_so(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["drill", fault])
+
+    assert code == 2
+    assert "takes an administrator" in capsys.readouterr().err
+
+
+def test_a_step_taken_again_counts_by_its_newest_attempt(tmp_path: Any) -> None:
+    run = RunDir(tmp_path)
+    for attempt, steps in ((0, (1, 2, 3)), (1, (3, 4))):
+        for rank in (0, 1):
+            path = run.rank_samples(attempt, rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ids = [f'{{"step": {step}, "epoch": 1, "samples": [{10 * step + attempt + 2 * rank}]}}' for step in steps]
+            path.write_text("\n".join(ids))
+
+    taken = read_taken(run)
+
+    assert taken.num_repeated == 1
+    assert {step: list(one.samples) for step, one in taken.steps.items()} == {
+        1: [10, 12],
+        2: [20, 22],
+        3: [31, 33],
+        4: [41, 43],
+    }
