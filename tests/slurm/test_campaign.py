@@ -26,7 +26,7 @@ from tests.slurm.survival_table import LAUNCHERS, add_row
 pytestmark = pytest.mark.campaign
 NUM_FAULTS = 30
 SEED = int(os.environ.get("DDP_HPC_SEED", random.SystemRandom().randrange(10_000)))
-LONG = ("train.max_steps=8000", "train.epochs=400", "eval.every_epochs=100", "log.every_steps=100")
+LONG = ("train.max_steps=5000", "train.epochs=250", "eval.every_epochs=100", "log.every_steps=100")
 CELLS = [(fault, how) for fault, hows in FAULTS.items() for how in hows]
 IDS = [re.sub(r"\W+", "-", f"{fault} {how.told}").strip("-") for fault, how in CELLS]
 
