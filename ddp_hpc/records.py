@@ -183,13 +183,12 @@ def ask_to_stop(
 
 
 def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
-    """Return what is to follow a stop that the user has asked for, or None where nobody has. An empty file asks too."""
-    try:
-        text = run.stop_request.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    record = json.loads(text) if text.strip().startswith("{") else {}
-    if record.get("by", "user") != "user":
+    """Return what is to follow a stop that the user has asked for, or None where nobody has.
+
+    A file without a word of ours asks too: somebody has made it by hand.
+    """
+    record = read_json(run.stop_request) or {}
+    if not run.stop_request.exists() or record.get("by", "user") != "user":
         return None
     return "requeue" if record.get("then") == "requeue" else "end"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def test_the_ledger_tells_the_story(changed: RunDir) -> None:
     attempts = read_attempts(changed)
 
     assert [entry.ending for entry in attempts] == ["stopped", "failed", "stopped", "finished"]
-    assert "rank 1: killed by SIGKILL" in attempts[1].reason
+    assert f"rank 1 on {socket.gethostname()}: killed by SIGKILL" in attempts[1].reason
 
 
 def test_weights_of_a_run_of_several_workers_are_exported_by_the_models_own_names(

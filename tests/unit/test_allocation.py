@@ -151,3 +151,18 @@ def test_a_run_of_another_shape_does_not_fit(num_nodes: int, tasks_per_node: int
     problem = shape_problem(allocation(batch()), num_nodes=num_nodes, tasks_per_node=tasks_per_node)
 
     assert problem is None if told is None else told in (problem or "")
+
+
+@pytest.mark.parametrize(
+    ("more", "scontrol_id"),
+    [
+        ({}, "9"),
+        ({"SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "3"}, "8_3"),
+        ({"SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "0"}, "8_0"),
+        ({"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "7"}, "9_7"),
+        ({"SLURM_ARRAY_JOB_ID": "9"}, "9"),
+    ],
+    ids=["a job", "a task", "task 0", "the task that has the array's number", "half an array"],
+)
+def test_scontrol_is_told_of_a_task_and_never_of_its_whole_array(more: dict[str, str], scontrol_id: str) -> None:
+    assert allocation(batch(SLURM_JOB_ID="9", **more)).scontrol_id == scontrol_id

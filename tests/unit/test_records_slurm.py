@@ -5,14 +5,19 @@ from __future__ import annotations
 import socket
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddp_hpc.durable import append_json_line
 from ddp_hpc.records import (
+    End,
     JobFacts,
     QueuedJob,
+    ask_to_stop,
     read_attempts,
     read_queued_job,
+    read_stop_request,
     record_end,
     record_start,
     take_verdict,
@@ -130,3 +135,86 @@ def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_
 
     assert (first.ending, first.exit_code, first.reason) == ("cancelled", -9, "cancelled by the user")
     assert asdict(second)["ending"] is None
+
+
+# --- what decides about the next attempt -----------------------------------------------------------------------------
+
+
+def test_how_an_attempt_ended_and_what_follows_are_read_as_written(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=3, job_id="17", job=JobFacts(["node1", "node2"], restart=2), first_step=40)
+    end = End(cause="node failed", last_step=60, next="requeue", failed_nodes=("node2",))
+    record_end(run, attempt=3, ending="failed", exit_code=1, reason="lost node2", end=end)
+
+    (attempt,) = read_attempts(run)
+
+    assert (attempt.restart, attempt.first_step, attempt.last_step) == (2, 40, 60)
+    assert (attempt.cause, attempt.next, attempt.failed_nodes) == ("node failed", "requeue", ("node2",))
+
+
+def test_a_ledger_of_before_there_were_causes_is_still_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    start = {"attempt": 0, "job_id": "17", "host": "node1", "pid": 7, "started_at": 1.0}
+    append_json_line(run.attempts, {**start, "cluster": "slurm", "nodes": ["node1"], "ends_at": 9.0})
+    append_json_line(run.attempts, {"attempt": 0, "ending": "failed", "exit_code": 1, "reason": "x", "ended_at": 2.0})
+
+    (attempt,) = read_attempts(run)
+
+    assert (attempt.nodes, attempt.ends_at, attempt.ending) == (("node1",), 9.0, "failed")
+    assert (attempt.cause, attempt.next, attempt.first_step, attempt.last_step) == (None, "", 0, None)
+    assert (attempt.restart, attempt.failed_nodes) == (0, ())
+
+
+def test_an_end_corrected_later_wins_over_the_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="17")
+    record_end(run, attempt=0, ending="stopped", exit_code=99, end=End(cause="preempted", last_step=8, next="requeue"))
+    record_end(run, attempt=0, ending="cancelled", exit_code=99, end=End(cause="cancelled"))
+
+    (attempt,) = read_attempts(run)
+
+    assert (attempt.ending, attempt.cause, attempt.next) == ("cancelled", "cancelled", "")
+
+
+# --- being asked to stop ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["end", "requeue"])
+def test_what_is_to_follow_a_stop_is_read_as_it_was_asked(then: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    before = read_stop_request(run)
+    ask_to_stop(run, then=then)
+
+    assert before is None
+    assert read_stop_request(run) == then
+
+
+@pytest.mark.parametrize("then", ["end", "requeue"])
+def test_the_supervisors_own_word_to_its_workers_is_no_request_of_the_users(then: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    ask_to_stop(run, then=then, by="supervisor")
+
+    assert run.stop_request.exists()
+    assert read_stop_request(run) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "then"),
+    [("", "end"), ("\n", "end"), ("please\n", "end"), ("{}", "end"), ('{"then": "requeue"}', "requeue")],
+    ids=["touched", "an empty line", "a word", "nothing said", "by hand"],
+)
+def test_a_stop_file_made_by_hand_asks_too(text: str, then: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.stop_request.write_text(text)
+
+    assert read_stop_request(run) == then
+
+
+@pytest.mark.parametrize("text", ["{", '{"by": "user", "th', "{stop}"])
+def test_a_stop_file_that_cannot_be_understood_asks_to_stop(text: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.stop_request.write_text(text)
+
+    assert read_stop_request(run) == "end"

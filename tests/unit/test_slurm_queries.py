@@ -313,3 +313,71 @@ def test_associations_are_understood() -> None:
         "lab (QOS high, low, normal)",
         "guest (QOS low)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "preempted_at", "excluded"),
+    [
+        (JOB, None, ""),
+        (JOB.replace("SuspendTime=None", "PreemptEligibleTime=2026-11-21T07:28:00 PreemptTime=None"), None, ""),
+        (JOB.replace("SuspendTime=None", "PreemptTime=2026-11-21T07:29:00"), "07:29:00", ""),
+        (JOB.replace("ExcNodeList=(null)", "ExcNodeList=node[3-4,7]"), None, "node[3-4,7]"),
+        (JOB.replace("Comment=a=b", "Comment=PreemptTime=2026-11-21T07:29:00 ExcNodeList=node9"), None, ""),
+    ],
+    ids=["neither", "could be preempted", "is being preempted", "avoids nodes", "the comment says so"],
+)
+def test_a_job_tells_when_it_is_preempted_and_which_nodes_it_avoids(
+    text: str, preempted_at: str | None, excluded: str
+) -> None:
+    job = queries.parse_job(text)
+
+    assert job is not None
+    assert job.preempted_at == (at(preempted_at) if preempted_at else None)
+    assert job.excluded_nodes == excluded
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (queries.requeue_argv("8_3"), "scontrol requeue 8_3"),
+        (queries.update_argv("7", StartTime="now"), "scontrol update JobId=7 StartTime=now"),
+        (
+            queries.update_argv("7", ExcNodeList="node[1-2],node4"),
+            "scontrol update JobId=7 ExcNodeList=node[1-2],node4",
+        ),
+        (queries.signal_argv("7", "USR2"), "scancel --signal=USR2 7"),
+        (queries.signal_argv("7", "TERM", batch_only=True), "scancel --signal=TERM --batch 7"),
+        (queries.submit_argv(Path("/runs/a/job.sbatch")), "sbatch --parsable /runs/a/job.sbatch"),
+        (
+            queries.submit_argv(Path("job.sbatch"), ["--dependency=afterany:7", "--exclude=node1"]),
+            "sbatch --parsable --dependency=afterany:7 --exclude=node1 job.sbatch",
+        ),
+        (queries.nodes_argv(["node1", "node2"]), "sinfo --Node --noheader --nodes=node1,node2 --format=%N_%T"),
+        (queries.nodes_argv(partition="gpu"), "sinfo --Node --noheader --partition=gpu --format=%N_%T"),
+    ],
+)
+def test_orders_and_questions_are_in_slurms_words(argv: list[str], words: str) -> None:
+    assert [word.replace("%N %T", "%N_%T") for word in argv] == words.split()
+
+
+@pytest.mark.parametrize("text", ["12\n", "12;lab\n", " 12 "])
+def test_the_number_of_a_submitted_job_is_told_with_or_without_its_cluster(text: str) -> None:
+    assert queries.parse_submitted(text) == "12"
+
+
+def test_the_states_of_nodes_are_understood() -> None:
+    text = "node1 idle\nnode2 mixed*\nnode3 draining\n\nslurm_load_partitions: Unable to contact slurm controller\n"
+
+    assert queries.parse_nodes(text) == {"node1": "idle", "node2": "mixed*", "node3": "draining"}
+
+
+@pytest.mark.parametrize(
+    ("state", "lost"),
+    [
+        *((state, False) for state in ("idle", "mixed", "allocated", "completing", "draining", "drained", "maint")),
+        *((state, True) for state in ("down", "DOWN", "idle*", "allocated*", "down*", "fail", "failing", "unknown")),
+        *((state, True) for state in ("powered_down", "powering_down", "reboot", "reboot_issued")),
+    ],
+)
+def test_a_node_is_lost_that_can_run_nothing(state: str, lost: bool) -> None:
+    assert queries.is_lost(state) is lost

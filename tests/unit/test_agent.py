@@ -1,0 +1,206 @@
+"""The node agent over its line: it imports the worker once, and forks workers attempt after attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_hpc import exit_codes, processes
+from ddp_hpc.job.workers import ByAgents
+from ddp_hpc.records import first_failure, read_failures
+from ddp_hpc.run_dir import RunDir
+from tests.made_run import make_run
+from tests.unit.held_signals import signals_held_back
+
+PATIENCE_S = 60.0
+NUM_WORKERS = 2
+WORKER = """
+import os, pathlib, signal, time
+folder = pathlib.Path(__file__).parent
+
+def note(text):
+    with (folder / "note").open("a") as file:
+        file.write(text + "\\n")
+
+note(f"imported by {os.getpid()}")
+if (folder / "broken").exists():
+    from ddp_hpc.errors import ConfigError
+    raise (ConfigError if (folder / "broken").read_text() else ImportError)("no such net")
+
+def preload(run):
+    note(f"preloaded by {os.getpid()}")
+
+def main(run, environ, *, attempt, listen_fd):
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(99))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    print("printed by a worker", flush=True)
+    note(f"attempt {attempt} rank {environ['RANK']} pid {os.getpid()}")
+    deed = (folder / f"deed-{attempt}-{environ['RANK']}")
+    if deed.exists():
+        return int(deed.read_text())
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    with signals_held_back():
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    (tmp_path / "counting_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    return make_run(tmp_path)
+
+
+@pytest.fixture
+def workers(run: RunDir) -> Iterator[ByAgents]:
+    words = ["--worker", "counting_worker", "--num-workers", str(NUM_WORKERS)]
+    made = ByAgents(
+        [sys.executable, "-m", "ddp_hpc.job.agent", str(run.path), *words], num_nodes=1, lock_fds=[], leave_s=PATIENCE_S
+    )
+    yield made
+    made.close()
+
+
+def notes(run: RunDir, begin: str) -> list[str]:
+    note = run.path.parent / "note"
+    lines = note.read_text().splitlines() if note.exists() else []
+    return [line for line in lines if line.startswith(begin)]
+
+
+def pids(run: RunDir, attempt: int) -> dict[int, int]:
+    """Return the workers of an attempt, by rank, once all have begun."""
+    until(lambda: len(notes(run, f"attempt {attempt} ")) == NUM_WORKERS)
+    words = [line.split() for line in notes(run, f"attempt {attempt} ")]
+    return {int(line[3]): int(line[5]) for line in words}
+
+
+def plan(run: RunDir, attempt: int, *codes: int) -> None:
+    """Have the workers of an attempt leave with these codes; without a plan they work on."""
+    for rank, code in enumerate(codes):
+        (run.path.parent / f"deed-{attempt}-{rank}").write_text(str(code))
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "this should have come about by now"
+        time.sleep(0.01)
+
+
+def await_news(workers: ByAgents) -> int:
+    deadline = time.monotonic() + PATIENCE_S
+    while (code := workers.news()) is None:
+        assert time.monotonic() < deadline, "they should be over by now"
+        processes.await_signal(min(workers.patience_s(), 0.05))
+    return code
+
+
+def test_after_a_worker_was_killed_the_same_agent_begins_again_and_imports_nothing_twice(
+    run: RunDir, workers: ByAgents
+) -> None:
+    workers.begin(0, None)
+    first = pids(run, 0)
+    agent = psutil.Process(first[1]).ppid()
+    os.kill(first[1], signal.SIGKILL)
+    after_the_kill = await_news(workers)
+    are_gone = not any(psutil.pid_exists(pid) for pid in first.values())
+    plan(run, 1, 0, 0)
+
+    workers.begin(1, None)
+    in_the_end = await_news(workers)
+
+    failure = first_failure(run, 0)
+    assert (after_the_kill, in_the_end) == (exit_codes.FAILED, exit_codes.FINISHED)
+    assert are_gone
+    assert failure is not None
+    assert (failure.rank, failure.exception.partition(" (")[0]) == (1, "killed by SIGKILL")
+    assert notes(run, "imported") == [f"imported by {agent}"]
+    assert notes(run, "preloaded") == [f"preloaded by {agent}"]
+    assert set(pids(run, 1).values()).isdisjoint(first.values())
+    assert read_failures(run, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("codes", "joint"),
+    [
+        ((0, 0), exit_codes.FINISHED),
+        ((99, 99), exit_codes.STOPPED),
+        ((0, 99), exit_codes.STOPPED),
+        ((0, 1), exit_codes.FAILED),
+        ((1, 2), exit_codes.REFUSED),
+        ((97, 2), exit_codes.FENCED),
+        ((1, 97), exit_codes.FENCED),
+    ],
+)
+def test_an_agent_reports_what_its_workers_codes_mean_together(
+    codes: tuple[int, int], joint: int, run: RunDir, workers: ByAgents
+) -> None:
+    plan(run, 0, *codes)
+
+    workers.begin(0, None)
+
+    assert await_news(workers) == joint
+
+
+def test_told_to_stop_an_agent_tells_its_workers(run: RunDir, workers: ByAgents) -> None:
+    workers.begin(0, None)
+    pids(run, 0)
+
+    workers.stop()
+
+    assert await_news(workers) == exit_codes.STOPPED
+
+
+def test_told_to_end_an_agent_ends_workers_that_do_not_leave_and_stays_for_the_next(
+    run: RunDir, workers: ByAgents
+) -> None:
+    workers.begin(0, None)
+    first = pids(run, 0)
+
+    workers.end()
+    code = await_news(workers)
+    plan(run, 1, 99, 99)
+    workers.begin(1, None)
+
+    assert (code, await_news(workers)) == (exit_codes.FAILED, exit_codes.STOPPED)
+    assert not any(psutil.pid_exists(pid) for pid in first.values())
+    assert len(notes(run, "imported")) == 1
+    assert read_failures(run, 0) == []  # whom the agent killed did not fail
+
+
+def test_when_the_line_is_closed_nobody_is_left(run: RunDir, workers: ByAgents) -> None:
+    workers.begin(0, None)
+    everybody = pids(run, 0)
+    agent = psutil.Process(everybody[0]).ppid()
+
+    workers.close()
+
+    until(lambda: not any(psutil.pid_exists(pid) for pid in [agent, *everybody.values()]))
+
+
+@pytest.mark.parametrize(("text", "code"), [("", exit_codes.FAILED), ("input", exit_codes.REFUSED)])
+def test_a_worker_that_cannot_be_imported_fails_every_attempt_and_says_why_in_each(
+    text: str, code: int, run: RunDir, workers: ByAgents
+) -> None:
+    (run.path.parent / "broken").write_text(text)
+    codes = []
+
+    for attempt in range(2):
+        workers.begin(attempt, None)
+        codes.append(await_news(workers))
+
+    failures = [first_failure(run, attempt) for attempt in range(2)]
+    assert codes == [code, code]
+    assert [(failure.rank, "no such net" in failure.exception) for failure in failures if failure] == [(-1, True)] * 2
+    assert len(notes(run, "imported")) == 1
