@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_hpc import processes
-from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.checkpoint_store import claim, claims, committed_steps
 from ddp_hpc.records import first_failure, read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import read_status
@@ -204,3 +204,15 @@ def test_every_option_trains_and_resumes_with_the_same_bits(resumed: dict[str, F
 
     assert run.digest == run.unbroken
     assert run.endings == ["stopped", "finished"]
+
+
+def test_an_attempt_that_was_killed_before_it_wrote_into_the_ledger_blocks_nobody(workplace: Workplace) -> None:
+    run = workplace.run("claimed")
+    workplace.finish("claimed", "train.max_steps=2")
+    claim(run, 1)
+
+    workplace.finish("claimed", "train.max_steps=4")
+
+    assert [attempt.attempt for attempt in read_attempts(run)] == [0, 2]
+    assert committed_steps(run)[-1] == 4
+    assert claims(run) == []
