@@ -27,6 +27,7 @@ import xxhash
 
 from ddp_hpc.durable import fsync_path, output_at
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError
+from ddp_hpc.records import newest_attempt
 from ddp_hpc.run_dir import RunDir
 
 FORMAT = 1
@@ -114,6 +115,11 @@ def claim(run: RunDir, attempt: int) -> list[str]:
         _claim_path(run, attempt).mkdir()
         return _oust_older(run, attempt)
     raise FencedError(f"Attempt {attempt} of {run.name} has been begun by another job, so this one gives way.")
+
+
+def next_attempt(run: RunDir) -> int:
+    """Return one more than any before; one that was killed before it wrote into the ledger has only its claim."""
+    return 1 + max([newest_attempt(run), *claims(run)])
 
 
 def _oust_older(run: RunDir, attempt: int) -> list[str]:

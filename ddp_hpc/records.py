@@ -92,6 +92,11 @@ def read_attempts(run: RunDir) -> list[Attempt]:
     ]
 
 
+def newest_attempt(run: RunDir) -> int:
+    """Return the number of the newest attempt in the ledger, or -1 without one."""
+    return max((attempt.attempt for attempt in read_attempts(run)), default=-1)
+
+
 def record_start(run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None, first_step: int = 0) -> None:
     """Write into the ledger that this process begins an attempt; `job` is what a cluster adds to it."""
     about_job = {} if job is None else {"cluster": "slurm", **asdict(job), "nodes": list(job.nodes)}

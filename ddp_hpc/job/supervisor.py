@@ -94,7 +94,7 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
 
 def _note_refusal(run: RunDir, allocation: Allocation | None, error: ConfigError) -> None:
     """Write down that the run cannot even be tried."""
-    attempt = _next_number(run)
+    attempt = checkpoint_store.next_attempt(run)
     record_start(run, attempt=attempt, job_id=_job_id(allocation), job=_facts(allocation))
     record_end(run, attempt=attempt, ending="refused", exit_code=error.exit_code, reason=str(error))
 
@@ -143,7 +143,7 @@ def _begin(assignment: Assignment) -> int:
         FencedError: where somebody else has claimed it.
     """
     run, allocation = assignment.run, assignment.allocation
-    attempt = _next_number(run)
+    attempt = checkpoint_store.next_attempt(run)
     for name in checkpoint_store.claim(run, attempt):
         sys.stderr.write(f"note: removed {name}, which a killed writer left\n")
     if read_stop_request(run) is None:
@@ -155,12 +155,6 @@ def _begin(assignment: Assignment) -> int:
     if allocation is not None:
         _note_job(run, job_id, attempt)
     return attempt
-
-
-def _next_number(run: RunDir) -> int:
-    """Return one more than any before; one that was killed before it could write into the ledger has only its claim."""
-    known = [attempt.attempt for attempt in read_attempts(run)]
-    return 1 + max([*known, *checkpoint_store.claims(run)], default=-1)
 
 
 def _job_id(allocation: Allocation | None) -> str:

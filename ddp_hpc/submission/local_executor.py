@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hpc import exit_codes, processes
+from ddp_hpc import checkpoint_store, exit_codes, processes
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
-from ddp_hpc.records import Attempt, ask_to_stop, read_attempts, read_progress, record_end
+from ddp_hpc.records import Attempt, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
@@ -46,16 +46,16 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
     run = RunDir(spec.path)
     is_new = not run.config.exists()
     if _is_busy(run):
-        return Submission(run, "running", len(read_attempts(run)) - 1)
+        return Submission(run, "running", newest_attempt(run))
     in_slurm = (
         slurm_executor.job_of(run, os.environ) if run.submission.exists() and client.is_here(os.environ) else None
     )
     if in_slurm is not None:
         return in_slurm
     if is_finished(run, spec):
-        return Submission(run, "finished", len(read_attempts(run)) - 1)
+        return Submission(run, "finished", newest_attempt(run))
     make_run_dir(run, resolved_text, is_new=is_new)
-    attempt = len(read_attempts(run))
+    attempt = checkpoint_store.next_attempt(run)
     supervisor = _start_supervisor(run, import_paths)
     ended = _await_training(run, attempt, supervisor)
     if ended is not None and ended.exit_code == exit_codes.REFUSED:

@@ -15,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc import processes, requeue
+from ddp_hpc import checkpoint_store, processes, requeue
 from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
 from ddp_hpc.records import (
     Attempt,
     QueuedJob,
     ask_to_stop,
+    newest_attempt,
     read_attempts,
     read_queued_job,
     record_end,
@@ -103,7 +104,7 @@ def submit(
     run, notes = prepare(resolved_text, spec, import_paths=import_paths)
     with _nothing_left_of_new(run, is_new=is_new):
         notes += [*_notes_on_restarts(run, spec), *reality.check(spec, run, environ)]
-        attempt = len(read_attempts(run))
+        attempt = checkpoint_store.next_attempt(run)
         job = QueuedJob(job_id=_send(run, environ), attempt=attempt, at=time.time(), since=attempt)
     write_queued_job(run, job)
     return Submission(run, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
@@ -121,11 +122,10 @@ def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submissi
     in_slurm = job_of(run, environ)
     if in_slurm is not None:
         return in_slurm
-    attempts = read_attempts(run)
     if processes.is_locked(run.lock):
-        return Submission(run, "running", len(attempts) - 1)
+        return Submission(run, "running", newest_attempt(run))
     if is_finished(run, spec):
-        return Submission(run, "finished", len(attempts) - 1)
+        return Submission(run, "finished", newest_attempt(run))
     return None
 
 
@@ -134,9 +134,11 @@ def job_of(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     job = read_queued_job(run)
     if job is None or job.cancelled_at is not None or not is_alive(job.job_id, environ):
         return None
-    num_attempts = len(read_attempts(run))
-    has_begun = num_attempts > job.attempt
-    return Submission(run, "running" if has_begun else "waiting", num_attempts - has_begun, job_id=job.job_id)
+    newest = newest_attempt(run)
+    has_begun = newest >= job.attempt
+    return Submission(
+        run, "running" if has_begun else "waiting", newest if has_begun else job.attempt, job_id=job.job_id
+    )
 
 
 def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
