@@ -293,16 +293,8 @@ def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluste
     slow = place.folder / "slow"
     slow.touch()
     cluster.reconfig(AuthInfo="cred_expire=120")  # Slurm's default: a requeued job waits as long
-    words: Sequence[str] = (
-        "submit",
-        "digits.yaml",
-        "name=awaited",
-        "--cluster",
-        "slurm",
-        *FAULTY,
-        *world(1, 1),
-        "--wait",
-    )
+    settings = [*FAULTY, *world(1, 1), "checkpoint.every_steps=1", f"recipe.args.slow_while={slow}"]
+    words: Sequence[str] = ("submit", "digits.yaml", "name=awaited", "--cluster", "slurm", *settings, "--wait")
     waiting = cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=place.folder)
     cluster.wait_for(place.run("awaited").submission.exists, 60)
     await_step(place, "awaited", 1)
