@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,18 +140,45 @@ def signal_worker(cluster: Cluster, node: str, number: str, run: RunDir) -> None
     cluster.run(sys.executable, "-c", code, str(run.path), number, node=node, user="root")
 
 
-def test_a_preempted_run_loses_no_step(cluster: Cluster, place: LoginNode) -> None:
-    place.submit("low", *FAULTY, *world(2, 2), "slurm.partition=low", "slurm.nodelist=node[1-2]")
+@dataclass(frozen=True)
+class Preemption:
+    """One way in which a site takes nodes away."""
+
+    victim: tuple[str, ...]
+    """Settings of the run."""
+    rival: tuple[str, ...]
+    """Options of the job that goes before."""
+    follows: str = "requeue"
+    slurm_conf: dict[str, str] = field(default_factory=dict)
+
+
+PREEMPTIONS = {
+    "partition": Preemption(("slurm.partition=low",), ("--partition=high",)),
+    "qos": Preemption(("slurm.qos=low",), ("--qos=high",), slurm_conf={"PreemptType": "preempt/qos"}),
+    "cancel": Preemption(("slurm.partition=kill",), ("--partition=high",)),
+    "cancel, successor": Preemption(
+        ("slurm.partition=kill", "restart.by=successor"), ("--partition=high",), follows="successor"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "way", [way if way == "partition" else pytest.param(way, marks=pytest.mark.campaign) for way in PREEMPTIONS]
+)
+def test_a_preempted_run_loses_no_step(cluster: Cluster, place: LoginNode, way: str) -> None:
+    preemption = PREEMPTIONS[way]
+    if preemption.slurm_conf:
+        cluster.reconfig(**preemption.slurm_conf)
+    place.submit("low", *FAULTY, *world(2, 2), *preemption.victim, "slurm.nodelist=node[1-2]")
     await_step(place, "low")
 
-    cluster.run(
-        "sbatch", "--partition=high", "--nodelist=node[1-2]", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
-    )
+    rival = ["--nodelist=node[1-2]", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    cluster.run("sbatch", *preemption.rival, *rival)
     await_done(place, "low")
 
     first, second = attempts(place, "low")
-    assert (first.cause, first.next, first.ending) == ("preempted", "requeue", "stopped")
-    assert second.job_id == first.job_id
+    assert (first.cause, first.next, first.ending) == ("preempted", preemption.follows, "stopped")
+    assert (second.job_id == first.job_id) == (preemption.follows == "requeue")
     assert second.first_step == first.last_step
     assert f"resumed at step {first.last_step} of {STEPS}" in place.console("low")
     assert "training from the beginning" in place.console("low")  # appended to, not begun anew
