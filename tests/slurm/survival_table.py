@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,27 @@ LAUNCHERS = ("agent", "srun", "torchrun")
 Row = Mapping[str, Any]
 
 
-def read_rows(path: Path = RESULTS) -> list[Row]:
-    """Return the cells that have been tried, in the order of the table."""
-    return json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
+def read_results(path: Path = RESULTS) -> dict[str, Any]:
+    """Return all that the campaign has written: `cells`, in the order of the table, and `in_a_row`."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {"cells": [], **found}
 
 
 def add_row(row: Row, *, order: Sequence[tuple[str, str, str]]) -> None:
     """Put a cell's newest result in the place of its older one, in the file and in the document."""
     key = _key(row)
-    rows = [other for other in read_rows() if _key(other) != key and _key(other) in order]
+    rows = [other for other in read_results()["cells"] if _key(other) != key and _key(other) in order]
     rows = sorted([*rows, row], key=lambda one: order.index(_key(one)))
-    RESULTS.parent.mkdir(exist_ok=True)
-    _replace(RESULTS, json.dumps({"cells": rows}, indent=1) + "\n")
+    write_results({**read_results(), "cells": rows})
     before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     _replace(DOCUMENT, f"{before}{BEGIN}{as_markdown(rows)}{END}{after}")
+
+
+def write_results(results: Mapping[str, Any]) -> None:
+    """Replace the file."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    _replace(RESULTS, json.dumps(results, indent=1) + "\n")
 
 
 def _key(row: Row) -> tuple[str, str, str]:
@@ -41,7 +46,7 @@ def _key(row: Row) -> tuple[str, str, str]:
 def _replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.tmp")
     beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)  # noqa: PTH105  beside an `as` of pathlib it reads no better
+    beside.replace(path)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -21,12 +22,12 @@ from ddp_hpc.watch.samples import read_taken, used_twice
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.matrix import FAULTS, ORDER, How, try_cell
 from tests.slurm.runs import LoginNode
-from tests.slurm.survival_table import LAUNCHERS, add_row
+from tests.slurm.survival_table import LAUNCHERS, add_row, read_results, write_results
 
 pytestmark = pytest.mark.campaign
 NUM_FAULTS = 30
 SEED = int(os.environ.get("DDP_HPC_SEED", random.SystemRandom().randrange(10_000)))
-LONG = ("train.max_steps=5000", "train.epochs=250", "eval.every_epochs=100", "log.every_steps=100")
+LONG = ("train.max_steps=2500", "train.epochs=125", "eval.every_epochs=100", "log.every_steps=100")
 CELLS = [(fault, how) for fault, hows in FAULTS.items() for how in hows]
 IDS = [re.sub(r"\W+", "-", f"{fault} {how.told}").strip("-") for fault, how in CELLS]
 
@@ -134,8 +135,10 @@ def test_a_run_survives_thirty_faults_in_a_row(cluster: Cluster, login: LoginNod
         DEEDS[name][1](login, run, node)
     cluster.wait_for(run.done.exists, 900)
 
-    taken = read_taken(run)
-    print(f"attempts {len(read_attempts(run))}, steps taken again {taken.num_repeated}", flush=True)  # noqa: T201
+    taken, attempts = read_taken(run), read_attempts(run)
+    story = {"seed": SEED, "faults": dict(Counter(names)), "attempts": len(attempts)}
+    story |= {"steps": len(taken.steps), "steps_taken_again": taken.num_repeated}
+    print(json.dumps(story), flush=True)  # noqa: T201  it lasts a while
     assert login.digest("hit") == login.digest("undisturbed")
     assert taken.steps == read_taken(undisturbed).steps
     assert used_twice(taken) == []
@@ -143,6 +146,7 @@ def test_a_run_survives_thirty_faults_in_a_row(cluster: Cluster, login: LoginNod
     assert [path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-")] == []
     assert sorted(path.name for path in run.path.rglob("*.tmp")) == []
     assert not run.stop_request.exists()
+    write_results({**read_results(), "in_a_row": story})
 
 
 def await_progress(cluster: Cluster, run: RunDir, num_checkpoints: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.slurm.survival_table import BEGIN, DOCUMENT, END, as_markdown, read_rows
+from tests.slurm.survival_table import BEGIN, DOCUMENT, END, as_markdown, read_results
 
 
 def test_the_table_in_docs_is_that_of_the_results() -> None:
@@ -12,7 +12,7 @@ def test_the_table_in_docs_is_that_of_the_results() -> None:
     written, end, _ = rest.partition(END)
 
     assert end
-    assert written == as_markdown(read_rows())
+    assert written == as_markdown(read_results()["cells"])
 
 
 def test_a_cell_tells_what_was_lost_and_how_long_it_took_and_that_it_failed() -> None:
