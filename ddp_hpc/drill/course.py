@@ -195,11 +195,14 @@ class _Course:
 
     def _first_step_after(self, before: Attempt) -> tuple[Attempt, float] | None:
         """Return the next attempt that has taken a step, and when it was seen to."""
+        is_over = self.run.done.exists()  # asked first, so that its last steps are not missed
         for attempt in read_attempts(self.run):
             with suppress(FileNotFoundError):
                 path = self.run.rank_samples(attempt.attempt, 0)
                 if attempt.attempt > before.attempt and path.stat().st_size:
                     return attempt, time.time()
+        if is_over:
+            raise WorkerError("It finished before it had to start again: make it longer (`train.max_steps`).")
         return None
 
     def judge(self, report: Report) -> None:
@@ -259,10 +262,9 @@ class _Course:
 
 
 def _step(run: RunDir) -> int:
-    """Return the newest step that the newest attempt has taken."""
-    attempts = read_attempts(run)
-    lines = read_json_lines(run.rank_samples(attempts[-1].attempt, 0)) if attempts else []
-    return max((int(line["step"]) for line in lines), default=0)
+    """Return the newest step that rank zero has taken."""
+    paths = (run.rank_samples(attempt.attempt, 0) for attempt in read_attempts(run))
+    return max((int(line["step"]) for path in paths for line in read_json_lines(path)), default=0)
 
 
 def _last_sign(run: RunDir, attempt: Attempt) -> float:
