@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
@@ -113,6 +114,7 @@ def claim(run: RunDir, attempt: int) -> list[str]:
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         _claim_path(run, attempt).mkdir()
+        remove_leftovers(run)
         return _oust_older(run, attempt)
     raise FencedError(f"Attempt {attempt} of {run.name} has been begun by another job, so this one gives way.")
 
@@ -127,7 +129,8 @@ def _oust_older(run: RunDir, attempt: int) -> list[str]:
     removed = []
     for older in claims(run):
         if older < attempt:
-            removed += sorted(path.name for path in _claim_path(run, older).glob("step-*"))
+            with suppress(FileNotFoundError):  # others may be at it as well
+                removed += sorted(path.name for path in _claim_path(run, older).iterdir())
             _delete(_claim_path(run, older))
     if max(claims(run), default=attempt) > attempt:
         _delete(_claim_path(run, attempt))
@@ -156,10 +159,11 @@ def claims(run: RunDir) -> list[int]:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory; it begins with a rename, so that nobody takes a half-deleted one for whole."""
-    away = path.with_name(f"{path.name}.deleted.tmp")
-    with suppress(FileNotFoundError):
-        shutil.rmtree(away)
+    """Delete a directory, if nobody else does at this moment.
+
+    It begins with a rename, so that nobody takes a half-deleted one for whole, to a name that is nobody else's.
+    """
+    away = path.with_name(f"{path.name}.{secrets.token_hex(4)}.deleted.tmp")
     with suppress(FileNotFoundError):
         path.rename(away)
         shutil.rmtree(away, ignore_errors=True)
