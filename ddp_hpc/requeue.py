@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -143,9 +143,25 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
 
 
 def bad_nodes(attempts: Sequence[Attempt], policy: RestartSpec, *, now: float) -> list[str]:
-    """Return the nodes that have failed as often as is enough, within the hours that failures are remembered."""
+    """Return the nodes that have failed as often as is enough within the hours that failures are remembered.
+
+    The worst come first; of those that failed equally often, the last to fail.
+    """
     since = now - policy.forget_h * 3600
     failures = Counter(
-        node for attempt in attempts if (attempt.ended_at or 0.0) >= since for node in attempt.failed_nodes
+        node for attempt in reversed(attempts) if (attempt.ended_at or 0.0) >= since for node in attempt.failed_nodes
     )
-    return sorted(node for node, count in failures.items() if count >= policy.exclude_after)
+    return sorted(
+        (node for node in failures if failures[node] >= policy.exclude_after), key=lambda node: -failures[node]
+    )
+
+
+def spare(suspects: Sequence[str], *, lost: Collection[str], num_others: int, num_needed: int) -> list[str]:
+    """Return those of `suspects`, worst first, that a job of `num_needed` nodes can do without.
+
+    `num_others` nodes are in order and under no suspicion. Where they are too few, the least suspect come back first, and
+    those that Slurm has `lost` last: a job that waits for a node which once failed beats one that waits for ever.
+    """
+    num_missing = max(num_needed - num_others, 0)
+    by_guilt = sorted(dict.fromkeys(suspects), key=lambda node: node not in lost)
+    return by_guilt[: max(len(by_guilt) - num_missing, 0)]

@@ -15,7 +15,7 @@ from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job import stacks
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.causes import Evidence, cause_of
-from ddp_hpc.job.predecessors import accounted_end, has_enough_without
+from ddp_hpc.job.predecessors import accounted_end, nodes_to_spare
 from ddp_hpc.records import (
     Attempt,
     Cause,
@@ -261,7 +261,7 @@ def _go(assignment: Assignment, conclusion: Conclusion) -> None:
     match decision.next:
         case "successor":
             options = [f"--dependency=afterany:{allocation.job_id}"]
-            if decision.exclude and (excluded := _excluded(assignment, decision.exclude)):
+            if excluded := _excluded(assignment, decision.exclude):
                 options.append(f"--exclude={excluded}")
             _note(assignment, conclusion, client.submit(assignment.run.job_script, assignment.environ, options))
         case "requeue":
@@ -304,31 +304,26 @@ def _note(assignment: Assignment, conclusion: Conclusion, job_id: str) -> None:
     write_queued_job(assignment.run, job)
 
 
-def _excluded(assignment: Assignment, nodes: Sequence[str]) -> str | None:
-    """Return the list of nodes that the next job should not get: the user's, those that fail too often, and `nodes`.
-
-    It is made anew each time, so that what is forgotten is allowed again. None where too few others would be left.
-    """
-    bad = requeue.bad_nodes(read_attempts(assignment.run), assignment.spec.restart, now=time.time())
-    shunned = sorted({*nodes, *bad})
-    if not has_enough_without(assignment, shunned):
-        return None
-    asked = assignment.spec.slurm.exclude
-    return ",".join([*([asked] if asked else []), *shunned])
+def _excluded(assignment: Assignment, lost: Sequence[str]) -> str:
+    """Return the list of nodes that the next job should not get: the user's, and as many bad ones as can be spared."""
+    return ",".join(filter(None, [assignment.spec.slurm.exclude, *sorted(nodes_to_spare(assignment, lost))]))
 
 
 def _exclude(assignment: Assignment, nodes: Sequence[str]) -> None:
-    """Have the job come back on other nodes: Slurm takes that only from when it has begun to end this start of it."""
+    """Have the job come back on other nodes: Slurm takes that only from when it has begun to end this start of it.
+
+    The list is made anew each time a node has ever failed, so that what is forgotten, or needed after all, is let in again.
+    """
     allocation = assignment.allocation
-    if allocation is None or not nodes:
+    has_failed = nodes or any(attempt.failed_nodes for attempt in read_attempts(assignment.run))
+    if allocation is None or not has_failed:
         return
     text = _excluded(assignment, nodes)
-    if text is None:
-        return
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(ConfigError, SlurmUnavailableError):
             client.update(allocation.scontrol_id, assignment.environ, ExcNodeList=text)
-            sys.stderr.write(f"note: the job will not get {', '.join(nodes)} again\n")
+            if text:
+                sys.stderr.write(f"note: the job will not get {text} again\n")
             return
         time.sleep(0.1)

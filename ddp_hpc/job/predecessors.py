@@ -14,7 +14,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.slurm.hostlist import expand_hostlist
-from ddp_hpc.slurm.queries import is_lost
+from ddp_hpc.slurm.queries import is_lost, takes_jobs
 
 _CAUSES: Mapping[states.State, Cause] = {
     "preempted": "preempted",
@@ -69,20 +69,28 @@ def _failed_nodes(attempt: Attempt, environ: Mapping[str, str]) -> tuple[str, ..
 
 
 def nodes_to_avoid(assignment: Assignment) -> tuple[str, ...]:
-    """Return the nodes of this job that have failed too often, where the cluster has enough others."""
-    bad = set(requeue.bad_nodes(read_attempts(assignment.run), assignment.spec.restart, now=time.time()))
-    here = tuple(node for node in assignment.nodes if node in bad)
-    if not here:
-        return ()
-    return here if has_enough_without(assignment, bad) else ()
+    """Return the nodes of this job that have failed too often, as far as the cluster has enough others."""
+    spared = set(nodes_to_spare(assignment))
+    return tuple(node for node in assignment.nodes if node in spared)
 
 
-def has_enough_without(assignment: Assignment, nodes: Iterable[str]) -> bool:
-    """Tell whether the partition has enough nodes in order besides these; say so where it has not."""
-    bad = {*nodes, *expand_hostlist(assignment.spec.slurm.exclude or "")}
-    found = client.node_states(assignment.environ, partition=assignment.spec.slurm.partition)
-    num_good = sum(not is_lost(state) and node not in bad for node, state in found.items())
-    if num_good >= assignment.spec.resources.nodes:
-        return True
-    sys.stderr.write(f"note: {', '.join(sorted(bad))} failed before, but only {num_good} others are in order\n")
-    return False
+def nodes_to_spare(assignment: Assignment, lost: Iterable[str] = ()) -> list[str]:
+    """Return the nodes that a job of this run should not get: `lost`, and those that failed too often.
+
+    Never one that the user named. Where the partition has too few others, some are let in again, and that is said.
+    """
+    slurm, allocation = assignment.spec.slurm, assignment.allocation
+    bad = requeue.bad_nodes(read_attempts(assignment.run), assignment.spec.restart, now=time.time())
+    wanted = expand_hostlist(slurm.nodelist or "")
+    suspects = [node for node in [*sorted({*lost} - {*bad}), *bad] if node not in wanted]
+    if not suspects:
+        return []
+    partition = slurm.partition or (allocation.partition if allocation else None)
+    found = client.node_states(assignment.environ, partition=partition)
+    asked = set(expand_hostlist(slurm.exclude or ""))
+    gone = {node for node, state in found.items() if not takes_jobs(state)}
+    num_others = len(found.keys() - gone - asked - set(suspects))
+    spared = requeue.spare(suspects, lost=gone, num_others=num_others, num_needed=assignment.spec.resources.nodes)
+    if let_in := [node for node in suspects if node not in spared]:
+        sys.stderr.write(f"note: {', '.join(let_in)} failed before, but only {num_others} others are in order\n")
+    return spared

@@ -74,6 +74,7 @@ class Allocation:
     array_job_id: str | None = None
     array_task_id: int | None = None
     restart_count: int = 0
+    partition: str | None = None
     node_names: tuple[str, ...]
     tasks_per_node: tuple[int, ...]
     """Of the job; inside a step, srun has put the step's in its place."""
@@ -123,6 +124,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
         array_job_id=environ.get("SLURM_ARRAY_JOB_ID") or None,
         array_task_id=_number(environ, "SLURM_ARRAY_TASK_ID"),
         restart_count=_number(environ, "SLURM_RESTART_COUNT") or 0,
+        partition=environ.get("SLURM_JOB_PARTITION") or None,
         node_names=_names(environ, "SLURM_JOB_NODELIST"),
         tasks_per_node=_tasks(environ, "SLURM_TASKS_PER_NODE"),
         cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),

@@ -396,6 +396,11 @@ def is_lost(node_state: str) -> bool:
     return state.endswith("*") or state.startswith(("down", "fail", "power", "reboot", "unk"))
 
 
+def takes_jobs(node_state: str) -> bool:
+    """Tell whether a node in this state may be given jobs now or later: it is neither lost nor drained."""
+    return not is_lost(node_state) and not node_state.lower().startswith("drain")
+
+
 def cancel_argv(job_id: str) -> list[str]:
     """Take a job out of the queue, or end it. Slurm does not mind one that it does not know."""
     return ["scancel", job_id]

@@ -246,6 +246,46 @@ def test_a_frozen_worker_is_named_and_replaced(cluster: Cluster, place: LoginNod
     assert_unbroken(place, "frozen", world_size=4, may_lose=10)
 
 
+def test_bad_nodes_are_left_out_as_far_as_they_can_be_spared(cluster: Cluster, place: LoginNode) -> None:
+    place.submit("picky", *FAULTY, *world(3, 1), "restart.exclude_after=1", "slurm.partition=batch")
+    bad = []
+    for number in (1, 2):
+        await_step(place, "picky", 20 * number)
+        bad.append(attempts(place, "picky")[-1].nodes[-1])
+        signal_worker(cluster, bad[-1], "9", place.run("picky"))
+        cluster.wait_for(lambda: len(attempts(place, "picky")) == number + 1, 60)  # noqa: B023
+
+    await_done(place, "picky")
+
+    first, second, third = attempts(place, "picky")
+    assert (first.next, second.next) == ("requeue", "requeue")
+    assert not {bad[0]} & {*second.nodes}
+    assert len({*bad} & {*third.nodes}) == 1  # of four nodes, three are needed
+    assert "failed before, but only 2 others are in order" in place.console("picky")
+    assert_unbroken(place, "picky", world_size=3, may_lose=20)
+
+
+@pytest.mark.campaign
+def test_a_node_that_is_needed_is_not_left_out(cluster: Cluster, place: LoginNode) -> None:
+    place.submit("all", *FAULTY, *world(4, 1), "restart.exclude_after=1", "slurm.partition=batch")
+    await_step(place, "all")
+    signal_worker(cluster, "node4", "9", place.run("all"))
+
+    await_done(place, "all")
+
+    assert [(one.cause, one.next) for one in attempts(place, "all")] == [
+        ("worker crashed", "requeue"),
+        ("finished", ""),
+    ]
+    assert not excluded_nodes(cluster, job_id(place, "all"))
+
+
+def excluded_nodes(cluster: Cluster, job: str) -> str:
+    """Return which nodes a job is not to get."""
+    shown = cluster.run("scontrol", "show", "job", job).stdout
+    return next(word for word in shown.split() if word.startswith("ExcNodeList=")).removeprefix("ExcNodeList=(null)")
+
+
 @pytest.mark.parametrize("when", ["running", "stopping", "requeued"])
 def test_a_cancelled_run_never_comes_back(cluster: Cluster, place: LoginNode, when: str) -> None:
     place.submit("gone", *FAULTY, *world(2, 1))
