@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 from benchmarks import report
 from benchmarks.rounds import Benchmark, surroundings
 
-NAMES = ("launch", "loop", "checkpoint")
+NAMES = ("launch", "loop", "checkpoint", "survival")
 
 
 def measure(name: str, rounds: int | None) -> None:

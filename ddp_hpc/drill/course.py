@@ -237,10 +237,10 @@ class _Course:
         """Return the first true value of `condition`.
 
         Raises:
-            WorkerError: where none comes in time, or Slurm has no job of the run any more.
+            WorkerError: where none comes, though nothing happens any more, or Slurm has no job of the run any more.
         """
         run, asked_at, is_gone = run or self.run, time.monotonic(), False
-        deadline = asked_at + self.plan.patience_s
+        happened, deadline = _happened(run), asked_at + self.plan.patience_s
         while True:
             value = condition()
             if value:
@@ -249,9 +249,13 @@ class _Course:
             if is_gone:
                 raise WorkerError(f"Waited for {what}, but {run.name} has no job any more. {_known(run)}")
             if now > deadline:
-                raise WorkerError(f"Waited {self.plan.patience_s:.0f} s for {what}, in vain. {_known(run)}")
+                raise WorkerError(
+                    f"Waited for {what}, but nothing happened for {self.plan.patience_s:.0f} s. {_known(run)}"
+                )
             if now - asked_at > ASK_S:
                 asked_at, is_gone = now, self._has_no_job(run)  # the condition has another look before we give up
+                if happened != (happened := _happened(run)):
+                    deadline = now + self.plan.patience_s
             time.sleep(LOOK_S)
 
     def _has_no_job(self, run: RunDir) -> bool:
@@ -265,6 +269,11 @@ def _step(run: RunDir) -> int:
     """Return the newest step that rank zero has taken."""
     paths = (run.rank_samples(attempt.attempt, 0) for attempt in read_attempts(run))
     return max((int(line["step"]) for path in paths for line in read_json_lines(path)), default=0)
+
+
+def _happened(run: RunDir) -> tuple[int, int]:
+    """Return what changes while anything happens: its attempts, and its newest step."""
+    return len(read_attempts(run)), _step(run)
 
 
 def _last_sign(run: RunDir, attempt: Attempt) -> float:

@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except OSError as error:  # a full disk, a quota, a file system that is gone: also for the ledger
+        sys.stderr.write(f"error: {run.path} cannot be worked on: {error}. Make room, and submit {run.name} again.\n")
+        return exit_codes.FAILED
 
 
 def _take(run: RunDir, allocation: Allocation | None) -> list[int]:

@@ -44,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unbroken", metavar="RUN", help="compare with this run of an earlier drill, rather than a new one"
     )
     parser.add_argument(
-        "--patience", type=float, default=600.0, metavar="SECONDS", help="FAIL after so long a wait (default: 600)"
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="FAIL when nothing has happened for so long (default: 600)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_runs_dir(parser)

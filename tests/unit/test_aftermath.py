@@ -1,0 +1,386 @@
+"""What a supervisor does when the workers are gone, and what it finds when it begins. Slurm is made of shell scripts here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc import checkpoint_store, exit_codes
+from ddp_hpc.job import aftermath, predecessors
+from ddp_hpc.job.aftermath import conclude, leave
+from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.records import (
+    Attempt,
+    JobFacts,
+    QueuedJob,
+    ask_to_stop,
+    read_attempts,
+    read_queued_job,
+    record_start,
+    write_queued_job,
+)
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.spec import ResourcesSpec, RestartSpec, RunSpec, SlurmSpec
+from tests.made_run import add_failure, make_run
+from tests.unit.fake_slurm import FakeSlurm
+
+NODES = ("node1", "node2")
+CRASHED, STOPPED = Outcome(code=exit_codes.FAILED), Outcome(code=exit_codes.STOPPED)
+SLURM_IS_AWAY = "echo 'slurm_update error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    slurm = FakeSlurm(tmp_path)
+    slurm.knows_job()
+    slurm.knows_nodes(node1="mixed", node2="mixed", node3="idle", node4="idle")
+    return slurm
+
+
+@dataclass
+class Supervised:
+    """A run of two nodes that job 7 works on."""
+
+    assignment: Assignment
+    slurm: FakeSlurm
+
+    @property
+    def run(self) -> RunDir:
+        return self.assignment.run
+
+    @property
+    def last(self) -> Attempt:
+        return read_attempts(self.run)[-1]
+
+    def begin(self, *, restart: int = 0) -> int:
+        """Begin one more attempt, as the supervisor does; return its number."""
+        attempt = checkpoint_store.next_attempt(self.run)
+        checkpoint_store.claim(self.run, attempt)
+        record_start(self.run, attempt=attempt, job_id="7", job=JobFacts(nodes=NODES, restart=restart))
+        if read_queued_job(self.run) is None:
+            write_queued_job(self.run, QueuedJob(job_id="7", attempt=attempt, at=0.0, since=attempt))
+        return attempt
+
+    def ends(self, outcome: Outcome) -> aftermath.Conclusion:
+        """Begin an attempt that ends so, and do what follows."""
+        conclusion = conclude(self.assignment, self.begin(), outcome)
+        leave(self.assignment, conclusion)
+        return conclusion
+
+    def killed_on(self, rank: int) -> None:
+        """Begin an attempt that ends because a rank is killed."""
+        attempt = self.begin()
+        add_failure(self.run, attempt, rank=rank, exception="killed by SIGKILL")
+        leave(self.assignment, conclude(self.assignment, attempt, CRASHED))
+
+
+@pytest.fixture
+def supervised(slurm: FakeSlurm, tmp_path: Path) -> Callable[..., Supervised]:
+    def make(*, restart: RestartSpec | None = None, slurm_spec: SlurmSpec | None = None, **more: Any) -> Supervised:
+        spec = RunSpec(
+            name="digits",
+            resources=ResourcesSpec(nodes=2, workers_per_node=1),
+            restart=restart or RestartSpec(),
+            slurm=slurm_spec or SlurmSpec(),
+        )
+        known = {"job_id": "7", "node_names": NODES, "tasks_per_node": (1, 1), "partition": "gpu", **more}
+        return Supervised(
+            Assignment(
+                run=make_run(tmp_path),
+                spec=spec,
+                allocation=Allocation(**known),
+                is_for_slurm=True,
+                environ=slurm.environ,
+            ),
+            slurm,
+        )
+
+    return make
+
+
+Make = Callable[..., Supervised]
+
+
+# --- what the ledger says --------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_done_and_nobody_owns_it_any_more(supervised: Make) -> None:
+    one = supervised()
+
+    concluded = one.ends(Outcome(code=exit_codes.FINISHED))
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("finished", "finished", "")
+    assert one.run.done.exists()
+    assert checkpoint_store.claims(one.run) == []
+    assert concluded.exit_code == 0
+    assert one.slurm.orders() == []
+
+
+def test_a_worker_that_was_killed_is_its_nodes_failure(supervised: Make) -> None:
+    one = supervised()
+
+    one.killed_on(rank=1)
+
+    assert (one.last.cause, one.last.next, one.last.failed_nodes) == ("worker crashed", "in place", ("node2",))
+    assert one.last.reason == "rank 1 on node1: killed by SIGKILL"
+    assert checkpoint_store.claims(one.run) == [0]  # until the next attempt takes it over
+
+
+def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=1)
+
+    conclude(one.assignment, attempt, CRASHED)
+
+    assert (one.last.next, one.last.failed_nodes) == ("in place", ())
+    assert "ValueError: rank 1 is out of luck" in one.last.reason
+
+
+def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervised: Make) -> None:
+    one = supervised()
+    older, newer = one.begin(), one.begin()
+
+    concluded = conclude(one.assignment, older, CRASHED)
+
+    first, second = read_attempts(one.run)
+    assert (first.ending, first.cause) == ("fenced", None)
+    assert second.ending is None
+    assert checkpoint_store.claims(one.run) == [newer]
+    assert concluded.exit_code == exit_codes.FENCED
+
+
+def test_a_run_that_is_stopped_by_its_user_does_not_go_back(
+    supervised: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervised()
+    ask_to_stop(one.run)
+
+    one.ends(STOPPED)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("stopped", "stop asked", "")
+    assert one.slurm.orders() == []
+
+
+# --- the way back ----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_back_under_its_number_and_the_next_attempt_is_announced(supervised: Make) -> None:
+    one = supervised(array_job_id="5", array_task_id=2)
+
+    one.ends(STOPPED)
+
+    assert one.slurm.orders() == ["scontrol requeue 5_2"]
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    assert (noted.job_id, noted.attempt, noted.since) == ("7", 1, 0)
+
+
+def test_a_successor_is_a_new_job_behind_this_one(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(by="successor", exclude_after=1), slurm_spec=SlurmSpec(exclude="node9"))
+    one.slurm.has("sbatch", "echo '8;cluster'")
+
+    one.killed_on(rank=1)
+
+    said = f"sbatch --parsable --dependency=afterany:7 --exclude=node9,node2 {one.run.job_script}"
+    assert one.slurm.orders() == [said]
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    assert noted.job_id == "8"
+
+
+def test_what_slurm_has_put_back_is_not_put_back_again(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.knows_job(state="PENDING", restarts=1)
+    one.slurm.accounts("NODE_FAIL")
+
+    one.ends(CRASHED)
+
+    assert (one.last.cause, one.last.next) == ("node failed", "slurm")
+    assert one.slurm.orders("scontrol requeue") == []
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "goes"), [("COMPLETING", "None", False), ("COMPLETING", "TimeLimit", True)]
+)
+def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
+    supervised: Make, state: str, reason: str, goes: bool
+) -> None:
+    one = supervised()
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    one.slurm.knows_job(state=state, reason=reason)
+
+    leave(one.assignment, concluded)
+
+    assert one.slurm.orders("scontrol requeue") == (["scontrol requeue 7"] if goes else [])
+    assert one.last.ending == ("stopped" if goes else "cancelled")
+    assert one.last.next == ("requeue" if goes else "")
+
+
+def test_a_controller_that_is_away_for_a_moment_is_waited_for(supervised: Make, tmp_path: Path) -> None:
+    one = supervised()
+    once = tmp_path / "once"
+    one.slurm.knows_job(orders=f"[ -e {once} ] || {{ touch {once}; {SLURM_IS_AWAY}; }}")
+
+    one.ends(STOPPED)
+
+    assert one.slurm.orders() == ["scontrol requeue 7"] * 2
+    assert one.last.next == "requeue"
+
+
+def test_a_job_that_cannot_go_back_says_so_in_the_ledger(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(aftermath, "SLURM_PATIENCE_S", 0.0)
+    one = supervised()
+    one.slurm.knows_job(orders=SLURM_IS_AWAY)
+
+    one.ends(STOPPED)
+
+    assert one.last.next == ""
+    assert "could not be put back into the queue" in one.last.reason
+    assert "Unable to contact slurm controller" in capsys.readouterr().err
+
+
+def test_a_refused_requeue_is_told_with_slurms_words(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.knows_job(orders="echo 'Requested operation is presently disabled for job 7' >&2; exit 1")
+
+    one.ends(STOPPED)
+
+    assert "presently disabled for job 7" in one.last.reason
+    assert one.last.next == ""
+
+
+# --- nodes that fail -------------------------------------------------------------------------------------------------
+
+
+def excluded(one: Supervised) -> list[str]:
+    return [order.partition("ExcNodeList=")[2] for order in one.slurm.orders("scontrol update")]
+
+
+def test_a_node_that_fails_twice_is_left_out_as_soon_as_slurm_takes_it(supervised: Make, tmp_path: Path) -> None:
+    one = supervised(slurm_spec=SlurmSpec(exclude="node9"))
+    once = tmp_path / "once"
+    refuses = f"echo 'Job is no longer pending execution' >&2; touch {once}; exit 1"
+    one.slurm.knows_job(orders=f"[ $1 = requeue ] || [ -e {once} ] || {{ {refuses}; }}")
+
+    one.killed_on(rank=1)
+    assert excluded(one) == []
+    one.killed_on(rank=1)
+
+    assert one.last.next == "requeue"
+    assert excluded(one) == ["node9,node2"] * 2  # it took the second
+
+
+def test_a_list_that_leaves_too_few_nodes_is_made_shorter(supervised: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1))
+
+    one.killed_on(rank=1)
+    one.slurm.knows_nodes(node1="mixed", node2="idle", node3="drained", node4="draining")
+    one.killed_on(rank=0)
+
+    assert excluded(one) == ["node2", ""]
+    assert "node1, node2 failed before, but only 0 others are in order" in capsys.readouterr().err
+
+
+def test_nodes_that_the_user_named_are_kept(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1), slurm_spec=SlurmSpec(nodelist="node[1-2]"))
+
+    one.killed_on(rank=1)
+
+    assert excluded(one) == [""]
+    assert predecessors.nodes_to_avoid(one.assignment) == ()
+
+
+def test_a_job_that_was_given_a_bad_node_again_is_told_to_ask_for_another(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1))
+    one.killed_on(rank=1)
+
+    assert predecessors.nodes_to_avoid(one.assignment) == ("node2",)
+
+
+def test_only_nodes_of_the_jobs_partition_count(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1))
+    one.slurm.has(
+        "sinfo", 'case "$*" in *--partition=gpu*) echo node1 mixed; echo node2 mixed;; *) seq -f "cpu%g idle" 9;; esac'
+    )
+
+    one.killed_on(rank=1)
+
+    assert excluded(one) == [""]
+
+
+# --- what came before ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause", "failed"),
+    [
+        (["NODE_FAIL"], "node failed", ("node2",)),
+        (["PREEMPTED"], "preempted", ()),
+        (["TIMEOUT"], "time limit", ()),
+        (["REQUEUED"], "requeue asked", ()),
+        (["CANCELLED by 1001"], "cancelled", ()),
+        (["RUNNING"], "unexplained", ()),
+        ([], "unexplained", ()),
+    ],
+)
+def test_an_attempt_that_died_without_a_word_gets_the_one_that_slurm_has(
+    supervised: Make, ends: list[str], cause: str, failed: tuple[str, ...]
+) -> None:
+    one = supervised()
+    one.begin()
+    one.slurm.accounts(*ends)
+    one.slurm.knows_nodes(node1="idle", node2="down")
+
+    predecessors.bury(one.run, one.slurm.environ)
+
+    assert (one.last.cause, one.last.ending, one.last.failed_nodes) == (cause, "failed", failed)
+    assert one.last.reason.startswith("ended without a word")
+
+
+def test_a_second_start_of_a_job_is_not_taken_for_its_first(supervised: Make) -> None:
+    one = supervised()
+    one.begin(restart=1)
+    one.slurm.accounts("NODE_FAIL", "PREEMPTED")
+
+    predecessors.bury(one.run, one.slurm.environ)
+
+    assert one.last.cause == "preempted"
+
+
+def test_an_attempt_that_had_its_word_keeps_it(supervised: Make) -> None:
+    one = supervised()
+    one.ends(STOPPED)
+    before = one.last
+
+    predecessors.bury(one.run, one.slurm.environ)
+
+    assert one.last == before
+
+
+@pytest.mark.parametrize(("state", "is_its"), [("RUNNING", True), ("COMPLETING", True), ("FAILED", False)])
+def test_another_job_that_works_on_the_run_is_noticed(supervised: Make, state: str, is_its: bool) -> None:
+    one = supervised()
+    one.begin()
+    one.slurm.knows_job(state=state)
+    assert one.assignment.allocation is not None
+    other = replace(one.assignment.allocation, job_id="8")
+
+    assert predecessors.is_anothers(one.last, other, one.slurm.environ) is is_its
+    assert not predecessors.is_anothers(one.last, one.assignment.allocation, one.slurm.environ)
+
+
+def test_where_slurm_does_not_say_no_other_job_is_believed_to_work(supervised: Make) -> None:
+    one = supervised()
+    one.begin()
+    one.slurm.has("scontrol", SLURM_IS_AWAY)
+    assert one.assignment.allocation is not None
+
+    assert not predecessors.is_anothers(one.last, replace(one.assignment.allocation, job_id="8"), one.slurm.environ)
