@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -154,14 +154,3 @@ def bad_nodes(attempts: Sequence[Attempt], policy: RestartSpec, *, now: float) -
     return sorted(
         (node for node in failures if failures[node] >= policy.exclude_after), key=lambda node: -failures[node]
     )
-
-
-def spare(suspects: Sequence[str], *, lost: Collection[str], num_others: int, num_needed: int) -> list[str]:
-    """Return those of `suspects`, worst first, that a job of `num_needed` nodes can do without.
-
-    `num_others` nodes are in order and under no suspicion. Where they are too few, the least suspect come back first, and
-    those that Slurm has `lost` last: a job that waits for a node which once failed beats one that waits for ever.
-    """
-    num_missing = max(num_needed - num_others, 0)
-    by_guilt = sorted(dict.fromkeys(suspects), key=lambda node: node not in lost)
-    return by_guilt[: max(len(by_guilt) - num_missing, 0)]

@@ -13,8 +13,8 @@ from ddp_hpc.records import Attempt, Cause, End, read_attempts, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.slurm.hostlist import expand_hostlist
-from ddp_hpc.slurm.queries import is_lost, takes_jobs
+from ddp_hpc.slurm.nodes import spare_nodes
+from ddp_hpc.slurm.queries import is_lost
 
 _CAUSES: Mapping[states.State, Cause] = {
     "preempted": "preempted",
@@ -74,23 +74,19 @@ def nodes_to_avoid(assignment: Assignment) -> tuple[str, ...]:
     return tuple(node for node in assignment.nodes if node in spared)
 
 
-def nodes_to_spare(assignment: Assignment, lost: Iterable[str] = ()) -> list[str]:
+def nodes_to_spare(assignment: Assignment, lost: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the nodes that a job of this run should not get: `lost`, and those that failed too often.
 
-    Never one that the user named. Where the partition has too few others, some are let in again, and that is said.
+    Where the partition has too few others, some are let in again, and that is said.
     """
-    slurm, allocation = assignment.spec.slurm, assignment.allocation
+    allocation = assignment.allocation
     bad = requeue.bad_nodes(read_attempts(assignment.run), assignment.spec.restart, now=time.time())
-    wanted = expand_hostlist(slurm.nodelist or "")
-    suspects = [node for node in [*sorted({*lost} - {*bad}), *bad] if node not in wanted]
-    if not suspects:
-        return []
-    partition = slurm.partition or (allocation.partition if allocation else None)
-    found = client.node_states(assignment.environ, partition=partition)
-    asked = set(expand_hostlist(slurm.exclude or ""))
-    gone = {node for node, state in found.items() if not takes_jobs(state)}
-    num_others = len(found.keys() - gone - asked - set(suspects))
-    spared = requeue.spare(suspects, lost=gone, num_others=num_others, num_needed=assignment.spec.resources.nodes)
-    if let_in := [node for node in suspects if node not in spared]:
-        sys.stderr.write(f"note: {', '.join(let_in)} failed before, but only {num_others} others are in order\n")
-    return spared
+    spared = spare_nodes(
+        [*sorted({*lost} - {*bad}), *bad],
+        assignment.spec,
+        assignment.environ,
+        partition=allocation.partition if allocation else None,
+    )
+    if spared.told:
+        sys.stderr.write(f"note: {spared.told}\n")
+    return spared.left_out

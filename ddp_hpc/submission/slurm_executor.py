@@ -31,6 +31,7 @@ from ddp_hpc.records import (
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.nodes import Spared, spare_nodes
 from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
@@ -43,22 +44,23 @@ _ASK_S = (2.0, 30.0)
 """How long to wait between questions to Slurm, at first and at most; the run's directory is looked at all the time."""
 
 
-def job_script(spec: RunSpec, import_paths: Sequence[Path]) -> str:
+def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> str:
     """Return the text that sbatch gets for a run.
 
     Raises:
         ConfigError: where the script cannot be made of this spec.
     """
     run = RunDir(spec.path)
-    spec = _avoiding(spec, bad_nodes(run, spec))
+    spec = _avoiding(spec, _spared_nodes(run, spec, environ).left_out)
     return render(
         JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=_job_import_paths(spec, run, import_paths))
     )
 
 
-def bad_nodes(run: RunDir, spec: RunSpec) -> list[str]:
-    """Return the nodes that the run's ledger remembers as failing."""
-    return requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
+def _spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Spared:
+    """Return the nodes that the run's ledger remembers as failing, as far as the job can do without them."""
+    bad = requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
+    return spare_nodes(bad, spec, environ)
 
 
 def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
@@ -69,7 +71,9 @@ def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
     return replace(spec, slurm=replace(spec.slurm, exclude=",".join([*asked, *nodes])))
 
 
-def prepare(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -> tuple[RunDir, list[str]]:
+def prepare(
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> tuple[RunDir, list[str]]:
     """Make the run directory with everything the job needs; return it, and what the user should know.
 
     Raises:
@@ -78,7 +82,7 @@ def prepare(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) 
     run = RunDir(spec.path)
     is_new = not run.config.exists()
     reality.refuse_private_directory(run.path)
-    text = job_script(spec, import_paths)
+    text = job_script(spec, import_paths, environ)
     make_run_dir(run, resolved_text, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):
         notes = _freeze_code(spec, run, import_paths)
@@ -101,20 +105,22 @@ def submit(
     there = _already(run, spec, environ)
     if there is not None:
         return there
-    run, notes = prepare(resolved_text, spec, import_paths=import_paths)
+    run, notes = prepare(resolved_text, spec, import_paths=import_paths, environ=environ)
     with _nothing_left_of_new(run, is_new=is_new):
-        notes += [*_notes_on_restarts(run, spec), *reality.check(spec, run, environ)]
+        notes += [*_notes_on_restarts(run, spec, environ), *reality.check(spec, run, environ)]
         attempt = checkpoint_store.next_attempt(run)
         job = QueuedJob(job_id=_send(run, environ), attempt=attempt, at=time.time(), since=attempt)
     write_queued_job(run, job)
     return Submission(run, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
 
 
-def _notes_on_restarts(run: RunDir, spec: RunSpec) -> Iterator[str]:
+def _notes_on_restarts(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Say what the run's past means for its next job."""
-    avoided = bad_nodes(run, spec)
-    if avoided:
-        yield f"avoids {', '.join(avoided)}, where it failed before (forgotten after {spec.restart.forget_h} h)"
+    spared = _spared_nodes(run, spec, environ)
+    if spared.left_out:
+        yield f"avoids {', '.join(spared.left_out)}, where it failed before (forgotten after {spec.restart.forget_h} h)"
+    if spared.told:
+        yield spared.told
 
 
 def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:

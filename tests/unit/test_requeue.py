@@ -18,8 +18,8 @@ from ddp_hpc.requeue import (
     decide,
     lead_problem,
     num_without_progress,
-    spare,
 )
+from ddp_hpc.slurm.nodes import spare
 from ddp_hpc.spec import RestartSpec
 
 POLICY = RestartSpec()

@@ -33,7 +33,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     resolved = resolve(path, [*settings, *here], environment)
     import_paths = [Path.cwd(), path.absolute().parent]
     with nullcontext() if args.output is None else output_at(args.output) as output:
-        run_dir, notes = slurm_executor.prepare(render_resolved(resolved), resolved.spec, import_paths=import_paths)
+        run_dir, notes = slurm_executor.prepare(
+            render_resolved(resolved), resolved.spec, import_paths=import_paths, environ=environment
+        )
         if output is not None:
             output.write_text(run_dir.job_script.read_text(encoding="utf-8"), encoding="utf-8")
     script = args.output or run_dir.job_script

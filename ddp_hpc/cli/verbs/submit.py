@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), path.absolute().parent]
     if args.dry_run:
-        print(_dry_run(resolved, cluster, import_paths, as_object=args.json), end="")
+        print(_dry_run(resolved, cluster, import_paths, environment, as_object=args.json), end="")
         return 0
     changed = _changes(run_dir, resolved)
     if run_dir.stop_request.exists() and read_status(run_dir, now=time.time()).state == "stopping":
@@ -137,12 +137,19 @@ def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(paths[0]), settings
 
 
-def _dry_run(resolved: Resolved, cluster: Cluster, import_paths: Sequence[Path], *, as_object: bool) -> str:
+def _dry_run(
+    resolved: Resolved,
+    cluster: Cluster,
+    import_paths: Sequence[Path],
+    environment: Mapping[str, str],
+    *,
+    as_object: bool,
+) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.config import flat, render_resolved
     from ddp_hpc.submission import local_executor, slurm_executor
 
-    script = slurm_executor.job_script(resolved.spec, import_paths) if cluster == "slurm" else None
+    script = slurm_executor.job_script(resolved.spec, import_paths, environment) if cluster == "slurm" else None
     argv = local_executor.supervisor_argv(RunDir(resolved.spec.path))
     if as_object:
         values = {key: {"value": value, "source": resolved.sources[key]} for key, value in flat(resolved.spec).items()}

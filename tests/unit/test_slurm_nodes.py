@@ -1,0 +1,62 @@
+"""Which nodes a job does without, and what a new submission of a run remembers of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.records import End, JobFacts, record_end, record_start
+from ddp_hpc.slurm.nodes import Spared, spare_nodes
+from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
+from ddp_hpc.submission import slurm_executor
+from tests.made_run import make_run
+from tests.unit.fake_slurm import FakeSlurm
+
+TWO_NODES = ResourcesSpec(nodes=2)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    slurm = FakeSlurm(tmp_path)
+    slurm.knows_nodes(node1="idle", node2="mixed", node3="idle", node4="drained")
+    return slurm
+
+
+def test_nodes_are_spared_as_far_as_others_can_take_their_place(slurm: FakeSlurm) -> None:
+    spec = RunSpec(name="digits", resources=TWO_NODES)
+
+    assert spare_nodes(["node1"], spec, slurm.environ) == Spared(("node1",), (), 2)
+    both = spare_nodes(["node1", "node2"], spec, slurm.environ)
+    assert both == Spared(("node1",), ("node2",), 1)
+    assert both.told == "node2 failed before, but only 1 others are in order"
+
+
+def test_nodes_that_the_user_leaves_out_take_nobodys_place(slurm: FakeSlurm) -> None:
+    spec = RunSpec(name="digits", resources=TWO_NODES, slurm=SlurmSpec(exclude="node[2-3]"))
+
+    assert spare_nodes(["node1"], spec, slurm.environ).left_out == ()
+
+
+def test_without_an_answer_of_slurms_no_node_is_spared(tmp_path: Path) -> None:
+    assert spare_nodes(["node1"], RunSpec(name="digits"), {"PATH": str(tmp_path)}).let_in == ("node1",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "directive"),
+    [(SlurmSpec(), "#SBATCH --exclude=node1"), (SlurmSpec(nodelist="node[1-2]"), None)],
+    ids=["any nodes", "these nodes"],
+)
+def test_a_new_submission_remembers_where_the_run_failed(
+    slurm: FakeSlurm, tmp_path: Path, asked: SlurmSpec, directive: str | None
+) -> None:
+    run = make_run(tmp_path)
+    for attempt in (0, 1):
+        record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))
+        end = End(cause="worker crashed", failed_nodes=("node1",))
+        record_end(run, attempt=attempt, ending="failed", exit_code=1, end=end)
+    spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=TWO_NODES, slurm=asked)
+
+    script = slurm_executor.job_script(spec, [], slurm.environ)
+
+    assert [line for line in script.splitlines() if "--exclude" in line] == ([directive] if directive else [])
