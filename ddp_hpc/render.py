@@ -102,6 +102,8 @@ def _values(script: JobScript) -> dict[str, Any]:
         "setup": script.spec.slurm.setup,
         "config": script.run.config,
         "python": script.python,
+        "image": script.spec.container.image,
+        "import_paths": script.import_paths,
         "python_path": os.pathsep.join(map(str, script.import_paths)),
         "run": script.run.path,
         "spec": script.spec,

@@ -392,14 +392,20 @@ class ContainerSpec:
     """The image the workers run in; unset: none."""
 
     image: str | None = None
-    """Image file, directory, or address the runtime understands."""
-    runtime: Literal["auto", "apptainer", "singularity"] = "auto"
-    """What runs the image; `auto` takes the first found."""
+    """Image file or directory; with pyxis, an address it understands too."""
+    runtime: Literal["auto", "apptainer", "singularity", "pyxis"] = "auto"
+    """What runs the image; `auto` takes Apptainer, or else Singularity, from the job's PATH."""
+    python: str = "python3"
+    """The image's Python, which has PyTorch and what ddp_hpc needs."""
     binds: tuple[str, ...] = ()
     """More paths to see inside, `SOURCE[:TARGET[:ro]]`."""
+    gpus: Literal["auto", "nvidia", "rocm", "none"] = "auto"
+    """Whose driver is brought in (`--nv`, `--rocm`); `auto`: NVIDIA's, where GPUs are asked for."""
+    options: tuple[str, ...] = ()
+    """More options of the runtime, one an item (`--fakeroot`)."""
 
     def __post_init__(self) -> None:
-        _require_one_line("container", image=self.image, binds=self.binds)
+        _require_one_line("container", **vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,8 +128,8 @@ FAULTS: Mapping[str, Fault] = {
     "timeout": Fault(
         told="the job's time limit comes near, more than once",
         inflict=_wait_for_limit,
-        settings=("resources.time_limit_min=1", "slurm.signal_lead_s=30"),
-        train_settings=("train.max_steps=1500",),
+        settings=("resources.time_limit_min=2", "slurm.signal_lead_s=30"),  # Slurm may warn a minute earlier
+        train_settings=("train.max_steps=4000", "train.epochs=200"),
         is_graceful=True,
     ),
     "kill-worker": Fault(told="a worker is killed", inflict=_kill_worker),

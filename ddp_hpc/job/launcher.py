@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ddp_hpc.containers import BARE, Housing
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import step_argv
@@ -23,29 +23,30 @@ class Start:
     attempt: int
     job_id: str
     meeting: Meeting
+    housing: Housing = BARE
 
 
-def agent_argv(spec: RunSpec, run: RunDir) -> list[str]:
+def agent_argv(spec: RunSpec, run: RunDir, housing: Housing = BARE) -> list[str]:
     """Return the command of the node agent on this machine."""
-    return [sys.executable, "-m", "ddp_hpc.job.agent", str(run.path), "--worker", WORKER, *_crew(spec)]
+    return [*housing.command, "-m", "ddp_hpc.job.agent", str(run.path), "--worker", WORKER, *_crew(spec)]
 
 
-def step_of_agents(spec: RunSpec, run: RunDir) -> list[str]:
+def step_of_agents(spec: RunSpec, run: RunDir, housing: Housing = BARE) -> list[str]:
     """Return the command that starts one agent a node; they are told of each attempt by their line."""
-    return [*step_argv(spec, tasks_per_node=1), *agent_argv(spec, run), "--in-step"]
+    return [*step_argv(spec, tasks_per_node=1), *housing.srun_args, *agent_argv(spec, run, housing), "--in-step"]
 
 
 def step_of_tasks(start: Start) -> list[str]:
     """Return the command that starts one task a worker."""
-    task = _task(start)
-    tasks_per_node = start.spec.resources.local_world_size
-    return [*step_argv(start.spec, tasks_per_node=tasks_per_node), *task, "--meet", str(start.meeting)]
+    step = step_argv(start.spec, tasks_per_node=start.spec.resources.local_world_size)
+    housing = start.housing
+    return [*step, *housing.srun_args, *housing.command, *_task(start), "--meet", str(start.meeting)]
 
 
 def step_of_torchrun(start: Start) -> list[str]:
     """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
-    resources = start.spec.resources
-    node = [sys.executable, "-m", "ddp_hpc.job.torchrun_node", *_crew(start.spec), "--meet", str(start.meeting), "--"]
+    resources, housing = start.spec.resources, start.housing
+    node = [*housing.command, "-m", "ddp_hpc.job.torchrun_node", *_crew(start.spec), "--meet", str(start.meeting), "--"]
     options = [
         f"--nnodes={resources.nodes}",
         f"--nproc-per-node={resources.local_world_size}",
@@ -54,13 +55,12 @@ def step_of_torchrun(start: Start) -> list[str]:
         f"--rdzv-id={start.job_id}-{start.attempt}",
         f"--max-restarts={start.spec.torchrun.max_restarts}",
     ]
-    _, *task = _task(start)
-    return [*step_argv(start.spec, tasks_per_node=1), *node, *options, *task]
+    return [*step_argv(start.spec, tasks_per_node=1), *housing.srun_args, *node, *options, *_task(start)]
 
 
 def _task(start: Start) -> list[str]:
     options = ["--worker", WORKER, "--attempt", str(start.attempt)]
-    return [sys.executable, "-m", "ddp_hpc.job.task", str(start.run.path), *options]
+    return ["-m", "ddp_hpc.job.task", str(start.run.path), *options]
 
 
 def _crew(spec: RunSpec) -> list[str]:

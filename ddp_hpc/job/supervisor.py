@@ -17,10 +17,12 @@ from pathlib import Path
 
 from ddp_hpc import checkpoint_store, exit_codes, processes
 from ddp_hpc.config import load_resolved
+from ddp_hpc.containers import Housing
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.job import predecessors
 from ddp_hpc.job.aftermath import conclude, leave
 from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.housing import housing_of
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.meeting_place import meetings
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.supervisor", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--cluster", choices=("local", "slurm"), default="local")
+    parser.add_argument(
+        "--import-path", action="append", default=[], help="where an image's Python finds the user's code"
+    )
     arguments = parser.parse_args(argv)
     run, is_for_slurm = RunDir(arguments.run), arguments.cluster == "slurm"
     processes.block_awaited_signals()
@@ -59,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.stop_request.unlink(missing_ok=True)
         try:
             spec = load_resolved(run.config)
+            housing = housing_of(spec, run, arguments.import_path, os.environ)
         except ConfigError as error:
             _note_refusal(run, allocation, error)
             raise
         assignment = Assignment(
             run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ)
         )
-        return _supervise(assignment, lock_fds)
+        return _supervise(assignment, housing, lock_fds)
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -102,7 +108,7 @@ def _note_refusal(run: RunDir, allocation: Allocation | None, error: ConfigError
     record_end(run, attempt=attempt, ending="refused", exit_code=error.exit_code, reason=str(error))
 
 
-def _supervise(assignment: Assignment, lock_fds: Sequence[int]) -> int:
+def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]) -> int:
     """Walk from attempt to attempt while the next one begins on the same nodes."""
     run, train = assignment.run, assignment.spec.train
     if is_done(run, epochs=train.epochs, max_steps=train.max_steps):
@@ -110,7 +116,7 @@ def _supervise(assignment: Assignment, lock_fds: Sequence[int]) -> int:
         return exit_codes.FINISHED
     if assignment.allocation is not None:
         predecessors.bury(run, os.environ)
-    workers = _workers(assignment, lock_fds)
+    workers = _workers(assignment, housing, lock_fds)
     try:
         while True:
             attempt = _begin(assignment)
@@ -125,16 +131,17 @@ def _supervise(assignment: Assignment, lock_fds: Sequence[int]) -> int:
     return conclusion.exit_code
 
 
-def _workers(assignment: Assignment, lock_fds: Sequence[int]) -> Workers:
+def _workers(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]) -> Workers:
     spec, run = assignment.spec, assignment.run
     if not assignment.is_for_slurm:
-        return ByAgents(agent_argv(spec, run), num_nodes=1, lock_fds=lock_fds)
+        return ByAgents(agent_argv(spec, run, housing), num_nodes=1, lock_fds=lock_fds)
     if spec.launcher == "agent":
-        return ByAgents(step_of_agents(spec, run), num_nodes=spec.resources.nodes, lock_fds=lock_fds)
+        return ByAgents(step_of_agents(spec, run, housing), num_nodes=spec.resources.nodes, lock_fds=lock_fds)
 
     def argv_of(attempt: int, meeting: Meeting) -> list[str]:
         job_id = _job_id(assignment.allocation)
-        return STEPS[spec.launcher](Start(spec=spec, run=run, attempt=attempt, job_id=job_id, meeting=meeting))
+        start = Start(spec=spec, run=run, attempt=attempt, job_id=job_id, meeting=meeting, housing=housing)
+        return STEPS[spec.launcher](start)
 
     return ByTasks(run, argv_of, lock_fds=lock_fds)
 

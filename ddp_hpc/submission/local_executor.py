@@ -21,6 +21,7 @@ from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import slurm_executor
 from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
+from ddp_hpc.submission.image import look_at_image
 
 START_PATIENCE_S = 120.0
 """How long `submit` waits for the first step to begin before it lets the run go on alone."""
@@ -54,6 +55,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
         return in_slurm
     if is_finished(run, spec):
         return Submission(run, "finished", newest_attempt(run))
+    notes = tuple(look_at_image(spec, run, import_paths, os.environ))
     make_run_dir(run, resolved_text, is_new=is_new)
     attempt = checkpoint_store.next_attempt(run)
     supervisor = _start_supervisor(run, import_paths)
@@ -62,7 +64,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
         if is_new:
             shutil.rmtree(run.path, ignore_errors=True)
         raise ConfigError(ended.reason)
-    return Submission(run, "started", attempt, is_new=is_new)
+    return Submission(run, "started", attempt, is_new=is_new, notes=notes)
 
 
 def _is_busy(run: RunDir) -> bool:
@@ -91,7 +93,7 @@ def _start_supervisor(run: RunDir, import_paths: Sequence[Path]) -> subprocess.P
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *([inherited] if inherited else [])])}
     with run.console.open("ab") as console:
         return subprocess.Popen(
-            supervisor_argv(run),
+            [*supervisor_argv(run), *(f"--import-path={path}" for path in paths)],
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=console,

@@ -36,6 +36,7 @@ from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
 from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
+from ddp_hpc.submission.image import look_at_image
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
 from ddp_hpc.submission.user_code import code_dir_of, module_in
 
@@ -82,10 +83,11 @@ def prepare(
     run = RunDir(spec.path)
     is_new = not run.config.exists()
     reality.refuse_private_directory(run.path)
+    notes = [*look_at_image(spec, run, _job_import_paths(spec, run, import_paths), environ)]
     text = job_script(spec, import_paths, environ)
     make_run_dir(run, resolved_text, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):
-        notes = _freeze_code(spec, run, import_paths)
+        notes += _freeze_code(spec, run, import_paths)
         replace_text(run.job_script, text)
     return run, notes
 

@@ -67,8 +67,8 @@ OTHER_OR_BATCH_HOST = (("another node", ()), ("the batch host", ("--batch-host",
 FAULTS: Mapping[str, list[How]] = {
     "preempt": _preemptions(),
     "timeout": [
-        How(told="a limit of one minute, `--signal=USR2`", options=("slurm.signal_to=steps",)),
-        How(told="a limit of one minute, `--signal=B:USR2`", options=("slurm.signal_to=batch",)),
+        How(told="a limit of two minutes, `--signal=USR2`", options=("slurm.signal_to=steps",)),
+        How(told="a limit of two minutes, `--signal=B:USR2`", options=("slurm.signal_to=batch",)),
     ],
     "kill-worker": [How(told="kill -9")],
     "kill-agent": [How(told="kill -9 (of srun, where there is no agent)")],

@@ -1,0 +1,216 @@
+"""From a spec to the words that run a command inside an image. Pure, but for a look at which paths exist.
+
+What runs inside are the processes that hold PyTorch: agents, tasks, torchrun. Whatever talks to Slurm stays outside:
+the job script, the supervisor, srun. So an image needs neither Slurm's commands nor munge.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import ddp_hpc
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+
+PACKAGE_DIR = Path(ddp_hpc.__file__).parent
+INSIDE = Path("/opt/ddp_hpc")
+"""Where the image's Python finds the very code that submitted the run, and nothing else of the host's."""
+_THE_MACHINES = tuple(map(Path, ("/proc", "/sys", "/dev", "/etc", "/usr", "/bin", "/lib", "/lib64", "/sbin")))
+"""The image has its own of these."""
+
+Gpus = Literal["nvidia", "rocm", "none"]
+RuntimeName = Literal["apptainer", "singularity", "pyxis"]
+
+
+@dataclass(frozen=True)
+class Bind:
+    """A path of the host's that is seen inside."""
+
+    source: str
+    target: str
+    is_read_only: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Bind:
+        """Read `SOURCE[:TARGET[:ro|rw]]`.
+
+        Raises:
+            ConfigError: where it is something else.
+        """
+        source, *rest = text.split(":")
+        target = rest[0] if rest else source
+        modes = rest[1:]
+        if not (source.startswith("/") and target.startswith("/")) or modes not in ([], ["ro"], ["rw"]):
+            raise ConfigError(
+                f"`container.binds` has {text!r}, but a bind is `/SOURCE`, `/SOURCE:/TARGET` or `...:ro`."
+            )
+        return cls(source, target, modes == ["ro"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """What a command is to find inside an image."""
+
+    image: str
+    binds: tuple[Bind, ...]
+    environ: Mapping[str, str]
+    """Variables that are set inside, whatever they are outside; all others come through as they are."""
+    work_dir: str
+    gpus: Gpus = "none"
+    options: tuple[str, ...] = ()
+    """The user's own, of the runtime."""
+
+
+@dataclass(frozen=True)
+class Housing:
+    """How a command of Python's is run on a node: `srun_args` go to srun, `prefix` and `python` before `-m`."""
+
+    python: str = sys.executable
+    prefix: tuple[str, ...] = ()
+    srun_args: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> list[str]:
+        return [*self.prefix, self.python]
+
+
+BARE = Housing()
+"""Without an image."""
+
+
+# --- what is to be found inside ----------------------------------------------------------------------------------------
+
+
+def inside_of(spec: RunSpec, run: RunDir, *, import_paths: Sequence[str], work_dir: Path) -> Inside | None:
+    """Return what a run's workers are to find in their image; None for a run without one.
+
+    Raises:
+        ConfigError: where a bind cannot be read.
+    """
+    container, resources = spec.container, spec.resources
+    if container.image is None:
+        return None
+    gpus: Gpus = container.gpus if container.gpus != "auto" else "nvidia" if resources.gpus_per_node else "none"
+    return Inside(
+        image=container.image if is_address(container.image) else str(image_path(container.image)),
+        binds=tuple(_binds(spec, run, import_paths, work_dir)),
+        environ={
+            "PYTHONPATH": os.pathsep.join([str(INSIDE), *import_paths]),
+            "PYTHONNOUSERSITE": "1",  # else ~/.local, which is mounted, comes before the image's packages
+        },
+        work_dir=str(work_dir),
+        gpus=gpus,
+        options=container.options,
+    )
+
+
+def is_address(image: str) -> bool:
+    """Tell `docker://...` and its like from a path."""
+    return "://" in image or ("#" in image and not image.startswith(("/", ".", "~")))
+
+
+def image_path(image: str) -> Path:
+    """Return where an image lies."""
+    return Path(os.path.abspath(Path(image).expanduser()))  # noqa: PTH100  links stay, as the user named them
+
+
+def _binds(spec: RunSpec, run: RunDir, import_paths: Sequence[str], work_dir: Path) -> Iterator[Bind]:
+    """Return the user's own binds, and those that follow from the run; what lies within another needs none of its own."""
+    asked = [Bind.parse(text) for text in spec.container.binds]
+    yield Bind(str(PACKAGE_DIR), str(INSIDE / PACKAGE_DIR.name), is_read_only=True)
+    yield from asked
+    seen = [Path(one.target) for one in asked]
+    wanted = [str(run.path), str(work_dir), *import_paths, *_paths_in(spec.recipe.args)]
+    for path in sorted(dict.fromkeys(Path(text) for text in wanted), key=lambda path: len(path.parts)):
+        if not any(path.is_relative_to(other) for other in seen) and path != Path("/"):
+            seen.append(path)
+            yield Bind(str(path), str(path))
+
+
+def _paths_in(args: Mapping[str, object]) -> Iterator[str]:
+    """Return the arguments of the recipe that name something on this host: data, weights."""
+    for value in args.values():
+        is_path = isinstance(value, str) and value.startswith("/") and os.path.exists(value)  # noqa: PTH110
+        if is_path and not any(Path(str(value)).is_relative_to(place) for place in _THE_MACHINES):
+            yield str(value)
+
+
+def missing_sources(inside: Inside) -> list[str]:
+    """Return what would be bound, but is not there: every runtime refuses that, on every node."""
+    return [bind.source for bind in inside.binds if not os.path.exists(bind.source)]  # noqa: PTH110
+
+
+# --- runtimes ----------------------------------------------------------------------------------------------------------
+
+
+def house(inside: Inside, runtime: RuntimeName, python: str) -> Housing:
+    """Return how a command is run inside.
+
+    Raises:
+        ConfigError: where the runtime cannot be told of a path.
+    """
+    return _RUNTIMES[runtime](inside, python)
+
+
+def _apptainer(inside: Inside, python: str, *, program: RuntimeName) -> Housing:
+    """Return the words of Apptainer (1.0 and newer) and SingularityCE (3.9 and newer).
+
+    Variables go through `env` inside: what `--env` and `APPTAINERENV_...` carry is evaluated by a shell there. Neither
+    `--cleanenv` nor `--containall`: the ranks come from Slurm's variables, and share memory with those beside them.
+    """
+    gpus = {"nvidia": ["--nv"], "rocm": ["--rocm"], "none": []}[inside.gpus]
+    mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind))]
+    where = ["--pwd", inside.work_dir]
+    prefix = [program, "exec", *gpus, *mounts, *where, *inside.options, inside.image, *_env(inside)]
+    return Housing(python=python, prefix=tuple(prefix))
+
+
+def _csv_mount(bind: Bind) -> str:
+    fields = [
+        "type=bind",
+        f"source={bind.source}",
+        f"destination={bind.target}",
+        *(["ro"] if bind.is_read_only else []),
+    ]
+    row = io.StringIO()
+    csv.writer(row, lineterminator="").writerow(fields)
+    return row.getvalue()
+
+
+def _pyxis(inside: Inside, python: str) -> Housing:
+    """Return srun's options of NVIDIA's pyxis plugin (its README); `enroot` runs the image."""
+    mounts = []
+    for bind in inside.binds:
+        for path in (bind.source, bind.target):
+            if "," in path or ":" in path:
+                raise ConfigError(
+                    f"pyxis cannot mount {path}: it takes `,` and `:` for its own. Rename it, or link to it."
+                )
+        mounts.append(f"{bind.source}:{bind.target}{':ro' if bind.is_read_only else ''}")
+    options = [
+        f"--container-image={inside.image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={inside.work_dir}",
+        "--no-container-mount-home",
+        *inside.options,
+    ]
+    return Housing(python=python, prefix=tuple(_env(inside)), srun_args=tuple(options))
+
+
+def _env(inside: Inside) -> list[str]:
+    return ["env", *(f"{name}={value}" for name, value in inside.environ.items())]
+
+
+_RUNTIMES: Mapping[RuntimeName, Callable[[Inside, str], Housing]] = {
+    "apptainer": lambda inside, python: _apptainer(inside, python, program="apptainer"),
+    "singularity": lambda inside, python: _apptainer(inside, python, program="singularity"),
+    "pyxis": _pyxis,
+}

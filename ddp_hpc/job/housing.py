@@ -1,0 +1,51 @@
+"""Where the workers are housed on this job's nodes: in their image, by a runtime that is there; or in none."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddp_hpc.containers import BARE, Housing, RuntimeName, house, inside_of, is_address, missing_sources
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+
+_FOUND_BY_ITSELF: Sequence[RuntimeName] = ("apptainer", "singularity")
+
+
+def housing_of(spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str]) -> Housing:
+    """Return how this job's commands are run on its nodes.
+
+    Raises:
+        ConfigError: where the image, a path that it is to see, or the runtime is not there.
+    """
+    inside = inside_of(spec, run, import_paths=import_paths, work_dir=Path.cwd())
+    if inside is None:
+        return BARE
+    if not is_address(inside.image) and not Path(inside.image).exists():
+        raise ConfigError(f"`container.image` is {inside.image}, but there is no such file or directory on this node.")
+    missing = missing_sources(inside)
+    if missing:
+        raise ConfigError(
+            f"The image is to see {', '.join(missing)}, but this node has no such path (`container.binds`)."
+        )
+    runtime = _runtime(spec, environ)
+    sys.stderr.write(f"the workers run in {inside.image}, by {runtime}\n")
+    return house(inside, runtime, spec.container.python)
+
+
+def _runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:
+    asked = spec.container.runtime
+    if asked == "pyxis":
+        return asked
+    path = environ.get("PATH", "")
+    candidates = _FOUND_BY_ITSELF if asked == "auto" else [asked]
+    found = next((name for name in candidates if shutil.which(name, path=path)), None)
+    if found is None:
+        raise ConfigError(
+            f"`container.image` needs {' or '.join(candidates)}, but this node's PATH has neither it nor another name of "
+            "it. Load its module in `slurm.setup`, or choose `container.runtime`."
+        )
+    return found

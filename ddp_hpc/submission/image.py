@@ -1,0 +1,65 @@
+"""A look at the image before the run is sent, rather than on all of its nodes."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ddp_hpc.containers import Inside, inside_of, is_address, missing_sources
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+
+_SIF_MAGIC, _MAGIC_AT, _ARCHITECTURE_AT = b"SIF_MAGIC", 32, 45
+_ARCHITECTURES = {b"02": "x86_64", b"04": "aarch64", b"06": "ppc64le"}
+"""Of the SIF format's global header (apptainer/sif, `pkg/sif`), by `platform.machine()`'s names."""
+
+
+def look_at_image(
+    spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield what the user should know of the run's image.
+
+    Raises:
+        ConfigError: where it, or a path that it is to see, is not there; or the runtime cannot take it.
+    """
+    inside = inside_of(spec, run, import_paths=[str(path) for path in import_paths], work_dir=Path.cwd())
+    if inside is None:
+        return
+    if is_address(inside.image):
+        _require_fetching_runtime(spec, inside)
+    elif not Path(inside.image).exists():
+        raise ConfigError(f"`container.image` is {inside.image}, but there is no such file or directory.")
+    made_with_the_run = [str(run.path), *(str(path) for path in import_paths)]
+    missing = [path for path in missing_sources(inside) if path not in made_with_the_run]
+    if missing:
+        raise ConfigError(f"`container.binds` has {', '.join(missing)}, but there is no such file or directory.")
+    runtime = spec.container.runtime
+    names = ["apptainer", "singularity"] if runtime == "auto" else [runtime]
+    if runtime != "pyxis" and not any(shutil.which(name, path=environ.get("PATH", "")) for name in names):
+        yield f"there is no {' or '.join(names)} on this host's PATH: the job needs it on its own (`slurm.setup`)"
+    architecture = sif_architecture(Path(inside.image))
+    if architecture is not None and architecture != platform.machine():
+        yield f"the image is for {architecture}, and this host is {platform.machine()}: right only if the nodes are not"
+
+
+def _require_fetching_runtime(spec: RunSpec, inside: Inside) -> None:
+    """Refuse to have every node fetch and convert the same image."""
+    if spec.container.runtime != "pyxis":
+        raise ConfigError(
+            f"`container.image` is {inside.image}, which every node would fetch and convert for itself. Do it once: "
+            f"`apptainer pull image.sif {inside.image}`, and use `container.image=image.sif`."
+        )
+
+
+def sif_architecture(path: Path) -> str | None:
+    """Return the machine that an image file is for; None where it does not say."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[_MAGIC_AT : _MAGIC_AT + len(_SIF_MAGIC)] != _SIF_MAGIC:
+        return None
+    return _ARCHITECTURES.get(header[_ARCHITECTURE_AT : _ARCHITECTURE_AT + 2])

@@ -1,0 +1,238 @@
+"""From a run to the words that put its workers into an image, runtime by runtime."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc import containers
+from ddp_hpc.containers import Bind, Housing, house, inside_of, is_address, missing_sources
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.housing import housing_of
+from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
+from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec
+from ddp_hpc.submission.image import look_at_image, sif_architecture
+
+RUN = RunDir(Path("/scratch/ada/runs/net"))
+WORK_DIR = Path("/home/ada/project")
+CODE = "/scratch/ada/runs/net/snapshot"
+
+
+def spec(**container: Any) -> RunSpec:
+    known = {"image": "/images/torch.sif", **container}
+    return RunSpec(name="net", container=ContainerSpec(**known), resources=ResourcesSpec(nodes=2, gpus_per_node=4))
+
+
+def inside(monkeypatch: pytest.MonkeyPatch, one: RunSpec | None = None) -> containers.Inside:
+    monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
+    found = inside_of(one or spec(), RUN, import_paths=[CODE], work_dir=WORK_DIR)
+    assert found is not None
+    return found
+
+
+ENV = ["env", f"PYTHONPATH=/opt/ddp_hpc:{CODE}", "PYTHONNOUSERSITE=1"]
+MOUNTS = [
+    "type=bind,source=/venv/lib/python3.11/site-packages/ddp_hpc,destination=/opt/ddp_hpc/ddp_hpc,ro",
+    "type=bind,source=/datasets,destination=/data,ro",
+    "type=bind,source=/home/ada/project,destination=/home/ada/project",
+    "type=bind,source=/scratch/ada/runs/net,destination=/scratch/ada/runs/net",
+]
+PYXIS_MOUNTS = (
+    "/venv/lib/python3.11/site-packages/ddp_hpc:/opt/ddp_hpc/ddp_hpc:ro,/datasets:/data:ro,"
+    "/home/ada/project:/home/ada/project,/scratch/ada/runs/net:/scratch/ada/runs/net"
+)
+GOLDEN: dict[str, tuple[list[str], list[str]]] = {
+    program: (
+        [],
+        [
+            *(program, "exec", "--nv"),
+            *(word for mount in MOUNTS for word in ("--mount", mount)),
+            *("--pwd", "/home/ada/project", "--writable-tmpfs", "/images/torch.sif"),
+            *ENV,
+        ],
+    )
+    for program in ("apptainer", "singularity")
+}
+GOLDEN["pyxis"] = (
+    [
+        "--container-image=/images/torch.sif",
+        f"--container-mounts={PYXIS_MOUNTS}",
+        "--container-workdir=/home/ada/project",
+        "--no-container-mount-home",
+        "--writable-tmpfs",
+    ],
+    ENV,
+)
+
+
+@pytest.mark.parametrize("runtime", GOLDEN)
+def test_a_command_line_is_the_golden_one(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
+    one = spec(binds=("/datasets:/data:ro",), options=("--writable-tmpfs",))
+
+    housing = house(inside(monkeypatch, one), runtime, "python3")
+
+    assert (list(housing.srun_args), list(housing.prefix)) == GOLDEN[runtime]
+    assert housing.python == "python3"
+
+
+@pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
+def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
+    housing = Housing(python="/opt/python", prefix=("runtime", "image"), srun_args=("--of-the-runtime",))
+    start = Start(spec=spec(), run=RUN, attempt=0, job_id="7", meeting=Meeting("10.0.0.1", 29500), housing=housing)
+
+    argv = step_of_agents(spec(), RUN, housing) if launcher == "agent" else STEPS[launcher](start)
+
+    at = argv.index("--of-the-runtime")
+    assert argv[0] == "srun"
+    assert argv[at + 1 : at + 5] == ["runtime", "image", "/opt/python", "-m"]
+    assert sys.executable not in argv
+
+
+def test_without_an_image_everything_is_as_it_was() -> None:
+    bare = RunSpec(name="net")
+
+    assert inside_of(bare, RUN, import_paths=[], work_dir=WORK_DIR) is None
+    assert housing_of(bare, RUN, [], {}) == containers.BARE
+    assert agent_argv(bare, RUN)[0] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "flags"),
+    [("auto", 4, ["--nv"]), ("auto", 0, []), ("rocm", 4, ["--rocm"]), ("nvidia", 0, ["--nv"]), ("none", 4, [])],
+)
+def test_the_driver_comes_in_where_gpus_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, gpus: Any, asked: int, flags: list[str]
+) -> None:
+    one = replace(spec(gpus=gpus), resources=ResourcesSpec(gpus_per_node=asked))
+
+    words = house(inside(monkeypatch, one), "apptainer", "python3").prefix
+
+    assert [word for word in words if word in {"--nv", "--rocm"}] == flags
+
+
+def test_data_that_the_recipe_names_is_seen_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    args = {"root": str(tmp_path), "weights": str(tmp_path / "none"), "shells": "/bin/sh", "width": 3, "name": "x"}
+
+    found = inside(monkeypatch, replace(spec(), recipe=RecipeSpec(target="net:build", args=args)))
+
+    assert Bind(str(tmp_path), str(tmp_path)) in found.binds
+    assert not any(bind.source.startswith(("/bin", f"{tmp_path}/none")) for bind in found.binds)
+
+
+def test_what_lies_in_a_bound_path_is_not_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inside(monkeypatch, spec(binds=("/scratch", "/home/ada:/home/ada:ro")))
+
+    assert [bind.source for bind in found.binds][1:] == ["/scratch", "/home/ada"]
+
+
+@pytest.mark.parametrize("text", ["data", "/a:b", "/a:/b:rx", "/a:/b:ro:ro", ""])
+def test_a_bind_that_is_none_is_told_with_the_form(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"a bind is `/SOURCE`, `/SOURCE:/TARGET`"):
+        Bind.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("image", "is_one"),
+    [
+        ("docker://pytorch/pytorch", True),
+        ("nvcr.io#nvidia/pytorch:24.07-py3", True),
+        ("/a#b.sif", False),
+        ("x.sif", False),
+    ],
+)
+def test_addresses_are_told_from_paths(image: str, is_one: bool) -> None:
+    assert is_address(image) is is_one
+
+
+@pytest.mark.parametrize("path", ["/a,b", "/a:b"])
+def test_a_path_that_pyxis_would_misread_is_refused(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    found = replace(inside(monkeypatch), binds=(Bind(path, path),))
+
+    with pytest.raises(ConfigError, match="pyxis cannot mount"):
+        house(found, "pyxis", "python3")
+
+
+# --- looked at before it is used -------------------------------------------------------------------------------------
+
+
+def looked(one: RunSpec, environ: dict[str, str] | None = None) -> list[str]:
+    return list(look_at_image(one, RUN, [Path(CODE)], {"PATH": "/usr/bin"} if environ is None else environ))
+
+
+def test_an_image_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`container.image` is .*none.sif, but there is no such file"):
+        looked(spec(image=str(tmp_path / "none.sif")))
+
+
+def test_a_bind_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`container.binds` has /no/such, but there is no such file"):
+        looked(spec(image=str(tmp_path), binds=("/no/such:/data",)))
+
+
+def test_an_address_is_fetched_once_and_not_by_every_node() -> None:
+    with pytest.raises(ConfigError, match=r"apptainer pull image.sif docker://pytorch/pytorch"):
+        looked(spec(image="docker://pytorch/pytorch"))
+    assert not any("pull" in note for note in looked(spec(image="docker://pytorch/pytorch", runtime="pyxis")))
+
+
+def test_a_login_node_without_the_runtime_is_told_of(tmp_path: Path) -> None:
+    assert any("no apptainer or singularity on this host's PATH" in note for note in looked(spec(image=str(tmp_path))))
+    program = tmp_path / "singularity"
+    program.touch(0o755)
+    assert looked(spec(image=str(tmp_path)), {"PATH": str(tmp_path)}) == []
+
+
+@pytest.mark.parametrize(("code", "name"), [(b"02", "x86_64"), (b"04", "aarch64"), (b"99", None)])
+def test_an_image_for_another_machine_is_told_of(tmp_path: Path, code: bytes, name: str | None) -> None:
+    image = tmp_path / "image.sif"
+    image.write_bytes(
+        b"#!/usr/bin/env run-singularity\n".ljust(32, b"\0") + b"SIF_MAGIC\0" + b"01\0" + code + b"\0" * 40
+    )
+
+    assert sif_architecture(image) == name
+    told = [note for note in looked(spec(image=str(image))) if "right only if" in note]
+    assert bool(told) == (name is not None and name != platform.machine())
+
+
+def test_a_file_that_is_no_sif_says_nothing_of_its_machine(tmp_path: Path) -> None:
+    (tmp_path / "image.sqsh").write_bytes(b"hsqs")
+
+    assert sif_architecture(tmp_path / "image.sqsh") is None
+
+
+# --- on the job's first node -----------------------------------------------------------------------------------------
+
+
+def test_a_job_takes_the_runtime_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "singularity").touch(0o755)
+    run = RunDir(tmp_path)
+
+    found = housing_of(spec(image=str(tmp_path)), run, [], {"PATH": str(tmp_path)})
+
+    assert found.prefix[0] == "singularity"
+    assert f"the workers run in {tmp_path}, by singularity" in capsys.readouterr().err
+
+
+def test_a_job_without_the_runtime_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs apptainer or singularity, .* Load its module in `slurm.setup`"):
+        housing_of(spec(image=str(tmp_path)), RunDir(tmp_path), [], {"PATH": str(tmp_path)})
+
+
+def test_a_node_that_does_not_see_the_image_or_a_path_says_which(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.sif, but there is no such file or directory on this node"):
+        housing_of(spec(image=str(tmp_path / "none.sif")), RunDir(tmp_path), [], {})
+    with pytest.raises(ConfigError, match=r"The image is to see /no/such, but this node has no such path"):
+        housing_of(spec(image=str(tmp_path), binds=("/no/such",)), RunDir(tmp_path), [], {})
+
+
+def test_what_is_missing_is_known_before_a_runtime_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = replace(inside(monkeypatch), binds=(Bind("/no/such", "/a"), Bind(str(tmp_path), "/b")))
+
+    assert missing_sources(found) == ["/no/such"]
