@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
@@ -163,7 +162,7 @@ def _delete(path: Path) -> None:
 
     It begins with a rename, so that nobody takes a half-deleted one for whole, to a name that is nobody else's.
     """
-    away = path.with_name(f"{path.name}.{secrets.token_hex(4)}.deleted.tmp")
+    away = path.with_name(f"{path.name}.{os.urandom(4).hex()}.deleted.tmp")
     with suppress(FileNotFoundError):
         path.rename(away)
         shutil.rmtree(away, ignore_errors=True)

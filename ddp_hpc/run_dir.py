@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+DEFAULT_RUNS_DIR = "runs"
+"""Where runs live unless the user says otherwise: in the working directory."""
+
 
 @dataclass(frozen=True)
 class RunDir:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import DEFAULT_RUNS_DIR
 
 _CPU_WORKER_GB = 2
 _FLAG_PATTERN = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
@@ -414,7 +415,7 @@ class RunSpec:
 
     name: str
     """Name of the run and of its directory. Default: the configuration file's stem."""
-    runs_dir: str = "runs"
+    runs_dir: str = DEFAULT_RUNS_DIR
     """Where runs live; on a cluster, a directory that all nodes share."""
     seed: int = 0
     """Everything random follows from it."""

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddp_hpc.records import read_attempts, read_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir import DEFAULT_RUNS_DIR, RunDir
 from ddp_hpc.watch.find import find_run, newest_run
+
+ENVIRONMENT_PREFIX = "DDP_HPC_"
+"""Of every variable that settings, or a profile of them, come from."""
 
 
 def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -34,7 +37,9 @@ def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path
     """Return where runs are looked for: the option, or the key from the environment, the site profile or its default."""
     if option is not None:
         return option
-    from ddp_hpc.config import resolve_key  # late: the spec's classes take time to make
+    if not any(name.startswith(ENVIRONMENT_PREFIX) for name in environment):
+        return Path(DEFAULT_RUNS_DIR)
+    from ddp_hpc.config import resolve_key  # late: the spec's classes take 30 ms to make
 
     return Path(resolve_key("runs_dir", environment))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ddp_hpc.durable import read_json, replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm import states
 
 FRESH_S = 30.0
 """An answer this old is asked for again."""
@@ -121,6 +121,8 @@ class _Known:
 
 def _asked(environ: Mapping[str, str], known: _Known, now: float) -> _Known:
     """Ask squeue once for all of the user's jobs."""
+    from ddp_hpc.slurm import client  # late: only who asks waits for it
+
     try:
         entries = client.queue(client.user_name(), environ)
     except (SlurmUnavailableError, ConfigError) as error:
@@ -137,6 +139,8 @@ def _asked(environ: Mapping[str, str], known: _Known, now: float) -> _Known:
 
 def _of_ended(job_id: str, environ: Mapping[str, str], now: float) -> JobWord:
     """Ask for a job that squeue does not list: the controller remembers it for minutes, the database for ever."""
+    from ddp_hpc.slurm import client  # late: only who asks waits for it
+
     try:
         record = client.job(job_id, environ)
     except (SlurmUnavailableError, ConfigError) as error:

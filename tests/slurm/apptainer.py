@@ -136,7 +136,7 @@ def _download(scratch: Path) -> Path:
         raise LabError("apt-get knows no archive of Debian; `apt-get update` may help")
     sources = scratch / "sources.list"
     sources.write_text(f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {uris[0]} sid main\n")
-    places = {"Etc::sourcelist": sources, "Etc::sourceparts": "parts", "Etc::preferencesparts": "parts"}
+    places = {"Etc::sourcelist": "sources.list", "Etc::sourceparts": "parts", "Etc::preferencesparts": "parts"}
     places |= {"Etc::preferences": "/dev/null", "State::lists": "lists", "Cache": "cache"}
     options = [f"-oDir::{key}={scratch / place}" for key, place in places.items()]
     apt = ["apt-get", "-qq", "-oAPT::Sandbox::User=root", *options]
