@@ -1,4 +1,4 @@
-"""From a spec to the words that run a command inside an image. Pure, but for a look at which paths exist.
+"""From a spec to the words that run a command inside an image. Pure, but for a look at paths and images.
 
 What runs inside are the processes that hold PyTorch: agents, tasks, torchrun. Whatever talks to Slurm stays outside:
 the job script, the supervisor, srun. So an image needs neither Slurm's commands nor munge.
@@ -76,6 +76,8 @@ class Housing:
     python: str = sys.executable
     prefix: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
+    image: str = ""
+    """What tells the image from others."""
 
     @property
     def command(self) -> list[str]:
@@ -146,6 +148,40 @@ def _paths_in(args: Mapping[str, object]) -> Iterator[str]:
 def missing_sources(inside: Inside) -> list[str]:
     """Return what would be bound, but is not there: every runtime refuses that, on every node."""
     return [bind.source for bind in inside.binds if not os.path.exists(bind.source)]  # noqa: PTH110
+
+
+# --- images ------------------------------------------------------------------------------------------------------------
+
+# The SIF format's global header (apptainer/sif, `pkg/sif`): a line for the kernel, then these.
+_SIF_MAGIC, _MAGIC_AT, _ARCHITECTURE_AT, _ID_AT, _HEADER_BYTES = b"SIF_MAGIC", 32, 45, 48, 64
+_ARCHITECTURES = {b"02": "x86_64", b"04": "aarch64", b"06": "ppc64le"}
+"""By `platform.machine()`'s names."""
+
+
+def sif_architecture(path: Path) -> str | None:
+    """Return the machine that an image file is for; None where it does not say."""
+    header = _sif_header(path)
+    return None if header is None else _ARCHITECTURES.get(header[_ARCHITECTURE_AT : _ARCHITECTURE_AT + 2])
+
+
+def identity_of(image: str) -> str:
+    """Return what tells this image from others: the number that a SIF was given when it was built; else an address.
+
+    Empty for directories, which can change unseen.
+    """
+    if is_address(image):
+        return image
+    header = _sif_header(Path(image))
+    return "" if header is None else f"SIF {header[_ID_AT:_HEADER_BYTES].hex()}"
+
+
+def _sif_header(path: Path) -> bytes | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        header = file.read(_HEADER_BYTES)
+    is_sif = header[_MAGIC_AT : _MAGIC_AT + len(_SIF_MAGIC)] == _SIF_MAGIC
+    return header if is_sif and len(header) == _HEADER_BYTES else None
 
 
 # --- runtimes ----------------------------------------------------------------------------------------------------------

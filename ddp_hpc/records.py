@@ -66,6 +66,8 @@ class Attempt:
     next: Next = ""
     failed_nodes: tuple[str, ...] = ()
     """Whose failure it was, where it was a node's."""
+    image: str = ""
+    """What tells the image that it ran in from others; empty without one, or where nothing tells."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def newest_attempt(run: RunDir) -> int:
     return max((attempt.attempt for attempt in read_attempts(run)), default=-1)
 
 
-def record_start(run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None, first_step: int = 0) -> None:
+def record_start(  # noqa: PLR0913  # what a line of the ledger holds
+    run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None, first_step: int = 0, image: str = ""
+) -> None:
     """Write into the ledger that this process begins an attempt; `job` is what a cluster adds to it."""
     about_job = {} if job is None else {"cluster": "slurm", **asdict(job), "nodes": list(job.nodes)}
     append_json_line(
@@ -109,9 +113,18 @@ def record_start(run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None
             "pid": os.getpid(),
             "started_at": time.time(),
             "first_step": first_step,
+            **({"image": image} if image else {}),
             **about_job,
         },
     )
+
+
+def other_image(attempts: Sequence[Attempt], image: str) -> str:
+    """Return what to say where the run began in another image than this; empty where it did not, or nothing tells."""
+    before = next((attempt for attempt in reversed(attempts) if attempt.image), None)
+    if before is None or not image or before.image == image:
+        return ""
+    return f"attempt {before.attempt} ran in another image ({before.image}, now {image}): what it comes to may differ"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ddp_hpc.containers import BARE, Housing, RuntimeName, house, inside_of, is_address, missing_sources
+from ddp_hpc.containers import BARE, Housing, RuntimeName, house, identity_of, inside_of, is_address, missing_sources
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.records import other_image, read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
@@ -33,7 +35,10 @@ def housing_of(spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ:
         )
     runtime = _runtime(spec, environ)
     sys.stderr.write(f"the workers run in {inside.image}, by {runtime}\n")
-    return house(inside, runtime, spec.container.python)
+    image = identity_of(inside.image)
+    if told := other_image(read_attempts(run), image):
+        sys.stderr.write(f"note: {told}\n")
+    return replace(house(inside, runtime, spec.container.python), image=image)
 
 
 def _runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:

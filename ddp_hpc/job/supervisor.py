@@ -119,7 +119,7 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
     workers = _workers(assignment, housing, lock_fds)
     try:
         while True:
-            attempt = _begin(assignment)
+            attempt = _begin(assignment, housing.image)
             outcome = _see_through(assignment, workers, attempt)
             conclusion = conclude(assignment, attempt, outcome)
             if conclusion.decision.next != "in place":
@@ -146,7 +146,7 @@ def _workers(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]) 
     return ByTasks(run, argv_of, lock_fds=lock_fds)
 
 
-def _begin(assignment: Assignment) -> int:
+def _begin(assignment: Assignment, image: str) -> int:
     """Claim the run for another attempt, and write its start into the ledger; return its number.
 
     Raises:
@@ -161,7 +161,8 @@ def _begin(assignment: Assignment) -> int:
     steps = checkpoint_store.committed_steps(run)
     first_step = steps[-1] if steps else 0
     job_id = _job_id(allocation)
-    record_start(run, attempt=attempt, job_id=job_id, job=_facts(allocation), first_step=first_step)
+    facts = _facts(allocation)
+    record_start(run, attempt=attempt, job_id=job_id, job=facts, first_step=first_step, image=image)
     if allocation is not None:
         _note_job(run, job_id, attempt)
     return attempt

@@ -7,14 +7,11 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ddp_hpc.containers import Inside, inside_of, is_address, missing_sources
+from ddp_hpc.containers import Inside, identity_of, inside_of, is_address, missing_sources, sif_architecture
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.records import other_image, read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-
-_SIF_MAGIC, _MAGIC_AT, _ARCHITECTURE_AT = b"SIF_MAGIC", 32, 45
-_ARCHITECTURES = {b"02": "x86_64", b"04": "aarch64", b"06": "ppc64le"}
-"""Of the SIF format's global header (apptainer/sif, `pkg/sif`), by `platform.machine()`'s names."""
 
 
 def look_at_image(
@@ -43,6 +40,8 @@ def look_at_image(
     architecture = sif_architecture(Path(inside.image))
     if architecture is not None and architecture != platform.machine():
         yield f"the image is for {architecture}, and this host is {platform.machine()}: right only if the nodes are not"
+    if told := other_image(read_attempts(run), identity_of(inside.image)):
+        yield told
 
 
 def _require_fetching_runtime(spec: RunSpec, inside: Inside) -> None:
@@ -52,14 +51,3 @@ def _require_fetching_runtime(spec: RunSpec, inside: Inside) -> None:
             f"`container.image` is {inside.image}, which every node would fetch and convert for itself. Do it once: "
             f"`apptainer pull image.sif {inside.image}`, and use `container.image=image.sif`."
         )
-
-
-def sif_architecture(path: Path) -> str | None:
-    """Return the machine that an image file is for; None where it does not say."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        header = file.read(64)
-    if header[_MAGIC_AT : _MAGIC_AT + len(_SIF_MAGIC)] != _SIF_MAGIC:
-        return None
-    return _ARCHITECTURES.get(header[_ARCHITECTURE_AT : _ARCHITECTURE_AT + 2])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.containers import Bind, Housing, Inside, house
+from ddp_hpc.containers import Bind, Housing, Inside, house, identity_of
 from ddp_hpc.records import read_attempts
 from tests.slurm import apptainer
 from tests.slurm.apptainer import PYTHON_INSIDE, Apptainer, NoApptainerError
@@ -66,6 +66,7 @@ def test_a_run_in_an_image_is_preempted_and_comes_to_the_bits_of_one_in_none(
     first, second = read_attempts(login.run("housed"))
     assert (first.cause, first.next, second.first_step) == ("preempted", "requeue", first.last_step)
     assert f"the workers run in {images[kind]}, by apptainer" in login.console("housed")
+    assert second.image == first.image == identity_of(str(images[kind]))
     assert_unbroken(login, "housed", world_size=4)
 
 

@@ -11,14 +11,25 @@ from typing import Any
 import pytest
 
 from ddp_hpc import containers
-from ddp_hpc.containers import Bind, Housing, house, inside_of, is_address, missing_sources
+from ddp_hpc.containers import (
+    Bind,
+    Housing,
+    house,
+    identity_of,
+    inside_of,
+    is_address,
+    missing_sources,
+    sif_architecture,
+)
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.housing import housing_of
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.records import record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec
-from ddp_hpc.submission.image import look_at_image, sif_architecture
+from ddp_hpc.submission.image import look_at_image
+from tests.made_run import make_run
 
 RUN = RunDir(Path("/scratch/ada/runs/net"))
 WORK_DIR = Path("/home/ada/project")
@@ -189,12 +200,16 @@ def test_a_login_node_without_the_runtime_is_told_of(tmp_path: Path) -> None:
     assert looked(spec(image=str(tmp_path)), {"PATH": str(tmp_path)}) == []
 
 
+def made_sif(path: Path, *, code: bytes = b"02", number: int = 1) -> Path:
+    """Write the header of an image file."""
+    start = b"#!/usr/bin/env run-singularity\n".ljust(32, b"\0")
+    path.write_bytes(start + b"SIF_MAGIC\0" + b"01\0" + code + b"\0" + number.to_bytes(16, "big") + b"\0" * 40)
+    return path
+
+
 @pytest.mark.parametrize(("code", "name"), [(b"02", "x86_64"), (b"04", "aarch64"), (b"99", None)])
 def test_an_image_for_another_machine_is_told_of(tmp_path: Path, code: bytes, name: str | None) -> None:
-    image = tmp_path / "image.sif"
-    image.write_bytes(
-        b"#!/usr/bin/env run-singularity\n".ljust(32, b"\0") + b"SIF_MAGIC\0" + b"01\0" + code + b"\0" * 40
-    )
+    image = made_sif(tmp_path / "image.sif", code=code)
 
     assert sif_architecture(image) == name
     told = [note for note in looked(spec(image=str(image))) if "right only if" in note]
@@ -205,6 +220,28 @@ def test_a_file_that_is_no_sif_says_nothing_of_its_machine(tmp_path: Path) -> No
     (tmp_path / "image.sqsh").write_bytes(b"hsqs")
 
     assert sif_architecture(tmp_path / "image.sqsh") is None
+
+
+def test_a_resume_in_another_image_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "apptainer").touch(0o755)
+    environ = {"PATH": str(tmp_path)}
+    run, image = make_run(tmp_path), made_sif(tmp_path / "image.sif", number=1)
+    first = housing_of(spec(image=str(image)), run, [], environ)
+    record_start(run, attempt=0, job_id="7", image=first.image)
+    assert list(look_at_image(spec(image=str(image)), run, [], environ)) == []
+
+    made_sif(image, number=2)
+    told = list(look_at_image(spec(image=str(image)), run, [], environ))
+    capsys.readouterr()
+    housing_of(spec(image=str(image)), run, [], environ)
+
+    assert "attempt 0 ran in another image (SIF 0" in told[0]
+    assert told[0] in capsys.readouterr().err
+
+
+def test_a_directory_can_change_unseen(tmp_path: Path) -> None:
+    assert identity_of(str(tmp_path)) == ""
+    assert identity_of("docker://pytorch/pytorch") == "docker://pytorch/pytorch"
 
 
 # --- on the job's first node -----------------------------------------------------------------------------------------
