@@ -1,6 +1,7 @@
 """Measure ours and its peers side by side, write benchmarks/results/, and bring docs/performance.md up to date.
 
-make bench                          # all, about five minutes
+make bench                          # launch, loop and checkpoint, about five minutes
+make bench ARGS=survival            # on a Slurm cluster of its own, as root, a quarter of an hour
 make bench ARGS="loop checkpoint"   # these
 make bench ARGS="loop --rounds 30"  # longer
 make bench ARGS=--tables            # only the tables of docs/performance.md, from the results there are
@@ -22,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 from benchmarks import report
 from benchmarks.rounds import Benchmark, surroundings
 
-NAMES = ("launch", "loop", "checkpoint", "survival")
+QUICK = ("launch", "loop", "checkpoint")
+NAMES = (*QUICK, "survival")
 
 
 def measure(name: str, rounds: int | None) -> None:
@@ -55,7 +57,9 @@ def measure_apart(name: str, rounds: int | None) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is asked for; return 1 if one could not be measured. A missed target is a result, no failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(NAMES)}; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(NAMES)}; default: {', '.join(QUICK)}"
+    )
     parser.add_argument("--rounds", type=int, help="rounds of each, instead of its own number")
     parser.add_argument("--tables", action="store_true", help="measure nothing, only fill docs/performance.md")
     parser.add_argument("--here", choices=NAMES, help=argparse.SUPPRESS)
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in args.names if name not in NAMES]
     if unknown:
         parser.error(f"NAME is {unknown[0]!r}, but it must be one of {', '.join(NAMES)}")
-    wanted = [] if args.tables else args.names or NAMES
+    wanted = [] if args.tables else args.names or QUICK
     failed = [name for name in wanted if not measure_apart(name, args.rounds)]
     report.update()
     print("docs/performance.md shows the results.")
