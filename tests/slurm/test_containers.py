@@ -49,7 +49,7 @@ def housed(program: Apptainer, image: Path) -> list[str]:
     return [setup, f"container.image={image}", f"container.python={PYTHON_INSIDE}", f"container.binds={program.binds}"]
 
 
-@pytest.mark.parametrize("kind", ["sandbox", "sif"])
+@pytest.mark.parametrize("kind", [pytest.param("sandbox", marks=pytest.mark.campaign), "sif"])
 def test_a_run_in_an_image_is_preempted_and_comes_to_the_bits_of_one_in_none(
     cluster: Cluster, login: LoginNode, program: Apptainer, images: dict[str, Path], kind: str
 ) -> None:
@@ -79,6 +79,7 @@ def test_every_launcher_trains_in_an_image(login: LoginNode, program: Apptainer,
         assert login.digest(launcher) == login.digest("bare")
 
 
+@pytest.mark.campaign
 def test_workers_in_an_image_start_again_in_place(
     cluster: Cluster, login: LoginNode, program: Apptainer, images: dict[str, Path]
 ) -> None:
