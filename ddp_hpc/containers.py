@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,6 +186,25 @@ def _sif_header(path: Path) -> bytes | None:
 
 
 # --- runtimes ----------------------------------------------------------------------------------------------------------
+
+
+def find_runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:
+    """Return what runs the image here.
+
+    Raises:
+        ConfigError: where it is not on PATH.
+    """
+    asked = spec.container.runtime
+    if asked == "pyxis":
+        return asked
+    candidates: Sequence[RuntimeName] = ("apptainer", "singularity") if asked == "auto" else (asked,)
+    found = next((name for name in candidates if shutil.which(name, path=environ.get("PATH", ""))), None)
+    if found is None:
+        raise ConfigError(
+            f"`container.image` needs {' or '.join(candidates)}, but the PATH here has none. Load its module, in a job by "
+            "`slurm.setup`, or choose `container.runtime`."
+        )
+    return found
 
 
 def house(inside: Inside, runtime: RuntimeName, python: str) -> Housing:

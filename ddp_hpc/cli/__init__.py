@@ -27,6 +27,7 @@ VERBS = {
     "checkpoints": "list a run's checkpoints, verify them, print the digest of the newest",
     "export": "write a run's weights to a safetensors file",
     "config": "print the reference of all keys",
+    "container": "look into the image of a run: has it what the workers need",
     "env": "print every value derived from the allocation, and why",
 }
 """Verb -> what it does; each is a module of `verbs`, imported when it is asked for."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_hpc.containers import BARE, Housing, RuntimeName, house, identity_of, inside_of, is_address, missing_sources
+from ddp_hpc.containers import BARE, Housing, find_runtime, house, identity_of, inside_of, is_address, missing_sources
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import other_image, read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-
-_FOUND_BY_ITSELF: Sequence[RuntimeName] = ("apptainer", "singularity")
 
 
 def housing_of(spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str]) -> Housing:
@@ -33,24 +30,9 @@ def housing_of(spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ:
         raise ConfigError(
             f"The image is to see {', '.join(missing)}, but this node has no such path (`container.binds`)."
         )
-    runtime = _runtime(spec, environ)
+    runtime = find_runtime(spec, environ)
     sys.stderr.write(f"the workers run in {inside.image}, by {runtime}\n")
     image = identity_of(inside.image)
     if told := other_image(read_attempts(run), image):
         sys.stderr.write(f"note: {told}\n")
     return replace(house(inside, runtime, spec.container.python), image=image)
-
-
-def _runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:
-    asked = spec.container.runtime
-    if asked == "pyxis":
-        return asked
-    path = environ.get("PATH", "")
-    candidates = _FOUND_BY_ITSELF if asked == "auto" else [asked]
-    found = next((name for name in candidates if shutil.which(name, path=path)), None)
-    if found is None:
-        raise ConfigError(
-            f"`container.image` needs {' or '.join(candidates)}, but this node's PATH has neither it nor another name of "
-            "it. Load its module in `slurm.setup`, or choose `container.runtime`."
-        )
-    return found

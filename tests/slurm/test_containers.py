@@ -174,6 +174,23 @@ def test_hostile_paths_are_seen_under_their_own_names(house_here: Callable[..., 
         assert read == [Path(path).name for path in some]
 
 
+def test_an_image_can_be_looked_into_before_it_is_used(
+    cluster: Cluster, login: LoginNode, program: Apptainer, images: dict[str, Path]
+) -> None:
+    path = {"PATH": f"{program.bin_dir}:/usr/bin:/bin"}
+    asked = ["container", "check", "digits.yaml", "--json", *housed(program, images["sandbox"])]
+
+    good = login.type(*asked, env=path)
+    bad = login.type(*asked, "container.binds=[/usr:/usr:ro]", env=path)  # without the packages
+
+    assert good.returncode == 0, good.stdout + good.stderr
+    found = json.loads(good.stdout)
+    assert (found["runtime"], found["problems"]) == ("apptainer", [])
+    assert {"torch", "msgspec", "xxhash", "ddp_hpc"} <= found["modules"].keys()
+    assert bad.returncode == 1
+    assert "torch cannot be imported: ModuleNotFoundError: No module named 'torch'" in bad.stdout
+
+
 def test_an_image_that_is_not_there_is_refused_before_the_queue(login: LoginNode) -> None:
     done = login.type("submit", "digits.yaml", "--cluster", "slurm", "container.image=images/none.sif")
 

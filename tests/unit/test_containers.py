@@ -258,7 +258,9 @@ def test_a_job_takes_the_runtime_that_is_there(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_job_without_the_runtime_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs apptainer or singularity, .* Load its module in `slurm.setup`"):
+    with pytest.raises(
+        ConfigError, match=r"needs apptainer or singularity, .* Load its module, in a job by `slurm.setup`"
+    ):
         housing_of(spec(image=str(tmp_path)), RunDir(tmp_path), [], {"PATH": str(tmp_path)})
 
 
