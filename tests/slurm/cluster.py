@@ -160,6 +160,8 @@ class Cluster:
             self._start(daemon)
         for node, interface in sorted(self._unplugged):
             self.plug(node, interface)
+            if self.lab.init_pid(node):  # what went on there while it was cut off must not drain it amid the next test
+                self.kill(node)
         for node in self.settings.hostnames:
             if not self.lab.init_pid(node):
                 self.boot(node)

@@ -246,6 +246,7 @@ def test_a_frozen_worker_is_named_and_replaced(cluster: Cluster, place: LoginNod
     assert_unbroken(place, "frozen", world_size=4, may_lose=10)
 
 
+@pytest.mark.campaign
 def test_bad_nodes_are_left_out_as_far_as_they_can_be_spared(cluster: Cluster, place: LoginNode) -> None:
     place.submit("picky", *FAULTY, *world(3, 1), "restart.exclude_after=1", "slurm.partition=batch")
     bad = []
