@@ -14,7 +14,9 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +33,9 @@ from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.training_state import NamedTensor, TrainingState
 
 log = logging.getLogger(__name__)
+
+PARTING_S = 30.0
+"""How long rank zero stays for the others to read that the last checkpoint is committed."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -237,8 +242,21 @@ class Checkpointer:
         if step == self._restored:
             return
         error = json.loads(self._group.side_store.get(self._key(step, "verdict")))
+        self._let_all_read(step)
         if error is not None:
             raise CheckpointError(f"The checkpoint of step {step} could not be committed: {error}")
+
+    def _let_all_read(self, step: int) -> None:
+        """Keep rank zero, which leaves after this and takes the store with it, until all others have read the verdict."""
+        place, store = self._group.place, self._group.side_store
+        if not place.is_rank_zero:
+            with suppress(RuntimeError):  # it waits no longer: nothing is lost, for the verdict is here
+                store.set(self._key(step, f"read/{place.rank}"), "")
+            return
+        others = [self._key(step, f"read/{rank}") for rank in range(1, place.world_size)]
+        if others:
+            with suppress(RuntimeError):  # one died at the last moment, and will be told of by whoever started it
+                store.wait(others, timedelta(seconds=PARTING_S))
 
     def wait(self) -> None:
         """Wait until this rank has nothing left to write."""
