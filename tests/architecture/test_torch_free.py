@@ -16,6 +16,8 @@ from ddp_hpc.run_dir import RunDir
 
 HEAVY = {"numpy", "submitit", "torch", "torchvision"}
 ANSWER_S = 0.15
+BARE_S = 0.012
+"""What Python alone takes on the machine that this was measured on, when it is idle."""
 ATTEMPTS = 20
 
 THEN_SAY_WHAT_IS_LOADED = """
@@ -76,9 +78,9 @@ def test_the_guard_sees_torch_where_it_is_imported(directory: Path) -> None:
 
 
 def seconds_to_answer(args: list[str], cwd: Path) -> float:
-    """Return the CPU time that an answer takes: on an idle machine, the time until it is there."""
+    """Return the CPU time that Python takes for something: on an idle machine, the time until it is done."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "ddp_hpc", *args], cwd=cwd, capture_output=True, check=True)
+    subprocess.run([sys.executable, *args], cwd=cwd, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -86,6 +88,9 @@ def seconds_to_answer(args: list[str], cwd: Path) -> float:
 @pytest.mark.parametrize("verb", ["--help", "status"])
 def test_it_answers_at_once(verb: str, directory: Path) -> None:
     """The best of some attempts counts: other work on the machine may slow down any of them."""
-    attempts = (seconds_to_answer(VERBS[verb], directory) for _ in range(ATTEMPTS))
+    bare = min(seconds_to_answer(["-c", "pass"], directory) for _ in range(ATTEMPTS))
+    limit = ANSWER_S * max(1.0, bare / BARE_S)  # a machine that is slow now is slow at everything
 
-    assert any(seconds < ANSWER_S for seconds in attempts), f"{verb} took over {ANSWER_S} s, {ATTEMPTS} times"
+    answer = min(seconds_to_answer(["-m", "ddp_hpc", *VERBS[verb]], directory) for _ in range(ATTEMPTS))
+
+    assert answer < limit, f"{verb} took {answer:.3f} s, and Python alone {bare:.3f}"
