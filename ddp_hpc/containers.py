@@ -106,6 +106,7 @@ def inside_of(spec: RunSpec, run: RunDir, *, import_paths: Sequence[str], work_d
         image=container.image if is_address(container.image) else str(image_path(container.image)),
         binds=tuple(_binds(spec, run, import_paths, work_dir)),
         environ={
+            **spec.environ,  # else the image's own PATH and LD_LIBRARY_PATH win, and with pyxis all of its variables
             "PYTHONPATH": os.pathsep.join([str(INSIDE), *import_paths]),
             "PYTHONNOUSERSITE": "1",  # else ~/.local, which is mounted, comes before the image's packages
         },

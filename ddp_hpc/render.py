@@ -99,6 +99,7 @@ def _values(script: JobScript) -> dict[str, Any]:
         "directives": [*directives(script.spec, script.run, chdir=script.chdir)],
         "name": script.spec.name,
         "version": __version__,
+        "modules": script.spec.slurm.modules,
         "setup": script.spec.slurm.setup,
         "config": script.run.config,
         "python": script.python,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_RUNS_DIR = "runs"
 """Where runs live unless the user says otherwise: in the working directory."""
+
+
+def settings_dirs(environment: Mapping[str, str]) -> list[Path]:
+    """Return where site profiles are kept: the user's own, then the machine's."""
+    home = environment.get("HOME")
+    return [*([Path(home, ".config/ddp_hpc")] if home else []), Path("/etc/ddp_hpc")]
 
 
 @dataclass(frozen=True)

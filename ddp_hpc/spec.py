@@ -19,6 +19,8 @@ _CPU_WORKER_GB = 2
 _FLAG_PATTERN = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
 _MOST_SIGNAL_LEAD_S = 65535
 """What sbatch takes."""
+_VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OUR_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"})
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -43,6 +45,23 @@ def _require_one_line(section: str, **values: object) -> None:
             f"`{section}.{key}` is {value!r}, but it must be one line: a line break would become "
             "another line of the job script.",
         )
+
+
+def _check_variable(name: str, value: object) -> None:
+    """Refuse a variable that cannot be set, or that is not the user's to set."""
+    _require(
+        _VARIABLE_PATTERN.fullmatch(name) is not None,
+        f"`env` has {name!r}, but a variable's name is made of letters, digits and `_`.",
+    )
+    _require(
+        name not in _OUR_VARIABLES and not name.startswith("SLURM_"),
+        f"`env.{name}` is set, but each worker gets a {name} of its own. Remove it.",
+    )
+    _require(
+        value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool)),
+        f"`env.{name}` is {value!r}, but a variable holds text. Put it in quotes.",
+    )
+    _require("\0" not in str(value), f"`env.{name}` is {value!r}, but a variable cannot hold a NUL.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,8 +330,10 @@ class SlurmSpec:
     """Whom Slurm tells: the job's steps, or the batch shell alone (`--signal=B:...`), as some sites want it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Any other flag of sbatch (`slurm.extra.switches=1`); `true` is a flag without a value, `false` none."""
+    modules: tuple[str, ...] = ()
+    """Modules that the job script loads first, after `module purge` (`cuda/12.4`)."""
     setup: tuple[str, ...] = ()
-    """Lines of shell that the job script runs first (`module load cuda`)."""
+    """Lines of shell that the job script runs next (`ulimit -l unlimited`)."""
     srun_args: tuple[str, ...] = ()
     """More arguments of srun, one an item (`--cpu-bind=none`)."""
     template: str | None = None
@@ -410,6 +431,14 @@ class ContainerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NetworkSpec:
+    """The network that the ranks meet on."""
+
+    interfaces: tuple[str, ...] = ()
+    """Names of interfaces to prefer on rank zero's node, the best first (`hsn*`). Unset: the fastest that all nodes share."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """One training, from its name to its last key."""
 
@@ -435,6 +464,9 @@ class RunSpec:
     restart: RestartSpec = field(default_factory=RestartSpec)
     snapshot: SnapshotSpec = field(default_factory=SnapshotSpec)
     container: ContainerSpec = field(default_factory=ContainerSpec)
+    network: NetworkSpec = field(default_factory=NetworkSpec)
+    env: Mapping[str, Any] = field(default_factory=dict)
+    """Variables that the run sets in its job, whatever they were at submit (`env.NCCL_DEBUG=INFO`)."""
 
     def __post_init__(self) -> None:
         _require(
@@ -447,6 +479,8 @@ class RunSpec:
             f"`seed` is {self.seed!r}, but it must lie between 0 and 2**63 - 1.",
         )
         self._check_batch()
+        for variable, value in self.env.items():
+            _check_variable(variable, value)
         on_cpus = self.resources.gpus_per_node == 0 and self.resources.world_size > 1
         _require(
             not (self.train.sync_batch_norm and on_cpus),
@@ -469,6 +503,11 @@ class RunSpec:
             f"{self.resources.local_world_size}){micro} "
             f"take {share} at a time. Choose a multiple of {share}: {nearest}."
         )
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables that the run sets; one that is null is left as it was."""
+        return {name: str(value) for name, value in self.env.items() if value is not None}
 
     @property
     def path(self) -> Path:

@@ -28,6 +28,7 @@ VERBS = {
     "export": "write a run's weights to a safetensors file",
     "config": "print the reference of all keys",
     "container": "look into the image of a run: has it what the workers need",
+    "site": "show the site profile that counts here, list all, or propose one",
     "env": "print every value derived from the allocation, and why",
 }
 """Verb -> what it does; each is a module of `verbs`, imported when it is asked for."""

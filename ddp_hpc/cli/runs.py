@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddp_hpc.records import read_attempts, read_queued_job
-from ddp_hpc.run_dir import DEFAULT_RUNS_DIR, RunDir
+from ddp_hpc.run_dir import DEFAULT_RUNS_DIR, RunDir, settings_dirs
 from ddp_hpc.watch.find import find_run, newest_run
 
 ENVIRONMENT_PREFIX = "DDP_HPC_"
@@ -27,6 +27,11 @@ def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs live; default: the key `runs_dir`")
 
 
+def add_site(parser: argparse.ArgumentParser) -> None:
+    """Declare `--site`."""
+    parser.add_argument("--site", metavar="SITE", help="a site profile, or its file; default: the one for this host")
+
+
 def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunDir:
     """Return the run that RUN names, or the newest."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
@@ -37,7 +42,8 @@ def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path
     """Return where runs are looked for: the option, or the key from the environment, the site profile or its default."""
     if option is not None:
         return option
-    if not any(name.startswith(ENVIRONMENT_PREFIX) for name in environment):
+    is_set = any(name.startswith(ENVIRONMENT_PREFIX) for name in environment)
+    if not is_set and not any(folder.is_dir() for folder in settings_dirs(environment)):
         return Path(DEFAULT_RUNS_DIR)
     from ddp_hpc.config import resolve_key  # late: the spec's classes take 30 ms to make
 

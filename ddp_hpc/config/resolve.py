@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from ddp_hpc.config.keys import all_keys, key_of
+from ddp_hpc.config.site import Profile, find_profile, refuse_unwelcome
 from ddp_hpc.config.sources import (
     DEFAULT,
     Setting,
@@ -17,7 +18,6 @@ from ddp_hpc.config.sources import (
     from_environment,
     from_file,
     from_overrides,
-    from_site_profile,
 )
 from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError
@@ -31,24 +31,42 @@ class Resolved:
     spec: RunSpec
     sources: Mapping[str, str]
     """Key -> `default`, `site profile PATH`, `file NAME`, `environment VARIABLE`, `command line`."""
+    profile: Profile | None = None
+    """The site's, where one had a say."""
 
 
-def resolve(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> Resolved:
+def resolve(
+    path: Path,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    site: str | None = None,
+    is_for_slurm: bool = True,
+) -> Resolved:
     """Read a configuration: defaults < site profile < file < environment < command line.
+
+    What a profile says of the partition that is chosen comes right after what it says of all, for runs on Slurm. `site`
+    names the profile; unset: the one that is for this host.
 
     Raises:
         ConfigError: for the first value that cannot be, with its key, its source and what is wanted.
     """
-    return _build(
-        [
-            *from_defaults(),
-            Setting("name", _name_after(path), DEFAULT),
-            *from_site_profile(environment),
-            *from_file(path, f"file {path.name}"),
-            *from_environment(environment),
-            *from_overrides(overrides),
-        ]
-    )
+    profile = find_profile(environment, site)
+    before = [*from_defaults(), Setting("name", _name_after(path), DEFAULT), *(profile.settings if profile else ())]
+    after = [
+        *from_file(path, f"file {path.name}"),
+        *from_environment(environment),
+        *from_overrides(overrides),
+    ]
+    between = _of_partition(profile, [*before, *after]) if is_for_slurm else ()
+    resolved = replace(_build([*before, *between, *after]), profile=profile)
+    refuse_unwelcome(resolved.spec.path, profile)
+    return resolved
+
+
+def _of_partition(profile: Profile | None, settings: Sequence[Setting]) -> Sequence[Setting]:
+    chosen = [setting.value for setting in settings if setting.key == "slurm.partition"][-1]
+    return profile.partitions.get(chosen, ()) if profile is not None and isinstance(chosen, str) else ()
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -58,7 +76,8 @@ def load_resolved(path: Path) -> RunSpec:
 
 def resolve_key(name: str, environment: Mapping[str, str]) -> Any:
     """Return one key's value where no run is at hand: default < site profile < environment."""
-    given = [*from_defaults(), *from_site_profile(environment), *from_environment(environment)]
+    profile = find_profile(environment)
+    given = [*from_defaults(), *(profile.settings if profile else ()), *from_environment(environment)]
     setting = [setting for setting in given if setting.key == name][-1]
     return _value(setting)
 

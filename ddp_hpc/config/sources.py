@@ -1,4 +1,4 @@
-"""Where values come from: defaults, the site profile, the file, the environment, the command line."""
+"""Where values come from: defaults, files, the environment, the command line; `site` finds the site's file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ddp_hpc.config.values import parse_text
 from ddp_hpc.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "DDP_HPC__"
-SITE_PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
@@ -49,44 +48,36 @@ def from_defaults() -> list[Setting]:
     return [Setting(key.name, key.default, DEFAULT) for key in all_keys().values() if key.default is not MISSING]
 
 
-def site_profile(environment: Mapping[str, str]) -> Path | None:
-    """Return the site's file of defaults: the one the environment names, else the first of the usual places that is.
-
-    Raises:
-        ConfigError: where the one that is named does not exist.
-    """
-    named = environment.get(SITE_PROFILE_VARIABLE)
-    if named is not None:
-        if named and not Path(named).is_file():
-            raise ConfigError(
-                f"`{SITE_PROFILE_VARIABLE}` is {named!r}, but there is no such file. Correct or unset it."
-            )
-        return Path(named) if named else None
-    home = environment.get("HOME")
-    usual = [Path(home, ".config/ddp_hpc/site.yaml")] if home else []
-    return next((path for path in [*usual, Path("/etc/ddp_hpc/site.yaml")] if path.is_file()), None)
-
-
-def from_site_profile(environment: Mapping[str, str]) -> list[Setting]:
-    """Read the site profile, where there is one."""
-    path = site_profile(environment)
-    return [] if path is None else from_file(path, f"site profile {path}")
-
-
 def from_file(path: Path, source: str) -> list[Setting]:
     """Read a YAML file of sections and keys; `train.lr: 0.1` may stand for `train: {lr: 0.1}`.
 
     Raises:
         ConfigError: where it cannot be read, is no mapping, names an unknown key or one twice.
     """
+    return settings_in(read_mapping(path), Origin(source, str(path)))
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """Read a YAML file of keys and values, which knows its lines.
+
+    Raises:
+        ConfigError: where it cannot be read, or is no mapping.
+    """
     from ddp_hpc.config.yaml_text import read_yaml  # late: `status` reads no YAML
 
     content = read_yaml(_read_bytes(path), str(path))
-    if content is None:
-        return []
-    if not isinstance(content, dict):
+    if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{path} holds {content!r:.60}, but it must hold keys and values, such as `seed: 1`.")
-    return list(_once(_flatten_mapping("", content, Origin(source, str(path)))))
+    return content or {}
+
+
+def settings_in(mapping: Mapping[Any, Any], origin: Origin) -> list[Setting]:
+    """Return what a file's keys and values, or a part of them, set.
+
+    Raises:
+        ConfigError: for an unknown key, or one that is set twice.
+    """
+    return list(_once(_flatten_mapping("", mapping, origin)))
 
 
 def _read_bytes(path: Path) -> bytes:

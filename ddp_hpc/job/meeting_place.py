@@ -27,14 +27,19 @@ MOST_PORTS = 20
 """How many ports to try before we believe that something else is wrong."""
 
 
-def meetings(allocation: Allocation, *, attempt: int, environ: Mapping[str, str]) -> Iterator[Meeting]:
-    """Yield places to meet, the best first; the user's own MASTER_ADDR and MASTER_PORT win.
+def meetings(
+    allocation: Allocation, *, attempt: int, environ: Mapping[str, str], preferred: Sequence[str] = ()
+) -> Iterator[Meeting]:
+    """Yield places to meet, the best first; the user's own MASTER_ADDR and MASTER_PORT win, then `preferred` interfaces.
 
     Raises:
         ConfigError: where rank zero's node has no network, or a port the user named is no number.
     """
     given = environ.get("MASTER_ADDR")
-    address, why = (_numeric(given), "as MASTER_ADDR says") if given else _explained(_choice(allocation, environ))
+    if given:
+        address, why = _numeric(given), "as MASTER_ADDR says"
+    else:
+        address, why = _explained(_choice(allocation, environ, preferred))
     for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
         if not allocation.is_on_first_node or is_free(address, port):
             sys.stderr.write(f"ranks meet at {address} port {port}: {why}\n")
@@ -64,14 +69,14 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _choice(allocation: Allocation, environ: Mapping[str, str]) -> Choice:
+def _choice(allocation: Allocation, environ: Mapping[str, str], preferred: Sequence[str]) -> Choice:
     """Choose among the networks that rank zero's node is on, by what all nodes say where that matters."""
     here = local_interfaces()
     first, *others = allocation.node_names
     is_plain = not others or sum(refusal(interface) is None for interface in here) == 1
     if allocation.is_on_first_node and is_plain:
-        return choose_fabric({first: here}, [first])
-    return choose_fabric(_ask_all(allocation, environ) or {first: here}, allocation.node_names)
+        return choose_fabric({first: here}, [first], preferred)
+    return choose_fabric(_ask_all(allocation, environ) or {first: here}, allocation.node_names, preferred)
 
 
 def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:

@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddp_hpc import checkpoint_store, exit_codes, processes
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.stop_request.unlink(missing_ok=True)
         try:
             spec = load_resolved(run.config)
+            _set_variables(spec.environ)
             housing = housing_of(spec, run, arguments.import_path, os.environ)
         except ConfigError as error:
             _note_refusal(run, allocation, error)
@@ -78,6 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a quota, a file system that is gone: also for the ledger
         sys.stderr.write(f"error: {run.path} cannot be worked on: {error}. Make room, and submit {run.name} again.\n")
         return exit_codes.FAILED
+
+
+def _set_variables(variables: Mapping[str, str]) -> None:
+    """Set the run's own variables for everything that is started here, and say so."""
+    for name, value in variables.items():
+        before = os.environ.get(name)
+        was = "" if before in (None, value) else f" (it was {before!r})"
+        sys.stderr.write(f"{name}={value!r}, by the run's `env`{was}\n")
+    os.environ.update(variables)
 
 
 def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
@@ -207,7 +217,8 @@ def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outc
         if avoided:
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
-        for meeting in meetings(allocation, attempt=attempt, environ=assignment.environ):
+        preferred = assignment.spec.network.interfaces
+        for meeting in meetings(allocation, attempt=attempt, environ=assignment.environ, preferred=preferred):
             outcome = _watch_over(assignment, workers, attempt, meeting)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome

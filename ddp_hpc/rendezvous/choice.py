@@ -119,13 +119,23 @@ def by_speed(interface: Interface) -> tuple[int, int, str]:
     return _ORDER.index(fabric(interface)), -(interface.speed_mbps or 0), interface.name
 
 
-def accepted(interfaces: Iterable[Interface]) -> list[Interface]:
-    """Return those that ranks may meet on, the fastest first."""
-    return sorted((one for one in interfaces if refusal(one) is None), key=by_speed)
+def accepted(interfaces: Iterable[Interface], preferred: Sequence[str] = ()) -> list[Interface]:
+    """Return those that ranks may meet on: the preferred ones first, then the fastest."""
+    usable_ones = (one for one in interfaces if refusal(one) is None)
+    return sorted(usable_ones, key=lambda one: (_preference(one, preferred), by_speed(one)))
 
 
-def choose_fabric(facts_by_node: Mapping[str, Sequence[Interface]], order: Sequence[str]) -> Choice:
+def _preference(one: Interface, preferred: Sequence[str]) -> int:
+    """Return which of the patterns fits first; none counts as last."""
+    return next((number for number, pattern in enumerate(preferred) if fnmatchcase(one.name, pattern)), len(preferred))
+
+
+def choose_fabric(
+    facts_by_node: Mapping[str, Sequence[Interface]], order: Sequence[str], preferred: Sequence[str] = ()
+) -> Choice:
     """Choose among the networks of rank zero's node, which is the first in `order`.
+
+    Interfaces whose names fit one of `preferred` come before all others, as long as all nodes can be met there.
 
     With facts of all nodes: the fastest network on which every node has an address in the same subnet. Where there is
     none, routers may lead from one subnet to the other: then the fastest kind of network that all nodes have. With
@@ -135,7 +145,7 @@ def choose_fabric(facts_by_node: Mapping[str, Sequence[Interface]], order: Seque
         ConfigError: where that node has no network at all.
     """
     zero = order[0]
-    candidates = accepted(facts_by_node[zero])
+    candidates = accepted(facts_by_node[zero], preferred)
     if not candidates:
         found = "; ".join(f"{one.name}: {refusal(one)}" for one in facts_by_node[zero])
         raise ConfigError(
@@ -150,13 +160,29 @@ def choose_fabric(facts_by_node: Mapping[str, Sequence[Interface]], order: Seque
     return Choice(
         interface=taken.interface.name,
         address=str(taken.address),
-        rule=taken.rule,
+        rule=f"{_asked_for(taken.interface, candidates, preferred)}{taken.rule}",
         refused=tuple(
-            Refused(one.name, refusal(one) or passed_over.get(one.name) or f"not as fast: {_described(one)}")
+            Refused(one.name, refusal(one) or passed_over.get(one.name) or _behind(one, taken.interface, preferred))
             for one in facts_by_node[zero]
             if one != taken.interface
         ),
     )
+
+
+def _behind(one: Interface, taken: Interface, preferred: Sequence[str]) -> str:
+    is_less_wanted = _preference(one, preferred) > _preference(taken, preferred)
+    return f"{'not preferred' if is_less_wanted else 'not as fast'}: {_described(one)}"
+
+
+def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Sequence[str]) -> str:
+    """Say that the choice was among those that were asked for, or that none of them could be taken."""
+    if not preferred:
+        return ""
+    patterns = ", ".join(preferred)
+    if _preference(taken, preferred) == len(preferred):
+        return f"none that `network.interfaces` names ({patterns}) leads to all nodes; "
+    num_fitting = sum(_preference(one, preferred) < len(preferred) for one in candidates)
+    return f"`network.interfaces` names it ({patterns}); {'of these ' if num_fitting > 1 else ''}"
 
 
 class _Taken(NamedTuple):

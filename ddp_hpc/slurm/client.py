@@ -207,6 +207,15 @@ def partitions(environ: Mapping[str, str]) -> list[queries.Partition]:
     return queries.parse_partitions(_told(queries.partitions_argv(), environ))
 
 
+def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
+    """Return what the nodes of each partition have.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not tell.
+    """
+    return queries.parse_shapes(_told(queries.shapes_argv(), environ))
+
+
 def associations(environ: Mapping[str, str]) -> list[str]:
     """Return which accounts this user may use; nothing where accounting is off."""
     try:

@@ -335,6 +335,45 @@ def _allowed(text: str) -> tuple[str, ...] | None:
     return None if text == "ALL" else tuple(text.split(","))
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeShape:
+    """Nodes of a partition that are alike."""
+
+    partition: str
+    num_nodes: int
+    num_cpus: int
+    """Of each node."""
+    mem_mb: int
+    num_gpus: int
+    gpu_type: str | None = None
+    """As `--gres=gpu:TYPE` wants it."""
+
+
+def shapes_argv() -> list[str]:
+    """Ask what the nodes of each partition have."""
+    return ["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G"]
+
+
+def parse_shapes(text: str) -> list[NodeShape]:
+    """Return a row for each kind of node in each partition; of `64+`, the least."""
+    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 4)
+    return [
+        NodeShape(
+            partition=partition,
+            num_nodes=_integer(number) or 0,
+            num_cpus=_integer(cpus.rstrip("+")) or 0,
+            mem_mb=_integer(memory.rstrip("+")) or 0,
+            num_gpus=sum(int(count) for _, count in _GPUS.findall(gres)),
+            gpu_type=next((kind for kind, _ in _GPUS.findall(gres) if kind), None),
+        )
+        for partition, number, cpus, memory, gres in rows
+    ]
+
+
+_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]*[^:,(0-9][^:,(]*):)?(\d+)")
+"""`gpu:4`, `gpu:a100:4(S:0-1)`; of several types, all."""
+
+
 def associations_argv(user: str) -> list[str]:
     """Ask which accounts a user may use, with which QOS."""
     return ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account,qos"]

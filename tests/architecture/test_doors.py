@@ -31,7 +31,8 @@ DOORS: dict[str, set[str]] = {
         "submission/snapshot.py",
         "submission/local_executor.py",
     },
-    "SLURM_": {"slurm/allocation.py", "slurm/client.py"},  # one reads them, the other drops what is inherited
+    # One reads them, one drops what is inherited, and one refuses that a run sets them.
+    "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec.py"},
     "signal": {
         "processes.py",
         "drill/hand.py",

@@ -33,7 +33,8 @@ def metadata(wheel: zipfile.ZipFile) -> str:
 def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
 
-    assert {*MODULES, "ddp_hpc/train/recipes/digits.npz", "ddp_hpc/sbatch_templates/ddp.sbatch.j2"} <= names
+    data = {"train/recipes/digits.npz", "sbatch_templates/ddp.sbatch.j2", "sites/slingshot.yaml"}
+    assert {*MODULES, *(f"ddp_hpc/{name}" for name in data)} <= names
 
 
 def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

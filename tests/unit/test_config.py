@@ -207,7 +207,7 @@ WRONG: list[tuple[str, list[str], dict[str, str], str]] = [
     ),
     ("train: {lr: 1}\ntrain.lr: 2", [], {}, r"`train\.lr` is set twice: \S*run\.yaml, line 1; \S*run\.yaml, line 2"),
     ("- 1", [], {}, r"holds \[1\], but it must hold keys and values"),
-    ("", [], {"DDP_HPC_SITE_PROFILE": "/no/such"}, r"`DDP_HPC_SITE_PROFILE` is '/no/such', but there is no such file"),
+    ("", [], {"DDP_HPC_SITE_PROFILE": "/no/such"}, r"'/no/such' does not exist \(DDP_HPC_SITE_PROFILE"),
     ("", ["train.lr=-1"], {}, r"above zero\. \(`train\.lr` came from the command line\.\)"),
     ("name: a/b", [], {}, r"names a directory.*\(`name` came from \S*run\.yaml, line 1\.\)"),
     (
@@ -286,6 +286,11 @@ FIXED = {
     "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
     "recipe.target": st.sampled_from(["image_classification", "my.module:build"]),
     "recipe.args": st.dictionaries(NAMES, FREE, max_size=4),
+    "env": st.dictionaries(
+        st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True),
+        st.none() | st.integers() | st.floats(allow_nan=False) | TEXT,
+        max_size=3,
+    ),
     "slurm.extra": st.dictionaries(NAMES, SCALARS.filter(lambda value: "\n" not in f"{value}\0"[:-1]), max_size=3),
 }
 WORLD = {"train.global_batch_size", "train.micro_batch_size", "resources.nodes", "resources.workers_per_node"}

@@ -111,6 +111,35 @@ def test_all_nodes_meet_on_the_fastest_network_they_share() -> None:
     )
 
 
+def test_the_network_that_the_user_prefers_comes_before_a_faster_one() -> None:
+    facts = {name: node(number) for number, name in enumerate(NODES, 1)}
+
+    choice = choose_fabric(facts, NODES, ["hsn*", "eth*"])
+
+    assert (choice.interface, choice.address) == ("eth0", "10.77.0.11")
+    assert choice.rule.startswith("`network.interfaces` names it (hsn*, eth*); the fastest network that all 3 nodes")
+    assert Refused("ib0", "not preferred: InfiniBand, 10000 Mbit/s") in choice.refused
+
+
+def test_of_several_preferred_networks_the_first_named_is_taken_then_the_fastest() -> None:
+    names = ["eth0", "eth1", "ib0"]
+    facts = {
+        "node1": [interface(name, f"10.{number}.0.1/24", speed_mbps=10**number) for number, name in enumerate(names, 3)]
+    }
+
+    assert choose_fabric(facts, ["node1"], ["eth*"]).interface == "eth1"
+    assert choose_fabric(facts, ["node1"], ["eth0", "eth*"]).interface == "eth0"
+
+
+def test_a_preferred_network_that_does_not_lead_to_all_nodes_is_passed_over_and_said_so() -> None:
+    facts = {"node1": node(1), "node2": (interface("ib0", "10.78.0.12/24"),)}
+
+    choice = choose_fabric(facts, ["node1", "node2"], ["eth*"])
+
+    assert choice.interface == "ib0"
+    assert choice.rule.startswith("none that `network.interfaces` names (eth*) leads to all nodes; ")
+
+
 def test_names_may_differ_from_node_to_node() -> None:
     facts = {"node1": node(1, eth="eno1", ib="ib0"), "node2": node(2, eth="eth7", ib="ib1")}
 

@@ -46,7 +46,7 @@ SPECS = {
     "setup_and_odd_paths": RunSpec(
         name="odd",
         runs_dir="/scratch/ada's runs/100%",
-        slurm=SlurmSpec(setup=("module load cuda", 'export NCCL_DEBUG="INFO"')),
+        slurm=SlurmSpec(modules=("cuda/12.4", "it's"), setup=("ulimit -l unlimited", 'export NCCL_DEBUG="INFO"')),
     ),
 }
 
@@ -75,6 +75,18 @@ def test_golden_scripts_are_sound_shell(name: str, check: tuple[str, ...]) -> No
     done = subprocess.run([*check, GOLDEN / f"{name}.sbatch"], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("has", "code"), [("cuda/12.4", 0), ("cuda/11.0", 2)])
+def test_a_module_that_is_not_there_ends_the_job_with_its_name(has: str, code: int) -> None:
+    whole = script(RunSpec(name="x", slurm=SlurmSpec(modules=("cuda/12.4",))))
+    modules = whole.partition("ddp-hpc VERSION")[2].partition("\n\n")[2].partition("if ! [[ -r")[0]
+    function = f"module() {{ [[ $1 == purge || $2 == {has} ]]; }}"
+
+    done = subprocess.run(["bash", "-c", f"{function}\n{modules}"], capture_output=True, text=True, check=False)
+
+    assert done.returncode == code
+    assert ("does not have: cuda/12.4" in done.stderr) is (code == 2)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hpc.cli.runs import add_site
 from ddp_hpc.cli.verbs.submit import sort_words
 from ddp_hpc.cli.words import as_json, table
 from ddp_hpc.exit_codes import FAILED, FINISHED
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("check",), help="check: say what is missing; exit 1 where a run would fail")
     parser.add_argument("config", metavar="CONFIG", help="the configuration file")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over all others")
+    add_site(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -35,7 +37,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.submission.image_check import check_image
 
     path, settings = sort_words([args.config, *args.settings])
-    found = check_image(resolve(path, settings, environment).spec, work_dir=Path.cwd(), environ=environment)
+    spec = resolve(path, settings, environment, site=args.site).spec
+    found = check_image(spec, work_dir=Path.cwd(), environ=environment)
     print(as_json(asdict(found)) if args.json else _as_text(found))
     return FAILED if found.problems else FINISHED
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir
 from ddp_hpc.cli.words import as_json, or_dash, table
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.exit_codes import FAILED, FINISHED
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="FAIL when nothing has happened for so long (default: 600)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_site(parser)
     add_runs_dir(parser)
 
 
@@ -102,7 +103,7 @@ def _resolve(args: argparse.Namespace, settings: list[str], environment: Mapping
     from ddp_hpc.drill.course import CONFIG
 
     here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
-    return resolve(args.config or CONFIG, [*settings, *args.settings, *here, *last], environment)
+    return resolve(args.config or CONFIG, [*settings, *args.settings, *here, *last], environment, site=args.site)
 
 
 def _as_text(report: Report) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from ddp_hpc.cli.runs import add_runs_dir
+from ddp_hpc.cli.runs import add_runs_dir, add_site
 from ddp_hpc.cli.verbs.submit import sort_words
 
 
@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the configuration file (YAML)")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over the file's")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the script here too")
+    add_site(parser)
     add_runs_dir(parser)
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     path, settings = sort_words([args.config, *args.settings])
     here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
-    resolved = resolve(path, [*settings, *here], environment)
+    resolved = resolve(path, [*settings, *here], environment, site=args.site)
     import_paths = [Path.cwd(), path.absolute().parent]
     with nullcontext() if args.output is None else output_at(args.output) as output:
         run_dir, notes = slurm_executor.prepare(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ddp_hpc.cli.attach import show
-from ddp_hpc.cli.runs import add_runs_dir, word_for
+from ddp_hpc.cli.runs import add_runs_dir, add_site, word_for
 from ddp_hpc.cli.summary import exit_code, print_summary
 from ddp_hpc.cli.words import as_json
 from ddp_hpc.errors import ConfigError
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     until.add_argument("--follow", action="store_true", help="the same, and show how it goes")
     until.add_argument("--dry-run", action="store_true", help="print what would be run; make nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_site(parser)
     add_runs_dir(parser)
 
 
@@ -53,8 +54,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     path, settings = sort_words([args.config, *args.settings])
     here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
-    resolved = resolve(path, [*settings, *here], environment)
     cluster = choose_cluster(args.cluster, environment)
+    resolved = resolve(path, [*settings, *here], environment, site=args.site, is_for_slurm=cluster == "slurm")
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), path.absolute().parent]
     if args.dry_run:

@@ -1,0 +1,191 @@
+"""A site profile as this host and its Slurm propose it: a draft that says what it was made from."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc.config.yaml_text import dump_value
+from ddp_hpc.errors import SlurmUnavailableError
+from ddp_hpc.rendezvous.choice import accepted, fabric
+from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces
+from ddp_hpc.slurm import client
+from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition
+
+_SCRATCH_VARIABLES = ("SCRATCH", "WORK", "WORKSPACE")
+_SCRATCH_ROOTS = ("/scratch", "/work", "/lustre/scratch", "/gpfs/scratch", "/mnt/scratch")
+_SHARED_FILE_SYSTEMS = frozenset(
+    {"lustre", "gpfs", "beegfs", "nfs", "nfs4", "ceph", "panfs", "wekafs", "pvfs2", "daos"}
+)
+_RUNTIMES = ("apptainer", "singularity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What a login node tells."""
+
+    host: str
+    user: str
+    home: str
+    cluster: ClusterConfig | None = None
+    """None without a Slurm that answers."""
+    partitions: Sequence[Partition] = ()
+    shapes: Sequence[NodeShape] = ()
+    accounts: Sequence[str] = ()
+    scratch: str | None = None
+    """As a profile would write it."""
+    scratch_from: str = ""
+    file_systems: Mapping[str, str] | None = None
+    """Mount point -> kind, of those that several hosts may share."""
+    interfaces: Sequence[Interface] = ()
+    """Of this host that ranks could meet on, the fastest first."""
+    runtimes: Sequence[str] = ()
+    has_modules: bool = False
+
+
+def survey(environ: Mapping[str, str]) -> Survey:
+    """Look around on this host, and ask Slurm if it is here."""
+    user, home = client.user_name(), environ.get("HOME", "")
+    scratch, scratch_from = _scratch(environ, user)
+    found = Survey(
+        host=socket.gethostname(),
+        user=user,
+        home=home,
+        scratch=scratch,
+        scratch_from=scratch_from,
+        file_systems={
+            one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True) if one.fstype in _SHARED_FILE_SYSTEMS
+        },
+        interfaces=accepted(local_interfaces()),
+        runtimes=[name for name in _RUNTIMES if shutil.which(name, path=environ.get("PATH", ""))],
+        has_modules=bool(environ.get("MODULESHOME") or environ.get("LMOD_CMD")),
+    )
+    if not client.is_here(environ):
+        return found
+    try:
+        return _with_slurm(found, environ)
+    except SlurmUnavailableError:
+        return found
+
+
+def _with_slurm(found: Survey, environ: Mapping[str, str]) -> Survey:
+    return Survey(
+        **{
+            **vars(found),
+            "cluster": client.config(environ),
+            "partitions": client.partitions(environ),
+            "shapes": client.shapes(environ),
+            "accounts": client.associations(environ),
+        }
+    )
+
+
+def _scratch(environ: Mapping[str, str], user: str) -> tuple[str | None, str]:
+    """Return where large files seem to belong, and how we know."""
+    for name in _SCRATCH_VARIABLES:
+        if environ.get(name) and Path(environ[name]).is_dir():
+            return f"${name}", f"${name} is {environ[name]}"
+    for root in _SCRATCH_ROOTS:
+        if Path(root, user).is_dir():
+            return f"{root}/$USER", f"{root}/{user} exists"
+    return None, ""
+
+
+def propose(found: Survey, *, name: str | None = None, made_by: str = "ddp-hpc site init") -> str:
+    """Return the draft of a profile, as YAML; what is only likely stands in it as a comment."""
+    lines = [
+        f"# Proposed by `{made_by}` on {found.host}. Look through it: what only people know is left out, or behind `#`.",
+        *_section("site", _about(found, name)),
+        *(["", f"runs_dir: {found.scratch}/runs"] if found.scratch else []),
+        *_blank_before(_section("slurm", _slurm(found))),
+        *_blank_before(_section("container", _container(found))),
+        *_blank_before(_network(found)),
+        *_blank_before(_section("partitions", _partitions(found))),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def proposed_name(found: Survey) -> str:
+    """Return what to call the site: Slurm's name of the cluster, else the host's without its number."""
+    name = found.cluster.name if found.cluster else ""
+    return name or re.sub(r"[-_]?\d+$", "", found.host.partition(".")[0]) or "site"
+
+
+def _section(name: str, lines: Iterator[str]) -> list[str]:
+    body = [f"  {line}" for line in lines]
+    is_empty = all(line.lstrip().startswith("#") for line in body)
+    return [f"{'# ' if is_empty else ''}{name}:", *body] if body else []
+
+
+def _blank_before(lines: Sequence[str]) -> list[str]:
+    return ["", *lines] if lines else []
+
+
+def _about(found: Survey, name: str | None) -> Iterator[str]:
+    pattern = re.sub(r"\d+$", "*", found.host.partition(".")[0])
+    yield f"name: {dump_value(name or proposed_name(found))}"
+    yield f"hosts: {dump_value([pattern])}  # this host is {found.host}; add the other login nodes"
+    if found.scratch:
+        yield f"scratch: {found.scratch}  # {found.scratch_from}"
+        yield "no_write: [$HOME]  # runs belong on scratch; remove it if homes are large and fast here"
+    for mount, kind in (found.file_systems or {}).items():
+        yield f"# {mount} is {kind}"
+
+
+def _slurm(found: Survey) -> Iterator[str]:
+    if found.cluster is None:
+        return
+    default = next((one for one in found.partitions if one.is_default), None)
+    if default is not None:
+        yield f"partition: {dump_value(default.name)}  # Slurm's own default"
+    elif found.partitions:
+        yield f"# partition: {found.partitions[0].name}  # Slurm has no default: name one"
+    if found.accounts:
+        yield f"# account: {found.accounts[0].partition(' ')[0]}  # yours: {'; '.join(found.accounts)}"
+    if found.has_modules:
+        yield "# modules: [...]  # what the job's Python, or container runtime, needs"
+
+
+def _container(found: Survey) -> Iterator[str]:
+    if found.runtimes:
+        yield f"runtime: {found.runtimes[0]}"
+
+
+def _network(found: Survey) -> list[str]:
+    if not found.interfaces:
+        return []
+    told = ", ".join(f"{one.name} ({fabric(one)})" for one in found.interfaces)
+    return [
+        "# network:",
+        f"#   interfaces: [...]  # this host has {told}; nodes may have others. The fastest is found by itself.",
+    ]
+
+
+def _partitions(found: Survey) -> Iterator[str]:
+    for partition in found.partitions:
+        shapes = [one for one in found.shapes if one.partition == partition.name]
+        yield f"{dump_value(partition.name)}:  # {'; '.join([*map(_shape, shapes), *_rules(partition)])}"
+        gpus = {(one.num_gpus, one.gpu_type) for one in shapes if one.num_gpus}
+        if len(gpus) == 1 and len({one.num_gpus for one in shapes}) == 1:
+            number, kind = next(iter(gpus))
+            yield f"  resources: {{gpus_per_node: {number}{f', gpu_type: {dump_value(kind)}' if kind else ''}}}"
+
+
+def _shape(one: NodeShape) -> str:
+    gpus = f", {one.num_gpus} {one.gpu_type or 'GPU'}" if one.num_gpus else ""
+    return f"{one.num_nodes} nodes of {one.num_cpus} CPUs, {one.mem_mb / 1024:.0f} GiB{gpus}"
+
+
+def _rules(partition: Partition) -> Iterator[str]:
+    if not partition.is_up:
+        yield "not up"
+    if partition.max_time_min is not None:
+        yield f"at most {partition.max_time_min:.0f} min"
+    if partition.preempt_mode not in {"", "OFF"}:
+        yield f"preempts by {partition.preempt_mode}, {partition.grace_time_s} s before"

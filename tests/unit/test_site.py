@@ -1,0 +1,415 @@
+"""Site profiles: which one counts, what it says for which runs, and what a cluster proposes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc import __version__, containers
+from ddp_hpc.cli import main
+from ddp_hpc.config import flat, resolve, resolve_key
+from ddp_hpc.config.site import examples_dir, find_profile, known_profiles, read_profile
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.launcher import step_of_agents
+from ddp_hpc.render import JobScript, render
+from ddp_hpc.rendezvous.interfaces import Interface
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
+from ddp_hpc.submission.site_proposal import Survey, propose, proposed_name
+
+GOLDEN = Path(__file__).parent / "golden"
+PARTITIONED = """
+site: {about: "a cluster", hosts: [login*], scratch: /scratch/$USER, no_write: [$HOME]}
+runs_dir: /scratch/$USER/runs
+slurm: {partition: gpu, setup: ["export TMPDIR=$HOME/tmp"]}
+env: {NCCL_NET: IB}
+partitions:
+  gpu: {resources: {gpus_per_node: 4}, restart: {hang_timeout_s: 300}}
+  cpu: {resources.cpus_per_worker: 2}
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> dict[str, str]:
+    """Return the variables of a user without profiles."""
+    return {"HOME": str(tmp_path), "USER": "ada"}
+
+
+def write_profile(user: dict[str, str], name: str, text: str) -> Path:
+    path = Path(user["HOME"], ".config/ddp_hpc/sites", f"{name}.yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def run_file(folder: Path, text: str = "") -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+# --- which one ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host", "counts"),
+    [
+        ("[login*]", "login3", True),
+        ("[login*]", "login3.cluster.example.org", True),
+        ("[uan0?, login*]", "uan01", True),
+        ("['*.cluster.example.org']", "login3.cluster.example.org", True),
+        ("['*.cluster.example.org']", "login3.other.example.org", False),
+        ("[login*]", "node17", False),
+        ("[]", "login3", False),
+    ],
+)
+def test_a_profile_counts_on_the_hosts_it_names(hosts: str, host: str, counts: bool, user: dict[str, str]) -> None:
+    path = write_profile(user, "mine", f"site: {{hosts: {hosts}}}")
+
+    found = find_profile(user, host=lambda: host)
+
+    assert (found is not None and found.path == path) is counts
+
+
+def test_a_profile_without_hosts_counts_when_it_is_named(user: dict[str, str]) -> None:
+    path = write_profile(user, "mine", "seed: 7")
+
+    by_name = find_profile(user, "mine")
+    by_path = find_profile(user, str(path))
+    by_variable = find_profile({**user, "DDP_HPC_SITE_PROFILE": "mine"})
+
+    assert by_name is not None
+    assert by_path is not None
+    assert by_variable is not None
+    assert by_name.site.name == "mine"
+    assert by_name.why != by_variable.why
+    assert {by_name.path, by_path.path, by_variable.path} == {path}
+
+
+def test_the_one_for_this_host_comes_before_the_one_for_all(user: dict[str, str]) -> None:
+    general = Path(user["HOME"], ".config/ddp_hpc/site.yaml")
+    mine = write_profile(user, "mine", "site: {hosts: [login*]}")
+    general.write_text("seed: 7")
+
+    here, elsewhere = (find_profile(user, host=lambda name=name: name) for name in ("login1", "laptop"))  # type: ignore[misc]
+
+    assert here is not None
+    assert elsewhere is not None
+    assert (here.path, elsewhere.path) == (mine, general)
+
+
+def test_two_profiles_for_one_host_are_an_error_that_names_both(user: dict[str, str]) -> None:
+    write_profile(user, "one", "site: {hosts: [login*]}")
+    write_profile(user, "two", "site: {hosts: ['*']}")
+
+    with pytest.raises(ConfigError, match=r"one.yaml \('login\*'\) and two.yaml"):
+        find_profile(user, host=lambda: "login1")
+
+
+def test_an_empty_variable_switches_profiles_off(user: dict[str, str]) -> None:
+    write_profile(user, "mine", "site: {hosts: ['*']}")
+
+    assert find_profile({**user, "DDP_HPC_SITE_PROFILE": ""}) is None
+
+
+@pytest.mark.parametrize("named", ["nowhere", "./nowhere.yaml"])
+def test_a_named_profile_that_does_not_exist_is_an_error(named: str, user: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        find_profile(user, named)
+
+
+def test_an_own_profile_hides_an_example_of_the_same_name(user: dict[str, str]) -> None:
+    path = write_profile(user, "slingshot", "")
+
+    assert known_profiles(user)["slingshot"] == path
+    assert known_profiles(user)["infiniband"].parent == examples_dir()
+
+
+# --- what it says ------------------------------------------------------------------------------------------------------
+
+
+def test_a_partitions_defaults_hold_for_runs_in_it_alone(tmp_path: Path, user: dict[str, str]) -> None:
+    path, file = write_profile(user, "mine", PARTITIONED), run_file(tmp_path)
+
+    gpu = resolve(file, [], user, site="mine")
+    cpu = resolve(file, ["slurm.partition=cpu"], user, site="mine")
+    other = resolve(file, ["slurm.partition=debug"], user, site="mine")
+    here = resolve(file, [], user, site="mine", is_for_slurm=False)
+
+    assert [one.spec.resources.gpus_per_node for one in (gpu, cpu, other, here)] == [4, 0, 0, 0]
+    assert cpu.spec.resources.cpus_per_worker == 2
+    assert gpu.sources["resources.gpus_per_node"] == f"site profile {path}, partition gpu"
+    assert gpu.sources["env.NCCL_NET"] == f"site profile {path}"
+
+
+def test_what_the_user_says_wins_over_the_partition(tmp_path: Path, user: dict[str, str]) -> None:
+    write_profile(user, "mine", PARTITIONED)
+
+    found = resolve(run_file(tmp_path, "resources: {gpus_per_node: 1}"), ["env.NCCL_NET=null"], user, site="mine")
+
+    assert found.spec.resources.gpus_per_node == 1
+    assert found.spec.environ == {}
+
+
+def test_variables_stand_in_paths_and_nowhere_else(tmp_path: Path, user: dict[str, str]) -> None:
+    write_profile(user, "mine", PARTITIONED)
+
+    found = resolve(run_file(tmp_path), [], user, site="mine")
+
+    assert found.spec.runs_dir == "/scratch/ada/runs"
+    assert found.spec.slurm.setup == ("export TMPDIR=$HOME/tmp",)
+
+
+def test_runs_are_looked_for_where_the_profile_keeps_them(user: dict[str, str]) -> None:
+    write_profile(user, "mine", PARTITIONED)
+
+    assert resolve_key("runs_dir", {**user, "DDP_HPC_SITE_PROFILE": "mine"}) == "/scratch/ada/runs"
+
+
+def test_a_run_where_the_site_wants_none_is_refused_with_where_to_go(tmp_path: Path, user: dict[str, str]) -> None:
+    write_profile(user, "mine", PARTITIONED)
+
+    with pytest.raises(ConfigError, match=r"wants no runs in .*runs_dir=/scratch/ada/runs"):
+        resolve(run_file(tmp_path), [f"runs_dir={tmp_path}/runs"], user, site="mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("runs_dir: $NOWHERE/runs", r"\$NOWHERE is not set"),
+        ("runs_dir: /a/$/b", r"`\$\$` is a `\$`"),
+        ("site: {host: [a]}", r"`site.host` .*line 1.* Did you mean `site.hosts`"),
+        ("site: {hosts: a}", r"`site.hosts` .* must be a list of texts"),
+        ("site: {name: a b}", "`site.name`"),
+        ("site: 3", "it is a section"),
+        ("partitions: [gpu]", "it is a section"),
+        ("partitions: {gpu: 4}", r"`partitions.gpu` is 4"),
+        ("partitions: {gpu: {slurm: {partition: cpu}}}", "by which it is chosen"),
+        ("partitions: {gpu: {resources: {gpus: 4}}}", r"`resources.gpus` .*partition gpu|`resources.gpus` "),
+        ("train: {lrr: 1}", "Did you mean `train.lr`"),
+        ("- a", "must hold keys and values"),
+    ],
+)
+def test_what_a_profile_cannot_say_is_named_with_its_place(text: str, told: str, user: dict[str, str]) -> None:
+    path = write_profile(user, "mine", text)
+
+    with pytest.raises(ConfigError, match=told) as caught:
+        find_profile(user, "mine")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("env.NCCL_DEBUG=[a]", "holds text"),
+        ("env.NCCL_IB_DISABLE=true", "Put it in quotes"),
+        ("env.RANK=0", "a RANK of its own"),
+        ("env.SLURM_JOB_ID=1", "of its own"),
+        ("env.a-b=1", "letters, digits and `_`"),
+    ],
+)
+def test_a_variable_that_cannot_be_set_is_refused(
+    setting: str, told: str, tmp_path: Path, user: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        resolve(run_file(tmp_path), [setting], user)
+
+
+# --- examples and proposals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(examples_dir().glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_example_says_what_it_is_and_counts_nowhere_by_itself(path: Path, user: dict[str, str]) -> None:
+    profile = read_profile(path, "", {**user, "SCRATCH": "/scratch/ada"})
+
+    assert profile.site.about.startswith("example: ")
+    assert profile.site.hosts == ()
+    assert profile.settings
+
+
+@pytest.mark.parametrize("path", sorted(examples_dir().glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_an_example_makes_of_a_run_is_the_golden_text(
+    path: Path, tmp_path: Path, user: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job script, the command that it starts on the nodes, and the variables of the job."""
+    monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/ddp_hpc"))
+    (tmp_path / "net.yaml").write_text("container: {image: /images/torch.sif}\nresources: {nodes: 2}\n")
+    settings = ["resources.workers_per_node=2", "runs_dir=/scratch/ada/runs"]
+    spec = resolve(tmp_path / "net.yaml", settings, {**user, "SCRATCH": "/scratch/ada"}, site=path.stem).spec
+    run = RunDir(spec.path)
+    script = render(JobScript(spec=spec, run=run, chdir=Path("/home/ada"), python="/venv/bin/python"))
+    inside = containers.inside_of(spec, run, import_paths=[], work_dir=Path("/home/ada"))
+    assert inside is not None
+    housing = containers.house(inside, containers.find_runtime(spec, {"PATH": str(runtimes(tmp_path))}), "python3")
+    made = [
+        script.replace(f"ddp-hpc {__version__}", "ddp-hpc VERSION"),
+        *(f"{name}={value}" for name, value in spec.environ.items()),
+        " ".join(step_of_agents(spec, run, housing)),
+    ]
+
+    assert "\n".join(made) + "\n" == (GOLDEN / f"{path.stem}.site").read_text(encoding="utf-8")
+
+
+def runtimes(folder: Path) -> Path:
+    """Return a directory with programs of these names, to be found, not to be run."""
+    for name in ("apptainer", "singularity"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def partition(name: str, **facts: Any) -> Partition:
+    known: dict[str, Any] = {"is_default": False, "is_up": True, "total_nodes": 4, "max_nodes": None}
+    known |= {"max_time_min": 1440.0, "default_time_min": None, "preempt_mode": "OFF", "grace_time_s": 0, "num_gpus": 0}
+    return Partition(name=name, **{**known, **facts})
+
+
+SURVEY = Survey(
+    host="login02.example.org",
+    user="ada",
+    home="/home/ada",
+    cluster=ClusterConfig(name="hydra"),
+    partitions=[
+        partition("gpu", is_default=True),
+        partition("gpu-low", preempt_mode="REQUEUE", grace_time_s=120),
+        partition("mixed"),
+    ],
+    shapes=[
+        NodeShape(partition="gpu", num_nodes=4, num_cpus=64, mem_mb=524288, num_gpus=4, gpu_type="a100"),
+        NodeShape(partition="gpu-low", num_nodes=4, num_cpus=64, mem_mb=524288, num_gpus=4),
+        NodeShape(partition="mixed", num_nodes=4, num_cpus=64, mem_mb=524288, num_gpus=4),
+        NodeShape(partition="mixed", num_nodes=9, num_cpus=32, mem_mb=131072, num_gpus=0),
+    ],
+    accounts=["lab (QOS normal)"],
+    scratch="$SCRATCH",
+    scratch_from="$SCRATCH is /lustre/ada",
+    file_systems={"/lustre": "lustre"},
+    interfaces=[Interface(name="ib0", kind="infiniband", is_up=True)],
+    runtimes=["apptainer"],
+    has_modules=True,
+)
+PROPOSED = """\
+# Proposed by `ddp-hpc site init` on login02.example.org. Look through it: what only people know is left out, or behind `#`.
+site:
+  name: hydra
+  hosts: [login*]  # this host is login02.example.org; add the other login nodes
+  scratch: $SCRATCH  # $SCRATCH is /lustre/ada
+  no_write: [$HOME]  # runs belong on scratch; remove it if homes are large and fast here
+  # /lustre is lustre
+
+runs_dir: $SCRATCH/runs
+
+slurm:
+  partition: gpu  # Slurm's own default
+  # account: lab  # yours: lab (QOS normal)
+  # modules: [...]  # what the job's Python, or container runtime, needs
+
+container:
+  runtime: apptainer
+
+# network:
+#   interfaces: [...]  # this host has ib0 (InfiniBand); nodes may have others. The fastest is found by itself.
+
+partitions:
+  gpu:  # 4 nodes of 64 CPUs, 512 GiB, 4 a100; at most 1440 min
+    resources: {gpus_per_node: 4, gpu_type: a100}
+  gpu-low:  # 4 nodes of 64 CPUs, 512 GiB, 4 GPU; at most 1440 min; preempts by REQUEUE, 120 s before
+    resources: {gpus_per_node: 4}
+  mixed:  # 4 nodes of 64 CPUs, 512 GiB, 4 GPU; 9 nodes of 32 CPUs, 128 GiB; at most 1440 min
+"""
+
+
+def test_a_proposal_says_what_it_was_made_from() -> None:
+    assert propose(SURVEY) == PROPOSED
+
+
+def test_a_proposal_is_a_profile(user: dict[str, str], tmp_path: Path) -> None:
+    write_profile(user, "hydra", propose(SURVEY))
+
+    found = resolve(run_file(tmp_path), [], {**user, "SCRATCH": "/lustre/ada"}, site="hydra")
+
+    assert found.profile is not None
+    assert found.profile.site.name == "hydra"
+    assert flat(found.spec)["resources.gpu_type"] == "a100"
+    assert found.spec.container.runtime == "apptainer"
+
+
+def test_a_host_without_slurm_proposes_a_profile_too(user: dict[str, str]) -> None:
+    found = Survey(host="box7", user="ada", home=user["HOME"])
+    path = write_profile(user, "box", propose(found))
+
+    assert proposed_name(found) == "box"
+    assert read_profile(path, "", user).site.hosts == ("box*",)
+
+
+@pytest.mark.parametrize(
+    ("gres", "num_gpus", "gpu_type"),
+    [
+        ("(null)", 0, None),
+        ("gpu:4", 4, None),
+        ("gpu:a100:4(S:0-1)", 4, "a100"),
+        ("gpu:a100_3g.20gb:2,gpu:a100:2,nvme:1", 4, "a100_3g.20gb"),
+        ("gpu:4(S:0),mps:400", 4, None),
+    ],
+)
+def test_what_nodes_have_is_read_from_sinfo(gres: str, num_gpus: int, gpu_type: str | None) -> None:
+    (found,) = parse_shapes(f"gpu|12|64+|512000+|{gres}\n")
+
+    assert (found.num_gpus, found.gpu_type) == (num_gpus, gpu_type)
+    assert (found.partition, found.num_nodes, found.num_cpus, found.mem_mb) == ("gpu", 12, 64, 512000)
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_home(user: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setenv("HOME", user["HOME"])
+    monkeypatch.delenv("DDP_HPC_SITE_PROFILE")
+    return user
+
+
+def test_show_says_which_profile_counts_here_and_what_it_says(
+    at_home: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["site"]) == 0
+    assert "No site profile counts here" in capsys.readouterr().out
+
+    path = write_profile(at_home, "mine", PARTITIONED.replace("login*", "'*'"))
+
+    assert main(["site", "show"]) == 0
+    told = capsys.readouterr().out
+    assert str(path) in told
+    assert "is '*'" in told
+    assert main(["site", "show", "mine", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["partitions"]["gpu"]["resources.gpus_per_node"] == 4
+
+
+def test_list_tells_examples_from_ones_own(at_home: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(at_home, "mine", "site: {hosts: ['*']}")
+
+    assert main(["site", "list", "--json"]) == 0
+
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["mine"]["counts_here"]
+    assert {name for name, row in rows.items() if row["is_example"]} == {
+        "ethernet",
+        "infiniband",
+        "slingshot",
+        "workstation",
+    }
+
+
+def test_init_keeps_a_draft_once(at_home: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["site", "init", "mine", "--write"]) == 0
+    path = Path(capsys.readouterr().out.splitlines()[0])
+    path.write_text("seed: 7")
+
+    assert main(["site", "init", "mine", "--write"]) == 2
+
+    assert "exists already" in capsys.readouterr().err
+    assert path.read_text() == "seed: 7"
