@@ -105,6 +105,14 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
 
+    def environment(self, attempt: int) -> Path:
+        """What rank zero ran on: versions, driver, modules, packages."""
+        return self.attempt_logs(attempt) / "environment.json"
+
+    def environments(self) -> list[Path]:
+        """Those that were written, of all attempts."""
+        return list(self.path.glob("logs/attempt-*/environment.json"))
+
     def verdict(self, attempt: int) -> Path:
         """What rank zero's processes ended with, where their exit code passes through others' hands."""
         return self.attempt_errors(attempt) / "verdict.json"

@@ -16,6 +16,7 @@ import torch
 
 from ddp_hpc.config import load_resolved
 from ddp_hpc.durable import replace_text
+from ddp_hpc.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.errors import ConfigError, DdpHpcError
 from ddp_hpc.exit_codes import FAILED, FINISHED, STOPPED
 from ddp_hpc.records import WorkerFailure
@@ -31,6 +32,9 @@ from ddp_hpc.train.training import Training, configure_torch, prepare
 from ddp_hpc.train.watchdog import TEARDOWN_S, Watchdog, leave_within
 
 log = logging.getLogger(__name__)
+
+_MOST_TOLD = 8
+"""Changes of the environment that are told one by one."""
 
 
 def preload(run_path: str) -> None:
@@ -68,6 +72,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         watchdog.feed()
         group = _join(spec, place, listen_fd)
         training = prepare(spec, _recipe(spec), run, group, attempt=attempt, stop=flag, watchdog=watchdog)
+        if place.is_rank_zero:
+            _note_environment(run, attempt, environ)
         finished = _walk(training)
     except BaseException as error:  # noqa: BLE001  whatever a worker dies of is written down
         _report(run, place, error, attempt=attempt, step=training.state.position.step if training else 0)
@@ -89,6 +95,22 @@ def _recipe(spec: RunSpec) -> Recipe:
     """Build the recipe with the same seed on every rank."""
     configure_torch(spec)
     return build_recipe(spec.recipe.target, spec.recipe.args)
+
+
+def _note_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -> None:
+    """Write down what this attempt runs on; say what is not as it was in the one before."""
+    here = capture(environ)
+    try:
+        before = newest_environment(run, before=attempt)
+        write_environment(run, attempt, here)
+    except (ConfigError, OSError) as error:  # nobody's training ends for a note
+        log.warning("what this attempt runs on is not noted: %s", error)
+        return
+    changed = list(differences(before[1], here)) if before else []
+    if before and changed:
+        more = f"; and {len(changed) - _MOST_TOLD} more" if len(changed) > _MOST_TOLD else ""
+        told = "; ".join(changed[:_MOST_TOLD])
+        log.warning("not as in attempt %d, so results may differ: %s%s", before[0], told, more)
 
 
 def _walk(training: Training) -> bool:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved
+from ddp_hpc.environment import read_environment, write_environment
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import read_status
 
@@ -188,7 +190,10 @@ def test_a_run_outlives_its_follower_stops_when_told_and_goes_on_when_submitted_
 
     stopped_at = read_status(run, now=time.time()).last_checkpoint
     assert stopped_at
+    write_environment(run, 0, replace(read_environment(run, 0), torch="1.0"))
     last = submit(*words, "recipe.args.pause_s=0.0", f"train.max_steps={stopped_at + 2}", "--wait", "--json")
     assert last.returncode == 0
     assert (json.loads(last.stdout)["state"], json.loads(last.stdout)["step"]) == ("finished", stopped_at + 2)
     assert f"changed: train.max_steps None -> {stopped_at + 2}" in last.stderr
+    assert "not as in attempt 0, so results may differ: torch 1.0 -> 2." in run.console.read_text()
+    assert read_environment(run, 1).torch.startswith("2.")

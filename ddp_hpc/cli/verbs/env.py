@@ -1,6 +1,8 @@
 """Print every variable that PyTorch reads of a Slurm job: its value, where that is from, and why; or export them.
 
 srun bash -c 'eval "$(ddp-hpc env --export)"; exec python train.py'
+
+With `capture`, print what this Python runs on (versions, driver, modules, packages); or what a RUN used, and what is not so here.
 """
 
 from __future__ import annotations
@@ -12,14 +14,20 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ddp_hpc.cli.runs import add_runs_dir, chosen_run
 from ddp_hpc.cli.words import as_json, or_dash, table
+from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ddp_hpc.environment import Environment
     from ddp_hpc.rendezvous.derive import Derivation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.add_argument("action", choices=("capture",), nargs="?", help="capture: print what this Python runs on")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="with `capture`: a run's name, its directory, or its job")
+    add_runs_dir(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print a JSON object")
     how.add_argument(
@@ -29,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print them."""
+    if args.action == "capture":
+        return _capture(args, environment)
     from ddp_hpc.rendezvous.address import this_host
     from ddp_hpc.rendezvous.derive import derive
     from ddp_hpc.slurm.allocation import read_allocation
@@ -41,6 +51,39 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     else:
         _explain(found)
     return 0
+
+
+def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    from ddp_hpc.environment import capture, differences, newest_environment
+
+    if args.export:
+        raise ConfigError("`--export` goes with the derived variables: leave out `capture`.")
+    here = capture(environment)
+    if args.run is None:
+        print(as_json(asdict(here)) if args.json else _facts(here))
+        return 0
+    run_dir = chosen_run(args, environment)
+    newest = newest_environment(run_dir)
+    if newest is None:
+        raise ConfigError(f"{run_dir.name} has noted no environment yet: its workers have not begun.")
+    attempt, used = newest
+    changed = list(differences(used, here))
+    if args.json:
+        print(as_json({"attempt": attempt, "environment": asdict(used), "differs_here": changed}))
+    else:
+        told = "\n".join(changed) if changed else "nothing"
+        print(f"{run_dir.name}, attempt {attempt}\n\n{_facts(used)}\n\nnot so here:\n{told}")
+    return 0
+
+
+def _facts(found: Environment) -> str:
+    rows: list[tuple[str, str]] = []
+    for name, value in asdict(found).items():
+        if isinstance(value, dict):
+            rows += [(f"{name}: {key}", text) for key, text in value.items()]
+        else:
+            rows.append((name, or_dash(", ".join(value) if isinstance(value, tuple) else value)))
+    return table(("", ""), rows).lstrip("\n")
 
 
 def _export(found: Derivation) -> None:

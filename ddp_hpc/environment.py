@@ -1,0 +1,148 @@
+"""What a Python and its machine really are: versions, driver, modules, packages. Looked up without importing PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import msgspec
+
+from ddp_hpc.durable import replace_text
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+
+_TELLING = ("NCCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "CUDA_", "CUBLAS_", "HSA_", "OMP_", "MKL_", "RDMAV_", "OFI_")
+"""Beginnings of variables that change what is computed, or how fast."""
+_OF_EACH = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"})
+"""These differ from worker to worker, or from job to job, and mean nothing by that."""
+_INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What a run used; the fields are the keys of `ddp-hpc env capture --json`."""
+
+    python: str = ""
+    machine: str = ""
+    """Operating system, libc and architecture."""
+    cpu: str = ""
+    torch: str = ""
+    cuda: str = ""
+    """What PyTorch was built with; empty for none."""
+    hip: str = ""
+    nccl: str = ""
+    driver: str = ""
+    """The GPU driver's."""
+    gpus: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    """Environment modules that were loaded."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Those that NCCL, PyTorch, OpenMP and the like read."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Every package that can be imported -> its version."""
+
+
+def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Environment:
+    """Return what this process runs on."""
+    packages = _packages()
+    built = _built_with()
+    return Environment(
+        python=platform.python_version(),
+        machine=f"{platform.system()} {'-'.join(filter(None, platform.libc_ver()))} {platform.machine()}",
+        cpu=_first(proc / "cpuinfo", r"^model name\s*:\s*(.+)$"),
+        torch=built.get("__version__", ""),
+        cuda=built.get("cuda", ""),
+        hip=built.get("hip", ""),
+        nccl=next((version for name, version in packages.items() if name.startswith("nvidia-nccl")), ""),
+        driver=_first(proc / "driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"),
+        gpus=tuple(
+            sorted(_first(path, r"^Model:\s*(.+)$") for path in (proc / "driver/nvidia/gpus").glob("*/information"))
+        ),
+        modules=tuple(filter(None, environ.get("LOADEDMODULES", "").split(":"))),
+        variables={
+            name: value for name, value in sorted(environ.items()) if name.startswith(_TELLING) and name not in _OF_EACH
+        },
+        packages=packages,
+    )
+
+
+def _packages() -> dict[str, str]:
+    """Return what is installed, by the names of its folders (PEP 376, PEP 427); `importlib.metadata` reads each file."""
+    found: dict[str, str] = {}
+    for folder in map(Path, sys.path):
+        for path in folder.glob("*.*-info") if folder.is_dir() else ():
+            if match := _INSTALLED.fullmatch(path.name):
+                found.setdefault(re.sub(r"[-_.]+", "-", match["name"]).lower(), match["version"])
+    return dict(sorted(found.items()))
+
+
+def _built_with() -> dict[str, str]:
+    """Return what `torch/version.py` says, which is read rather than imported: that takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if path is None or not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    return dict(re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, flags=re.MULTILINE))
+
+
+def _first(path: Path, pattern: str) -> str:
+    try:
+        found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1].strip() if found else ""
+
+
+# --- of a run ----------------------------------------------------------------------------------------------------------
+
+
+def write_environment(run: RunDir, attempt: int, environment: Environment) -> None:
+    """Write down what an attempt uses."""
+    path = run.environment(attempt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, msgspec.json.format(msgspec.json.encode(environment), indent=1).decode() + "\n")
+
+
+def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, Environment] | None:
+    """Return the newest attempt that wrote its environment down, and what it wrote; only those `before` an attempt."""
+    numbers = (int(path.parent.name.rpartition("-")[2]) for path in run.environments())
+    for attempt in sorted(numbers, reverse=True):
+        if before is None or attempt < before:
+            return attempt, read_environment(run, attempt)
+    return None
+
+
+def read_environment(run: RunDir, attempt: int) -> Environment:
+    """Read what an attempt used.
+
+    Raises:
+        ConfigError: where its file cannot be read.
+    """
+    path = run.environment(attempt)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Environment)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def differences(old: Environment, new: Environment) -> Iterator[str]:
+    """Yield what changed, one thing an item: `torch 2.9.0 -> 2.9.1`."""
+    for one in fields(Environment):
+        before, after = getattr(old, one.name), getattr(new, one.name)
+        if isinstance(before, Mapping):
+            for name in sorted({*before, *after}):
+                if before.get(name) != after.get(name) and name not in {"torch", "ddp-hpc"}:
+                    yield f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
+        elif before != after:
+            yield f"{one.name} {_told(before)} -> {_told(after)}"
+
+
+def _told(value: str | tuple[str, ...]) -> str:
+    text = value if isinstance(value, str) else ", ".join(value)
+    return text or "none"
