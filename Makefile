@@ -36,13 +36,14 @@ test-all: test ## All tests, then those on Slurm again with the next Debian's Sl
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)
 	DDP_HPC_SLURM_ROOTFS=$(NEXT_DEBIAN) $(BIN)/python -m pytest tests/slurm $(ARGS)
 
-check: .venv/.dev ## Format, lint, types, import contracts, shell scripts
+check: .venv/.dev ## Format, lint, types, import contracts, shell scripts, Dockerfile
 	$(BIN)/ruff format --check --diff
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	find $(SCRIPT_DIRS) -type f ! -name '*.j2' -exec awk 'FNR == 1 && /^#!.*sh( |$$)/ { print FILENAME } { nextfile }' {} + \
 		| xargs -r $(BIN)/shellcheck
+	$(BIN)/hadolint containers/Dockerfile
 
 format: .venv/.dev ## Rewrite the code the way `check` wants it, where that is safe
 	$(BIN)/ruff check --fix-only

@@ -28,7 +28,7 @@ _THE_MACHINES = tuple(map(Path, ("/proc", "/sys", "/dev", "/etc", "/usr", "/bin"
 """The image has its own of these."""
 
 Gpus = Literal["nvidia", "rocm", "none"]
-RuntimeName = Literal["apptainer", "singularity", "pyxis"]
+RuntimeName = Literal["apptainer", "singularity", "pyxis", "docker"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ class Inside:
     gpus: Gpus = "none"
     options: tuple[str, ...] = ()
     """The user's own, of the runtime."""
+    passed: tuple[str, ...] = ()
+    """Names of the variables outside, for a runtime that has to be told of each."""
+    user: str = ""
+    """`UID:GID` of whoever runs it, likewise."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ BARE = Housing()
 # --- what is to be found inside ----------------------------------------------------------------------------------------
 
 
-def inside_of(spec: RunSpec, run: RunDir, *, import_paths: Sequence[str], work_dir: Path) -> Inside | None:
+def inside_of(
+    spec: RunSpec, run: RunDir, *, import_paths: Sequence[str], work_dir: Path, environ: Mapping[str, str] | None = None
+) -> Inside | None:
     """Return what a run's workers are to find in their image; None for a run without one.
 
     Raises:
@@ -103,7 +109,7 @@ def inside_of(spec: RunSpec, run: RunDir, *, import_paths: Sequence[str], work_d
         return None
     gpus: Gpus = container.gpus if container.gpus != "auto" else "nvidia" if resources.gpus_per_node else "none"
     return Inside(
-        image=container.image if is_address(container.image) else str(image_path(container.image)),
+        image=container.image if is_name(spec) else str(image_path(container.image)),
         binds=tuple(_binds(spec, run, import_paths, work_dir)),
         environ={
             **spec.environ,  # else the image's own PATH and LD_LIBRARY_PATH win, and with pyxis all of its variables
@@ -113,7 +119,14 @@ def inside_of(spec: RunSpec, run: RunDir, *, import_paths: Sequence[str], work_d
         work_dir=str(work_dir),
         gpus=gpus,
         options=container.options,
+        passed=tuple(sorted(environ or ())),
+        user=f"{os.getuid()}:{os.getgid()}",
     )
+
+
+def is_name(spec: RunSpec) -> bool:
+    """Tell whether the image is something that its runtime knows, rather than a path."""
+    return spec.container.runtime == "docker" or is_address(spec.container.image or "")
 
 
 def is_address(image: str) -> bool:
@@ -145,6 +158,24 @@ def _paths_in(args: Mapping[str, object]) -> Iterator[str]:
         is_path = isinstance(value, str) and value.startswith("/") and os.path.exists(value)  # noqa: PTH110
         if is_path and not any(Path(str(value)).is_relative_to(place) for place in _THE_MACHINES):
             yield str(value)
+
+
+def refuse_misplaced(spec: RunSpec, *, is_for_slurm: bool) -> None:
+    """Refuse a runtime that is for elsewhere.
+
+    Raises:
+        ConfigError: for Docker in a job of Slurm's, and pyxis outside of one.
+    """
+    runtime = spec.container.runtime
+    if runtime == "docker" and is_for_slurm:
+        raise ConfigError(
+            "`container.runtime` is docker, but a job's nodes have none that a user may use. Make a file of the image "
+            "(`apptainer build image.sif docker-daemon:NAME:TAG`), and name that: `container.image=image.sif`."
+        )
+    if runtime == "pyxis" and not is_for_slurm:
+        raise ConfigError(
+            "`container.runtime` is pyxis, a plugin of Slurm's srun. On this machine, use apptainer or docker."
+        )
 
 
 def missing_sources(inside: Inside) -> list[str]:
@@ -189,6 +220,11 @@ def _sif_header(path: Path) -> bytes | None:
 # --- runtimes ----------------------------------------------------------------------------------------------------------
 
 
+def candidate_runtimes(asked: Literal["auto"] | RuntimeName) -> Sequence[RuntimeName]:
+    """Return the programs of which one is to run the image, the first that is there."""
+    return ("apptainer", "singularity") if asked == "auto" else (asked,)
+
+
 def find_runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:
     """Return what runs the image here.
 
@@ -198,7 +234,7 @@ def find_runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:
     asked = spec.container.runtime
     if asked == "pyxis":
         return asked
-    candidates: Sequence[RuntimeName] = ("apptainer", "singularity") if asked == "auto" else (asked,)
+    candidates = candidate_runtimes(asked)
     found = next((name for name in candidates if shutil.which(name, path=environ.get("PATH", ""))), None)
     if found is None:
         raise ConfigError(
@@ -230,12 +266,12 @@ def _apptainer(inside: Inside, python: str, *, program: RuntimeName) -> Housing:
     return Housing(python=python, prefix=tuple(prefix))
 
 
-def _csv_mount(bind: Bind) -> str:
+def _csv_mount(bind: Bind, read_only: str = "ro") -> str:
     fields = [
         "type=bind",
         f"source={bind.source}",
         f"destination={bind.target}",
-        *(["ro"] if bind.is_read_only else []),
+        *([read_only] if bind.is_read_only else []),
     ]
     row = io.StringIO()
     csv.writer(row, lineterminator="").writerow(fields)
@@ -262,6 +298,26 @@ def _pyxis(inside: Inside, python: str) -> Housing:
     return Housing(python=python, prefix=tuple(_env(inside)), srun_args=tuple(options))
 
 
+_IMAGES_OWN = frozenset({"PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
+"""Variables that mean nothing inside; Apptainer leaves these out by itself, or has others come first."""
+
+
+def _docker(inside: Inside, python: str) -> Housing:
+    """Return the words of `docker run` (24 and newer), on this machine: Docker belongs to root, and no cluster lends it.
+
+    Networks, shared memory and process numbers are the host's, and files belong to whoever runs it. Variables are passed by
+    name: docker reads their values from its own environment, so no value is seen by a shell.
+    """
+    gpus = {"nvidia": ["--gpus=all"], "rocm": ["--device=/dev/kfd", "--device=/dev/dri"], "none": []}[inside.gpus]
+    shared = ["--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1"]
+    who = [f"--user={inside.user}", "--env=HOME=/tmp"]  # in the image
+    mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind, "readonly"))]
+    passed = [f"--env={name}" for name in inside.passed if name not in _IMAGES_OWN]
+    start = ["docker", "run", "--rm", "--interactive", "--init"]
+    prefix = [*start, *gpus, *shared, *who, *mounts, *passed, f"--workdir={inside.work_dir}", *inside.options]
+    return Housing(python=python, prefix=(*prefix, inside.image, *_env(inside)))
+
+
 def _env(inside: Inside) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in inside.environ.items())]
 
@@ -270,4 +326,5 @@ _RUNTIMES: Mapping[RuntimeName, Callable[[Inside, str], Housing]] = {
     "apptainer": lambda inside, python: _apptainer(inside, python, program="apptainer"),
     "singularity": lambda inside, python: _apptainer(inside, python, program="singularity"),
     "pyxis": _pyxis,
+    "docker": _docker,
 }

@@ -414,9 +414,9 @@ class ContainerSpec:
     """The image the workers run in; unset: none."""
 
     image: str | None = None
-    """Image file or directory; with pyxis, an address it understands too."""
-    runtime: Literal["auto", "apptainer", "singularity", "pyxis"] = "auto"
-    """What runs the image; `auto` takes Apptainer, or else Singularity, from the job's PATH."""
+    """Image file or directory; with pyxis, an address it understands too; with Docker, a name."""
+    runtime: Literal["auto", "apptainer", "singularity", "pyxis", "docker"] = "auto"
+    """What runs the image; `auto` takes Apptainer, or else Singularity, from the job's PATH. Docker: on one machine only."""
     python: str = "python3"
     """The image's Python, which has PyTorch and what ddp_hpc needs."""
     binds: tuple[str, ...] = ()

@@ -7,23 +7,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_hpc.containers import BARE, Housing, find_runtime, house, identity_of, inside_of, is_address, missing_sources
+from ddp_hpc.containers import (
+    BARE,
+    Housing,
+    find_runtime,
+    house,
+    identity_of,
+    inside_of,
+    is_name,
+    missing_sources,
+    refuse_misplaced,
+)
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import other_image, read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
 
-def housing_of(spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str]) -> Housing:
+def housing_of(
+    spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str], *, is_for_slurm: bool = True
+) -> Housing:
     """Return how this job's commands are run on its nodes.
 
     Raises:
         ConfigError: where the image, a path that it is to see, or the runtime is not there.
     """
-    inside = inside_of(spec, run, import_paths=import_paths, work_dir=Path.cwd())
+    inside = inside_of(spec, run, import_paths=import_paths, work_dir=Path.cwd(), environ=environ)
     if inside is None:
         return BARE
-    if not is_address(inside.image) and not Path(inside.image).exists():
+    refuse_misplaced(spec, is_for_slurm=is_for_slurm)
+    if not is_name(spec) and not Path(inside.image).exists():
         raise ConfigError(f"`container.image` is {inside.image}, but there is no such file or directory on this node.")
     missing = missing_sources(inside)
     if missing:

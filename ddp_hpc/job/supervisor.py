@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             spec = load_resolved(run.config)
             _set_variables(spec.environ)
-            housing = housing_of(spec, run, arguments.import_path, os.environ)
+            housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
         except ConfigError as error:
             _note_refusal(run, allocation, error)
             raise

@@ -7,7 +7,16 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ddp_hpc.containers import Inside, identity_of, inside_of, is_address, missing_sources, sif_architecture
+from ddp_hpc.containers import (
+    Inside,
+    candidate_runtimes,
+    identity_of,
+    inside_of,
+    is_address,
+    missing_sources,
+    refuse_misplaced,
+    sif_architecture,
+)
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import other_image, read_attempts
 from ddp_hpc.run_dir import RunDir
@@ -15,7 +24,7 @@ from ddp_hpc.spec import RunSpec
 
 
 def look_at_image(
-    spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]
+    spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str], *, is_for_slurm: bool
 ) -> Iterator[str]:
     """Yield what the user should know of the run's image.
 
@@ -25,7 +34,10 @@ def look_at_image(
     inside = inside_of(spec, run, import_paths=[str(path) for path in import_paths], work_dir=Path.cwd())
     if inside is None:
         return
-    if is_address(inside.image):
+    refuse_misplaced(spec, is_for_slurm=is_for_slurm)
+    if spec.container.runtime == "docker":
+        pass  # its daemon knows, and fetches what it does not have
+    elif is_address(inside.image):
         _require_fetching_runtime(spec, inside)
     elif not Path(inside.image).exists():
         raise ConfigError(f"`container.image` is {inside.image}, but there is no such file or directory.")
@@ -34,7 +46,7 @@ def look_at_image(
     if missing:
         raise ConfigError(f"`container.binds` has {', '.join(missing)}, but there is no such file or directory.")
     runtime = spec.container.runtime
-    names = ["apptainer", "singularity"] if runtime == "auto" else [runtime]
+    names = candidate_runtimes(runtime)
     if runtime != "pyxis" and not any(shutil.which(name, path=environ.get("PATH", "")) for name in names):
         yield f"there is no {' or '.join(names)} on this host's PATH: the job needs it on its own (`slurm.setup`)"
     architecture = sif_architecture(Path(inside.image))

@@ -63,7 +63,7 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
         ConfigError: where the spec names no image, or the runtime is not here.
     """
     with tempfile.TemporaryDirectory() as run_dir:
-        inside = inside_of(spec, RunDir(Path(run_dir)), import_paths=[], work_dir=work_dir)
+        inside = inside_of(spec, RunDir(Path(run_dir)), import_paths=[], work_dir=work_dir, environ=environ)
         if inside is None:
             raise ConfigError("The run has no image to look into: set `container.image`.")
         runtime = find_runtime(spec, environ)

@@ -55,7 +55,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
         return in_slurm
     if is_finished(run, spec):
         return Submission(run, "finished", newest_attempt(run))
-    notes = tuple(look_at_image(spec, run, import_paths, os.environ))
+    notes = tuple(look_at_image(spec, run, import_paths, os.environ, is_for_slurm=False))
     make_run_dir(run, resolved_text, is_new=is_new)
     attempt = checkpoint_store.next_attempt(run)
     supervisor = _start_supervisor(run, import_paths)

@@ -83,7 +83,8 @@ def prepare(
     run = RunDir(spec.path)
     is_new = not run.config.exists()
     reality.refuse_private_directory(run.path)
-    notes = [*look_at_image(spec, run, _job_import_paths(spec, run, import_paths), environ)]
+    import_paths_of_job = _job_import_paths(spec, run, import_paths)
+    notes = [*look_at_image(spec, run, import_paths_of_job, environ, is_for_slurm=True)]
     text = job_script(spec, import_paths, environ)
     make_run_dir(run, resolved_text, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):

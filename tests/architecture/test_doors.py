@@ -27,6 +27,7 @@ DOORS: dict[str, set[str]] = {
         "job/children.py",
         "job/torchrun_node.py",
         "slurm/client.py",
+        "submission/image_build.py",
         "submission/image_check.py",
         "submission/snapshot.py",
         "submission/local_executor.py",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ddp_hpc
+from ddp_hpc.submission.image_build import FILES
 
 ROOT = Path(ddp_hpc.__file__).parents[1]
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_hpc").rglob("*.py"))
@@ -34,6 +35,7 @@ def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfi
     names = set(wheel.namelist())
 
     data = {"train/recipes/digits.npz", "sbatch_templates/ddp.sbatch.j2", "sites/slingshot.yaml"}
+    data |= {f"image_files/{name}" for name in FILES}
     assert {*MODULES, *(f"ddp_hpc/{name}" for name in data)} <= names
 
 
@@ -45,6 +47,18 @@ def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_p
     done = subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, text=True)
 
     assert done.stdout == str(tmp_path / "ddp_hpc" / "sbatch_templates" / "ddp.sbatch.j2")
+
+
+def test_what_was_installed_finds_its_own_sites_and_recipes_of_images(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    program = (
+        "from ddp_hpc.config.site import examples_dir; from ddp_hpc.submission.image_build import FILES, files_dir; "
+        "print(len(list(examples_dir().glob('*.yaml'))), all((files_dir() / name).exists() for name in FILES))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    assert done.stdout.split() == ["4", "True"]
 
 
 def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.ZipFile) -> None:

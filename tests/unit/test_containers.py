@@ -81,16 +81,82 @@ GOLDEN["pyxis"] = (
     ],
     ENV,
 )
+GOLDEN["docker"] = (
+    [],
+    [
+        *("docker", "run", "--rm", "--interactive", "--init", "--gpus=all"),
+        *("--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1", "--user=1000:100", "--env=HOME=/tmp"),
+        *(word for mount in MOUNTS for word in ("--mount", mount.replace(",ro", ",readonly"))),
+        *("--env=MASTER_ADDR", "--env=NCCL_DEBUG", "--workdir=/home/ada/project", "--writable-tmpfs"),
+        "/images/torch.sif",
+        *ENV,
+    ],
+)
+PYXIS_OPTIONS = (
+    *("image", "mounts", "workdir", "name", "save", "mount-home", "no-mount-home", "remap-root", "no-remap-root"),
+    *("entrypoint", "no-entrypoint", "entrypoint-log", "writable", "readonly", "env"),
+)
+"""What follows `--container-` in the help that the pyxis plugin adds to srun's (0.20; `--no-container-...` for some)."""
+
+
+def test_pyxis_is_asked_by_options_that_it_documents() -> None:
+    ours = [word.partition("=")[0] for word in GOLDEN["pyxis"][0] if "container" in word]
+    documented = {
+        f"--no-container-{name.removeprefix('no-')}" if name.startswith("no-") else f"--container-{name}"
+        for name in PYXIS_OPTIONS
+    }
+
+    assert len(ours) == 4
+    assert set(ours) <= documented
 
 
 @pytest.mark.parametrize("runtime", GOLDEN)
 def test_a_command_line_is_the_golden_one(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
     one = spec(binds=("/datasets:/data:ro",), options=("--writable-tmpfs",))
+    found = replace(
+        inside(monkeypatch, one), passed=("HOME", "MASTER_ADDR", "NCCL_DEBUG", "PYTHONPATH"), user="1000:100"
+    )
 
-    housing = house(inside(monkeypatch, one), runtime, "python3")
+    housing = house(found, runtime, "python3")
 
     assert (list(housing.srun_args), list(housing.prefix)) == GOLDEN[runtime]
     assert housing.python == "python3"
+
+
+@pytest.mark.parametrize(("runtime", "is_for_slurm"), [("docker", True), ("pyxis", False)])
+def test_a_runtime_that_is_for_elsewhere_is_refused_before_the_queue_and_in_the_job(
+    runtime: str, is_for_slurm: bool
+) -> None:
+    one = spec(runtime=runtime, image="docker://torch:1")
+
+    with pytest.raises(ConfigError, match=f"is {runtime}"):
+        list(look_at_image(one, RUN, [], {}, is_for_slurm=is_for_slurm))
+    with pytest.raises(ConfigError, match=f"is {runtime}"):
+        housing_of(one, RUN, [], {}, is_for_slurm=is_for_slurm)
+
+
+def test_dockers_images_are_names_even_where_a_file_is_called_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    found = inside_of(
+        spec(runtime="docker", image="torch:1"), RUN, import_paths=[], work_dir=WORK_DIR, environ={"A": "1"}
+    )
+
+    assert found is not None
+    assert (found.image, found.passed) == ("torch:1", ("A",))
+
+
+def test_the_runs_own_variables_are_set_inside_over_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inside(monkeypatch, replace(spec(), env={"LD_LIBRARY_PATH": "/opt/ofi", "N": 3, "gone": None}))
+
+    assert dict(found.environ) == {
+        "LD_LIBRARY_PATH": "/opt/ofi",
+        "N": "3",
+        "PYTHONPATH": f"/opt/ddp_hpc:{CODE}",
+        "PYTHONNOUSERSITE": "1",
+    }
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
@@ -174,7 +240,9 @@ def test_a_path_that_pyxis_would_misread_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def looked(one: RunSpec, environ: dict[str, str] | None = None) -> list[str]:
-    return list(look_at_image(one, RUN, [Path(CODE)], {"PATH": "/usr/bin"} if environ is None else environ))
+    return list(
+        look_at_image(one, RUN, [Path(CODE)], {"PATH": "/usr/bin"} if environ is None else environ, is_for_slurm=True)
+    )
 
 
 def test_an_image_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -228,10 +296,10 @@ def test_a_resume_in_another_image_is_told_of(tmp_path: Path, capsys: pytest.Cap
     run, image = make_run(tmp_path), made_sif(tmp_path / "image.sif", number=1)
     first = housing_of(spec(image=str(image)), run, [], environ)
     record_start(run, attempt=0, job_id="7", image=first.image)
-    assert list(look_at_image(spec(image=str(image)), run, [], environ)) == []
+    assert list(look_at_image(spec(image=str(image)), run, [], environ, is_for_slurm=True)) == []
 
     made_sif(image, number=2)
-    told = list(look_at_image(spec(image=str(image)), run, [], environ))
+    told = list(look_at_image(spec(image=str(image)), run, [], environ, is_for_slurm=True))
     capsys.readouterr()
     housing_of(spec(image=str(image)), run, [], environ)
 
