@@ -369,8 +369,9 @@ def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluste
     await_step(place, "awaited", 1)
 
     asked = place.type("requeue", "awaited")
-    slow.unlink()
     assert asked.returncode == 0, asked.stderr
+    cluster.wait_for(lambda: attempts(place, "awaited")[0].ended_at is not None, 60)
+    slow.unlink()  # not before it has stopped: it would finish first
     stdout, stderr = waiting.communicate(timeout=100)
 
     first, second = attempts(place, "awaited")

@@ -9,11 +9,19 @@ from contextlib import contextmanager
 from ddp_hpc import processes
 
 
+def _do_nothing(*_: object) -> None:
+    pass
+
+
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Hold them back until the block is left; SIGIO, which would end this process in any other thread, does nothing."""
+    """Hold them back until the block is left.
+
+    SIGIO, which would end this process in any other thread, does nothing from here on: taking the handler away again, while
+    one that came late still waits for it, is a race that Python reports.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
-    handler = signal.signal(signal.SIGIO, lambda *_: None)
+    signal.signal(signal.SIGIO, _do_nothing)
     processes.block_awaited_signals()
     try:
         yield
@@ -21,4 +29,3 @@ def signals_held_back() -> Iterator[None]:
         while processes.await_signal(0.0):
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        signal.signal(signal.SIGIO, handler)

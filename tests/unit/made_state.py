@@ -125,5 +125,5 @@ def save(run: RunDir, *steps: int, world_size: int = 1, attempt: int = 0, **more
                 take_step(state)
         for checkpointer, state in zip(checkpointers, states, strict=True):
             checkpointer.save(state)
-        for checkpointer, state in zip(checkpointers, states, strict=True):
-            checkpointer.save_and_wait(state)
+        for checkpointer, state in reversed(list(zip(checkpointers, states, strict=True))):
+            checkpointer.save_and_wait(state)  # rank zero last: it stays until the others know

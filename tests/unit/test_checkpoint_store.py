@@ -546,7 +546,9 @@ def test_who_waits_for_a_save_that_fails_is_told_on_every_rank(rank: int, tmp_pa
     for checkpointer, state in zip(checkpointers, states, strict=True):
         checkpointer.save(state)
 
-    for checkpointer, state in zip(checkpointers, states, strict=True):
+    for checkpointer, state in reversed(
+        list(zip(checkpointers, states, strict=True))
+    ):  # rank zero waits for the others
         with pytest.raises(CheckpointError, match=f"The checkpoint of step 3 could not be committed: rank {rank}: Is"):
             checkpointer.save_and_wait(state)
 
