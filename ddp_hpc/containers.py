@@ -183,6 +183,36 @@ def missing_sources(inside: Inside) -> list[str]:
     return [bind.source for bind in inside.binds if not os.path.exists(bind.source)]  # noqa: PTH110
 
 
+# --- staging -----------------------------------------------------------------------------------------------------------
+
+PACKED = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
+"""What `tar` unpacks."""
+
+
+def is_packed(source: str) -> bool:
+    """Tell an archive from an image, by its name."""
+    return source.endswith(PACKED)
+
+
+def staged_source(spec: RunSpec) -> str | None:
+    """Return what a run wants on its nodes' own disks: a packed environment, or an image that is a file.
+
+    Raises:
+        ConfigError: where the archive is none, or not there.
+    """
+    if spec.stage.archive is not None:
+        path = image_path(spec.stage.archive)
+        if not is_packed(path.name):
+            raise ConfigError(f"`stage.archive` is {spec.stage.archive!r}, but `tar` unpacks {', '.join(PACKED)}.")
+        if not path.is_file():
+            raise ConfigError(f"`stage.archive` is {path}, but there is no such file.")
+        return str(path)
+    if spec.stage.dir is None or spec.container.image is None or is_name(spec):
+        return None
+    image = image_path(spec.container.image)
+    return str(image) if image.is_file() else None
+
+
 # --- images ------------------------------------------------------------------------------------------------------------
 
 # The SIF format's global header (apptainer/sif, `pkg/sif`): a line for the kernel, then these.

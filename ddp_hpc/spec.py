@@ -431,6 +431,23 @@ class ContainerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """What is put on each node's own disk before the workers start, on Slurm."""
+
+    dir: str | None = None
+    """A directory of each node's own (`/local`, `$TMPDIR`), for the image, if it is a file, or the archive. Unset: nothing is staged."""
+    archive: str | None = None
+    """An environment packed by conda-pack or venv-pack (`env.tar.gz`): its Python runs the workers."""
+
+    def __post_init__(self) -> None:
+        _require_one_line("stage", **vars(self))
+        _require(
+            self.archive is None or self.dir is not None,
+            "`stage.archive` is set, but `stage.dir` is not: name a directory of each node's own.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
     """The network that the ranks meet on."""
 
@@ -464,6 +481,7 @@ class RunSpec:
     restart: RestartSpec = field(default_factory=RestartSpec)
     snapshot: SnapshotSpec = field(default_factory=SnapshotSpec)
     container: ContainerSpec = field(default_factory=ContainerSpec)
+    stage: StageSpec = field(default_factory=StageSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Variables that the run sets in its job, whatever they were at submit (`env.NCCL_DEBUG=INFO`)."""
@@ -479,6 +497,10 @@ class RunSpec:
             f"`seed` is {self.seed!r}, but it must lie between 0 and 2**63 - 1.",
         )
         self._check_batch()
+        _require(
+            self.stage.archive is None or self.container.image is None,
+            "`stage.archive` and `container.image` are set, but workers run in one of them. Unset the other.",
+        )
         for variable, value in self.env.items():
             _check_variable(variable, value)
         on_cpus = self.resources.gpus_per_node == 0 and self.resources.world_size > 1

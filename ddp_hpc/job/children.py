@@ -12,12 +12,14 @@ def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False
     return subprocess.Popen(argv, pass_fds=lock_fds, stdin=pipe or subprocess.DEVNULL, stdout=pipe)
 
 
-def answer_of(argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float) -> str | None:
-    """Run a short command; return what it printed, or None where it failed or took too long."""
+def answer_of(
+    argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float, is_failure_told: bool = False
+) -> str | None:
+    """Run a short command; return what it printed, or None where it took too long, or failed and does not tell of it."""
     try:
         done = subprocess.run(
             argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 or is_failure_told else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ddp_hpc.containers import (
     refuse_misplaced,
 )
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.staging import Staged
 from ddp_hpc.records import other_image, read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
@@ -27,7 +29,7 @@ from ddp_hpc.spec import RunSpec
 def housing_of(
     spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str], *, is_for_slurm: bool = True
 ) -> Housing:
-    """Return how this job's commands are run on its nodes.
+    """Return how this job's commands are run on its nodes, where nothing is staged.
 
     Raises:
         ConfigError: where the image, a path that it is to see, or the runtime is not there.
@@ -49,3 +51,15 @@ def housing_of(
     if told := other_image(read_attempts(run), image):
         sys.stderr.write(f"note: {told}\n")
     return replace(house(inside, runtime, spec.container.python), image=image)
+
+
+def moved(housing: Housing, staged: Staged | None, environ: Mapping[str, str]) -> Housing:
+    """Return the same with what was staged in the place of what it was staged from."""
+    if staged is None:
+        return housing
+    if staged.is_environment:
+        paths = [staged.import_path, *filter(None, [environ.get("PYTHONPATH")])]
+        return replace(housing, python=staged.python, prefix=("env", f"PYTHONPATH={os.pathsep.join(paths)}"))
+    prefix = tuple(str(staged.target) if word == staged.source else word for word in housing.prefix)
+    options = tuple(word.replace(f"={staged.source}", f"={staged.target}") for word in housing.srun_args)
+    return replace(housing, prefix=prefix, srun_args=options)

@@ -22,10 +22,11 @@ from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, Work
 from ddp_hpc.job import predecessors
 from ddp_hpc.job.aftermath import conclude, leave
 from ddp_hpc.job.assignment import Assignment, Outcome
-from ddp_hpc.job.housing import housing_of
+from ddp_hpc.job.housing import housing_of, moved
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.meeting_place import meetings
+from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.vigil import Vigil
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.records import (
@@ -126,7 +127,8 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
         return exit_codes.FINISHED
     if assignment.allocation is not None:
         predecessors.bury(run, os.environ)
-    workers = _workers(assignment, housing, lock_fds)
+    staged = stage(assignment.spec, assignment.allocation, assignment.environ)
+    workers = _workers(assignment, moved(housing, staged, assignment.environ), lock_fds)
     try:
         while True:
             attempt = _begin(assignment, housing.image)
@@ -137,6 +139,7 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
             sys.stderr.write(f"note: {conclusion.reason}; the workers are started again\n")
     finally:
         workers.close()
+        unstage(staged, assignment.allocation, assignment.environ)
     leave(assignment, conclusion)
     return conclusion.exit_code
 

@@ -113,6 +113,8 @@ class JobRecord:
     time_limit_min: float | None = None
     submitted_at: float | None = None
     starts_at: float | None = None
+    eligible_at: float | None = None
+    """From when on it may begin."""
     ends_at: float | None = None
     """When it ended, or will at its time limit."""
     elapsed_s: int | None = None
@@ -149,6 +151,7 @@ def parse_job(text: str) -> JobRecord | None:
         time_limit_min=minutes(fields.get("TimeLimit", "")),
         submitted_at=moment(fields.get("SubmitTime", "")),
         starts_at=moment(fields.get("StartTime", "")),
+        eligible_at=moment(fields.get("EligibleTime", "")),
         ends_at=moment(fields.get("EndTime", "")),
         elapsed_s=seconds(fields.get("RunTime", "")),
         preempted_at=moment(fields.get("PreemptTime", "")),

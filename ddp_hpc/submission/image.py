@@ -16,6 +16,7 @@ from ddp_hpc.containers import (
     missing_sources,
     refuse_misplaced,
     sif_architecture,
+    staged_source,
 )
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import other_image, read_attempts
@@ -31,6 +32,7 @@ def look_at_image(
     Raises:
         ConfigError: where it, or a path that it is to see, is not there; or the runtime cannot take it.
     """
+    staged_source(spec)
     inside = inside_of(spec, run, import_paths=[str(path) for path in import_paths], work_dir=Path.cwd())
     if inside is None:
         return

@@ -269,11 +269,30 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
     return job is not None and _hasten(queued, job, environ)
 
 
-def _hasten(queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
+_SAFE_AFTER_S = 2
+"""A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
+launch it: then Slurm fails the job for good (measured: 22.05, "Job credential revoked"). So Slurm holds requeued ones back."""
+
+
+def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
+    """Return what to change in a job so that it begins; nothing where there is nothing to do, or not yet.
+
+    First it may begin two seconds later; once these are over, it is told to begin, for Slurm looks seldom by itself.
+    """
     if queued.attempt == queued.since or states.word(job.state) != "pending" or job.reason != "BeginTime":
+        return {}
+    wait_s = float("inf") if job.eligible_at is None else job.eligible_at - now
+    if wait_s > _SAFE_AFTER_S:
+        return {"StartTime": f"now+{_SAFE_AFTER_S}"}
+    return {"StartTime": "now"} if wait_s < 0 else {}
+
+
+def _hasten(queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
+    change = hastening(queued, job, time.time())
+    if not change:
         return False
     try:
-        client.update(queued.job_id, environ, StartTime="now")
+        client.update(queued.job_id, environ, **change)
     except (ConfigError, SlurmUnavailableError):
         return False
     return True

@@ -26,9 +26,11 @@ DOORS: dict[str, set[str]] = {
     "subprocess": {
         "job/children.py",
         "job/torchrun_node.py",
+        "job/unpack.py",
         "slurm/client.py",
         "submission/image_build.py",
         "submission/image_check.py",
+        "submission/import_storm.py",
         "submission/snapshot.py",
         "submission/local_executor.py",
     },

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +93,45 @@ def test_workers_in_an_image_start_again_in_place(
     first, second = read_attempts(login.run("once"))
     assert (first.cause, first.next, second.pid) == ("worker crashed", "in place", first.pid)
     assert_unbroken(login, "once", world_size=4, may_lose=10)
+
+
+@pytest.mark.parametrize("launcher", ["agent", pytest.param("srun", marks=pytest.mark.campaign)])
+def test_an_image_on_the_nodes_own_disks_is_used_there_and_taken_away(
+    cluster: Cluster, login: LoginNode, program: Apptainer, images: dict[str, Path], launcher: str
+) -> None:
+    local = login.folder / "local"
+    login.submit("shared", *SMALL, *world(2, 1), "--wait")
+    asked = [*SMALL, *world(2, 1), f"launcher={launcher}", f"stage.dir={local}"]
+
+    login.submit("staged", *asked, *housed(program, images["sif"]), "--wait")
+
+    said = login.console("staged")
+    assert f"staged {images['sif']}" in said
+    assert f"to {local}/ddp_hpc-" in said
+    assert login.digest("staged") == login.digest("shared")
+    assert list(local.iterdir()) == []
+
+
+def test_a_packed_environment_is_unpacked_on_each_node_and_runs_the_workers(login: LoginNode) -> None:
+    """A small one: its Python and its packages are links."""
+    root = login.folder / "env"
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    packages = Path(sysconfig.get_path("purelib"))
+    inside = root / packages.relative_to(sys.prefix)
+    inside.parent.mkdir(parents=True)
+    inside.symlink_to(packages)
+    (root / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    archive = login.folder / "env.tar.gz"
+    subprocess.run(["tar", "-czf", archive, "-C", root, "."], check=True)
+    local = login.folder / "local"
+    login.submit("shared", *SMALL, *world(2, 1), "--wait")
+
+    login.submit("packed", *SMALL, *world(2, 1), f"stage.dir={local}", f"stage.archive={archive}", "--wait")
+
+    assert f"staged {archive}" in login.console("packed")
+    assert login.digest("packed") == login.digest("shared")
+    assert list(local.iterdir()) == []
 
 
 # --- whatever a path or a value is made of -----------------------------------------------------------------------------

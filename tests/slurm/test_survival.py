@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 
 from ddp_hpc import checkpoint_store
-from ddp_hpc.records import Attempt, read_attempts
+from ddp_hpc.records import Attempt, QueuedJob, read_attempts
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.queries import JobRecord, parse_job, update_argv
+from ddp_hpc.submission.slurm_executor import hastening
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.runs import LoginNode, world
 
@@ -362,7 +365,7 @@ def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluste
     slow = place.folder / "slow"
     slow.touch()
     cluster.reconfig(AuthInfo="cred_expire=120")  # Slurm's default: a requeued job waits as long
-    settings = [*FAULTY, *world(1, 1), "checkpoint.every_steps=1", f"recipe.args.slow_while={slow}"]
+    settings = [*FAULTY, *world(1, 1), "checkpoint.every_steps=5", f"recipe.args.slow_while={slow}"]
     words: Sequence[str] = ("submit", "digits.yaml", "name=awaited", "--cluster", "slurm", *settings, "--wait")
     waiting = cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=place.folder)
     cluster.wait_for(place.run("awaited").submission.exists, 60)
@@ -380,6 +383,33 @@ def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluste
     assert first.ended_at is not None
     assert second.started_at - first.ended_at < 100  # by itself, Slurm would have held it back for longer
     assert_unbroken(place, "awaited", world_size=1)
+
+
+def test_a_requeued_job_that_is_hastened_at_once_begins_every_time(cluster: Cluster, place: LoginNode) -> None:
+    """In the very second of its requeue, Slurm would start it, refuse to launch it, and fail it for good."""
+    cluster.reconfig(AuthInfo="cred_expire=120")
+    options = ["--parsable", "--output=/dev/null", "--nodelist=node1", "--wrap=exec sleep 600"]
+    number = cluster.run("sbatch", *options, cwd=place.folder).stdout.strip()
+    queued = QueuedJob(job_id=number, attempt=1, at=0.0, since=0)
+
+    def job() -> JobRecord:
+        told = parse_job(cluster.run("scontrol", "--oneliner", "show", "job", number).stdout)
+        assert told is not None
+        return told
+
+    def is_hastened() -> bool:
+        change = hastening(queued, job(), time.time())
+        if change:
+            cluster.run(*update_argv(number, **change))
+        return bool(change)
+
+    for restarts in range(1, 4):
+        cluster.wait_for(lambda: job().state == "RUNNING", 60)
+        cluster.run("scontrol", "requeue", number)
+        cluster.wait_for(is_hastened, 30)
+        cluster.wait_for(lambda: is_hastened() or job().state in {"RUNNING", "FAILED"}, 60)
+        cluster.wait_for(lambda: job().state in {"RUNNING", "FAILED"}, 60)
+        assert (job().state, job().restarts) == ("RUNNING", restarts)
 
 
 def test_nothing_of_a_job_is_left_on_any_node(cluster: Cluster, place: LoginNode) -> None:

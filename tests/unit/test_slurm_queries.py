@@ -182,6 +182,7 @@ def test_a_job_is_understood_whatever_its_name_and_comment_pretend() -> None:
         time_limit_min=2 * 1440 + 10,
         submitted_at=at("07:27:30"),
         starts_at=at("07:27:30"),
+        eligible_at=at("07:27:30"),
         ends_at=at("07:37:30"),
         elapsed_s=86448,
     )

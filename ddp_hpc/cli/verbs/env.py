@@ -2,7 +2,9 @@
 
 srun bash -c 'eval "$(ddp-hpc env --export)"; exec python train.py'
 
-With `capture`, print what this Python runs on (versions, driver, modules, packages); or what a RUN used, and what is not so here.
+ddp-hpc env capture        what this Python runs on: versions, driver, modules, packages
+ddp-hpc env capture RUN    what a run used, and what is not so here
+ddp-hpc env imports        what importing PyTorch costs where it lies, measured; and what it would on many nodes
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ddp_hpc.cli.runs import add_runs_dir, chosen_run
-from ddp_hpc.cli.words import as_json, or_dash, table
+from ddp_hpc.cli.words import as_json, or_dash, size, table
 from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("action", choices=("capture",), nargs="?", help="capture: print what this Python runs on")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("action", choices=("capture", "imports"), nargs="?", help="default: the derived variables")
     parser.add_argument("run", metavar="RUN", nargs="?", help="with `capture`: a run's name, its directory, or its job")
+    parser.add_argument("--nodes", type=int, default=64, metavar="N", help="with `imports`: nodes that begin at once")
     add_runs_dir(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print a JSON object")
@@ -39,6 +43,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print them."""
     if args.action == "capture":
         return _capture(args, environment)
+    if args.action == "imports":
+        return _imports(args, environment)
     from ddp_hpc.rendezvous.address import this_host
     from ddp_hpc.rendezvous.derive import derive
     from ddp_hpc.slurm.allocation import read_allocation
@@ -73,6 +79,30 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     else:
         told = "\n".join(changed) if changed else "nothing"
         print(f"{run_dir.name}, attempt {attempt}\n\n{_facts(used)}\n\nnot so here:\n{told}")
+    return 0
+
+
+def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    from ddp_hpc.submission.import_storm import measure
+
+    if args.export or args.run is not None:
+        raise ConfigError("`env imports` takes neither a run nor `--export`.")
+    found = measure(["torch", "torchvision"], environment)
+    worst_s = found.worst_s(args.nodes)
+    if args.json:
+        told = {**asdict(found), "cold_s": found.cold_s, "num_nodes": args.nodes, "worst_s": worst_s}
+        print(as_json(told))
+        return 0
+    rows = [
+        ("reads", f"{found.num_files} files, {size(found.num_bytes)}"),
+        ("warm", f"{found.warm_s:.1f} s, measured: all of it in this host's memory"),
+        ("a small file", f"{found.open_ms:.2f} ms, measured: not in memory"),
+        ("a large one", f"{found.read_mb_s:.0f} MB/s, measured: not in memory"),
+        ("cold", f"{found.cold_s:.1f} s, estimated: one node that has nothing of it in memory"),
+        (f"{args.nodes} nodes", f"up to {worst_s:.0f} s, estimated: if the file system serves one after the other"),
+    ]
+    print(table(("", ""), rows).lstrip("\n"))
+    print("`stage.dir` and `stage.archive` have each node read one file instead (docs/containers.md)")
     return 0
 
 

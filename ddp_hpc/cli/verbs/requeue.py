@@ -13,6 +13,8 @@ from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 
 LEAVE_PATIENCE_S = 600.0
+BEGIN_PATIENCE_S = 10.0
+"""Slurm may begin it by itself before it is asked twice."""
 _POLL_S = 1.0
 
 
@@ -46,11 +48,13 @@ def _begin(run_dir: RunDir, attempt: int | None, environment: Mapping[str, str])
     from ddp_hpc.records import read_attempts
     from ddp_hpc.submission import slurm_executor
 
-    deadline = time.monotonic() + LEAVE_PATIENCE_S
+    deadline, times_asked = time.monotonic() + LEAVE_PATIENCE_S, 0
     while time.monotonic() < deadline:
-        if slurm_executor.hasten(run_dir, environment):
-            print(f"{run_dir.name} begins as soon as it has its nodes.")
-            return
+        times_asked += slurm_executor.hasten(run_dir, environment)
+        if times_asked == 1:
+            deadline = min(deadline, time.monotonic() + BEGIN_PATIENCE_S)
+        if times_asked > 1:  # first from a moment later on, which nodes need; then at once
+            break
         newest = next(reversed(read_attempts(run_dir)), None)
         if newest is not None and attempt is not None and newest.attempt > attempt:
             print(f"{run_dir.name} has begun again.")
@@ -58,4 +62,7 @@ def _begin(run_dir: RunDir, attempt: int | None, environment: Mapping[str, str])
         if newest is not None and newest.ending is not None and not newest.next:
             raise WorkerError(f"{run_dir.name} has ended: {newest.reason or newest.ending}.")
         time.sleep(_POLL_S)
+    if times_asked:
+        print(f"{run_dir.name} begins as soon as it has its nodes.")
+        return
     raise WorkerError(f"{run_dir.name} did not go back into the queue within {LEAVE_PATIENCE_S:.0f} s; see its logs.")

@@ -1,0 +1,93 @@
+"""What the workers import, on each node's own disk before they start: one large read instead of a storm of small ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from ddp_hpc.containers import PACKAGE_DIR, is_packed, staged_source
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.children import answer_of
+from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.slurm.steps import probe_argv
+from ddp_hpc.spec import RunSpec
+
+STAGE_TIMEOUT_S = 1800.0
+_REMOVE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """What lies on the nodes' own disks, under the same path on each."""
+
+    folder: Path
+    source: str
+    target: Path
+
+    @property
+    def is_environment(self) -> bool:
+        return is_packed(self.source)
+
+    @property
+    def python(self) -> str:
+        """The unpacked environment's."""
+        return str(self.target / "bin" / "python")
+
+    @property
+    def import_path(self) -> str:
+        """Where this very ddp_hpc is found by it."""
+        return str(self.folder / "import")
+
+
+def stage(spec: RunSpec, allocation: Allocation | None, environ: Mapping[str, str]) -> Staged | None:
+    """Put the run's image, or its packed environment, on every node; None where none is wanted, or it did not work.
+
+    What does not work costs time, not the run: then the nodes use the shared one, and the log says so.
+    """
+    try:
+        source = staged_source(spec)
+        if spec.stage.dir is None or source is None or allocation is None:
+            return None
+        folder = Path(_expanded(spec.stage.dir, environ)) / f"ddp_hpc-{allocation.job_id}"
+    except ConfigError as error:
+        sys.stderr.write(f"warning: nothing is staged: {error}\n")
+        return None
+    staged = Staged(folder=folder, source=source, target=folder / Path(source).name.partition(".tar")[0])
+    num_nodes = len(allocation.node_names)
+    command = [sys.executable, "-m", "ddp_hpc.job.unpack", source, str(staged.target), str(PACKAGE_DIR)]
+    argv = [*probe_argv(num_nodes), *command]
+    told = answer_of(argv, environ=environ, timeout_s=STAGE_TIMEOUT_S, is_failure_told=True)
+    nodes = [json.loads(line) for line in (told or "").splitlines() if line.startswith("{")]
+    failed = next((node for node in nodes if node["error"]), None)
+    if failed is not None or len(nodes) < num_nodes:
+        why = f"{failed['node']}: {failed['error']}" if failed else "not every node answered"
+        sys.stderr.write(f"warning: {source} is not staged to {folder}, and is used where it lies: {why}\n")
+        unstage(staged, allocation, environ)
+        return None
+    slowest = max(nodes, key=lambda node: node["seconds"])
+    gigabytes = slowest["num_bytes"] / 1e9
+    sys.stderr.write(
+        f"staged {source} ({gigabytes:.2f} GB) to {folder} on {num_nodes} nodes in {slowest['seconds']:.1f} s "
+        f"(the slowest was {slowest['node']})\n"
+    )
+    return staged
+
+
+def unstage(staged: Staged | None, allocation: Allocation | None, environ: Mapping[str, str]) -> None:
+    """Take away what was put on the nodes; where that does not work, it is the site's to clean up after jobs."""
+    if staged is None or allocation is None:
+        return
+    argv = [*probe_argv(len(allocation.node_names)), sys.executable, "-m", "ddp_hpc.job.unpack", str(staged.folder)]
+    answer_of(argv, environ=environ, timeout_s=_REMOVE_TIMEOUT_S)
+
+
+def _expanded(folder: str, environ: Mapping[str, str]) -> str:
+    """Return the folder with the job's own variables, which may be the site's way to name a node's disk."""
+    try:
+        return Template(folder).substitute(environ)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"`stage.dir` is {folder!r}, but the job has no such variable: {error}.") from error

@@ -1,0 +1,104 @@
+"""Put an image or a packed environment on this node's own disk; one of these runs on each node of the job.
+
+    srun --ntasks-per-node=1 python -m ddp_hpc.job.unpack SOURCE TARGET [PACKAGE]
+    srun --ntasks-per-node=1 python -m ddp_hpc.job.unpack FOLDER
+
+prints one line of JSON a node. The target appears by one rename: it is whole, or it is not there. Beside it, `import/` links
+to PACKAGE. With one argument, the folder is taken away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_hpc.containers import is_packed
+
+_GROWTH = 4
+"""How many times larger than its archive an environment may be."""
+
+
+def unpack(source: Path, target: Path) -> int:
+    """Copy or unpack, unless it is there already; return how many bytes were read.
+
+    Raises:
+        OSError: where it cannot be read, or does not fit.
+    """
+    if target.exists():
+        return 0
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    num_bytes = source.stat().st_size
+    _require_space(target.parent, num_bytes * (_GROWTH if is_packed(source.name) else 1))
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        if is_packed(source.name):
+            beside.mkdir()
+            _untar(source, beside)
+        else:
+            shutil.copyfile(source, beside)
+        beside.rename(target)
+    except OSError:
+        _remove(beside)
+        if not target.exists():  # else another was faster: several nodes may share a disk
+            raise
+    return num_bytes
+
+
+def link_package(package: Path, folder: Path) -> None:
+    """Have a Python with `folder/import` in its path import this package, and nothing else of where it lies."""
+    link = folder / "import" / package.name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(package)
+
+
+def _untar(source: Path, folder: Path) -> None:
+    argv = ["tar", "--extract", "--file", str(source), "--directory", str(folder), "--no-same-owner"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise OSError(f"tar could not unpack {source}: {said}")
+    again = folder / "bin" / "conda-unpack"  # of conda-pack: it writes the new place into scripts
+    if again.exists():
+        subprocess.run([folder / "bin" / "python", again], capture_output=True, check=False)
+
+
+def _require_space(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise OSError(f"{folder} has {free / 1e9:.1f} GB free, and {num_bytes / 1e9:.1f} GB may be needed")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do it on this node; say how it went."""
+    source, *rest = sys.argv[1:] if argv is None else argv
+    began, error, num_bytes = time.monotonic(), "", 0
+    try:
+        if rest:
+            num_bytes = unpack(Path(source), Path(rest[0]))
+            if rest[1:]:
+                link_package(Path(rest[1]), Path(rest[0]).parent)
+        else:
+            _remove(Path(source))
+    except OSError as problem:
+        error = str(problem)
+    told = {"node": os.uname().nodename, "error": error, "seconds": time.monotonic() - began, "num_bytes": num_bytes}
+    print(json.dumps(told))  # noqa: T201  # it is a command
+    return 1 if error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

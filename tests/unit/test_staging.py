@@ -1,0 +1,242 @@
+"""Putting images and packed environments on nodes' own disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.containers import Housing, staged_source
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.job import unpack as unpacking
+from ddp_hpc.job.housing import moved
+from ddp_hpc.job.staging import Staged, stage, unstage
+from ddp_hpc.job.unpack import link_package, unpack
+from ddp_hpc.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.spec import ContainerSpec, RunSpec, StageSpec
+from tests.unit.made_network import batch
+
+
+def spec(folder: Path, *, archive: Path | None = None, image: Path | None = None) -> RunSpec:
+    return RunSpec(
+        name="net",
+        stage=StageSpec(dir=str(folder), archive=None if archive is None else str(archive)),
+        container=ContainerSpec(image=None if image is None else str(image)),
+    )
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """Return a packed environment whose Python is this one."""
+    root = tmp_path / "env"
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "python").symlink_to(sys.executable)
+    path = tmp_path / "env.tar.gz"
+    subprocess.run(["tar", "-czf", path, "-C", root, "."], check=True)
+    return path
+
+
+@pytest.fixture
+def allocation() -> Allocation:
+    found = read_allocation(batch("node[1-2]", "1(x2)"))
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def has_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return how to have an srun that does this with the command it is given, as `$@`."""
+
+    def put(text: str) -> None:
+        path = tmp_path / "bin" / "srun"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\n{text}\n')
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+    return put
+
+
+# --- on a node ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_archive_is_unpacked_and_an_image_copied_once(tmp_path: Path, archive: Path) -> None:
+    image = tmp_path / "torch.sif"
+    image.write_bytes(b"image")
+
+    read = unpack(archive, tmp_path / "local" / "env"), unpack(image, tmp_path / "local" / "torch.sif")
+
+    assert read == (archive.stat().st_size, 5)
+    assert (tmp_path / "local" / "env" / "bin" / "python").exists()
+    assert (tmp_path / "local" / "torch.sif").read_bytes() == b"image"
+    assert unpack(archive, tmp_path / "local" / "env") == 0
+    assert sorted(path.name for path in (tmp_path / "local").iterdir()) == ["env", "torch.sif"]
+
+
+def test_what_cannot_be_unpacked_leaves_nothing(tmp_path: Path) -> None:
+    broken = tmp_path / "env.tar.gz"
+    broken.write_bytes(b"no archive")
+
+    with pytest.raises(OSError, match="tar could not unpack"):
+        unpack(broken, tmp_path / "local" / "env")
+
+    assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_what_does_not_fit_is_refused_before_it_is_begun(
+    tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacking, "_GROWTH", 10**15)
+
+    with pytest.raises(OSError, match="GB free"):
+        unpack(archive, tmp_path / "local" / "env")
+
+
+def test_a_python_finds_the_linked_package_and_nothing_beside_it(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "mine"
+    package.mkdir(parents=True)
+    (package.parent / "other").mkdir()
+
+    link_package(package, tmp_path / "local")
+    link_package(package, tmp_path / "local")
+
+    assert [path.name for path in (tmp_path / "local" / "import").iterdir()] == ["mine"]
+
+
+def test_each_node_tells_in_one_line_how_it_went(
+    tmp_path: Path, archive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = [
+        unpacking.main([str(archive), str(tmp_path / "local" / "env")]),
+        unpacking.main([str(tmp_path / "none.sif"), str(tmp_path / "local" / "none.sif")]),
+        unpacking.main([str(tmp_path / "local")]),
+    ]
+
+    good, bad, removed = map(json.loads, capsys.readouterr().out.splitlines())
+    assert codes == [0, 1, 0]
+    assert (good["error"], removed["error"]) == ("", "")
+    assert "none.sif" in bad["error"]
+    assert not (tmp_path / "local").exists()
+
+
+# --- of a job ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_stages_tells_of_it_and_takes_it_away(
+    tmp_path: Path,
+    archive: Path,
+    allocation: Allocation,
+    has_srun: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    has_srun('"$@" && "$@"')  # two nodes that share a disk
+    environ = {**os.environ, "LOCAL": str(tmp_path / "local")}
+
+    staged = stage(spec(Path("$LOCAL"), archive=archive), allocation, environ)
+
+    assert staged is not None
+    assert staged.folder == tmp_path / "local" / f"ddp_hpc-{allocation.job_id}"
+    assert "on 2 nodes in" in capsys.readouterr().err
+    where = [staged.python, "-c", "import ddp_hpc; print(ddp_hpc.__file__)"]
+    environ_of_worker = {"PYTHONPATH": staged.import_path}
+    found = subprocess.run(where, env=environ_of_worker, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(staged.import_path)
+    unstage(staged, allocation, environ)
+    assert not staged.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("srun", "folder", "told"),
+    [
+        ('"$@"', "local", "not every node answered"),
+        ("exit 1", "local", "not every node answered"),
+        ('"$@"; "$@"', "/dev/null/local", "Not a directory"),
+        ('"$@"; "$@"', "$NOWHERE", "no such variable"),
+    ],
+)
+def test_what_cannot_be_staged_costs_no_run(  # noqa: PLR0917  a row of a table
+    srun: str,
+    folder: str,
+    told: str,
+    tmp_path: Path,
+    archive: Path,
+    allocation: Allocation,
+    has_srun: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    has_srun(srun)
+    where = folder if folder[0] in "/$" else str(tmp_path / folder)
+
+    assert stage(spec(Path(where), archive=archive), allocation, dict(os.environ)) is None
+
+    said = capsys.readouterr().err
+    assert said.startswith("warning: ")
+    assert told in said
+    assert not (tmp_path / "local" / f"ddp_hpc-{allocation.job_id}").exists()
+
+
+def test_nothing_is_staged_where_nothing_was_asked(tmp_path: Path, archive: Path, allocation: Allocation) -> None:
+    image = tmp_path / "sandbox"
+    image.mkdir()
+
+    assert stage(RunSpec(name="net"), allocation, {}) is None
+    assert stage(spec(tmp_path, archive=archive), None, {}) is None  # on this machine
+    assert stage(spec(tmp_path, image=image), allocation, {}) is None  # a directory of many files
+
+
+def test_commands_name_what_was_staged(tmp_path: Path) -> None:
+    staged = Staged(folder=Path("/local/j"), source="/scratch/torch.sif", target=Path("/local/j/torch.sif"))
+    packed = Staged(folder=Path("/local/j"), source="/scratch/env.tar.gz", target=Path("/local/j/env"))
+    image = Housing(python="python3", prefix=("apptainer", "exec", "/scratch/torch.sif", "env"), image="SIF 1")
+    pyxis = Housing(srun_args=("--container-image=/scratch/torch.sif",))
+
+    assert moved(image, staged, {}).prefix == ("apptainer", "exec", "/local/j/torch.sif", "env")
+    assert moved(image, staged, {}).image == "SIF 1"
+    assert moved(pyxis, staged, {}).srun_args == ("--container-image=/local/j/torch.sif",)
+    assert moved(Housing(), packed, {"PYTHONPATH": "/code"}).command == [
+        "env",
+        "PYTHONPATH=/local/j/import:/code",
+        "/local/j/env/bin/python",
+    ]
+    assert moved(image, None, {}) == image
+
+
+def test_what_is_no_archive_is_refused_before_the_queue(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`tar` unpacks \.tar"):
+        staged_source(spec(tmp_path, archive=tmp_path / "env.zip"))
+    with pytest.raises(ConfigError, match="no such file"):
+        staged_source(spec(tmp_path, archive=tmp_path / "env.tar"))
+    with pytest.raises(ConfigError, match=r"`stage\.dir` is not"):
+        StageSpec(archive="env.tar")
+    with pytest.raises(ConfigError, match="in one of them"):
+        spec(tmp_path, archive=tmp_path / "env.tar", image=tmp_path)
+
+
+# --- what it would cost otherwise --------------------------------------------------------------------------------------
+
+
+def test_imports_are_counted_and_timed_where_they_lie(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "imports", "--nodes", "100", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_files"] > 1000
+    assert found["num_bytes"] > 100e6
+    assert found["cold_s"] > found["warm_s"] > 0.1
+    assert found["worst_s"] == pytest.approx(found["warm_s"] + 100 * (found["cold_s"] - found["warm_s"]))
+    assert found["open_ms"] > 0
+    assert found["read_mb_s"] > 0
+
+
+def test_what_is_measured_and_what_estimated_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "imports", "--nodes", "8"]) == 0
+
+    said = capsys.readouterr().out
+    assert "8 nodes" in said
+    assert said.count("measured") == 3
+    assert said.count("estimated") == 2
