@@ -11,6 +11,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import RunSpec
 
+OF_A_VARIABLE = str | int | float | None
+"""What stands below `env`: files may leave out the quotes around numbers."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -34,7 +37,7 @@ class Key:
     def is_text(self) -> bool:
         """Whether its values are words, so that `3` is one too."""
         wanted = without_none(self.annotation)
-        return wanted is str or get_origin(wanted) is Literal
+        return wanted in (str, without_none(OF_A_VARIABLE)) or get_origin(wanted) is Literal
 
 
 def is_optional(annotation: Any) -> bool:
@@ -67,10 +70,12 @@ def _rows(section: type, prefix: str) -> Iterator[Key]:
 
 
 def key_of(name: str) -> Key | None:
-    """Return the key of that name; below an open one any name is a key, of any value."""
+    """Return the key of that name; below an open one any name is a key, of any value, but for variables."""
     if name in all_keys():
         return all_keys()[name]
-    return Key(name, Any, MISSING) if is_free(name) else None
+    if not is_free(name):
+        return None
+    return Key(name, OF_A_VARIABLE if is_below(name, "env") else Any, MISSING)
 
 
 def is_free(name: str) -> bool:

@@ -22,7 +22,7 @@ PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
 _FOLDER, _GENERAL = "sites", "site.yaml"
 """In a directory of settings: the profiles of sites, and the one for all hosts."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_PATHS = ("runs_dir", "container.image", "container.binds", "stage.dir", "site.scratch", "site.no_write")
+_PATHS = ("runs_dir", "container.image", "container.binds", "stage.archive", "site.scratch", "site.no_write")
 """Values in which `$NAME` stands for a variable of whoever submits; elsewhere it is the job's to read."""
 
 

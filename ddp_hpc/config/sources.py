@@ -106,8 +106,14 @@ def from_environment(environment: Mapping[str, str]) -> list[Setting]:
 
 
 def _key_name(variable: str) -> str:
-    """Return the key a variable names; a free one keeps its capitals, unless the whole name is in capitals."""
+    """Return the key a variable names; a free one keeps its capitals, unless the whole name is in capitals.
+
+    One below `env` names a variable itself, and keeps its own in any case.
+    """
     name = variable[len(ENVIRONMENT_PREFIX) :].replace("__", ".")
+    section, dot, rest = name.partition(".")
+    if dot and section.lower() == "env":
+        return f"env.{rest}"
     if name.isupper() or not is_free(name.lower()):
         return name.lower()
     opened = next(key.name for key in all_keys().values() if key.is_open and name.lower().startswith(f"{key.name}."))

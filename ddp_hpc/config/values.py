@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
-from ddp_hpc.config.keys import Key, is_optional, without_none
+from ddp_hpc.config.keys import OF_A_VARIABLE, Key, is_optional, without_none
 from ddp_hpc.errors import ConfigError
 
 _WORDS = {
@@ -14,6 +14,7 @@ _WORDS = {
     bool: ("true or false", "booleans"),
     str: ("text", "texts"),
     Any: ("any value", "values"),
+    without_none(OF_A_VARIABLE): ("text", "texts"),
 }
 """Type -> one, and several."""
 

@@ -204,8 +204,6 @@ def test_what_a_profile_cannot_say_is_named_with_its_place(text: str, told: str,
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("env.NCCL_DEBUG=[a]", "holds text"),
-        ("env.NCCL_IB_DISABLE=true", "Put it in quotes"),
         ("env.RANK=0", "a RANK of its own"),
         ("env.SLURM_JOB_ID=1", "of its own"),
         ("env.a-b=1", "letters, digits and `_`"),
@@ -216,6 +214,20 @@ def test_a_variable_that_cannot_be_set_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         resolve(run_file(tmp_path), [setting], user)
+
+
+@pytest.mark.parametrize("value", ["[a]", "true", "{a: 1}"])
+def test_a_variable_in_a_file_is_text_or_a_number(value: str, tmp_path: Path, user: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"`env.NCCL_DEBUG"):
+        resolve(run_file(tmp_path, f"env: {{NCCL_DEBUG: {value}}}"), [], user)
+
+
+@pytest.mark.parametrize("text", ["010", "1e-3", "true", "[a]", "a b", "", "0x10", "~/x"])
+def test_a_variable_that_is_typed_keeps_every_character(text: str, tmp_path: Path, user: dict[str, str]) -> None:
+    by_word = resolve(run_file(tmp_path), [f"env.OMP_STACKSIZE={text}"], user).spec.environ
+    by_variable = resolve(run_file(tmp_path), [], {**user, "DDP_HPC__ENV__OMP_STACKSIZE": text}).spec.environ
+
+    assert by_word == by_variable == ({} if not text else {"OMP_STACKSIZE": text})
 
 
 # --- examples and proposals --------------------------------------------------------------------------------------------
