@@ -343,7 +343,7 @@ def _docker(inside: Inside, python: str) -> Housing:
     who = [f"--user={inside.user}", "--env=HOME=/tmp"]  # in the image
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind, "readonly"))]
     passed = [f"--env={name}" for name in inside.passed if name not in _IMAGES_OWN]
-    start = ["docker", "run", "--rm", "--interactive", "--init"]
+    start = ["docker", "run", "--rm", "--interactive", "--init", "--no-healthcheck"]
     prefix = [*start, *gpus, *shared, *who, *mounts, *passed, f"--workdir={inside.work_dir}", *inside.options]
     return Housing(python=python, prefix=(*prefix, inside.image, *_env(inside)))
 

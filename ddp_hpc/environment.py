@@ -74,11 +74,19 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
 def _packages() -> dict[str, str]:
     """Return what is installed, by the names of its folders (PEP 376, PEP 427); `importlib.metadata` reads each file."""
     found: dict[str, str] = {}
-    for folder in map(Path, sys.path):
-        for path in folder.glob("*.*-info") if folder.is_dir() else ():
-            if match := _INSTALLED.fullmatch(path.name):
+    for folder in sys.path:
+        for name in _names_in(folder):
+            if match := _INSTALLED.fullmatch(name):
                 found.setdefault(re.sub(r"[-_.]+", "-", match["name"]).lower(), match["version"])
     return dict(sorted(found.items()))
+
+
+def _names_in(folder: str) -> list[str]:
+    """Return what lies in a folder that is imported from; like Python, pass over one that cannot be read."""
+    try:
+        return [path.name for path in Path(folder or ".").iterdir()]
+    except OSError:
+        return []
 
 
 def _built_with() -> dict[str, str]:
@@ -87,7 +95,7 @@ def _built_with() -> dict[str, str]:
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if path is None or not path.exists():
         return {}
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     return dict(re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, flags=re.MULTILINE))
 
 

@@ -16,6 +16,14 @@ def settings_dirs(environment: Mapping[str, str]) -> list[Path]:
     return [*([Path(home, ".config/ddp_hpc")] if home else []), Path("/etc/ddp_hpc")]
 
 
+def is_folder(path: Path) -> bool:
+    """Tell whether there is a folder; what cannot be looked at is none."""
+    try:
+        return path.is_dir()
+    except OSError:  # another's home, or one without a ticket
+        return False
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The directory of one run; it outlives the jobs that work on it."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddp_hpc.records import read_attempts, read_queued_job
-from ddp_hpc.run_dir import DEFAULT_RUNS_DIR, RunDir, settings_dirs
+from ddp_hpc.run_dir import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
 from ddp_hpc.watch.find import find_run, newest_run
 
 ENVIRONMENT_PREFIX = "DDP_HPC_"
@@ -43,7 +43,7 @@ def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path
     if option is not None:
         return option
     is_set = any(name.startswith(ENVIRONMENT_PREFIX) for name in environment)
-    if not is_set and not any(folder.is_dir() for folder in settings_dirs(environment)):
+    if not is_set and not any(map(is_folder, settings_dirs(environment))):
         return Path(DEFAULT_RUNS_DIR)
     from ddp_hpc.config import resolve_key  # late: the spec's classes take 30 ms to make
 

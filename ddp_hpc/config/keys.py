@@ -11,8 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import RunSpec
 
-OF_A_VARIABLE = str | int | float | None
-"""What stands below `env`: files may leave out the quotes around numbers."""
+OF_A_VARIABLE = str | int | None
+"""What stands below `env`: files may leave out the quotes around whole numbers."""
 
 
 @dataclass(frozen=True)

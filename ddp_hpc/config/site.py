@@ -15,13 +15,13 @@ from ddp_hpc.config.keys import Key, nearest
 from ddp_hpc.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import settings_dirs
+from ddp_hpc.run_dir import is_folder, settings_dirs
 
 PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
 """Names a profile, or its file; empty: none."""
 _FOLDER, _GENERAL = "sites", "site.yaml"
 """In a directory of settings: the profiles of sites, and the one for all hosts."""
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PATHS = ("runs_dir", "container.image", "container.binds", "stage.archive", "site.scratch", "site.no_write")
 """Values in which `$NAME` stands for a variable of whoever submits; elsewhere it is the job's to read."""
 
@@ -106,7 +106,7 @@ def _find(environment: Mapping[str, str], named: str | None, host: Callable[[], 
                 )
             path, pattern = fitting[0]
             return path, f"this host, {host()}, is {pattern!r}"
-    general = (folder / _GENERAL for folder in settings_dirs(environment))
+    general = (folder / _GENERAL for folder in settings_dirs(environment) if is_folder(folder))
     path_of_all = next((path for path in general if path.is_file()), None)
     return None if path_of_all is None else (path_of_all, "it is for all hosts")
 
@@ -132,7 +132,7 @@ def _named(name: str, why: str, environment: Mapping[str, str]) -> tuple[Path, s
 
 
 def _profiles_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.yaml")) if folder.is_dir() else []
+    return sorted(folder.glob("*.yaml")) if is_folder(folder) else []
 
 
 def _pattern_for(path: Path, host: str) -> str | None:
@@ -206,7 +206,7 @@ def _site(path: Path, section: Mapping[str, Any], environment: Mapping[str, str]
         given = Setting(f"site.{name}", value, place)
         values[name] = convert(Key(given.key, annotations[name], MISSING), _fill(given, environment).value, str(place))
     site = Site(**{"name": path.stem, **values})
-    if not _PLAIN_NAME.fullmatch(site.name):
+    if not PLAIN_NAME.fullmatch(site.name):
         raise ConfigError(
             f"`site.name` is {site.name!r} ({path}), but a name is made of letters, digits, `.`, `_`, `-`."
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from ddp_hpc.config.keys import OF_A_VARIABLE, Key, is_optional, without_none
 from ddp_hpc.errors import ConfigError
 
+_NOTHING = {"", "~", "null", "none"}
 _WORDS = {
     float: ("a number", "numbers"),
     int: ("a whole number", "whole numbers"),
@@ -57,7 +58,8 @@ def parse_text(key: Key | None, text: str, place: str) -> Any:
     from ddp_hpc.config.yaml_text import plain_scalar, read_yaml  # late: as above
 
     stripped = text.strip()
-    if key is not None and key.is_optional and stripped.lower() in {"", "~", "null", "none"}:
+    is_variable = key is not None and key.annotation is OF_A_VARIABLE
+    if key is not None and key.is_optional and stripped.lower() in ({"~", "null"} if is_variable else _NOTHING):
         return None
     if key is not None and key.is_text:
         return text

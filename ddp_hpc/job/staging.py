@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +14,14 @@ from string import Template
 from ddp_hpc.containers import PACKAGE_DIR, is_packed, staged_source
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.children import answer_of
+from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import RunSpec
 
 STAGE_TIMEOUT_S = 1800.0
-_REMOVE_TIMEOUT_S = 60.0
+_REMOVE_TIMEOUT_S = 5.0
+"""The job's time may be over: the way back into the queue must not wait for a tidy disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class Staged:
         return str(self.folder / "import")
 
 
-def stage(spec: RunSpec, allocation: Allocation | None, environ: Mapping[str, str]) -> Staged | None:
+def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Mapping[str, str]) -> Staged | None:
     """Put the run's image, or its packed environment, on every node; None where none is wanted, or it did not work.
 
     What does not work costs time, not the run: then the nodes use the shared one, and the log says so.
@@ -52,7 +56,7 @@ def stage(spec: RunSpec, allocation: Allocation | None, environ: Mapping[str, st
         source = staged_source(spec)
         if spec.stage.dir is None or source is None or allocation is None:
             return None
-        folder = Path(_expanded(spec.stage.dir, environ)) / f"ddp_hpc-{allocation.job_id}"
+        folder = _folder(spec.stage.dir, run, allocation, environ)
     except ConfigError as error:
         sys.stderr.write(f"warning: nothing is staged: {error}\n")
         return None
@@ -85,9 +89,13 @@ def unstage(staged: Staged | None, allocation: Allocation | None, environ: Mappi
     answer_of(argv, environ=environ, timeout_s=_REMOVE_TIMEOUT_S)
 
 
-def _expanded(folder: str, environ: Mapping[str, str]) -> str:
-    """Return the folder with the job's own variables, which may be the site's way to name a node's disk."""
+def _folder(asked: str, run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> Path:
+    """Return a folder that this start of this job has to itself; `$NAME` is the job's own variable."""
     try:
-        return Template(folder).substitute(environ)
+        place = Path(Template(asked).substitute(environ))
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"`stage.dir` is {folder!r}, but the job has no such variable: {error}.") from error
+        raise ConfigError(f"`stage.dir` is {asked!r}, but the job has no such variable: {error}.") from error
+    if not place.is_absolute():
+        raise ConfigError(f"`stage.dir` is {asked!r}, but it must begin with `/`, or with a variable that does.")
+    which = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]  # a shell of salloc's may start several runs
+    return place / f"ddp_hpc-{allocation.job_id}-{allocation.restart_count}-{which}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,8 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
 
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
+"""In names of variables whose values do not belong into a log."""
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to vanish."""
 
@@ -86,6 +89,9 @@ def _set_variables(variables: Mapping[str, str]) -> None:
     """Set the run's own variables for everything that is started here, and say so."""
     for name, value in variables.items():
         before = os.environ.get(name)
+        if _SECRET.search(name):
+            sys.stderr.write(f"{name} is set, by the run's `env`\n")
+            continue
         was = "" if before in (None, value) else f" (it was {before!r})"
         sys.stderr.write(f"{name}={value!r}, by the run's `env`{was}\n")
     os.environ.update(variables)
@@ -127,7 +133,7 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
         return exit_codes.FINISHED
     if assignment.allocation is not None:
         predecessors.bury(run, os.environ)
-    staged = stage(assignment.spec, assignment.allocation, assignment.environ)
+    staged = stage(assignment.spec, run, assignment.allocation, assignment.environ)
     workers = _workers(assignment, moved(housing, staged, assignment.environ), lock_fds)
     try:
         while True:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.containers import is_packed
@@ -28,14 +30,14 @@ def unpack(source: Path, target: Path) -> int:
     """Copy or unpack, unless it is there already; return how many bytes were read.
 
     Raises:
-        OSError: where it cannot be read, or does not fit.
+        OSError: where it cannot be read, does not fit, is no environment, or lies in a folder of somebody else's.
     """
-    if target.exists():
+    _own(target.parent)
+    if target.exists():  # several nodes may share a disk
         return 0
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     num_bytes = source.stat().st_size
     _require_space(target.parent, num_bytes * (_GROWTH if is_packed(source.name) else 1))
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside = target.with_name(f".{target.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
         if is_packed(source.name):
             beside.mkdir()
@@ -45,28 +47,53 @@ def unpack(source: Path, target: Path) -> int:
         beside.rename(target)
     except OSError:
         _remove(beside)
-        if not target.exists():  # else another was faster: several nodes may share a disk
+        if not target.exists():  # else another node was faster
             raise
+        return 0
+    if is_packed(source.name):
+        _settle(target)
     return num_bytes
+
+
+def _own(folder: Path) -> None:
+    """Make a folder that nobody else can write to, or see that it is one: its name can be guessed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(f"{folder} is there already, and not ours alone")
 
 
 def link_package(package: Path, folder: Path) -> None:
     """Have a Python with `folder/import` in its path import this package, and nothing else of where it lies."""
     link = folder / "import" / package.name
     link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.is_symlink():
+    with suppress(FileExistsError):
         link.symlink_to(package)
 
 
 def _untar(source: Path, folder: Path) -> None:
-    argv = ["tar", "--extract", "--file", str(source), "--directory", str(folder), "--no-same-owner"]
+    _run(["tar", "--extract", "--file", str(source), "--directory", str(folder), "--no-same-owner"], f"unpack {source}")
+
+
+def _settle(target: Path) -> None:
+    """Have an unpacked environment know its place, and see that its Python starts."""
+    python, again = target / "bin" / "python", target / "bin" / "conda-unpack"
+    try:
+        if again.exists():  # of conda-pack: it writes the new place into scripts
+            _run([str(python), str(again)], "settle it")
+        _run([str(python), "-c", ""], "start it")
+    except OSError:
+        _remove(target)
+        raise
+
+
+def _run(argv: Sequence[str], what: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise OSError(f"tar could not unpack {source}: {said}")
-    again = folder / "bin" / "conda-unpack"  # of conda-pack: it writes the new place into scripts
-    if again.exists():
-        subprocess.run([folder / "bin" / "python", again], capture_output=True, check=False)
+        raise OSError(f"{Path(argv[0]).name} could not {what}: {said}")
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:

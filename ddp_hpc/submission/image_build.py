@@ -60,6 +60,8 @@ def build(  # noqa: PLR0913  the flags of one command
     program = _engine(engine, environ)
     is_file = program != "docker"
     target = Path(output).absolute()
+    if is_file and target.is_dir():
+        raise ConfigError(f"{target} is a directory. Name a file for the image.")
     if is_file and target.exists() and not force:
         raise ConfigError(f"{target} exists already. Name another file, or replace it with `--force`.")
     with tempfile.TemporaryDirectory(prefix="ddp_hpc-image-") as folder:
@@ -128,7 +130,7 @@ def digest(image: str, environ: Mapping[str, str]) -> Digest:
         done = subprocess.run(asked, env=dict(environ), capture_output=True, text=True, check=False)
         if done.returncode == 0:
             found = done.stdout.strip().removeprefix("sha256:")
-            return Digest(image=image, sha256=found, identity=image)
+            return Digest(image=image, sha256=found, identity=identity_of(image))
     raise ConfigError(f"{image} is no file, and no image that Docker has here.")
 
 

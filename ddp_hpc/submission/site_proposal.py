@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 import psutil
 
@@ -15,6 +17,7 @@ from ddp_hpc.config.yaml_text import dump_value
 from ddp_hpc.errors import SlurmUnavailableError
 from ddp_hpc.rendezvous.choice import accepted, fabric
 from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces
+from ddp_hpc.run_dir import is_folder
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition
 
@@ -41,6 +44,7 @@ class Survey:
     scratch: str | None = None
     """As a profile would write it."""
     scratch_from: str = ""
+    is_scratch_at_home: bool = False
     file_systems: Mapping[str, str] | None = None
     """Mount point -> kind, of those that several hosts may share."""
     interfaces: Sequence[Interface] = ()
@@ -53,12 +57,14 @@ def survey(environ: Mapping[str, str]) -> Survey:
     """Look around on this host, and ask Slurm if it is here."""
     user, home = client.user_name(), environ.get("HOME", "")
     scratch, scratch_from = _scratch(environ, user)
+    place = os.path.realpath(Template(scratch or "/").safe_substitute(environ))
     found = Survey(
         host=socket.gethostname(),
         user=user,
         home=home,
         scratch=scratch,
         scratch_from=scratch_from,
+        is_scratch_at_home=bool(home) and Path(place).is_relative_to(os.path.realpath(home)),
         file_systems={
             one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True) if one.fstype in _SHARED_FILE_SYSTEMS
         },
@@ -89,10 +95,10 @@ def _with_slurm(found: Survey, environ: Mapping[str, str]) -> Survey:
 def _scratch(environ: Mapping[str, str], user: str) -> tuple[str | None, str]:
     """Return where large files seem to belong, and how we know."""
     for name in _SCRATCH_VARIABLES:
-        if environ.get(name) and Path(environ[name]).is_dir():
+        if environ.get(name) and is_folder(Path(environ[name])):
             return f"${name}", f"${name} is {environ[name]}"
     for root in _SCRATCH_ROOTS:
-        if Path(root, user).is_dir():
+        if is_folder(Path(root, user)):
             return f"{root}/$USER", f"{root}/{user} exists"
     return None, ""
 
@@ -133,7 +139,8 @@ def _about(found: Survey, name: str | None) -> Iterator[str]:
     yield f"hosts: {dump_value([pattern])}  # this host is {found.host}; add the other login nodes"
     if found.scratch:
         yield f"scratch: {found.scratch}  # {found.scratch_from}"
-        yield "no_write: [$HOME]  # runs belong on scratch; remove it if homes are large and fast here"
+        if not found.is_scratch_at_home:
+            yield "no_write: [$HOME]  # runs belong on scratch; remove it if homes are large and fast here"
     for mount, kind in (found.file_systems or {}).items():
         yield f"# {mount} is {kind}"
 

@@ -99,11 +99,11 @@ def _recipe(spec: RunSpec) -> Recipe:
 
 def _note_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -> None:
     """Write down what this attempt runs on; say what is not as it was in the one before."""
-    here = capture(environ)
     try:
+        here = capture(environ)
         before = newest_environment(run, before=attempt)
         write_environment(run, attempt, here)
-    except (ConfigError, OSError) as error:  # nobody's training ends for a note
+    except (ConfigError, OSError, ValueError) as error:  # nobody's training ends for a note
         log.warning("what this attempt runs on is not noted: %s", error)
         return
     changed = list(differences(before[1], here)) if before else []

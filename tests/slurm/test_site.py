@@ -59,7 +59,7 @@ def test_a_profile_chooses_network_modules_and_variables_of_a_run(login: LoginNo
         "site: {no_write: [/tmp/elsewhere]}\n"
         "network: {interfaces: [eth*]}\n"
         "slurm: {modules: [there/1.0]}\n"
-        "env: {OF_THE_SITE: \"a b $HOME `c` 'd'\"}\n",
+        "env: {OF_THE_SITE: \"a b $HOME `c` 'd'\", WANDB_API_KEY: hush}\n",
     )
     words = ["submit", "run.yaml", "name=sited", "--cluster", "slurm", "--site", str(profile), "--wait"]
     path = {"PATH": f"{login.folder / 'bin'}:{Path(shutil.which('bash') or '').parent}:/usr/bin:/bin"}
@@ -70,6 +70,8 @@ def test_a_profile_chooses_network_modules_and_variables_of_a_run(login: LoginNo
     run = login.run("sited")
     assert "eth0, `network.interfaces` names it" in login.console("sited")
     assert "not ib0: not preferred" in login.console("sited")
+    assert "WANDB_API_KEY is set" in login.console("sited")
+    assert "hush" not in login.console("sited")
     for rank in range(2):
         assert "told: a b $HOME `c` 'd'" in run.rank_log(0, rank).read_text()
     assert (login.folder / "bin" / "modules").read_text().splitlines() == ["purge", "load there/1.0"]

@@ -288,7 +288,7 @@ FIXED = {
     "recipe.args": st.dictionaries(NAMES, FREE, max_size=4),
     "env": st.dictionaries(
         st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True),
-        st.none() | st.integers() | st.floats(allow_nan=False) | TEXT,
+        st.none() | st.integers() | TEXT,
         max_size=3,
     ),
     "slurm.extra": st.dictionaries(NAMES, SCALARS.filter(lambda value: "\n" not in f"{value}\0"[:-1]), max_size=3),

@@ -84,7 +84,7 @@ GOLDEN["pyxis"] = (
 GOLDEN["docker"] = (
     [],
     [
-        *("docker", "run", "--rm", "--interactive", "--init", "--gpus=all"),
+        *("docker", "run", "--rm", "--interactive", "--init", "--no-healthcheck", "--gpus=all"),
         *("--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1", "--user=1000:100", "--env=HOME=/tmp"),
         *(word for mount in MOUNTS for word in ("--mount", mount.replace(",ro", ",readonly"))),
         *("--env=MASTER_ADDR", "--env=NCCL_DEBUG", "--workdir=/home/ada/project", "--writable-tmpfs"),

@@ -56,6 +56,13 @@ def test_every_installed_package_is_found() -> None:
     assert capture({}).packages == by_the_book
 
 
+def test_a_folder_that_cannot_be_read_is_passed_over_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("/proc/1/root/nowhere")
+    monkeypatch.syspath_prepend("/dev/null")
+
+    assert "numpy" in capture({}).packages
+
+
 def test_driver_and_gpus_are_the_kernels_word(tmp_path: Path) -> None:
     (tmp_path / "driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
     (tmp_path / "driver/nvidia/version").write_text(

@@ -169,6 +169,13 @@ def test_a_build_that_fails_leaves_what_was_there_and_nothing_else(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "torch.sif"]
 
 
+def test_a_directory_is_not_replaced_by_an_image(has_engine: Callable[[str, str], Path], tmp_path: Path) -> None:
+    has_engine("apptainer", WRITE_WHAT_IS_ASKED)
+    (tmp_path / "torch.sif").mkdir()
+
+    assert main(["container", "build", "torch.sif", "--force"]) == 2
+
+
 def test_a_missing_engine_is_an_error_that_names_it(
     has_engine: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

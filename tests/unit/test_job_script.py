@@ -89,6 +89,22 @@ def test_a_module_that_is_not_there_ends_the_job_with_its_name(has: str, code: i
     assert ("does not have: cuda/12.4" in done.stderr) is (code == 2)
 
 
+def test_a_node_without_modules_is_told_apart_from_a_module_that_is_missing() -> None:
+    whole = script(RunSpec(name="x", slurm=SlurmSpec(modules=("cuda/12.4",))))
+    modules = whole.partition("ddp-hpc VERSION")[2].partition("\n\n")[2].partition("if ! [[ -r")[0]
+
+    done = subprocess.run(
+        ["bash", "-c", modules.replace("/etc/profile", "/dev/null")],
+        env={},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 2
+    assert "has no command module" in done.stderr
+
+
 @pytest.mark.parametrize(
     "text", ["plain", "two words", "it's", '"', "$HOME", "\\", "`x`", "a;b", "#", "%j", "~", "*", "é"]
 )

@@ -10,6 +10,7 @@ import pytest
 
 from ddp_hpc import __version__, containers
 from ddp_hpc.cli import main
+from ddp_hpc.cli.runs import chosen_runs_dir
 from ddp_hpc.config import flat, resolve, resolve_key
 from ddp_hpc.config.site import examples_dir, find_profile, known_profiles, read_profile
 from ddp_hpc.errors import ConfigError
@@ -18,7 +19,7 @@ from ddp_hpc.render import JobScript, render
 from ddp_hpc.rendezvous.interfaces import Interface
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
-from ddp_hpc.submission.site_proposal import Survey, propose, proposed_name
+from ddp_hpc.submission.site_proposal import Survey, propose, proposed_name, survey
 
 GOLDEN = Path(__file__).parent / "golden"
 PARTITIONED = """
@@ -216,18 +217,18 @@ def test_a_variable_that_cannot_be_set_is_refused(
         resolve(run_file(tmp_path), [setting], user)
 
 
-@pytest.mark.parametrize("value", ["[a]", "true", "{a: 1}"])
-def test_a_variable_in_a_file_is_text_or_a_number(value: str, tmp_path: Path, user: dict[str, str]) -> None:
+@pytest.mark.parametrize("value", ["[a]", "true", "{a: 1}", "12.10"])
+def test_a_variable_in_a_file_is_text_or_a_whole_number(value: str, tmp_path: Path, user: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"`env.NCCL_DEBUG"):
         resolve(run_file(tmp_path, f"env: {{NCCL_DEBUG: {value}}}"), [], user)
 
 
-@pytest.mark.parametrize("text", ["010", "1e-3", "true", "[a]", "a b", "", "0x10", "~/x"])
+@pytest.mark.parametrize("text", ["010", "1e-3", "true", "[a]", "a b", "", "none", "0x10", "~/x"])
 def test_a_variable_that_is_typed_keeps_every_character(text: str, tmp_path: Path, user: dict[str, str]) -> None:
     by_word = resolve(run_file(tmp_path), [f"env.OMP_STACKSIZE={text}"], user).spec.environ
     by_variable = resolve(run_file(tmp_path), [], {**user, "DDP_HPC__ENV__OMP_STACKSIZE": text}).spec.environ
 
-    assert by_word == by_variable == ({} if not text else {"OMP_STACKSIZE": text})
+    assert by_word == by_variable == {"OMP_STACKSIZE": text}
 
 
 # --- examples and proposals --------------------------------------------------------------------------------------------
@@ -257,9 +258,9 @@ def test_what_an_example_makes_of_a_run_is_the_golden_text(
     assert inside is not None
     housing = containers.house(inside, containers.find_runtime(spec, {"PATH": str(runtimes(tmp_path))}), "python3")
     made = [
-        script.replace(f"ddp-hpc {__version__}", "ddp-hpc VERSION"),
-        *(f"{name}={value}" for name, value in spec.environ.items()),
         " ".join(step_of_agents(spec, run, housing)),
+        *(f"{name}={value}" for name, value in spec.environ.items()),
+        script.replace(f"ddp-hpc {__version__}", "ddp-hpc VERSION"),
     ]
 
     assert "\n".join(made) + "\n" == (GOLDEN / f"{path.stem}.site").read_text(encoding="utf-8")
@@ -414,6 +415,33 @@ def test_list_tells_examples_from_ones_own(at_home: dict[str, str], capsys: pyte
         "slingshot",
         "workstation",
     }
+
+
+@pytest.mark.parametrize("name", ["my cluster", "a/b", "../x", "/tmp/x"])
+def test_init_refuses_what_cannot_name_a_site(name: str, at_home: dict[str, str]) -> None:
+    assert main(["site", "init", name, "--write"]) == 2
+    assert not [*Path(at_home["HOME"]).rglob("*.yaml")]
+
+
+def test_a_home_that_cannot_be_looked_at_has_no_profile(user: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another's is, after `su`."""
+
+    def refuse(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+
+    assert find_profile(user) is None
+    assert chosen_runs_dir(None, user) == Path("runs")
+
+
+def test_a_proposal_does_not_forbid_a_scratch_at_home(user: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+
+    found = survey({**user, "SCRATCH": str(tmp_path / "scratch"), "PATH": "/nowhere"})
+
+    assert found.is_scratch_at_home
+    assert "no_write" not in propose(found)
 
 
 def test_init_keeps_a_draft_once(at_home: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

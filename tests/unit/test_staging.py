@@ -18,9 +18,12 @@ from ddp_hpc.job import unpack as unpacking
 from ddp_hpc.job.housing import moved
 from ddp_hpc.job.staging import Staged, stage, unstage
 from ddp_hpc.job.unpack import link_package, unpack
+from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.spec import ContainerSpec, RunSpec, StageSpec
 from tests.unit.made_network import batch
+
+RUN = RunDir(Path("/scratch/ada/runs/net"))
 
 
 def spec(folder: Path, *, archive: Path | None = None, image: Path | None = None) -> RunSpec:
@@ -98,6 +101,50 @@ def test_what_does_not_fit_is_refused_before_it_is_begun(
         unpack(archive, tmp_path / "local" / "env")
 
 
+def packed(tmp_path: Path, name: str, **files: str) -> Path:
+    """Return an archive of scripts below `bin/`."""
+    root = tmp_path / name
+    (root / "bin").mkdir(parents=True)
+    for file, text in files.items():
+        path = root / "bin" / file.replace("_", "-")
+        path.write_text(text)
+        path.chmod(0o755)
+    archive = tmp_path / f"{name}.tar"
+    subprocess.run(["tar", "-cf", archive, "-C", root, "."], check=True)
+    return archive
+
+
+def test_an_environment_is_told_of_its_last_place_not_of_one_on_the_way(tmp_path: Path) -> None:
+    """As conda-pack's are: the program asks where it lies itself."""
+    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    settles = "import pathlib, sys; pathlib.Path(sys.argv[0]).with_name('place').write_text(sys.argv[0])"
+
+    unpack(packed(tmp_path, "env", python=python, conda_unpack=settles), tmp_path / "local" / "env")
+
+    assert (tmp_path / "local/env/bin/place").read_text() == str(tmp_path / "local/env/bin/conda-unpack")
+
+
+@pytest.mark.parametrize("files", [{}, {"python": "#!/bin/sh\nexit 3\n"}, {"python": "#!/no/such/interpreter\n"}])
+def test_an_environment_whose_python_does_not_start_is_none(files: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"could not start it|No such file"):
+        unpack(packed(tmp_path, "env", **files), tmp_path / "local" / "env")
+
+    assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, archive: Path) -> None:
+    folder = tmp_path / "local"
+    folder.mkdir()
+    folder.chmod(0o777)
+
+    with pytest.raises(OSError, match="not ours alone"):
+        unpack(archive, folder / "env")
+
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="not ours alone"):
+        unpack(archive, tmp_path / "link" / "env")
+
+
 def test_a_python_finds_the_linked_package_and_nothing_beside_it(tmp_path: Path) -> None:
     package = tmp_path / "site" / "mine"
     package.mkdir(parents=True)
@@ -138,10 +185,11 @@ def test_a_job_stages_tells_of_it_and_takes_it_away(
     has_srun('"$@" && "$@"')  # two nodes that share a disk
     environ = {**os.environ, "LOCAL": str(tmp_path / "local")}
 
-    staged = stage(spec(Path("$LOCAL"), archive=archive), allocation, environ)
+    staged = stage(spec(Path("$LOCAL"), archive=archive), RUN, allocation, environ)
 
     assert staged is not None
-    assert staged.folder == tmp_path / "local" / f"ddp_hpc-{allocation.job_id}"
+    assert staged.folder.parent == tmp_path / "local"
+    assert staged.folder.name.startswith(f"ddp_hpc-{allocation.job_id}-0-")
     assert "on 2 nodes in" in capsys.readouterr().err
     where = [staged.python, "-c", "import ddp_hpc; print(ddp_hpc.__file__)"]
     environ_of_worker = {"PYTHONPATH": staged.import_path}
@@ -158,6 +206,7 @@ def test_a_job_stages_tells_of_it_and_takes_it_away(
         ("exit 1", "local", "not every node answered"),
         ('"$@"; "$@"', "/dev/null/local", "Not a directory"),
         ('"$@"; "$@"', "$NOWHERE", "no such variable"),
+        ('"$@"; "$@"', "~/local", "must begin with `/`"),
     ],
 )
 def test_what_cannot_be_staged_costs_no_run(  # noqa: PLR0917  a row of a table
@@ -171,23 +220,23 @@ def test_what_cannot_be_staged_costs_no_run(  # noqa: PLR0917  a row of a table
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     has_srun(srun)
-    where = folder if folder[0] in "/$" else str(tmp_path / folder)
+    where = folder if folder[0] in "/$~" else str(tmp_path / folder)
 
-    assert stage(spec(Path(where), archive=archive), allocation, dict(os.environ)) is None
+    assert stage(spec(Path(where), archive=archive), RUN, allocation, dict(os.environ)) is None
 
     said = capsys.readouterr().err
     assert said.startswith("warning: ")
     assert told in said
-    assert not (tmp_path / "local" / f"ddp_hpc-{allocation.job_id}").exists()
+    assert not [*tmp_path.glob("local/*")]
 
 
 def test_nothing_is_staged_where_nothing_was_asked(tmp_path: Path, archive: Path, allocation: Allocation) -> None:
     image = tmp_path / "sandbox"
     image.mkdir()
 
-    assert stage(RunSpec(name="net"), allocation, {}) is None
-    assert stage(spec(tmp_path, archive=archive), None, {}) is None  # on this machine
-    assert stage(spec(tmp_path, image=image), allocation, {}) is None  # a directory of many files
+    assert stage(RunSpec(name="net"), RUN, allocation, {}) is None
+    assert stage(spec(tmp_path, archive=archive), RUN, None, {}) is None  # on this machine
+    assert stage(spec(tmp_path, image=image), RUN, allocation, {}) is None  # a directory of many files
 
 
 def test_commands_name_what_was_staged(tmp_path: Path) -> None:
