@@ -100,8 +100,9 @@ def test_an_image_on_the_nodes_own_disks_is_used_there_and_taken_away(
     cluster: Cluster, login: LoginNode, program: Apptainer, images: dict[str, Path], launcher: str
 ) -> None:
     local = login.folder / "local"
-    login.submit("shared", *SMALL, *world(2, 1), "--wait")
-    asked = [*SMALL, *world(2, 1), f"launcher={launcher}", f"stage.dir={local}"]
+    small = [*SMALL, *world(2, 1), "resources.cpus_per_worker=1"]  # so many threads by each launcher
+    login.submit("shared", *small, "--wait")
+    asked = [*small, f"launcher={launcher}", f"stage.dir={local}"]
 
     login.submit("staged", *asked, *housed(program, images["sif"]), "--wait")
 
