@@ -72,6 +72,7 @@ def test_a_run_in_an_image_is_preempted_and_comes_to_the_bits_of_one_in_none(
     assert_unbroken(login, "housed", world_size=4)
 
 
+@pytest.mark.campaign
 def test_every_launcher_trains_in_an_image(login: LoginNode, program: Apptainer, images: dict[str, Path]) -> None:
     login.submit("bare", *SMALL, *world(2, 2), "resources.cpus_per_worker=1", "--wait")
 

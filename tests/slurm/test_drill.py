@@ -24,7 +24,7 @@ def unbroken() -> dict[str, str]:
     return {}
 
 
-@pytest.mark.parametrize("fault", ["kill-worker", "preempt", "hang"])
+@pytest.mark.parametrize("fault", ["kill-worker", "preempt", pytest.param("hang", marks=pytest.mark.campaign)])
 def test_a_run_passes_its_drill(cluster: Cluster, login: LoginNode, unbroken: dict[str, str], fault: str) -> None:
     compared = [f"--unbroken={unbroken['run']}"] if unbroken else []
 

@@ -71,7 +71,7 @@ def test_a_comment_reaches_slurm_as_it_was_written(cluster: Cluster, login: Logi
 
 
 @pytest.mark.timeout(420)  # of twenty jobs, forty processes import torch on the cores of one machine
-@pytest.mark.parametrize("num_jobs", [6, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("num_jobs", [4, pytest.param(20, marks=pytest.mark.campaign)])
 def test_jobs_at_once_on_a_pair_of_nodes_do_not_disturb_each_other(
     num_jobs: int, cluster: Cluster, login: LoginNode
 ) -> None:
