@@ -29,8 +29,8 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 	@$(BIN)/ddp-hpc submit examples/digits.yaml name=demo --follow $(ARGS)
 	@echo '(`ddp-hpc` is in .venv/bin: `source .venv/bin/activate` puts it on PATH)'
 
-test: check ## All checks, then all tests in random order
-	$(BIN)/python -m pytest $(ARGS)
+test: check ## All checks, then all tests in random order, those on the Slurm cluster beside the others
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-all: test ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)
