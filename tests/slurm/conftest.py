@@ -15,6 +15,7 @@ from tests.slurm.cluster import USER, Cluster, booted, why_not
 from tests.slurm.runs import LoginNode
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks for the mark in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give all tests in this folder to one process of pytest-xdist, so that they share one cluster."""
     here = Path(__file__).parent
