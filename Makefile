@@ -30,7 +30,7 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 	@echo '(`ddp-hpc` is in .venv/bin: `source .venv/bin/activate` puts it on PATH)'
 
 test: check ## All checks, then all tests in random order, those on the Slurm cluster beside the others
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-all: test ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)

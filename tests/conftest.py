@@ -1,13 +1,15 @@
-"""What holds for every test: a machine's own settings do not reach it."""
+"""What holds for every test: which process runs it, and that a machine's own settings do not reach it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # A shared machine may be slow at any moment; a slow example is no failure.
 settings.register_profile("ddp_hpc", deadline=None)
@@ -15,6 +17,18 @@ settings.load_profile("ddp_hpc")
 
 FOREIGN_PREFIXES = ("DDP_HPC", "SLURM_", "MASTER_", "TORCHELASTIC_")
 FOREIGN_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+
+
+class _ClusterApart(LoadScopeScheduling):  # type: ignore[misc]  # untyped
+    """Gives all tests on the Slurm cluster to one process, for there is one cluster, and the others one by one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "cluster" if nodeid.startswith("tests/slurm/") else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ClusterApart:
+    """Deal tests out where there are several processes (`-n`)."""
+    return _ClusterApart(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -15,15 +15,6 @@ from tests.slurm.cluster import USER, Cluster, booted, why_not
 from tests.slurm.runs import LoginNode
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks for the mark in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give all tests in this folder to one process of pytest-xdist, so that they share one cluster."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-
-
 @pytest.fixture(scope="session")
 def can_boot() -> None:
     """Skip, or fail where `DDP_HPC_REQUIRE_SLURM` is set, what needs a cluster on a machine that cannot have one."""
