@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, compared, judge, run_rounds, shown
 
@@ -30,7 +32,11 @@ train: {{max_steps: 1, global_batch_size: {WORKERS}}}
 
 
 def _time_until_stamp(
-    commands: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]] = ({},), cwd: Path = ROOT
+    commands: Sequence[Sequence[str]],
+    environs: Sequence[Mapping[str, str]] = ({},),
+    *,
+    cwd: Path = ROOT,
+    wait: Callable[[subprocess.Popen[bytes]], int] = subprocess.Popen.wait,
 ) -> Mapping[str, float]:
     """Start all commands at once; return the time until rank zero's first all-reduce, and until all are gone."""
     with tempfile.TemporaryDirectory() as folder:
@@ -40,13 +46,31 @@ def _time_until_stamp(
         with said.open("wb") as output:
             began = time.time()
             running = [
-                subprocess.Popen(argv, env={**common, **environ}, cwd=cwd, stdout=output, stderr=output)
+                _start(argv, {**common, **environ}, cwd, output, is_on_line=wait is _lead)
                 for argv, environ in zip(commands, environs, strict=True)
             ]
-            codes = [process.wait() for process in running]
+            codes = [wait(process) for process in running]
         gone = time.time()
         assert not any(codes), f"{commands[0]} ended with {codes}:\n{said.read_text()[-2000:]}"
         return {FIRST: float(stamp.read_text()) - began, GONE: gone - began}
+
+
+def _start(
+    argv: Sequence[str], environ: Mapping[str, str], cwd: Path, output: IO[bytes], *, is_on_line: bool
+) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE if is_on_line else None
+    return subprocess.Popen(argv, env=environ, cwd=cwd, stdin=pipe, stdout=pipe or output, stderr=output)
+
+
+def _lead(agent: subprocess.Popen[bytes]) -> int:
+    """Order an agent to begin, hear how its workers ended, hang up; return that."""
+    with agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        agent.stdin.write(b'{"do": "start", "attempt": 0}\n')
+        agent.stdin.flush()
+        report = agent.stdout.readline()
+    return int(json.loads(report)["code"]) if report else agent.returncode or 1
 
 
 def torchrun() -> Mapping[str, float]:
@@ -68,7 +92,7 @@ def agent() -> Mapping[str, float]:
     """Measure our agent with a worker that only joins, as the peers' does."""
     with tempfile.TemporaryDirectory() as run:
         argv = [sys.executable, "-m", "ddp_hpc.job.agent", run, "--worker", WORKER]
-        return _time_until_stamp([[*argv, "--attempt", "0", "--num-workers", str(WORKERS)]])
+        return _time_until_stamp([[*argv, "--num-workers", str(WORKERS)]], wait=_lead)
 
 
 def submit() -> Mapping[str, float]:

@@ -34,7 +34,7 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.deaths import report, report_killed
 from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen, network_defaults
-from ddp_hpc.job.surroundings import import_by_pythonpath_alone, leave_at_once, torch_defaults
+from ddp_hpc.job.surroundings import import_by_pythonpath_alone, imports_for_good, leave_at_once, torch_defaults
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_place
 
@@ -127,8 +127,9 @@ class Agent:
         """Import what the workers need; what goes wrong is told when the attempt is known."""
         os.environ.update({**torch_defaults(self._crew(0, ALONE).num_threads), **os.environ})
         try:
-            self._worker = importlib.import_module(self._arguments.worker)
-            self._worker.preload(str(self._run.path))
+            with imports_for_good():
+                self._worker = importlib.import_module(self._arguments.worker)
+                self._worker.preload(str(self._run.path))
         except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
             return error
         return None
@@ -226,8 +227,7 @@ def defaults_for_workers(crew: Crew) -> dict[str, str]:
 
 def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -> dict[int, int]:
     """Fork the workers; return their ranks by pid."""
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what they share: a collection in one of them would copy its pages
     sys.stdout.flush()
     port = meeting_point.getsockname()[1] if meeting_point else crew.meeting.port
     agent_pid = os.getpid()

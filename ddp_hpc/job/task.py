@@ -21,7 +21,7 @@ from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.deaths import report
 from ddp_hpc.job.meeting import Meeting, PortTakenError, listen, network_defaults
-from ddp_hpc.job.surroundings import import_by_pythonpath_alone, leave_at_once, torch_defaults
+from ddp_hpc.job.surroundings import import_by_pythonpath_alone, imports_for_good, leave_at_once, torch_defaults
 from ddp_hpc.records import write_verdict
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import StepPlace, step_place
@@ -77,8 +77,9 @@ def _work(run: RunDir, worker_module: str, attempt: int, meeting: Meeting | None
             listen_fd = None
             if meeting is not None and rank == 0:
                 listen_fd = os.dup(resources.enter_context(listen(meeting)).fileno())
-            worker = importlib.import_module(worker_module)
-            worker.preload(str(run.path))
+            with imports_for_good():
+                worker = importlib.import_module(worker_module)
+                worker.preload(str(run.path))
         code: int = worker.main(str(run.path), os.environ, attempt=attempt, listen_fd=listen_fd)
     except PortTakenError:
         return exit_codes.PORT_TAKEN

@@ -124,9 +124,16 @@ def update_weights(t: Training) -> None:
     else:
         scaler.step(optimizer)
         scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    drop_gradients(optimizer)
     if t.state.ema is not None:
         t.state.ema.update_parameters(t.state.model)  # type: ignore[operator]  # AveragedModel's
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Do what `zero_grad` does, without its hooks for profiler and compiler: they cost a small model 10 us a step."""
+    for options in optimizer.param_groups:
+        for parameter in options["params"]:
+            parameter.grad = None
 
 
 def log_loss(t: Training) -> None:

@@ -1,0 +1,36 @@
+"""What `make bench` measures of ours still works; how fast it is, tests do not ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from benchmarks import launch, loop
+
+
+@pytest.mark.parametrize("way", [launch.agent, launch.submit], ids=["agent", "submit"])
+def test_two_workers_start_meet_and_leave(
+    way: Callable[[], Mapping[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "WORKERS", 2)
+    monkeypatch.setattr(launch, "CONFIG", launch.CONFIG.replace("workers_per_node: 8", "workers_per_node: 2"))
+
+    measured = way()
+
+    assert 0 < measured[launch.FIRST] < measured[launch.GONE]
+
+
+@pytest.mark.parametrize("own_loader", [False, True], ids=["batches made beforehand", "its own loader"])
+def test_the_loop_trains_to_the_bits_of_the_plain_one(own_loader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which `loop.ours` looks at itself."""
+    monkeypatch.setattr(loop, "STEPS", 60)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert loop.ours(own_loader=own_loader)[loop.US] > 0
+    finally:
+        torch.set_num_threads(num_threads)
+        for made in (loop.dataset, loop.walk, loop.fetched, loop.batches, loop.raw_weights):
+            made.cache_clear()

@@ -1,0 +1,30 @@
+"""What is imported for good."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from ddp_hpc.job.surroundings import imports_for_good
+
+
+def test_what_is_imported_for_good_is_let_be_by_the_collector_which_then_goes_on() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with imports_for_good():
+            assert not gc.isenabled()
+            kept: list[list[int]] = [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() - before >= len(kept)
+    finally:
+        gc.unfreeze()
+
+
+def test_an_import_that_fails_leaves_the_collector_on() -> None:
+    try:
+        with pytest.raises(ImportError), imports_for_good():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
