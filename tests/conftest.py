@@ -19,16 +19,21 @@ FOREIGN_PREFIXES = ("DDP_HPC", "SLURM_", "MASTER_", "TORCHELASTIC_")
 FOREIGN_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 
 
-class _ClusterApart(LoadScopeScheduling):  # type: ignore[misc]  # untyped
-    """Gives all tests on the Slurm cluster to one process, for there is one cluster, and the others one by one."""
+class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
+    """Gives all tests on the Slurm cluster to one process, for there is one; of the others, those that share whole runs.
+
+    The rest goes one by one to whichever is free.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "cluster" if nodeid.startswith("tests/slurm/") else nodeid
+        if nodeid.startswith("tests/slurm/"):
+            return "cluster"
+        return nodeid.split("::", 1)[0] if nodeid.startswith("tests/distributed/") else nodeid
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ClusterApart:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByWhatTheyShare:
     """Deal tests out where there are several processes (`-n`)."""
-    return _ClusterApart(config, log)
+    return _ByWhatTheyShare(config, log)
 
 
 @pytest.fixture(autouse=True)
