@@ -205,7 +205,8 @@ def booted(name: str = "", *options: str, rootfs: Path | None = None) -> Iterato
     """
     lab = _lab("-".join(part for part in (name, rootfs.name if rootfs else "host") if part))
     if rootfs:
-        options = (*options, f"--rootfs={rootfs.resolve()}")
+        # While a node is dead, Slurm 24.11 notes late that others answered: at 10 s it gives one of them up, too.
+        options = (*options, f"--rootfs={rootfs.resolve()}", "--set=SlurmdTimeout=20")
     with _only_one(lab):
         tell_lab(lab, "down")  # of a session that was killed
         try:

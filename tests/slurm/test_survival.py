@@ -311,6 +311,7 @@ def test_a_cancelled_run_never_comes_back(cluster: Cluster, place: LoginNode, wh
     assert place.status("gone")["state"] == "cancelled"
 
 
+@pytest.mark.timeout(400)
 def test_lost_nodes_cost_no_more_than_a_checkpoint_interval(cluster: Cluster, place: LoginNode) -> None:
     slow = "recipe.args.load_s=0.004"
     place.submit("other", *FAULTY, *world(2, 1), slow, "slurm.nodelist=node[1-2]")
@@ -321,19 +322,21 @@ def test_lost_nodes_cost_no_more_than_a_checkpoint_interval(cluster: Cluster, pl
     cluster.kill("node2")
     cluster.kill("node3")
     for node in ("node2", "node3"):
-        cluster.wait_for(partial(node_is_down, cluster, node), 60)
+        cluster.wait_for(partial(node_is_down, cluster, node), 120)
         cluster.boot(node)
     await_done(place, "other", "batch-host")
 
     for name, node in (("other", "node2"), ("batch-host", "node3")):
         first = attempts(place, name)[0]
-        assert (first.cause, first.next, first.failed_nodes) == ("node failed", "slurm", (node,))
+        assert (first.cause, first.failed_nodes) == ("node failed", (node,))
+        assert first.next in {"slurm", "requeue"}  # Slurm's or ours, whoever is first
     assert_unbroken(place, "other", world_size=2, may_lose=10)
     assert_unbroken(place, "batch-host", world_size=1, may_lose=10)
 
 
 def node_is_down(cluster: Cluster, node: str) -> bool:
-    return "down" in cluster.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").stdout
+    """Ask for this node alone: asked for all, Slurm 24.11 can repeat an answer that a change in the same second outdated."""
+    return "State=DOWN" in cluster.run("scontrol", "--oneliner", "show", "node", node).stdout
 
 
 def test_an_attempt_that_slurm_believes_dead_writes_nothing_any_more(cluster: Cluster, place: LoginNode) -> None:
