@@ -32,7 +32,7 @@ def import_by_pythonpath_alone() -> None:
 def imports_for_good() -> Iterator[None]:
     """Keep the garbage collector from what is imported, now and later: modules stay until the process ends.
 
-    Going through them takes a sixth of PyTorch's import and finds 10 MB, and in a forked process it copies their pages
+    Going through them takes a sixth of PyTorch's import and finds 8 MB of 710, and in a forked process it copies their pages
     (https://docs.python.org/3/library/gc.html#gc.freeze).
     """
     gc.disable()

@@ -130,7 +130,10 @@ def update_weights(t: Training) -> None:
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Do what `zero_grad` does, without its hooks for profiler and compiler: they cost a small model 10 us a step."""
+    """Do what `zero_grad` does, without its hooks for profiler and compiler: 0.6 us instead of 19, for four parameters.
+
+    An optimizer's own `zero_grad` is not called.
+    """
     for options in optimizer.param_groups:
         for parameter in options["params"]:
             parameter.grad = None

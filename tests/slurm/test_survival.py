@@ -335,7 +335,7 @@ def test_lost_nodes_cost_no_more_than_a_checkpoint_interval(cluster: Cluster, pl
 
 
 def node_is_down(cluster: Cluster, node: str) -> bool:
-    """Ask for this node alone: asked for all, Slurm 24.11 can repeat an answer that a change in the same second outdated."""
+    """Ask by scontrol: on Slurm 24.11, sinfo went on for minutes without telling that a node was down (seen twice)."""
     return "State=DOWN" in cluster.run("scontrol", "--oneliner", "show", "node", node).stdout
 
 
