@@ -20,6 +20,10 @@ LEAVE_S = 15.0
 _LAST_WORDS = frozenset({exit_codes.STOPPED, exit_codes.PORT_TAKEN, exit_codes.FENCED})
 """Rank zero's words that stand though others fail after them: what is committed is committed."""
 
+_TOLD_TOO_EARLY = frozenset(code for number in processes.STOP_SIGNALS for code in (128 + number, -number))
+"""How a step ends whose processes die of a stop signal. Only those can that do not listen yet: their Python has just
+started, so nothing was begun."""
+
 
 class Workers(Protocol):
     """All workers of a run, on all its nodes."""
@@ -93,8 +97,9 @@ class ByAgents:
         if len(self._codes) == self._num_nodes:
             return self._joint()
         if is_over:
+            untold = _untold(self._step.code, is_ours=self._deadline is not None)
             self._hang_up()
-            return self._joint()
+            return self._joint(untold)
         if any(code not in (exit_codes.FINISHED, exit_codes.STOPPED) for code in self._codes.values()):
             self.end()
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -123,8 +128,9 @@ class ByAgents:
             self._step.line.close()
         self._step = None
 
-    def _joint(self) -> int:
-        codes = [self._codes.get(rank, exit_codes.FAILED) for rank in range(self._num_nodes)]
+    def _joint(self, untold: int = exit_codes.FAILED) -> int:
+        """Return what the nodes' codes mean together, with `untold` for those that said nothing."""
+        codes = [self._codes.get(rank, untold) for rank in range(self._num_nodes)]
         if codes[0] in _LAST_WORDS:
             return codes[0]
         for code in (exit_codes.FENCED, exit_codes.REFUSED):
@@ -147,8 +153,13 @@ class _Step:
         told.close()
         heard.close()
 
+    @property
+    def code(self) -> int | None:
+        """What it ended with."""
+        return self._process.poll()
+
     def is_over(self) -> bool:
-        return self._process.poll() is not None
+        return self.code is not None
 
     def end(self) -> None:
         """Have srun end its step, which it takes SIGTERM for; the second time, end it ourselves."""
@@ -210,7 +221,7 @@ class ByTasks:
                 self.end()
             return None
         self._is_alive = False
-        return _verdict(self._run, self._attempt, code)
+        return _verdict(self._run, self._attempt, code, untold=_untold(code, is_ours=self._deadline is not None))
 
     def patience_s(self) -> float:
         return 3600.0 if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
@@ -231,7 +242,12 @@ def _have_srun_end(pid: int, *, at_once: bool) -> None:
     end([pid])
 
 
-def _verdict(run: RunDir, attempt: int, code: int) -> int:
+def _untold(code: int | None, *, is_ours: bool) -> int:
+    """Return what the silence of those means that a step took with it; `is_ours` where we have ended it."""
+    return exit_codes.STOPPED if code in _TOLD_TOO_EARLY and not is_ours else exit_codes.FAILED
+
+
+def _verdict(run: RunDir, attempt: int, code: int, *, untold: int) -> int:
     """Return what a step's end means: rank zero's word, or else whose fault the first failure was."""
     word = take_verdict(run, attempt)
     if word is not None and (code == exit_codes.FINISHED or word in _LAST_WORDS):
@@ -239,7 +255,7 @@ def _verdict(run: RunDir, attempt: int, code: int) -> int:
     failure = first_failure(run, attempt)
     if failure is not None and failure.is_input_error:
         return exit_codes.REFUSED
-    return exit_codes.FAILED
+    return untold if word is None and failure is None else exit_codes.FAILED
 
 
 def names_of(ranks: Sequence[int], nodes: Sequence[str]) -> list[str]:

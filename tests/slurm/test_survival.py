@@ -206,6 +206,51 @@ def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(plac
     assert place.digest("short") == place.digest("whole")
 
 
+LATE = """
+import os, sys, time
+from pathlib import Path
+if {"ddp_hpc.job.agent", "ddp_hpc.job.task", "ddp_hpc.job.torchrun_node"} & set(sys.orig_argv):
+    late = Path("%s")
+    (late / os.environ["SLURM_PROCID"]).touch()
+    while (late / "wait").exists():
+        time.sleep(0.01)
+"""
+"""Keeps the interpreters of a step from starting; Python runs a module `sitecustomize` before anything else."""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("agent", "USR2"),
+        pytest.param("agent", "TERM", marks=pytest.mark.campaign),
+        pytest.param("srun", "USR2", marks=pytest.mark.campaign),
+        ("srun", "TERM"),
+        pytest.param("torchrun", "USR2", marks=pytest.mark.campaign),
+        pytest.param("torchrun", "TERM", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
+    cluster: Cluster, place: LoginNode, launcher: str, number: str
+) -> None:
+    late, shim = place.folder / "late", place.folder / "sitecustomize.py"
+    late.mkdir()
+    (late / "wait").touch()
+    shim.write_text(LATE % late)
+    for path in (late, late / "wait", shim):
+        shutil.chown(path, USER, USER)
+    place.submit("early", *FAULTY, *world(2, 1), f"launcher={launcher}")
+    cluster.wait_for(lambda: {path.name for path in late.iterdir()} == {"0", "1", "wait"}, 60)
+
+    cluster.run("scancel", f"--signal={number}", job_id(place, "early"))
+    cluster.wait_for(lambda: attempts(place, "early")[0].ended_at is not None, 60)
+    (late / "wait").unlink()
+    await_done(place, "early")
+
+    first, _ = attempts(place, "early")
+    assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped")
+    assert_unbroken(place, "early", world_size=2)
+
+
 def test_a_recipe_that_always_fails_ends_after_the_attempts_it_is_allowed(place: LoginNode) -> None:
     always = ("recipe.args.raises_at=100", "restart.max_no_progress=2", "checkpoint.every_steps=1")
     said = place.type(

@@ -16,7 +16,7 @@ def main(plan: dict[str, Any]) -> None:
 
     `note`: a file that gets a line for each start, order and signal. `prints`: noise before anything else. `start`,
     `stop`, `end`: reports (node rank, code) that answer such an order. `late`: the same, of the attempt before.
-    `leaves_at`: the order after which the process is gone. `stays`: whether it goes on when the line is closed.
+    `leaves_at`: the order after which the process is gone, and `code`, how it ends then. `stays`: whether it goes on when the line is closed.
     `is_deaf`: whether SIGTERM does nothing.
     """
 
@@ -42,7 +42,7 @@ def main(plan: dict[str, Any]) -> None:
             _report(plan.get("late", []), attempt - 1)
         _report(plan.get(order["do"], []), attempt)
         if order["do"] == plan.get("leaves_at"):
-            return
+            sys.exit(plan.get("code", 0))
     while plan.get("stays"):
         time.sleep(0.05)
 

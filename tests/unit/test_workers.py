@@ -179,6 +179,40 @@ def test_a_step_that_dies_is_a_failure_and_the_next_attempt_has_a_new_one(
     assert len(step.pids) == 2
 
 
+@pytest.mark.parametrize(
+    ("code", "meaning"),
+    [(128 + 12, STOPPED), (128 + 15, STOPPED), (128 + 9, FAILED), (128 + 11, FAILED), (15, FAILED), (1, FAILED)],
+)
+def test_a_step_that_dies_of_a_stop_signal_was_told_before_it_could_listen(
+    code: int, meaning: int, make_step: Callable[..., Step]
+) -> None:
+    step = make_step(leaves_at="start", code=code)
+
+    step.workers.begin(0, MEETING)
+
+    assert await_news(step.workers) == meaning
+
+
+@pytest.mark.parametrize(("reported", "meaning"), [(FAILED, FAILED), (REFUSED, REFUSED), (STOPPED, STOPPED)])
+def test_what_a_node_has_said_stands_though_the_step_died_of_a_stop_signal(
+    reported: int, meaning: int, make_step: Callable[..., Step]
+) -> None:
+    step = make_step(start=[(0, reported)], leaves_at="start", code=128 + 12)
+
+    step.workers.begin(0, MEETING)
+
+    assert await_news(step.workers) == meaning
+
+
+def test_a_step_that_we_have_ended_was_not_told_to_stop(make_step: Callable[..., Step]) -> None:
+    step = make_step(leaves_at="end", code=128 + 15)
+    step.workers.begin(0, MEETING)
+
+    step.workers.end()
+
+    assert await_news(step.workers) == FAILED
+
+
 def _is_zombie(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -320,7 +354,7 @@ def on_signal(number, frame):
     with note.open("a") as file:
         file.write(signal.Signals(number).name + "\\n")
     if "deaf" not in deed:
-        os._exit(1)
+        os._exit(128 + number)
 signal.signal(signal.SIGTERM, on_signal)
 signal.signal(signal.SIGUSR2, on_signal)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR2})
@@ -374,6 +408,10 @@ def run(tmp_path: Path) -> RunDir:
         (1, None, {}, FAILED),
         (1, None, {"is_input_error": True}, REFUSED),
         (137, None, None, FAILED),
+        (140, None, None, STOPPED),  # of a stop signal, before they could listen
+        (143, None, None, STOPPED),
+        (143, None, {}, FAILED),
+        (143, FAILED, None, FAILED),
     ],
 )
 def test_rank_zeros_word_says_what_sruns_code_cannot(
