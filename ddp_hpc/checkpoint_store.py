@@ -137,9 +137,40 @@ def _oust_older(run: RunDir, attempt: int) -> list[str]:
     return removed
 
 
-def owns(run: RunDir, attempt: int) -> bool:
-    """Tell whether no newer attempt has claimed the run since `attempt` did."""
-    return _claim_path(run, attempt).is_dir()
+def is_ousted(run: RunDir, attempt: int) -> bool:
+    """Tell whether a newer attempt has claimed the run since `attempt` did.
+
+    A claim that is gone while nothing newer is there was swept away by somebody who cleared up, or cannot be seen at the
+    moment: then the run is nobody else's.
+    """
+    return not _claim_path(run, attempt).is_dir() and not _is_newest(run, attempt)
+
+
+def _is_newest(run: RunDir, attempt: int) -> bool:
+    return max([newest_attempt(run), *claims(run)]) <= attempt
+
+
+def open_staging(run: RunDir, step: int, attempt: int) -> Path:
+    """Make the directory that a checkpoint is written to, and return it.
+
+    Raises:
+        FencedError: where a newer attempt has claimed the run.
+    """
+    staging = staging_path(run, step, attempt)
+    try:
+        staging.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        _claim_again(run, attempt)
+        staging.mkdir(exist_ok=True)
+    return staging
+
+
+def _claim_again(run: RunDir, attempt: int) -> None:
+    """Make a claim again that was swept away. A newer attempt sees it and takes it away, or is seen, whoever is first."""
+    _claim_path(run, attempt).mkdir(parents=True, exist_ok=True)
+    if not _is_newest(run, attempt):
+        _delete(_claim_path(run, attempt))
+        raise FencedError(f"{run.name} was taken over by another attempt.")
 
 
 def release(run: RunDir, attempt: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -116,7 +117,8 @@ def kill(pids: Iterable[int]) -> None:
 def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
     """Lock `path` for this process and all its children; return the descriptor that holds it, or None if it is held.
 
-    The kernel lets go of it when the last of them is gone, so a run that was killed is free at once.
+    The kernel lets go of it when the last of them is gone, so a run that was killed is free at once. A file system that
+    knows no locks (Lustre without `flock`, NFS without lockd) gives it to everybody.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + patience_s
@@ -128,12 +130,24 @@ def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
                 os.close(fd)
                 return None
             time.sleep(0.05)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return fd
+            os.close(fd)
+            raise
         else:
             return fd
 
 
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+
+
 def is_locked(path: Path) -> bool:
-    """Tell whether somebody on this host holds the lock at `path`."""
+    """Tell whether somebody on this host holds the lock at `path`.
+
+    Raises:
+        OSError: where the file system knows no locks, or the file is not ours to open.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -16,6 +16,8 @@ _SAVES_A_LEAD = 2
 _STOP_S = 5.0
 """For the ranks to agree, and the processes to leave."""
 
+_RESERVE_S = 15.0
+
 Way = Literal["end", "in place", "away"]
 """The run is over for now; another attempt on the same nodes; back into the queue."""
 
@@ -102,13 +104,23 @@ def _shunned(situation: Situation) -> tuple[str, ...]:
     return tuple(sorted({*situation.bad_nodes, *lost}))
 
 
+def reserve_s(lead_s: float) -> float:
+    """Return how long before its time limit a job is to be without workers.
+
+    That long may the way back into the queue take: to end who does not leave, to ask Slurm, to requeue. A job that its
+    limit ends does not come back by itself.
+    """
+    return min(_RESERVE_S, lead_s / 3)
+
+
 def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float | None) -> str | None:
     """Return why the warning before the time limit comes too late, or too early to get anywhere; None where it is right.
 
     Slurm's signal may come a minute earlier than asked (it looks every 30 s; sbatch(1), `--signal`).
     """
-    if save_s is not None and lead_s < _SAVES_A_LEAD * save_s + _STOP_S:
-        least = int(_SAVES_A_LEAD * save_s + _STOP_S) + 1
+    needed_s = 0.0 if save_s is None else _SAVES_A_LEAD * save_s + _STOP_S
+    if save_s is not None and lead_s - reserve_s(lead_s) < needed_s:
+        least = int(needed_s + min(_RESERVE_S, needed_s / 2)) + 1
         return (
             f"`slurm.signal_lead_s` is {lead_s:g}, but a checkpoint of this run takes {save_s:.0f} s: it may be killed amid "
             f"its last one. Set it to {least} or more."

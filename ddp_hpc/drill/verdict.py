@@ -45,7 +45,7 @@ def _restarts(found: Found) -> Iterator[Check]:
 
 def _losses(found: Found) -> Iterator[Check]:
     lost = found.taken.num_repeated
-    may_lose = 0 if found.is_graceful or not found.restarts else found.every_steps
+    may_lose = 0 if found.is_graceful or not found.restarts else 2 * found.every_steps  # a save may be under way
     yield Check("lost steps", lost <= may_lose, f"{lost}, at most {may_lose}")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from ddp_hpc import checkpoint_store, exit_codes, requeue
@@ -14,7 +14,7 @@ from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job import stacks
 from ddp_hpc.job.assignment import Assignment, Outcome
-from ddp_hpc.job.causes import Evidence, cause_of
+from ddp_hpc.job.causes import CAUSES_BY_REASON, Evidence, cause_of
 from ddp_hpc.job.predecessors import accounted_end, nodes_to_spare
 from ddp_hpc.records import (
     Attempt,
@@ -32,14 +32,16 @@ from ddp_hpc.records import (
     write_queued_job,
 )
 from ddp_hpc.requeue import Decision, Situation
+from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.queries import JobRecord, is_lost
 
 EXCLUDE_PATIENCE_S = 25.0
 """How long to try to set a requeued job's excluded nodes: Slurm refuses until it has begun to end the job."""
 
-SLURM_PATIENCE_S = 120.0
-"""How long to wait for a controller that does not answer, with a job to be put back into the queue."""
+SLURM_PATIENCE_S = 24 * 3600.0
+"""How long to wait for a controller that does not answer, with a job to be put back into the queue: as long as it may be
+mended; meanwhile nobody else can end the job, or use its nodes."""
 
 _EXIT_CODES = {
     "finished": exit_codes.FINISHED,
@@ -69,10 +71,12 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     """Find out why an attempt ended, decide what follows, and write both into the ledger."""
     run, spec = assignment.run, assignment.spec
     evidence = _evidence(assignment, attempt, outcome)
-    cause = cause_of(evidence)
+    cause, attempts = cause_of(evidence), attempts_since_submit(run)
     failure = _write_down_hang(assignment, attempt) if cause == "hang" else first_failure(run, attempt)
     failed_nodes = _failed_nodes(assignment, cause, failure, evidence)
-    attempts, steps = _since_submit(assignment), checkpoint_store.committed_steps(run)
+    if cause == "refused" and has_worked(attempts):
+        cause, failed_nodes = "worker crashed", _refusing_nodes(assignment, failure)
+    steps = checkpoint_store.committed_steps(run)
     newest_step = steps[-1] if steps else 0
     decision = requeue.decide(
         Situation(
@@ -94,21 +98,46 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     conclusion = Conclusion(attempt=attempt, cause=cause, decision=decision, reason=reason)
     if cause == "finished":
         write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
-    record_end(run, attempt=attempt, ending=decision.ending, exit_code=conclusion.exit_code, reason=reason, end=end)
+    with _told_where_the_disk_is_full():
+        record_end(run, attempt=attempt, ending=decision.ending, exit_code=conclusion.exit_code, reason=reason, end=end)
+    if cause == "stop asked":
+        run.stop_request.unlink(missing_ok=True)  # it is done: the next start of the job is somebody's own wish
     if not decision.next and cause != "fenced":
         checkpoint_store.release(run, attempt)
     return conclusion
 
 
-def _since_submit(assignment: Assignment) -> list[Attempt]:
+@contextmanager
+def _told_where_the_disk_is_full() -> Iterator[None]:
+    """Go on without a record that cannot be written: the way back matters more, and the next attempt makes up for it."""
+    try:
+        yield
+    except OSError as error:
+        sys.stderr.write(f"note: a record was not written: {error}\n")
+
+
+def attempts_since_submit(run: RunDir) -> list[Attempt]:
     """Return the attempts that belong to the user's newest submission."""
-    noted = read_queued_job(assignment.run)
-    return [one for one in read_attempts(assignment.run) if noted is None or one.attempt >= noted.since]
+    noted = read_queued_job(run)
+    return [one for one in read_attempts(run) if noted is None or one.attempt >= noted.since]
+
+
+def has_worked(attempts: Sequence[Attempt]) -> bool:
+    """Tell whether one of these attempts trained: then the input that all of them have can be."""
+    return any((one.last_step or 0) > one.first_step for one in attempts)
+
+
+def _refusing_nodes(assignment: Assignment, failure: WorkerFailure | None) -> tuple[str, ...]:
+    """Return the node that has not what the others had: a GPU, a mount, an image."""
+    if failure is None:
+        return ()
+    node = assignment.node_of(failure.rank) if failure.rank >= 0 else failure.host
+    return (node,) if node in assignment.nodes else ()
 
 
 def _evidence(assignment: Assignment, attempt: int, outcome: Outcome) -> Evidence:
     run, spec, allocation = assignment.run, assignment.spec, assignment.allocation
-    owns_run = checkpoint_store.owns(run, attempt) and outcome.code != exit_codes.FENCED
+    owns_run = not checkpoint_store.is_ousted(run, attempt) and outcome.code != exit_codes.FENCED
     is_clear = outcome.code == exit_codes.FINISHED or not owns_run  # Slurm, which may not even answer, adds nothing
     job = None if is_clear else _job(assignment)
     restart = allocation.restart_count if allocation else 0
@@ -220,6 +249,7 @@ def _told(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
         "time limit": "the job's time was over",
         "node failed": f"lost {', '.join(outcome.lost_nodes) or 'a node'}",
         "hang": "nothing was heard of the workers for long",
+        "unexplained": "told to leave before anybody could listen",
     }.get(cause, cause)
 
 
@@ -241,58 +271,92 @@ def leave(assignment: Assignment, conclusion: Conclusion) -> None:
 
 
 def _go_patiently(assignment: Assignment, conclusion: Conclusion) -> None:
-    """Go, again and again while Slurm does not answer: its controller may be restarting."""
-    deadline = time.monotonic() + SLURM_PATIENCE_S
+    """Go, again and again while Slurm does not answer: its controller may be restarting, and ends no job meanwhile."""
+    deadline, is_told = time.monotonic() + SLURM_PATIENCE_S, False
     while True:
         try:
             return _go(assignment, conclusion)
-        except SlurmUnavailableError:
+        except SlurmUnavailableError as error:
             if time.monotonic() >= deadline:
                 raise
+            if not is_told:
+                sys.stderr.write(f"note: waiting for Slurm: {error}\n")
+            is_told = True
             time.sleep(2.0)
 
 
 def _go(assignment: Assignment, conclusion: Conclusion) -> None:
     decision, allocation = conclusion.decision, assignment.allocation
     assert allocation is not None  # noqa: S101  `leave` looked
-    if decision.next != "slurm" and _is_ended_by_user(assignment):
-        _end_here(assignment, conclusion, "cancelled by the user", is_cancelled=True)
+    is_back, cause = _ask_again(assignment)
+    if cause is not None:
+        _end_here(assignment, conclusion, _ENDED[cause], cause=cause)
         return
     match decision.next:
-        case "successor":
+        case "successor" if not is_back:
             options = [f"--dependency=afterany:{allocation.job_id}"]
             if excluded := _excluded(assignment, decision.exclude):
                 options.append(f"--exclude={excluded}")
             _note(assignment, conclusion, client.submit(assignment.run.job_script, assignment.environ, options))
-        case "requeue":
+        case "requeue" if not is_back:
             _note(assignment, conclusion, allocation.job_id)
-            client.requeue(allocation.scontrol_id, assignment.environ)
+            _requeue(assignment)
             _exclude(assignment, decision.exclude)
-        case "slurm":
+        case "slurm" | "requeue" | "successor":  # Slurm has put it back by itself
             _note(assignment, conclusion, allocation.job_id)
             _exclude(assignment, decision.exclude)
 
 
-def _is_ended_by_user(assignment: Assignment) -> bool:
-    """Ask a last time: `scontrol requeue` would call a job back that was cancelled meanwhile."""
-    allocation, job = assignment.allocation, _job(assignment)
-    if job is None or allocation is None:
-        return False
-    if (job.restarts or 0) > allocation.restart_count:
-        return False
-    is_ending = states.word(job.state) in {"ending", "cancelled"}
-    return is_ending and job.reason != "TimeLimit" and job.preempted_at is None
+def _requeue(assignment: Assignment) -> None:
+    """Put the job back; one that is back already, of an order whose answer was lost, or by Slurm itself, is not refused."""
+    allocation = assignment.allocation
+    assert allocation is not None  # noqa: S101  `leave` looked
+    try:
+        client.requeue(allocation.scontrol_id, assignment.environ)
+    except ConfigError:
+        if not _ask_again(assignment)[0]:
+            raise
 
 
-def _end_here(assignment: Assignment, conclusion: Conclusion, reason: str, *, is_cancelled: bool = False) -> None:
+_ENDED: Mapping[Cause, str] = {"cancelled": "cancelled by the user", "stop asked": "stopped by the user"}
+"""Why a run does not go back, though it was to, in words."""
+
+
+def _ask_again(assignment: Assignment) -> tuple[bool, Cause | None]:
+    """Ask a last time: whether the job is back in the queue already, and whether the user has ended it meanwhile.
+
+    `scontrol requeue` would call a job back that was cancelled, and end one that Slurm has started again elsewhere.
+    """
+    allocation, job, noted = assignment.allocation, _job(assignment), read_queued_job(assignment.run)
+    if allocation is None:
+        return False, None
+    if noted is not None and noted.job_id == allocation.job_id and noted.cancelled_at is not None:
+        return False, "cancelled"
+    if job is not None and (job.restarts or 0) > allocation.restart_count:
+        return True, None
+    if read_stop_request(assignment.run) == "end":
+        return False, "stop asked"
+    is_ending = job is not None and states.word(job.state) in {"ending", "cancelled"}
+    is_slurms = job is not None and (job.reason in CAUSES_BY_REASON or job.preempted_at is not None)
+    return False, "cancelled" if is_ending and not is_slurms else None
+
+
+def _end_here(assignment: Assignment, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
+    """Write down that nothing follows after all; `cause` where the user wanted it so."""
     sys.stderr.write(f"note: {reason}\n")
+    newest = next((one for one in read_attempts(assignment.run) if one.attempt == conclusion.attempt), None)
+    end = End(
+        cause=cause or conclusion.cause,
+        last_step=newest.last_step if newest else None,
+        failed_nodes=newest.failed_nodes if newest else (),
+    )
     record_end(
         assignment.run,
         attempt=conclusion.attempt,
-        ending="cancelled" if is_cancelled else conclusion.decision.ending,
+        ending=requeue.TABLE[cause].ending if cause else conclusion.decision.ending,
         exit_code=conclusion.exit_code,
         reason=reason,
-        end=End(cause="cancelled" if is_cancelled else conclusion.cause, next=""),
+        end=end,
     )
 
 
@@ -301,7 +365,8 @@ def _note(assignment: Assignment, conclusion: Conclusion, job_id: str) -> None:
     noted = read_queued_job(assignment.run)
     since = noted.since if noted else conclusion.attempt
     job = QueuedJob(job_id=job_id, attempt=conclusion.attempt + 1, at=time.time(), since=since)
-    write_queued_job(assignment.run, job)
+    with _told_where_the_disk_is_full():
+        write_queued_job(assignment.run, job)
 
 
 def _excluded(assignment: Assignment, lost: Sequence[str]) -> str:

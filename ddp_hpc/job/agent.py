@@ -107,6 +107,8 @@ class Agent:
         self._num_nodes = place.num_nodes if place else 1
         self._worker: ModuleType | None = None
         self._shift: Shift | None = None
+        self._is_told = False
+        """Whether a stop signal came while there was nobody to tell."""
 
     def serve(self) -> None:
         """Do as the supervisor says; return when it hangs up, with no worker left."""
@@ -117,11 +119,17 @@ class Agent:
             if self._line.is_closed:
                 break
             number = processes.await_signal(self._patience_s())
-            if number in processes.STOP_SIGNALS and self._shift:
-                processes.send(self._shift.alive, number)
+            if number in processes.STOP_SIGNALS:
+                self._pass_on(number)
             self._look_after_workers()
         if self._shift:
             processes.kill(self._shift.alive)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Tell the workers; where there are none, the next."""
+        self._is_told = self._shift is None
+        if self._shift:
+            processes.send(self._shift.alive, number)
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; what goes wrong is told when the attempt is known."""
@@ -165,6 +173,8 @@ class Agent:
             with ExitStack() as resources:
                 meeting_point = resources.enter_context(listen(crew.meeting)) if crew.node_rank == 0 else None
                 self._shift = Shift(crew, _fork(crew, self._worker, meeting_point))
+            if self._is_told:
+                self._pass_on(signal.SIGUSR2)
         except PortTakenError:
             self._tell(crew.attempt, exit_codes.PORT_TAKEN)
         except OSError as error:

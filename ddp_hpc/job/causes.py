@@ -44,12 +44,16 @@ class Evidence:
         return self.job is not None and (self.job.restarts or 0) > self.restart
 
 
-_BY_ACCOUNT: Mapping[states.State, Cause] = {
+_BY_STATE: Mapping[states.State, Cause] = {
     "preempted": "preempted",
     "node_fail": "node failed",
     "timeout": "time limit",
-    "requeued": "requeue asked",
 }
+_BY_ACCOUNT: Mapping[states.State, Cause] = {**_BY_STATE, "requeued": "requeue asked"}
+
+
+CAUSES_BY_REASON: Mapping[str, Cause] = {"TimeLimit": "time limit", "NodeDown": "node failed"}
+"""Why Slurm ends a job -> why the attempt in it ended; of one that its user cancels it gives no reason."""
 
 
 def cause_of(evidence: Evidence) -> Cause:
@@ -67,21 +71,19 @@ def _by_slurm(evidence: Evidence) -> Cause | None:
     """Return what Slurm is doing to the job, if it is ending it.
 
     A job that ends is COMPLETING to scontrol, whatever the reason. Where it comes back, its count of restarts has
-    risen; else only a time limit leaves a reason, and only a preemption its time (measured: 22.05, 24.11).
+    risen; else only a time limit and a lost node leave a reason, and only a preemption its time (measured: 22.05, 24.11).
     """
     job = evidence.job
     if job is None:
         return None
     if evidence.is_requeued_by_slurm:
-        return _BY_ACCOUNT.get(states.word(evidence.accounted_as), "requeue asked")
+        return _BY_ACCOUNT.get(
+            states.word(evidence.accounted_as), "node failed" if evidence.lost_nodes else "requeue asked"
+        )
     state = states.word(job.state)
-    if state not in {"ending", "cancelled", "timeout", "preempted", "node_fail"}:
-        return None
-    if state == "timeout" or job.reason == "TimeLimit":
-        return "time limit"
-    if state == "node_fail":
-        return "node failed"
-    return "preempted" if state == "preempted" or job.preempted_at is not None else "cancelled"
+    if state not in {"ending", "cancelled"}:
+        return _BY_STATE.get(state)
+    return CAUSES_BY_REASON.get(job.reason, "cancelled" if job.preempted_at is None else "preempted")
 
 
 def _by_request(evidence: Evidence) -> Cause | None:
@@ -94,9 +96,16 @@ def _by_request(evidence: Evidence) -> Cause | None:
         return "preempted"
     if evidence.is_out_of_time:
         return "time limit"
-    if evidence.code == exit_codes.STOPPED:
-        return "time limit" if _is_near_limit(evidence) else "requeue asked"
     return None
+
+
+def _by_leave(evidence: Evidence) -> Cause | None:
+    """Return why they left though nobody is known to have told them: a signal that Slurm sent to the steps alone."""
+    if evidence.code not in (exit_codes.STOPPED, exit_codes.UNHEARD):
+        return None
+    if _is_near_limit(evidence):
+        return "time limit"
+    return "requeue asked" if evidence.code == exit_codes.STOPPED else "unexplained"
 
 
 def _by_death(evidence: Evidence) -> Cause | None:
@@ -105,7 +114,7 @@ def _by_death(evidence: Evidence) -> Cause | None:
     return "node failed" if evidence.lost_nodes else "worker crashed"
 
 
-_READINGS = (_by_exit_code, _by_slurm, _by_request, _by_death)
+_READINGS = (_by_exit_code, _by_slurm, _by_request, _by_leave, _by_death)
 
 
 def _is_near_limit(evidence: Evidence) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import Housing
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.job import predecessors
-from ddp_hpc.job.aftermath import conclude, leave
+from ddp_hpc.job.aftermath import attempts_since_submit, conclude, has_worked, leave
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.housing import housing_of, moved
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
@@ -31,6 +32,8 @@ from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.vigil import Vigil
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.records import (
+    Cause,
+    End,
     JobFacts,
     QueuedJob,
     is_done,
@@ -41,12 +44,15 @@ from ddp_hpc.records import (
     record_start,
     write_queued_job,
 )
+from ddp_hpc.requeue import TABLE
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
 """In names of variables whose values do not belong into a log."""
+SLURM_PAUSE_S = 5.0
+"""How long to wait before Slurm is asked again whether it is back."""
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to vanish."""
 
@@ -65,17 +71,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         allocation = read_allocation(os.environ) if is_for_slurm else None
         lock_fds = _take(run, allocation)
+        word = _users_word(run, allocation)
+        if word is not None:
+            _note_unbegun(run, allocation, cause=word, reason=f"{_SAID[word]} before it came back")
+            return exit_codes.STOPPED
         run.stop_request.unlink(missing_ok=True)
         try:
             spec = load_resolved(run.config)
             _set_variables(spec.environ)
-            housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
         except ConfigError as error:
-            _note_refusal(run, allocation, error)
+            _note_unbegun(run, allocation, cause="refused", reason=str(error))
             raise
         assignment = Assignment(
             run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ)
         )
+        try:
+            housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
+        except ConfigError as error:
+            if allocation is not None and has_worked(attempts_since_submit(run)):
+                return _leave_node(assignment, error)
+            _note_unbegun(run, allocation, cause="refused", reason=str(error))
+            raise
         return _supervise(assignment, housing, lock_fds)
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -118,11 +134,42 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
     return []
 
 
-def _note_refusal(run: RunDir, allocation: Allocation | None, error: ConfigError) -> None:
-    """Write down that the run cannot even be tried."""
+_SAID: Mapping[Cause, str] = {"cancelled": "cancelled by the user", "stop asked": "stopped by the user"}
+
+
+def _users_word(run: RunDir, allocation: Allocation | None) -> Cause | None:
+    """Return what the user has said of a run while its job was on the way back; Slurm may requeue what is cancelled.
+
+    A word from before the user's own newest submission is not for this job.
+    """
+    noted = read_queued_job(run)
+    if allocation is None or noted is None or noted.job_id != allocation.job_id:
+        return None
+    if noted.cancelled_at is not None:
+        return "cancelled"
+    is_back = bool(attempts_since_submit(run))
+    return "stop asked" if is_back and read_stop_request(run) == "end" else None
+
+
+def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, reason: str) -> None:
+    """Write down an attempt that was not even begun."""
     attempt = checkpoint_store.next_attempt(run)
     record_start(run, attempt=attempt, job_id=_job_id(allocation), job=_facts(allocation))
-    record_end(run, attempt=attempt, ending="refused", exit_code=error.exit_code, reason=str(error))
+    ending = TABLE[cause].ending
+    code = exit_codes.REFUSED if ending == "refused" else exit_codes.STOPPED
+    record_end(run, attempt=attempt, ending=ending, exit_code=code, reason=reason, end=End(cause=cause))
+    if ending != "refused":
+        sys.stderr.write(f"ended: {reason}\n")
+
+
+def _leave_node(assignment: Assignment, error: ConfigError) -> int:
+    """Go back into the queue for other nodes: what the run had before, this one has not."""
+    attempt = _begin(assignment, image="")
+    reason = f"{socket.gethostname()}: {error}"
+    node = assignment.nodes[:1]  # where the supervisor is
+    conclusion = conclude(assignment, attempt, Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node))
+    leave(assignment, conclusion)
+    return conclusion.exit_code
 
 
 def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]) -> int:
@@ -143,11 +190,32 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
             if conclusion.decision.next != "in place":
                 break
             sys.stderr.write(f"note: {conclusion.reason}; the workers are started again\n")
+            _await_slurm(assignment)
     finally:
         workers.close()
         unstage(staged, assignment.allocation, assignment.environ)
     leave(assignment, conclusion)
     return conclusion.exit_code
+
+
+def _await_slurm(assignment: Assignment) -> None:
+    """Wait until Slurm answers, with which the next step is started: what takes it away has perhaps killed the workers.
+
+    So an outage of the network costs no more than one attempt of those without progress that are allowed.
+    """
+    allocation, is_told = assignment.allocation, False
+    while allocation is not None:
+        try:
+            client.job(allocation.job_id, assignment.environ)
+        except SlurmUnavailableError as error:
+            if not is_told:
+                sys.stderr.write(f"note: waiting for Slurm: {error}\n")
+            is_told = True
+            time.sleep(SLURM_PAUSE_S)  # stop signals wait for the next attempt, which begins with them
+        except ConfigError:
+            return
+        else:
+            return
 
 
 def _workers(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]) -> Workers:
@@ -269,10 +337,25 @@ def _watch_over(assignment: Assignment, workers: Workers, attempt: int, meeting:
                 workers.end()
     return Outcome(
         code=code,
+        reason=_CUT_SHORT if vigil.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
         is_out_of_time=vigil.is_out_of_time,
         is_wedged=vigil.is_wedged,
         lost_nodes=tuple(names_of(workers.silent_nodes(), assignment.nodes)),
     )
+
+
+_CUT_SHORT = "the job's time was over before the workers had committed (raise `slurm.signal_lead_s`)"
+
+
+def _is_preempted(assignment: Assignment) -> bool:
+    """Ask whether Slurm is taking the job's nodes away."""
+    if assignment.allocation is None:
+        return False
+    try:
+        job = client.job(assignment.allocation.job_id, assignment.environ)
+    except (ConfigError, SlurmUnavailableError):
+        return False
+    return job is not None and job.preempted_at is not None
 
 
 def _vigil(assignment: Assignment, attempt: int) -> Vigil:
@@ -283,7 +366,9 @@ def _vigil(assignment: Assignment, attempt: int) -> Vigil:
         lead_s=spec.slurm.signal_lead_s,
         hang_timeout_s=spec.restart.hang_timeout_s,
         signs_of_life=(run.progress, run.rank_log(attempt, 0)),
+        first_sign=run.rank_log(attempt, 0),
         ask_end=lambda: _ask_end(allocation) if allocation else None,
+        ask_preempted=lambda: _is_preempted(assignment),
     )
 
 

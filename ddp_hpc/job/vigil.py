@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.processes import STOP_SIGNALS
+from ddp_hpc.requeue import reserve_s
 
 LOOK_S = 5.0
 """How often, at the least, to look."""
 SILENCE_LAG_S = 60.0
 """How much later than the workers' own watchdogs this one bites: only where they could not."""
-CLOCK_SLACK_S = 1.0
 
 
 @dataclass(kw_only=True)
@@ -26,38 +26,68 @@ class Vigil:
     hang_timeout_s: float
     signs_of_life: tuple[Path, ...]
     """Files that the workers write while all is well."""
+    first_sign: Path | None = None
+    """The file that they begin with: from when it is there, they hear what they are told."""
     ask_end: Callable[[], float | None] = lambda: None
     """Ask when the job ends: somebody may have given it more time."""
+    ask_preempted: Callable[[], bool] = lambda: False
+    """Ask whether Slurm is taking the job's nodes away."""
     is_out_of_time: bool = False
     is_signalled: bool = False
     is_wedged: bool = False
+    is_cut_short: bool = False
+    """Whether they were ended because they had not left when the job had to."""
     _silence_s: float = 0.0
     _newest_sign: float = 0.0
     _looked_at: float | None = None
+    _has_asked: bool = False
 
     def look(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
         """Return what is to be done about the workers now; `number` is the signal that came, if one did."""
+        if not self.is_cut_short and self._is_past(self._last_call(), now):
+            self.ends_at = self.ask_end() or self.ends_at
+            if self._is_past(self._last_call(), now):
+                self.is_out_of_time = self.is_cut_short = True
+                return "end"
         if number in STOP_SIGNALS:
             self.is_signalled = True
             return "stop"
-        if not self.is_out_of_time and self._is_last_minute(now):
+        if not self.is_out_of_time and self._is_past(self._last_minute(), now):
             self.ends_at = self.ask_end() or self.ends_at
-            if self._is_last_minute(now):
+            if self._is_past(self._last_minute(), now):
                 self.is_out_of_time = True
                 return "stop"
         if self._silence(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_wedged:
             self.is_wedged = True
             return "end"
-        return ""
+        return "stop" if self._was_told_too_early() else ""
 
     def patience_s(self, now: float) -> float:
         """Return how long to wait at most before the next look."""
-        if self.ends_at is None or self.is_out_of_time:
+        moment = self._last_call() if self.is_out_of_time else self._last_minute()
+        if moment is None or self.is_cut_short:
             return LOOK_S
-        return max(0.0, min(LOOK_S, self.ends_at - self.lead_s - now))
+        return max(0.0, min(LOOK_S, moment - now))
 
-    def _is_last_minute(self, now: float) -> bool:
-        return self.ends_at is not None and now >= self.ends_at - self.lead_s
+    def _last_minute(self) -> float | None:
+        """Return from when on they are told to leave."""
+        return None if self.ends_at is None else self.ends_at - self.lead_s
+
+    def _last_call(self) -> float | None:
+        """Return from when on they are ended, that the job may go back into the queue while it is there."""
+        return None if self.ends_at is None else self.ends_at - reserve_s(self.lead_s)
+
+    @staticmethod
+    def _is_past(moment: float | None, now: float) -> bool:
+        return moment is not None and now >= moment
+
+    def _was_told_too_early(self) -> bool:
+        """Ask, once they hear, whether Slurm told them before they did: it does not say so again."""
+        if self._has_asked or self.is_signalled or self.first_sign is None or not self.first_sign.exists():
+            return False
+        self._has_asked = True
+        self.is_signalled = self.ask_preempted()
+        return self.is_signalled
 
     def _silence(self, now: float) -> float:
         """Return how long nobody has written anything; the time in which this process slept too does not count."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
-from ddp_hpc import exit_codes, processes
+from ddp_hpc import checkpoint_store, exit_codes, processes
 from ddp_hpc.job import children
 from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import Meeting
@@ -17,7 +18,7 @@ from ddp_hpc.run_dir import RunDir
 LEAVE_S = 15.0
 """How long the others may take to report their end, once a node has reported a failure or its agents were told to go."""
 
-_LAST_WORDS = frozenset({exit_codes.STOPPED, exit_codes.PORT_TAKEN, exit_codes.FENCED})
+_LAST_WORDS = frozenset({exit_codes.STOPPED, exit_codes.UNHEARD, exit_codes.PORT_TAKEN, exit_codes.FENCED})
 """Rank zero's words that stand though others fail after them: what is committed is committed."""
 
 _TOLD_TOO_EARLY = frozenset(code for number in processes.STOP_SIGNALS for code in (128 + number, -number))
@@ -205,7 +206,9 @@ class ByTasks:
 
     def stop(self) -> None:
         """Tell them by the signal that srun passes on, and by the file that rank zero looks for."""
-        ask_to_stop(self._run, by="supervisor")
+        with suppress(OSError):  # a full disk: the signal tells them, too
+            if not checkpoint_store.is_ousted(self._run, self._attempt):  # else the file would tell a newer attempt
+                ask_to_stop(self._run, by="supervisor")
         processes.tell_to_stop([self._process.pid])
 
     def end(self) -> None:
@@ -244,7 +247,7 @@ def _have_srun_end(pid: int, *, at_once: bool) -> None:
 
 def _untold(code: int | None, *, is_ours: bool) -> int:
     """Return what the silence of those means that a step took with it; `is_ours` where we have ended it."""
-    return exit_codes.STOPPED if code in _TOLD_TOO_EARLY and not is_ours else exit_codes.FAILED
+    return exit_codes.UNHEARD if code in _TOLD_TOO_EARLY and not is_ours else exit_codes.FAILED
 
 
 def _verdict(run: RunDir, attempt: int, code: int, *, untold: int) -> int:

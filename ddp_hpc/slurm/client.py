@@ -30,6 +30,7 @@ _NO_CLUSTER = re.compile(
 _NO_ANSWER = re.compile(
     r"Unable to contact slurm controller|Unable to connect to database|Problem talking to the database"
     r"|Socket timed out|Connection refused|Zero Bytes were transmitted|backup controller"
+    r"|Unexpected message received"  # what `scontrol requeue` says where the controller is away
     r"|slurm_load_\w+ error: (Unable|Socket)",
     re.IGNORECASE,
 )

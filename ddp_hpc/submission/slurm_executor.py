@@ -131,8 +131,9 @@ def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submissi
     in_slurm = job_of(run, environ)
     if in_slurm is not None:
         return in_slurm
-    if processes.is_locked(run.lock):
-        return Submission(run, "running", newest_attempt(run))
+    with contextlib.suppress(OSError):  # a file system without locks
+        if processes.is_locked(run.lock):
+            return Submission(run, "running", newest_attempt(run))
     if is_finished(run, spec):
         return Submission(run, "finished", newest_attempt(run))
     return None
@@ -307,11 +308,15 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     job = read_queued_job(run)
     if job is None or not is_alive(job.job_id, environ):
         raise ConfigError(f"{run.name} has no job in the queue, so there is nothing to cancel.")
-    client.cancel(job.job_id, environ)
+    write_queued_job(run, replace(job, cancelled_at=time.time()))  # first: a job that is leaving asks for it
+    try:
+        client.cancel(job.job_id, environ)
+    except BaseException:
+        write_queued_job(run, job)
+        raise
     newest = next(reversed(read_attempts(run)), None)
     if newest is not None and newest.job_id == job.job_id and newest.ending is None:
         record_end(run, attempt=newest.attempt, ending="cancelled", exit_code=-9, reason="cancelled by the user")
-    write_queued_job(run, replace(job, cancelled_at=time.time()))
     return f"Job {job.job_id} of {run.name} was cancelled. Its newest checkpoint stays; submit it again to go on."
 
 

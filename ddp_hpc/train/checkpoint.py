@@ -280,7 +280,7 @@ class Checkpointer:
         staging = checkpoint_store.staging_path(self._run, manifest.step, self._attempt)
         report: dict[str, Any]
         try:
-            staging.mkdir(exist_ok=True)  # not its parent: that is the attempt's claim to the run
+            checkpoint_store.open_staging(self._run, manifest.step, self._attempt)
             name = checkpoint_store.shard_name(place.rank, place.world_size)
             report = asdict(checkpoint_store.write_shard(staging / name, self._staging.parts()))
         except Exception as error:  # noqa: BLE001

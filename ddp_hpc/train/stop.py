@@ -55,10 +55,10 @@ class Meetings:
     same step without talking in between.
     """
 
-    def __init__(self, group: Group, flag: StopFlag, *, owns_run: Callable[[], bool]) -> None:
+    def __init__(self, group: Group, flag: StopFlag, *, is_ousted: Callable[[], bool]) -> None:
         self._group = group
         self._flag = flag
-        self._owns_run = owns_run
+        self._is_ousted = is_ousted
         self._next_step = 0
         self._met_at: tuple[int, float] | None = None
 
@@ -75,7 +75,7 @@ class Meetings:
         vote = int(self._flag.is_set(look_at_file=is_rank_zero))
         pause = 0
         if is_rank_zero:
-            vote += 0 if self._owns_run() else _FENCED_VOTE
+            vote += _FENCED_VOTE if self._is_ousted() else 0
             pause = self._steps_until_next(step)
         votes = self._group.sum(torch.tensor([vote, pause], dtype=torch.int64))
         told_sum, pause_sum = votes.tolist()

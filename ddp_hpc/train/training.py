@@ -121,7 +121,7 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         order=order,
         total_steps=total_steps,
         base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
-        meetings=Meetings(group, stop, owns_run=partial(checkpoint_store.owns, run, attempt)),
+        meetings=Meetings(group, stop, is_ousted=partial(checkpoint_store.is_ousted, run, attempt)),
         checkpointer=Checkpointer(run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         journal=journal,

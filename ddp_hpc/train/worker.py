@@ -69,8 +69,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     try:
         spec = load_resolved(run.config)
         watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero)
+        group = _join(spec, place, listen_fd)  # which has its own patience: others may start more slowly
         watchdog.feed()
-        group = _join(spec, place, listen_fd)
         training = prepare(spec, _recipe(spec), run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         if place.is_rank_zero:
             _note_environment(run, attempt, environ)

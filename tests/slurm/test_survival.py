@@ -206,6 +206,95 @@ def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(plac
     assert place.digest("short") == place.digest("whole")
 
 
+@pytest.mark.campaign
+def test_a_run_whose_workers_cannot_leave_before_the_time_limit_comes_back_all_the_same(
+    cluster: Cluster, place: LoginNode
+) -> None:
+    """Slurm requeues no job that its limit has ended."""
+    slow = place.folder / "slow"
+    slow.touch()
+    limits = ("resources.time_limit_min=1", "slurm.signal_lead_s=40", f"recipe.args.slow_while={slow}")
+    place.submit("late", *FAULTY, *world(2, 1), *limits, "checkpoint.every_steps=2", "slurm.nodelist=node[1-2]")
+    await_step(place, "late", 2)
+
+    signal_worker(cluster, "node2", "19", place.run("late"))
+    slow.unlink()
+    await_done(place, "late", timeout_s=240)
+
+    first = attempts(place, "late")[0]
+    assert (first.cause, first.next) == ("time limit", "requeue")
+    assert "before the workers had committed" in first.reason
+    assert_unbroken(place, "late", world_size=2, may_lose=STEPS)
+
+
+@pytest.mark.campaign
+def test_a_lost_node_ends_no_run_that_slurm_may_not_requeue(cluster: Cluster, place: LoginNode) -> None:
+    slow = place.folder / "slow"
+    slow.touch()
+    cluster.reconfig(KillWait="20")  # else the supervisor, too, is gone before it knows
+    by = ("slurm.requeue=false", "restart.by=successor", f"recipe.args.slow_while={slow}", "checkpoint.every_steps=2")
+    place.submit("heir", *FAULTY, *world(2, 1), *by, "slurm.nodelist=node[1-2]")
+    await_step(place, "heir", 2)
+
+    cluster.kill("node2")
+    cluster.wait_for(partial(node_is_down, cluster, "node2"), 120)
+    cluster.boot("node2")
+    cluster.wait_for(lambda: attempts(place, "heir")[0].ended_at is not None, 60)
+    slow.unlink()
+    await_done(place, "heir")
+
+    first, second = attempts(place, "heir")
+    assert (first.cause, first.next, first.failed_nodes) == ("node failed", "successor", ("node2",))
+    assert second.job_id != first.job_id
+    assert_unbroken(place, "heir", world_size=2, may_lose=STEPS)
+
+
+def test_a_run_that_was_asked_to_stop_does_not_go_on_when_slurm_brings_it_back(
+    cluster: Cluster, place: LoginNode
+) -> None:
+    slow = place.folder / "slow"
+    slow.touch()
+    place.submit("enough", *FAULTY, *world(2, 1), f"recipe.args.slow_while={slow}", "slurm.nodelist=node[1-2]")
+    place.await_state("enough", "running")
+    cluster.wait_for(lambda: "training from the beginning" in place.console("enough"), 60)
+    signal_worker(cluster, "node2", "19", place.run("enough"))  # so that it cannot hear
+
+    asked = place.type("stop", "enough")
+    assert asked.returncode == 0, asked.stderr
+    cluster.run("scontrol", "requeue", job_id(place, "enough"))
+    cluster.wait_for(lambda: len(attempts(place, "enough")) == 2 and attempts(place, "enough")[1].ending, 120)
+
+    second = attempts(place, "enough")[1]
+    assert (second.ending, second.cause, second.next) == ("stopped", "stop asked", "")
+    assert newest_step(place, "enough") == 0
+    assert place.status("enough")["state"] == "stopped"
+
+
+def test_a_controller_that_is_away_while_the_workers_die_costs_one_attempt(cluster: Cluster, place: LoginNode) -> None:
+    slow = place.folder / "slow"
+    slow.touch()
+    place.submit("patient", *FAULTY, *world(2, 1), f"recipe.args.slow_while={slow}", "slurm.nodelist=node[1-2]")
+    cluster.wait_for(lambda: "training from the beginning" in place.console("patient"), 90)
+
+    cluster.stop_controller()
+    kill_agents(cluster, "node2", place.run("patient"))
+    cluster.wait_for(lambda: "waiting for Slurm" in place.console("patient"), 120)
+    cluster.start_controller()
+    slow.unlink()
+    await_done(place, "patient")
+
+    first, _ = attempts(place, "patient")
+    assert first.next in {"in place", "requeue"}  # srun may not notice the death without the controller
+    assert_unbroken(place, "patient", world_size=2, may_lose=STEPS)
+
+
+def kill_agents(cluster: Cluster, node: str, run: RunDir) -> None:
+    """Kill the agent of a run on a node, and with it its workers."""
+    cluster.run(
+        "pkill", "--signal=KILL", "--full", f"^\\S*python\\S* -m ddp_hpc.job.agent {run.path} ", node=node, user="root"
+    )
+
+
 LATE = """
 import os, sys, time
 from pathlib import Path
@@ -247,7 +336,8 @@ def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
     await_done(place, "early")
 
     first, _ = attempts(place, "early")
-    assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped")
+    assert (first.cause, first.next, first.ending) == ("unexplained", "requeue", "failed")
+    assert first.reason == "told to leave before anybody could listen"
     assert_unbroken(place, "early", world_size=2)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-JOB = "JobId={job} JobName=x UserId=ada(1) JobState={state} Reason={reason} Restarts={restarts} Command=x"
+JOB = (
+    "JobId={job} JobName=x UserId=ada(1) JobState={state} Reason={reason} Restarts={restarts} PreemptTime={preempted} "
+    "Command=x"
+)
 
 
 class FakeSlurm:
@@ -29,11 +32,21 @@ class FakeSlurm:
         path.chmod(0o755)
 
     def knows_job(
-        self, *, state: str = "RUNNING", reason: str = "None", restarts: int = 0, orders: str = "true"
+        self,
+        *,
+        state: str = "RUNNING",
+        reason: str = "None",
+        restarts: int = 0,
+        preempted: str = "None",
+        orders: str = "true",
+        restarts_then: int | None = None,
     ) -> None:
-        """Have scontrol show a job; `orders` is what it does when it is told something."""
-        shown = JOB.format(job=7, state=state, reason=reason, restarts=restarts)
-        self.has("scontrol", f'if [ "$2" = show ]; then echo "{shown}"; else {orders}; fi')
+        """Have scontrol show a job; `orders` is what it does when it is told something, after which it may have restarted."""
+        shown = JOB.format(job=7, state=state, reason=reason, restarts="$n", preempted=preempted)
+        ordered = self._bin / "ordered"
+        count = f"n={restarts}; [ -e {ordered} ] && n={restarts if restarts_then is None else restarts_then}"
+        does = f"touch {ordered}; {orders}"
+        self.has("scontrol", f'if [ "$2" = show ]; then {count}; echo "{shown}"; else {does}; fi')
 
     def knows_nodes(self, **states: str) -> None:
         """Have sinfo list nodes."""

@@ -99,7 +99,7 @@ def make_checkpointers(
     **keep: Any,
 ) -> list[Checkpointer]:
     """Return the checkpointers of all ranks of one attempt, which claims the run if it has not yet."""
-    if not checkpoint_store.owns(run, attempt):
+    if attempt not in checkpoint_store.claims(run):
         checkpoint_store.claim(run, attempt)
     store = HashStore()
     return [

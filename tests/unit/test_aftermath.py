@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from ddp_hpc.records import (
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec import ResourcesSpec, RestartSpec, RunSpec, SlurmSpec
-from tests.made_run import add_failure, make_run
+from tests.made_run import add_checkpoint, add_failure, make_run
 from tests.unit.fake_slurm import FakeSlurm
 
 NODES = ("node1", "node2")
@@ -206,7 +207,8 @@ def test_what_slurm_has_put_back_is_not_put_back_again(supervised: Make) -> None
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "goes"), [("COMPLETING", "None", False), ("COMPLETING", "TimeLimit", True)]
+    ("state", "reason", "goes"),
+    [("COMPLETING", "None", False), ("COMPLETING", "TimeLimit", True), ("COMPLETING", "NodeDown", True)],
 )
 def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
     supervised: Make, state: str, reason: str, goes: bool
@@ -220,6 +222,56 @@ def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
     assert one.slurm.orders("scontrol requeue") == (["scontrol requeue 7"] if goes else [])
     assert one.last.ending == ("stopped" if goes else "cancelled")
     assert one.last.next == ("requeue" if goes else "")
+
+
+def test_a_job_that_slurm_puts_back_meanwhile_is_not_put_back_again(supervised: Make) -> None:
+    """A second requeue would be refused while it waits, and end it where it has begun elsewhere already."""
+    one = supervised()
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    one.slurm.knows_job(state="RUNNING", restarts=1)
+
+    leave(one.assignment, concluded)
+
+    assert one.slurm.orders("scontrol requeue") == []
+    assert (one.last.ending, one.last.next) == ("stopped", "requeue")
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    assert noted.attempt == 1
+
+
+def test_a_requeue_whose_answer_was_lost_has_happened(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.knows_job(orders="echo 'Job is pending execution' >&2; exit 1", restarts_then=1)
+
+    one.ends(STOPPED)
+
+    assert one.last.next == "requeue"
+    assert one.last.last_step == 0
+
+
+def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_preempted(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.knows_job(preempted="2026-11-22T08:00:00")
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    write_queued_job(one.run, replace(noted, cancelled_at=1.0))
+
+    leave(one.assignment, concluded)
+
+    assert (concluded.cause, one.last.ending, one.last.next) == ("preempted", "cancelled", "")
+    assert one.slurm.orders() == []
+
+
+def test_a_run_that_its_user_stops_while_it_leaves_does_not_go_back(supervised: Make) -> None:
+    one = supervised()
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    ask_to_stop(one.run)
+
+    leave(one.assignment, concluded)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("stopped", "stop asked", "")
+    assert one.slurm.orders() == []
 
 
 def test_a_controller_that_is_away_for_a_moment_is_waited_for(supervised: Make, tmp_path: Path) -> None:
@@ -255,6 +307,57 @@ def test_a_refused_requeue_is_told_with_slurms_words(supervised: Make) -> None:
 
     assert "presently disabled for job 7" in one.last.reason
     assert one.last.next == ""
+
+
+def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    one = supervised()
+    attempt = one.begin()
+    monkeypatch.setattr(aftermath, "record_end", no_room)
+    monkeypatch.setattr(aftermath, "write_queued_job", no_room)
+
+    leave(one.assignment, conclude(one.assignment, attempt, STOPPED))
+
+    assert one.slurm.orders() == ["scontrol requeue 7"]
+    assert "a record was not written: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+# --- input that has been good before ---------------------------------------------------------------------------------
+
+
+def refuses(one: Supervised, *, rank: int = 1, host: str = "node2") -> None:
+    """Begin an attempt that ends with a worker's word that the input cannot be."""
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=rank, host=host, exception="no GPU is visible", is_input_error=True)
+    leave(one.assignment, conclude(one.assignment, attempt, Outcome(code=exit_codes.REFUSED)))
+
+
+def test_input_that_cannot_be_ends_the_run(supervised: Make) -> None:
+    one = supervised()
+
+    refuses(one)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("refused", "refused", "")
+
+
+@pytest.mark.parametrize(("rank", "host", "node"), [(1, "elsewhere", "node2"), (-1, "node1", "node1"), (-1, "x", None)])
+def test_input_that_has_been_good_before_is_its_nodes_failure(
+    rank: int, host: str, node: str | None, supervised: Make
+) -> None:
+    one = supervised()
+    record_start(one.run, attempt=0, job_id="7", job=JobFacts(nodes=NODES))
+    add_checkpoint(one.run, 4)  # by attempt 0
+    leave(one.assignment, conclude(one.assignment, 0, STOPPED))
+
+    refuses(one, rank=rank, host=host)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("failed", "worker crashed", "in place")
+    assert one.last.failed_nodes == ((node,) if node else ())
+    assert "no GPU is visible" in one.last.reason
 
 
 # --- nodes that fail -------------------------------------------------------------------------------------------------

@@ -162,6 +162,23 @@ def test_told_to_stop_an_agent_tells_its_workers(run: RunDir, workers: ByAgents)
     assert await_news(workers) == exit_codes.STOPPED
 
 
+def test_told_by_a_signal_between_two_attempts_an_agent_tells_the_workers_of_the_next(
+    run: RunDir, workers: ByAgents
+) -> None:
+    plan(run, 0, 1, 1)
+    workers.begin(0, None)
+    await_news(workers)
+    (agent,) = {int(line.split()[-1]) for line in notes(run, "imported")}
+
+    os.kill(agent, signal.SIGUSR2)
+    workers.begin(1, None)
+
+    assert await_news(workers) == exit_codes.STOPPED
+    plan(run, 2, 0, 0)
+    workers.begin(2, None)
+    assert await_news(workers) == exit_codes.FINISHED  # it was told once
+
+
 def test_told_to_end_an_agent_ends_workers_that_do_not_leave_and_stays_for_the_next(
     run: RunDir, workers: ByAgents
 ) -> None:

@@ -15,7 +15,7 @@ from ddp_hpc.records import Cause
 from ddp_hpc.slurm.queries import JobRecord, parse_job
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED
-REFUSED, FENCED = exit_codes.REFUSED, exit_codes.FENCED
+REFUSED, FENCED, UNHEARD = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.UNHEARD
 NOW = 1_000_000.0
 LEAD_S = 120.0
 
@@ -50,6 +50,9 @@ def evidence(code: int, **more: Any) -> Evidence:
         (evidence(STOPPED, stop_request="requeue"), "requeue asked"),
         (evidence(STOPPED, is_out_of_time=True), "time limit"),
         (evidence(STOPPED), "requeue asked"),
+        (evidence(UNHEARD), "unexplained"),
+        (evidence(UNHEARD, stop_request="end"), "stop asked"),
+        (evidence(UNHEARD, is_out_of_time=True), "time limit"),
         (evidence(FAILED), "worker crashed"),
         (evidence(exit_codes.PORT_TAKEN), "worker crashed"),
         (evidence(FAILED, has_stacks=True), "hang"),
@@ -69,6 +72,7 @@ def test_what_workers_and_directory_say_without_slurm(found: Evidence, cause: Ca
         (job("CANCELLED"), "cancelled"),
         (job("CANCELLED by 1000"), "cancelled"),
         (replace(ENDING, reason="TimeLimit"), "time limit"),
+        (replace(ENDING, reason="NodeDown"), "node failed"),
         (job("TIMEOUT"), "time limit"),
         (replace(ENDING, preempted_at=NOW - 3), "preempted"),
         (job("PREEMPTED"), "preempted"),
@@ -104,6 +108,17 @@ def test_a_count_of_restarts_that_has_risen_means_that_slurm_has_requeued_the_jo
 
     assert found.is_requeued_by_slurm
     assert cause_of(found) == cause
+
+
+@pytest.mark.parametrize(
+    ("accounted_as", "cause"), [("", "node failed"), ("RUNNING", "node failed"), ("PREEMPTED", "preempted")]
+)
+def test_where_accounting_does_not_say_yet_why_slurm_requeued_it_a_lost_node_does(
+    accounted_as: str, cause: Cause
+) -> None:
+    known = job("PENDING", restarts=1)
+
+    assert cause_of(evidence(FAILED, job=known, accounted_as=accounted_as, lost_nodes=["node2"])) == cause
 
 
 @pytest.mark.parametrize("restarts", [None, 0, 2])

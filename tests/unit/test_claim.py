@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,13 +17,15 @@ from ddp_hpc.checkpoint_store import (
     claims,
     commit,
     committed_steps,
-    owns,
+    is_ousted,
+    open_staging,
     release,
     staging_path,
     verify,
     write_shard,
 )
 from ddp_hpc.errors import FencedError
+from ddp_hpc.records import record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.train.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run
@@ -50,19 +53,46 @@ def write_half(run: RunDir, attempt: int, step: int) -> Path:
 # --- one after another -----------------------------------------------------------------------------------------------
 
 
-def test_nobody_owns_a_run_that_nobody_claimed(run: RunDir) -> None:
-    assert not owns(run, 0)
+def test_nobody_is_ousted_from_a_run_that_nobody_claimed(run: RunDir) -> None:
+    assert not is_ousted(run, 0)
     assert claims(run) == []
 
 
 def test_who_claims_a_run_owns_it_until_a_newer_attempt_does(run: RunDir) -> None:
-    owners = []
+    ousted = []
     for attempt in (0, 1, 5):
         claim(run, attempt)
-        owners.append([other for other in range(6) if owns(run, other)])
+        ousted.append([other for other in (0, 1, 5) if is_ousted(run, other)])
 
-    assert owners == [[0], [1], [5]]
+    assert ousted == [[], [0], [0, 1]]
     assert claims(run) == [5]
+
+
+def test_a_claim_that_was_swept_away_is_made_again_by_the_next_checkpoint(run: RunDir) -> None:
+    claim(run, 1)
+    shutil.rmtree(run.checkpoints)
+
+    assert not is_ousted(run, 1)
+    staging = open_staging(run, 4, 1)
+
+    assert staging.is_dir()
+    assert claims(run) == [1]
+
+
+@pytest.mark.parametrize("newer", ["claimed", "finished"])
+def test_a_claim_that_a_newer_attempt_took_away_is_not_made_again(newer: str, run: RunDir) -> None:
+    claim(run, 1)
+    claim(run, 2)
+    if newer == "finished":
+        record_start(run, attempt=2, job_id="8")
+        release(run, 2)
+    before = content(run.checkpoints)
+
+    assert is_ousted(run, 1)
+    with pytest.raises(FencedError, match="taken over by another attempt"):
+        open_staging(run, 4, 1)
+
+    assert content(run.checkpoints) == before
 
 
 def test_a_claim_tells_what_it_took_from_a_killed_writer_and_leaves_what_is_committed(run: RunDir) -> None:
@@ -89,7 +119,7 @@ def test_who_comes_too_late_gives_way_and_changes_nothing(attempt: int, told: st
 
     assert raised.value.exit_code == exit_codes.FENCED == 97
     assert content(run.checkpoints) == before
-    assert owns(run, 3)
+    assert claims(run) == [3]
 
 
 def test_a_released_run_is_owned_by_nobody_and_has_no_leftovers(run: RunDir) -> None:
@@ -99,7 +129,7 @@ def test_a_released_run_is_owned_by_nobody_and_has_no_leftovers(run: RunDir) -> 
 
     release(run, 1)
 
-    assert not owns(run, 1)
+    assert claims(run) == []
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000002"]
 
 

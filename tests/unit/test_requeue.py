@@ -292,12 +292,12 @@ def test_a_failure_whose_time_nobody_wrote_is_forgotten() -> None:
     [
         (120, 60, None, None),
         (120, None, None, None),
-        (120, 60, 57, None),
-        (120, 60, 58, "Set it to 122 or more"),
-        (5, 60, 0.001, "Set it to 6 or more"),
+        (120, 60, 50, None),
+        (120, 60, 51, "Set it to 123 or more"),
+        (5, 60, 0.001, "Set it to 8 or more"),
         (120, 3, None, "it gets nowhere"),
         (120, 4, None, None),
-        (120, 2, 58, "Set it to 122 or more"),
+        (120, 2, 51, "Set it to 123 or more"),
     ],
 )
 def test_a_warning_that_comes_too_late_or_too_early_is_told(

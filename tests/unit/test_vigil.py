@@ -14,6 +14,7 @@ from ddp_hpc.job.vigil import LOOK_S, SILENCE_LAG_S, Vigil
 
 NOW = 1_000_000.0
 LEAD_S = 120.0
+RESERVE_S = 15.0
 HANG_S = 900.0
 
 
@@ -61,13 +62,82 @@ def test_every_signal_is_passed_on_also_one_that_comes_again() -> None:
 # --- the last minute -------------------------------------------------------------------------------------------------
 
 
-def test_the_deadline_tells_once_as_long_before_the_end_as_was_asked() -> None:
+def told_before(end: float) -> list[tuple[float, str]]:
+    """Return what workers that do not leave are told before a job's end."""
+    return [(end - LEAD_S, "stop"), (end - RESERVE_S, "end")]
+
+
+def test_the_deadline_tells_once_and_ends_who_has_not_left_while_the_job_can_still_go_back() -> None:
     watching = vigil(ends_at=NOW + 600)
 
-    told = looks(watching, every(LOOK_S, 600))
+    told = looks(watching, every(LOOK_S, 800))
 
-    assert told == [(NOW + 600 - LEAD_S, "stop")]
+    assert told == told_before(NOW + 600)
     assert watching.is_out_of_time
+    assert watching.is_cut_short
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, None])
+@pytest.mark.parametrize("late_s", [0.0, 10.0])
+def test_slurms_own_signal_at_the_limit_does_not_keep_them_from_being_ended(number: int | None, late_s: float) -> None:
+    watching = vigil(ends_at=NOW)
+    watching.look(None, NOW - LEAD_S)
+
+    assert [watching.look(number, NOW + late_s), watching.look(None, NOW + 20)] == ["end", ""]
+
+
+@pytest.mark.parametrize(("lead_s", "reserve_s"), [(120, 15), (45, 15), (30, 10), (6, 2), (0, 0)])
+def test_of_a_short_warning_a_third_is_kept_for_the_way_back(lead_s: float, reserve_s: float) -> None:
+    watching = vigil(ends_at=NOW, lead_s=lead_s)
+
+    told = looks(watching, [NOW - 60 + number / 4 for number in range(300)])
+
+    assert told[-1] == (NOW - reserve_s, "end")
+
+
+def test_more_time_given_after_they_were_told_keeps_them_from_being_ended() -> None:
+    more = {"until": NOW + 600}
+    watching = vigil(ends_at=NOW + 600, ask_end=lambda: more["until"], hang_timeout_s=1e6)
+
+    told = looks(watching, every(LOOK_S, 500))
+    more["until"] = NOW + 900
+    told += looks(watching, [NOW + 500 + LOOK_S * number for number in range(100)])
+
+    assert told == [(NOW + 600 - LEAD_S, "stop"), (NOW + 900 - RESERVE_S, "end")]
+
+
+# --- told too early --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_preempted", [True, False])
+def test_what_slurm_said_before_they_could_hear_is_asked_for_once_they_can(is_preempted: bool, tmp_path: Path) -> None:
+    asked: list[float] = []
+
+    def ask_preempted() -> bool:
+        asked.append(NOW)
+        return is_preempted
+
+    first_sign = tmp_path / "rank-0.log"
+    watching = vigil(first_sign=first_sign, ask_preempted=ask_preempted)
+
+    before = looks(watching, every(LOOK_S, 60))
+    first_sign.touch()
+    after = looks(watching, [NOW + 65, NOW + 70, NOW + 75])
+
+    assert (before, after) == ([], [(NOW + 65, "stop")] if is_preempted else [])
+    assert len(asked) == 1
+
+
+def test_workers_that_were_told_already_need_no_question(tmp_path: Path) -> None:
+    first_sign = tmp_path / "rank-0.log"
+    first_sign.touch()
+    watching = vigil(first_sign=first_sign, ask_preempted=lambda: pytest.fail("asked"))
+
+    assert watching.look(signal.SIGTERM, NOW) == "stop"
+    assert looks(watching, every(LOOK_S, 60)) == []
+
+
+# --- deadlines that move ---------------------------------------------------------------------------------------------
 
 
 def test_without_a_limit_there_is_no_last_minute() -> None:
@@ -77,11 +147,11 @@ def test_without_a_limit_there_is_no_last_minute() -> None:
     assert not watching.is_out_of_time
 
 
-@pytest.mark.parametrize("late_s", [0.0, 50.0, 10_000.0])
-def test_a_deadline_that_has_passed_already_tells_at_the_first_look(late_s: float) -> None:
+@pytest.mark.parametrize(("late_s", "deed"), [(0.0, "stop"), (50.0, "stop"), (110.0, "end"), (10_000.0, "end")])
+def test_a_deadline_that_has_passed_already_tells_at_the_first_look(late_s: float, deed: str) -> None:
     watching = vigil(ends_at=NOW + LEAD_S - late_s)
 
-    assert watching.look(None, NOW) == "stop"
+    assert watching.look(None, NOW) == deed
 
 
 def test_somebody_may_have_given_the_job_more_time() -> None:
@@ -95,15 +165,15 @@ def test_somebody_may_have_given_the_job_more_time() -> None:
 
     told = looks(watching, every(LOOK_S, 1200))
 
-    assert told == [(NOW + 1200 - LEAD_S, "stop")]
-    assert len(asked) == 2  # once a deadline, not at every look
+    assert told == [(NOW + 1200 - LEAD_S, "stop"), (NOW + 1100 - RESERVE_S, "end")]
+    assert len(asked) == 3  # once a deadline, not at every look
 
 
 @pytest.mark.parametrize("answer", [None, NOW + 600])
 def test_where_nobody_has_or_knows_the_deadline_stands(answer: float | None) -> None:
     watching = vigil(ends_at=NOW + 600, ask_end=lambda: answer)
 
-    assert looks(watching, every(LOOK_S, 600)) == [(NOW + 600 - LEAD_S, "stop")]
+    assert looks(watching, every(LOOK_S, 600)) == told_before(NOW + 600)
 
 
 def test_a_limit_taken_away_is_known_once_the_old_one_is_near() -> None:

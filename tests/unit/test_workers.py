@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -16,13 +17,14 @@ import pytest
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
-from ddp_hpc.records import read_stop_request, write_verdict
+from ddp_hpc.records import read_stop_request, record_start, write_verdict
 from ddp_hpc.run_dir import RunDir
 from tests.made_run import add_failure, make_run
 from tests.unit.held_signals import signals_held_back
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED
 REFUSED, FENCED, PORT_TAKEN = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.PORT_TAKEN
+UNHEARD = exit_codes.UNHEARD
 PATIENCE_S = 60.0
 SOON_S = 0.3
 """How long those who are told to leave are given, where a test is about those who do not."""
@@ -181,7 +183,7 @@ def test_a_step_that_dies_is_a_failure_and_the_next_attempt_has_a_new_one(
 
 @pytest.mark.parametrize(
     ("code", "meaning"),
-    [(128 + 12, STOPPED), (128 + 15, STOPPED), (128 + 9, FAILED), (128 + 11, FAILED), (15, FAILED), (1, FAILED)],
+    [(128 + 12, UNHEARD), (128 + 15, UNHEARD), (128 + 9, FAILED), (128 + 11, FAILED), (15, FAILED), (1, FAILED)],
 )
 def test_a_step_that_dies_of_a_stop_signal_was_told_before_it_could_listen(
     code: int, meaning: int, make_step: Callable[..., Step]
@@ -408,8 +410,8 @@ def run(tmp_path: Path) -> RunDir:
         (1, None, {}, FAILED),
         (1, None, {"is_input_error": True}, REFUSED),
         (137, None, None, FAILED),
-        (140, None, None, STOPPED),  # of a stop signal, before they could listen
-        (143, None, None, STOPPED),
+        (140, None, None, UNHEARD),  # of a stop signal, before they could listen
+        (143, None, None, UNHEARD),
         (143, None, {}, FAILED),
         (143, FAILED, None, FAILED),
     ],
@@ -450,6 +452,34 @@ def test_tasks_are_told_to_stop_by_signal_and_by_file_and_the_file_is_not_the_us
     assert tasks.notes[1:] == ["SIGUSR2"]
     assert run.stop_request.exists()
     assert read_stop_request(run) is None
+
+
+def test_tasks_of_an_ousted_attempt_leave_no_file_that_would_stop_the_newer_one(run: RunDir) -> None:
+    tasks = Tasks(run, "wait")
+    tasks.workers.begin(0, MEETING)
+    until(lambda: tasks.notes)
+    record_start(run, attempt=1, job_id="8")
+
+    tasks.workers.stop()
+    await_news(tasks.workers)
+
+    assert tasks.notes[1:] == ["SIGUSR2"]
+    assert not run.stop_request.exists()
+
+
+def test_a_full_disk_keeps_tasks_from_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ddp_hpc.job.workers.ask_to_stop", no_room)
+    tasks = Tasks(run, "wait")
+    tasks.workers.begin(0, MEETING)
+    until(lambda: tasks.notes)
+
+    tasks.workers.stop()
+    await_news(tasks.workers)
+
+    assert tasks.notes[1:] == ["SIGUSR2"]
 
 
 @pytest.mark.parametrize("deed", ["wait", "wait deaf"])
