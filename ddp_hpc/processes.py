@@ -104,6 +104,17 @@ def tell_to_stop(pids: Iterable[int]) -> None:
     send(pids, signal.SIGUSR2)
 
 
+def is_listening(pid: int) -> bool:
+    """Tell whether a process would hear `tell_to_stop`: one that neither blocks nor catches it may die of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    heard = int(fields["SigBlk"], 16) | int(fields["SigCgt"], 16)  # proc(5): the lowest bit is signal 1
+    return bool(heard >> (signal.SIGUSR2 - 1) & 1)
+
+
 def tell_to_end(pids: Iterable[int]) -> None:
     """Have those of `pids` that still live clear up and leave."""
     send(pids, signal.SIGTERM)

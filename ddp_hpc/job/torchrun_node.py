@@ -27,8 +27,8 @@ from ddp_hpc.job.meeting import Meeting, network_defaults, own_address
 from ddp_hpc.job.surroundings import torch_defaults
 from ddp_hpc.slurm.allocation import step_place
 
-_TELL_AGAIN_S = 1.0
-"""Workers may not have been there the first time."""
+TELL_AGAIN_S = 1.0
+"""Workers may not have been there the first time, or not have listened yet."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,13 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
-    """Wait for torchrun; pass stop signals on to the workers it has started."""
+    """Wait for torchrun; pass stop signals on to the workers it has started, once they listen.
+
+    One whose Python has just started would die of it, and torchrun would report a failure.
+    """
     was_told = False
     while (code := torchrun.poll()) is None:
-        number = processes.await_signal(_TELL_AGAIN_S if was_told else 3600.0)
+        number = processes.await_signal(TELL_AGAIN_S if was_told else 3600.0)
         was_told = was_told or number in processes.STOP_SIGNALS
         if was_told:
-            processes.tell_to_stop(_children(torchrun.pid))
+            processes.tell_to_stop(filter(processes.is_listening, _children(torchrun.pid)))
     return code
 
 

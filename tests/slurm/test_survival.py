@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc import checkpoint_store
+from ddp_hpc.job.torchrun_node import TELL_AGAIN_S
 from ddp_hpc.records import Attempt, QueuedJob, read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import JobRecord, parse_job, update_argv
@@ -298,13 +299,30 @@ def kill_agents(cluster: Cluster, node: str, run: RunDir) -> None:
 LATE = """
 import os, sys, time
 from pathlib import Path
-if {"ddp_hpc.job.agent", "ddp_hpc.job.task", "ddp_hpc.job.torchrun_node"} & set(sys.orig_argv):
-    late = Path("%s")
+words = [*sys.orig_argv, "", ""]
+if "-m" in words and words[words.index("-m") + 1] in %r:
+    late = Path(%r)
     (late / os.environ["SLURM_PROCID"]).touch()
     while (late / "wait").exists():
         time.sleep(0.01)
 """
-"""Keeps the interpreters of a step from starting; Python runs a module `sitecustomize` before anything else."""
+"""Keeps the interpreters of some modules from starting; Python runs a module `sitecustomize` before anything else."""
+
+
+def hold_back(place: LoginNode, *modules: str) -> Path:
+    """Let no interpreter of these modules start while the file exists that is returned."""
+    late, shim = place.folder / "late", place.folder / "sitecustomize.py"
+    late.mkdir()
+    (late / "wait").touch()
+    shim.write_text(LATE % (modules, str(late)))
+    for path in (late, late / "wait", shim):
+        shutil.chown(path, USER, USER)
+    return late / "wait"
+
+
+def await_held_back(cluster: Cluster, wait: Path, *tasks: str) -> None:
+    """Return once an interpreter of each of Slurm's tasks is held back."""
+    cluster.wait_for(lambda: {path.name for path in wait.parent.iterdir()} == {*tasks, wait.name}, 60)
 
 
 @pytest.mark.parametrize(
@@ -321,18 +339,29 @@ if {"ddp_hpc.job.agent", "ddp_hpc.job.task", "ddp_hpc.job.torchrun_node"} & set(
 def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
     cluster: Cluster, place: LoginNode, launcher: str, number: str
 ) -> None:
-    late, shim = place.folder / "late", place.folder / "sitecustomize.py"
-    late.mkdir()
-    (late / "wait").touch()
-    shim.write_text(LATE % late)
-    for path in (late, late / "wait", shim):
-        shutil.chown(path, USER, USER)
+    wait = hold_back(place, "ddp_hpc.job.agent", "ddp_hpc.job.task", "ddp_hpc.job.torchrun_node")
     place.submit("early", *FAULTY, *world(2, 1), f"launcher={launcher}")
-    cluster.wait_for(lambda: {path.name for path in late.iterdir()} == {"0", "1", "wait"}, 60)
+    await_held_back(cluster, wait, "0", "1")
 
     cluster.run("scancel", f"--signal={number}", job_id(place, "early"))
     cluster.wait_for(lambda: attempts(place, "early")[0].ended_at is not None, 60)
-    (late / "wait").unlink()
+    wait.unlink()
+    await_done(place, "early")
+
+    first, _ = attempts(place, "early")
+    assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped")
+    assert_unbroken(place, "early", world_size=2)
+
+
+@pytest.mark.campaign
+def test_workers_of_torchrun_are_not_told_before_they_can_listen(cluster: Cluster, place: LoginNode) -> None:
+    wait = hold_back(place, "ddp_hpc.job.task")
+    place.submit("early", *FAULTY, *world(2, 1), "launcher=torchrun")
+    await_held_back(cluster, wait, "0", "1")
+
+    cluster.run("scancel", "--signal=USR2", job_id(place, "early"))
+    time.sleep(3 * TELL_AGAIN_S)
+    wait.unlink()
     await_done(place, "early")
 
     first, _ = attempts(place, "early")

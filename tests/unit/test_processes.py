@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.processes import is_locked, kill, send, share_cpus, take_lock
+from ddp_hpc.processes import is_listening, is_locked, kill, send, share_cpus, take_lock
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,28 @@ def test_signals_come_to_who_lives_and_the_dead_are_no_error() -> None:
     send([dead.pid], signal.SIGTERM)
 
     assert living.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("does", "listens"),
+    [
+        ("", False),
+        ("signal.signal(signal.SIGUSR2, signal.SIG_IGN)", False),
+        ("signal.signal(signal.SIGTERM, print)", False),
+        ("signal.signal(signal.SIGUSR2, print)", True),
+        ("signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})", True),
+    ],
+)
+def test_who_catches_or_blocks_the_word_to_stop_is_listening(does: str, listens: bool) -> None:
+    process = _python(f"import signal, sys\n{does}\nprint('ready', flush=True)\nsys.stdin.read()")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+    found = is_listening(process.pid)
+
+    assert found is listens
+    _end(process)
+    assert not is_listening(process.pid)
 
 
 def test_a_process_dies_with_its_parent_however_that_dies() -> None:
