@@ -37,6 +37,12 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def heed_stop_signals() -> None:
+    """Undo that the parent had this process ignore them, and so all that it starts; call once they are blocked."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 _AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
 
 

@@ -62,12 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.supervisor", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--cluster", choices=("local", "slurm"), default="local")
+    parser.add_argument("--told", action="store_true", help="to leave, before this process could listen")
     parser.add_argument(
         "--import-path", action="append", default=[], help="where an image's Python finds the user's code"
     )
     arguments = parser.parse_args(argv)
     run, is_for_slurm = RunDir(arguments.run), arguments.cluster == "slurm"
     processes.block_awaited_signals()
+    processes.heed_stop_signals()
+    if arguments.told:
+        processes.tell_to_stop([os.getpid()])
     try:
         allocation = read_allocation(os.environ) if is_for_slurm else None
         lock_fds = _take(run, allocation)

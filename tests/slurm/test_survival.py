@@ -370,6 +370,34 @@ def test_workers_of_torchrun_are_not_told_before_they_can_listen(cluster: Cluste
     assert_unbroken(place, "early", world_size=2)
 
 
+def test_a_job_that_is_told_to_leave_while_it_sets_up_leaves(cluster: Cluster, place: LoginNode) -> None:
+    setting_up = place.folder / "setting-up"
+    once = f"[[ -e {setting_up} ]] || {{ touch {setting_up}; sleep 3; }}"
+    place.submit("early", *FAULTY, *world(2, 1), "slurm.signal_to=batch", f"slurm.setup=[{json.dumps(once)}]")
+    cluster.wait_for(setting_up.exists, 60)
+
+    cluster.run("scancel", "--batch", "--signal=USR2", job_id(place, "early"))
+    await_done(place, "early")
+
+    first, _ = attempts(place, "early")
+    assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped")
+    assert_unbroken(place, "early", world_size=2)
+
+
+def test_a_job_outlives_a_signal_that_nobody_can_hear_yet(cluster: Cluster, place: LoginNode) -> None:
+    wait = hold_back(place, "ddp_hpc.job.supervisor")
+    place.submit("early", *FAULTY, *world(2, 1), "slurm.signal_to=batch")
+    await_held_back(cluster, wait, "0")
+
+    cluster.run("scancel", "--batch", "--signal=USR2", job_id(place, "early"))
+    time.sleep(2.0)  # nothing tells when it has come
+    wait.unlink()
+    await_done(place, "early")
+
+    assert [one.cause for one in attempts(place, "early")] == ["finished"]
+    assert_unbroken(place, "early", world_size=2)
+
+
 def test_a_recipe_that_always_fails_ends_after_the_attempts_it_is_allowed(place: LoginNode) -> None:
     always = ("recipe.args.raises_at=100", "restart.max_no_progress=2", "checkpoint.every_steps=1")
     said = place.type(

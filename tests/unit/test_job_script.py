@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from ddp_hpc.render import JobScript, quote, quote_for_sbatch, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.directives import directives
 from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
+from tests.made_run import make_run
 
 TRAIN = TrainSpec(global_batch_size=96)
 GOLDEN = Path(__file__).parent / "golden"
@@ -75,6 +77,31 @@ def test_golden_scripts_are_sound_shell(name: str, check: tuple[str, ...]) -> No
     done = subprocess.run([*check, GOLDEN / f"{name}.sbatch"], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("setup", "python", "code", "is_told"),
+    [
+        ((), "", 0, False),
+        (("kill -USR2 $$",), "", 0, True),
+        ((), "kill -USR2 $$", 0, False),
+        (("kill -TERM $$",), "", -signal.SIGTERM, False),
+    ],
+    ids=["undisturbed", "told in setup", "told while Python starts", "ended"],
+)
+def test_a_script_that_is_told_to_leave_goes_on_and_passes_it_on(
+    tmp_path: Path, setup: tuple[str, ...], python: str, code: int, *, is_told: bool
+) -> None:
+    run, interpreter = make_run(tmp_path), tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\n{python}\necho "$@"\n')
+    interpreter.chmod(0o755)
+    spec = RunSpec(name="digits", runs_dir=str(tmp_path), slurm=SlurmSpec(setup=setup))
+    made = render(JobScript(spec=spec, run=run, chdir=tmp_path, import_paths=[], python=str(interpreter)))
+
+    done = subprocess.run(["bash", "-c", made], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout.endswith("--cluster slurm --told\n" if is_told else "--cluster slurm\n" if code == 0 else "")
 
 
 @pytest.mark.parametrize(("has", "code"), [("cuda/12.4", 0), ("cuda/11.0", 2)])

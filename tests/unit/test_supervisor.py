@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,21 @@ def test_a_disk_without_room_for_an_attempt_is_told_in_a_line(
     assert "No space left on device" in said
     assert "submit digits again" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("words", "heard"), [([], "None"), (["--told"], "SIGUSR2")])
+def test_a_supervisor_that_was_told_before_it_could_listen_hears_it(
+    tmp_path: Path, words: list[str], heard: str
+) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: [")  # so far, and no further
+    script = (
+        "import sys; from ddp_hpc.job import supervisor; from ddp_hpc.processes import await_signal;"
+        "code = supervisor.main(sys.argv[1:]); number = await_signal(0.0); print(code, number and number.name)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(run.path), *words], capture_output=True, text=True, check=False
+    )
+
+    assert done.stdout == f"{exit_codes.REFUSED} {heard}\n", done.stderr
