@@ -339,6 +339,8 @@ def _watch_over(assignment: Assignment, workers: Workers, attempt: int, meeting:
                 workers.stop()
             case "end":
                 workers.end()
+    if code == exit_codes.PORT_TAKEN and (vigil.is_signalled or vigil.is_out_of_time):
+        code = exit_codes.UNHEARD  # told to leave: no reason to try another port
     return Outcome(
         code=code,
         reason=_CUT_SHORT if vigil.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
