@@ -61,6 +61,8 @@ class Conclusion:
     cause: Cause
     decision: Decision
     reason: str
+    is_slurm_away: bool = False
+    """Whether the controller did not answer."""
 
     @property
     def exit_code(self) -> int:
@@ -95,7 +97,8 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     # Of one that is fenced, the newer attempt has written down what became of it.
     is_told = cause != "fenced"
     end = End(cause=cause, last_step=newest_step, next=decision.next, failed_nodes=failed_nodes) if is_told else None
-    conclusion = Conclusion(attempt=attempt, cause=cause, decision=decision, reason=reason)
+    is_away = assignment.allocation is not None and evidence.job is None
+    conclusion = Conclusion(attempt=attempt, cause=cause, decision=decision, reason=reason, is_slurm_away=is_away)
     if cause == "finished":
         write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
     with _told_where_the_disk_is_full():

@@ -194,7 +194,8 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
             if conclusion.decision.next != "in place":
                 break
             sys.stderr.write(f"note: {conclusion.reason}; the workers are started again\n")
-            _await_slurm(assignment)
+            if conclusion.is_slurm_away:
+                _await_slurm(assignment)
     finally:
         workers.close()
         unstage(staged, assignment.allocation, assignment.environ)

@@ -44,19 +44,16 @@ class Vigil:
 
     def look(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
         """Return what is to be done about the workers now; `number` is the signal that came, if one did."""
-        if not self.is_cut_short and self._is_past(self._last_call(), now):
-            self.ends_at = self.ask_end() or self.ends_at
-            if self._is_past(self._last_call(), now):
-                self.is_out_of_time = self.is_cut_short = True
-                return "end"
+        had_time = not self.is_out_of_time
+        self.is_out_of_time = self.is_out_of_time or self._has_run_out(now)
+        if self.is_out_of_time and not self.is_cut_short and self._is_past(self._last_call(), now):
+            self.is_cut_short = True
+            return "end"
         if number in STOP_SIGNALS:
             self.is_signalled = True
             return "stop"
-        if not self.is_out_of_time and self._is_past(self._last_minute(), now):
-            self.ends_at = self.ask_end() or self.ends_at
-            if self._is_past(self._last_minute(), now):
-                self.is_out_of_time = True
-                return "stop"
+        if self.is_out_of_time and had_time:
+            return "stop"
         if self._silence(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_wedged:
             self.is_wedged = True
             return "end"
@@ -68,6 +65,13 @@ class Vigil:
         if moment is None or self.is_cut_short:
             return LOOK_S
         return max(0.0, min(LOOK_S, moment - now))
+
+    def _has_run_out(self, now: float) -> bool:
+        """Tell whether the last minute has begun; ask first, but only this once: Slurm may take long to answer."""
+        if not self._is_past(self._last_minute(), now):
+            return False
+        self.ends_at = self.ask_end() or self.ends_at
+        return self._is_past(self._last_minute(), now)
 
     def _last_minute(self) -> float | None:
         """Return from when on they are told to leave."""
