@@ -6,14 +6,27 @@ import errno
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_hpc import checkpoint_store, exit_codes
 from ddp_hpc.job import supervisor
+from ddp_hpc.records import (
+    End,
+    JobFacts,
+    QueuedJob,
+    ask_to_stop,
+    read_attempts,
+    record_end,
+    record_start,
+    write_queued_job,
+)
 from ddp_hpc.run_dir import RunDir
-from tests.made_run import make_run
+from tests.made_run import add_checkpoint, make_run
+from tests.unit.fake_slurm import FakeSlurm
 from tests.unit.held_signals import signals_held_back
+from tests.unit.made_network import batch
 
 
 def test_a_disk_without_room_for_an_attempt_is_told_in_a_line(
@@ -51,3 +64,92 @@ def test_a_supervisor_that_was_told_before_it_could_listen_hears_it(
     )
 
     assert done.stdout == f"{exit_codes.REFUSED} {heard}\n", done.stderr
+
+
+# --- a job that is back ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Return a Slurm in whose job on two nodes this process is."""
+    slurm = FakeSlurm(tmp_path)
+    slurm.knows_job()
+    slurm.knows_nodes(node1="mixed", node2="mixed", node3="idle", node4="idle")
+    environ = {**batch("node[1-2]", "1(x2)"), **slurm.environ, "SLURM_JOB_ID": "7"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    return slurm
+
+
+def has_trained(run: RunDir, *, since: int = 0, **more: Any) -> None:
+    """Have attempt 0 of a submission commit a checkpoint and go back into the queue."""
+    facts = JobFacts(nodes=("node1", "node2"))
+    record_start(run, attempt=0, job_id="7", job=facts)
+    add_checkpoint(run, 4)
+    end = End(cause="preempted", last_step=4, next="slurm")
+    record_end(run, attempt=0, ending="stopped", exit_code=exit_codes.STOPPED, end=end)
+    write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0, since=since, **more))
+
+
+def supervise(run: RunDir) -> int:
+    with signals_held_back():
+        return supervisor.main([str(run.path), "--cluster", "slurm"])
+
+
+def test_a_node_that_lacks_what_the_others_had_is_left_for_another(tmp_path: Path, slurm: FakeSlurm) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text(f"name: digits\nresources: {{nodes: 2}}\ncontainer: {{image: {tmp_path}/gone.sif}}\n")
+    has_trained(run)
+
+    code = supervise(run)
+
+    last = read_attempts(run)[-1]
+    assert code == exit_codes.FAILED
+    assert (last.cause, last.next, last.failed_nodes) == ("node failed", "requeue", ("node1",))
+    assert "gone.sif, but there is no such file" in last.reason
+    assert slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
+    assert slurm.orders("scontrol update") == ["scontrol update JobId=7 ExcNodeList=node1"]
+
+
+def test_an_image_that_no_attempt_has_seen_ends_the_run(tmp_path: Path, slurm: FakeSlurm) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text(f"name: digits\nresources: {{nodes: 2}}\ncontainer: {{image: {tmp_path}/gone.sif}}\n")
+
+    code = supervise(run)
+
+    assert code == exit_codes.REFUSED
+    assert [(one.ending, one.cause) for one in read_attempts(run)] == [("refused", "refused")]
+    assert slurm.orders() == []
+
+
+@pytest.mark.parametrize(
+    ("said", "ending", "cause"), [("stop", "stopped", "stop asked"), ("cancel", "cancelled", "cancelled")]
+)
+def test_what_the_user_said_while_a_job_was_on_its_way_back_holds(
+    said: str, ending: str, cause: str, tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    run = make_run(tmp_path)
+    has_trained(run, cancelled_at=1.0 if said == "cancel" else None)
+    if said == "stop":
+        ask_to_stop(run)
+
+    supervise(run)
+
+    last = read_attempts(run)[-1]
+    assert (last.attempt, last.ending, last.cause, last.next) == (1, ending, cause, "")
+    assert slurm.orders() == []
+
+
+@pytest.mark.parametrize("job", ["of a new submission", "of nobody's"])
+def test_what_the_user_said_of_an_earlier_job_is_over(job: str, tmp_path: Path, slurm: FakeSlurm) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text(f"name: digits\nresources: {{nodes: 2}}\ncontainer: {{image: {tmp_path}/gone.sif}}\n")
+    has_trained(run, since=1)
+    if job == "of nobody's":
+        write_queued_job(run, QueuedJob(job_id="6", attempt=0, at=0.0, cancelled_at=1.0))
+    ask_to_stop(run)
+
+    supervise(run)
+
+    assert not run.stop_request.exists()
+    assert "gone.sif" in read_attempts(run)[-1].reason  # so far it came
