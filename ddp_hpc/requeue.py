@@ -59,6 +59,8 @@ class Situation:
     """Whether the workers left after a commit, rather than died."""
     num_without_progress: int = 0
     """Failures in a row without a new checkpoint, this one included."""
+    is_mute: bool = False
+    """Whether no process said why it failed: perhaps none could even be started."""
     is_on_slurm: bool = True
     is_requeued_by_slurm: bool = False
     """Whether Slurm has put the job back into the queue by itself."""
@@ -92,7 +94,8 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
         return Decision(ending=row.ending)
     if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
         return Decision(ending="failed", why=_gave_up(situation.num_without_progress))
-    if row.way == "in place" and not situation.bad_nodes and policy.in_place:
+    is_worth_trying = not situation.is_mute or situation.num_without_progress <= 1
+    if row.way == "in place" and not situation.bad_nodes and policy.in_place and is_worth_trying:
         return Decision(ending=ending, next="in place")
     if policy.by == "requeue" and not situation.may_requeue:
         return Decision(ending=ending, why="it does not go back into the queue, as `slurm.requeue` is false")

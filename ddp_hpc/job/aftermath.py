@@ -85,6 +85,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
             cause=cause,
             is_committed=outcome.code == exit_codes.STOPPED,
             num_without_progress=requeue.num_without_progress(attempts, newest_step, cause),
+            is_mute=failure is None,
             is_on_slurm=assignment.allocation is not None,
             is_requeued_by_slurm=evidence.is_requeued_by_slurm,
             failed_nodes=failed_nodes,

@@ -101,6 +101,15 @@ def test_workers_are_started_again_in_place_on_nodes_in_order(
     assert (decision.next, decision.exclude) == (following, bad)
 
 
+@pytest.mark.parametrize(("count", "following"), [(0, "in place"), (1, "in place"), (2, "requeue")])
+def test_where_nobody_says_why_twice_other_nodes_are_tried(count: int, following: Next) -> None:
+    """A node that cannot start a process cannot have it say so."""
+    situation = Situation(cause="worker crashed", is_mute=True, num_without_progress=count)
+
+    assert decide(situation, POLICY).next == following
+    assert decide(replace(situation, is_mute=False), POLICY).next == "in place"
+
+
 @pytest.mark.parametrize("cause", IN_PLACE)
 def test_in_place_is_no_requeue_so_it_needs_no_leave(cause: Cause) -> None:
     assert decide(Situation(cause=cause, may_requeue=False), POLICY).next == "in place"
