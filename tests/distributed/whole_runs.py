@@ -35,7 +35,7 @@ class Workplace:
     def command(self, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
         """Run `ddp-hpc VERB WORDS` here; return what it printed and its exit code."""
         argv = [sys.executable, "-m", "ddp_hpc", verb, *words]
-        return subprocess.run(argv, cwd=self.path, capture_output=True, text=True, check=False, timeout=170)
+        return subprocess.run(argv, cwd=self.path, capture_output=True, text=True, check=False, timeout=340)
 
     def submit(self, name: str, *words: str) -> subprocess.CompletedProcess[str]:
         return self.command("submit", str(self.config), f"name={name}", *words)

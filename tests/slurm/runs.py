@@ -39,13 +39,13 @@ class LoginNode:
         return copied
 
     def type(
-        self, *words: str, env: dict[str, str] | None = None, node: str = "head", timeout: float = 150
+        self, *words: str, env: dict[str, str] | None = None, node: str = "head", timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Type `ddp-hpc ...`; return how it ended, whatever that is."""
         argv = [sys.executable, "-m", "ddp_hpc", *words]
         return self.cluster.run(*argv, node=node, cwd=self.folder, env=env, check=False, timeout=timeout)
 
-    def submit(self, name: str, *settings: str, timeout: float = 150) -> str:
+    def submit(self, name: str, *settings: str, timeout: float = 300) -> str:
         """Submit a run to Slurm, and return what was said; it must be taken."""
         words = ["submit", "digits.yaml", f"name={name}", "--cluster", "slurm", *settings]
         done = self.type(*words, timeout=timeout)
@@ -70,7 +70,7 @@ class LoginNode:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    def await_state(self, name: str, *states: str, timeout_s: float = 90) -> dict[str, Any]:
+    def await_state(self, name: str, *states: str, timeout_s: float = 180) -> dict[str, Any]:
         """Return the status once it is one of those."""
 
         def found() -> dict[str, Any] | None:

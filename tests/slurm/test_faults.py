@@ -37,7 +37,7 @@ def test_a_controller_that_is_away_harms_no_run_and_status_says_what_it_knows(
     meanwhile = login.status("digits")
     unknown = login.type("submit", "digits.yaml", "name=new", "--cluster", "slurm", *SMALL)
     cluster.start_controller()
-    cluster.wait_for(lambda: login.status("digits")["step"] > meanwhile["step"], 60)
+    cluster.wait_for(lambda: login.status("digits")["step"] > meanwhile["step"], 120)
 
     assert before["state"] == "waiting"
     assert "start" in before["reason"]
@@ -71,7 +71,7 @@ def test_a_job_cancelled_behind_our_back_is_told_by_slurm(cluster: Cluster, logi
     job = login.status("digits")["job_id"]
 
     cluster.run("scancel", job)
-    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 30)
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 90)
     cluster.run("rm", "-rf", ".cache", cwd=Path("/home") / USER)
     status = login.status("digits")
 

@@ -19,7 +19,7 @@ def submit(cluster: Cluster, folder: Path, script: str, *options: str) -> str:
 
 def output(cluster: Cluster, folder: Path, job: str) -> str:
     """Return what a job printed, once it is over."""
-    cluster.wait_for(lambda: state(cluster, job) == "COMPLETED", 30)
+    cluster.wait_for(lambda: state(cluster, job) == "COMPLETED", 90)
     return (folder / "job.out").read_text()
 
 
@@ -88,7 +88,7 @@ def test_the_database_tells_what_became_of_a_job(cluster: Cluster, shared_dir: P
         said = cluster.run("sacct", *words).stdout.strip()
         return said if "FAILED" in said else ""
 
-    assert cluster.wait_for(told, 20) == "FAILED|3:0"
+    assert cluster.wait_for(told, 60) == "FAILED|3:0"
 
 
 def test_a_node_without_power_is_gone_and_comes_back(cluster: Cluster, shared_dir: Path) -> None:
@@ -96,12 +96,12 @@ def test_a_node_without_power_is_gone_and_comes_back(cluster: Cluster, shared_di
 
     cluster.kill("node3")
 
-    assert process.wait(10) != 0
+    assert process.wait(60) != 0
     assert cluster.lab.init_pid("node3") is None
     reach = ["bash", "-c", "exec 3<>/dev/tcp/node3/6818"]
     assert cluster.run(*reach, check=False).returncode != 0
     cluster.boot("node3")
-    cluster.wait_for(lambda: cluster.run(*reach, check=False).returncode == 0, 20)
+    cluster.wait_for(lambda: cluster.run(*reach, check=False).returncode == 0, 60)
 
 
 def test_the_next_test_finds_everything_mended(cluster: Cluster, shared_dir: Path) -> None:

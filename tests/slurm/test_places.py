@@ -35,7 +35,7 @@ def test_tasks_of_an_array_each_have_a_world_of_their_own(cluster: Cluster, logi
     (login.folder / "array.sh").write_text(script)
     cluster.run("sbatch", "--array=0-2", "--nodes=2", "--ntasks-per-node=1", "--mem=500", "array.sh", cwd=login.folder)
 
-    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 60)
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 120)
 
     worlds = [told(*(login.folder / f"{number}-{rank}.json" for rank in range(2))) for number in range(3)]
     assert [ranks(world) for world in worlds] == [[(0, 0, 0, 1, 2), (1, 0, 1, 1, 2)]] * 3
@@ -80,7 +80,7 @@ def test_a_script_of_ones_own_trains_by_the_exported_values(cluster: Cluster, lo
     task = f'eval "$({ENV} --export)"; exec {sys.executable} own.py'
     shape = ["--nodes=2", "--ntasks-per-node=2", "--mem=2G"]
 
-    done = cluster.run("srun", *shape, "bash", "-c", task, cwd=login.folder, timeout=120)
+    done = cluster.run("srun", *shape, "bash", "-c", task, cwd=login.folder, timeout=240)
 
     assert done.stdout.split() == ["6"] * 4
 
@@ -90,7 +90,7 @@ def test_a_job_script_runs_under_salloc_too(cluster: Cluster, login: LoginNode) 
     assert login.type("render", "digits.yaml", "name=inside", *SMALL, *world(2, 1)).returncode == 0
     script = login.run("inside").job_script
 
-    cluster.run("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=2G", "bash", script, cwd=login.folder, timeout=150)
+    cluster.run("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=2G", "bash", script, cwd=login.folder, timeout=300)
 
     assert login.digest("inside") == login.digest("queued")
 
@@ -100,7 +100,7 @@ def test_env_explains_what_it_chose_and_refused(cluster: Cluster, login: LoginNo
     cluster.run("sbatch", "--nodes=2", "--nodelist=node1,node2", "--mem=500", "batch.sh", cwd=login.folder)
     output = login.folder / "env.txt"
 
-    text = cluster.wait_for(lambda: output.exists() and output.read_text(), 30)
+    text = cluster.wait_for(lambda: output.exists() and output.read_text(), 90)
 
     assert "10.78.0.11" in str(text)
     assert "ib0" in str(text)
