@@ -32,7 +32,7 @@ OPTIONS = (
     "--mem=64000",
     "--debian-hosts",
     "--eth-rate=100mbit",
-    "--grace=3",
+    "--grace=15",
     "--set=KillWait=2",
 )
 
@@ -60,7 +60,7 @@ class Cluster:
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
         check: bool = True,
-        timeout: float = 60,
+        timeout: float = 120,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a node as its user would, logged in there with this Python's commands on PATH."""
         process = self.popen(*argv, node=node, user=user, cwd=cwd, env=env)
@@ -112,7 +112,7 @@ class Cluster:
     def cancel_all(self) -> None:
         """Cancel every job; wait until none is left, not even one that is ending."""
         self.run("scancel", "--user", USER)
-        self.wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 30)
+        self.wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 90)
 
     def kill(self, node: str) -> None:
         """Cut a node's power."""
@@ -169,7 +169,7 @@ class Cluster:
             self.lab.save(self.settings)
             self.reconfig()
         self.cancel_all()
-        self.wait_for(self._all_idle, 60)
+        self.wait_for(self._all_idle, 120)
 
     def _all_idle(self) -> bool:
         states = self.run("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %T").stdout.split("\n")
@@ -243,7 +243,7 @@ def tell_lab(lab: Lab, *words: str) -> str:
     """Run a command of the lab."""
     argv = [power.PYTHON, str(power.ENTRY.parent), *words]
     done = subprocess.run(
-        argv, env={**lab.environment, "PATH": PATH}, capture_output=True, text=True, check=False, timeout=170
+        argv, env={**lab.environment, "PATH": PATH}, capture_output=True, text=True, check=False, timeout=340
     )
     if done.returncode:
         raise LabError(f"`lab {' '.join(words)}` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
