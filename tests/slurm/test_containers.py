@@ -22,7 +22,16 @@ from tests.slurm import apptainer
 from tests.slurm.apptainer import PYTHON_INSIDE, Apptainer, NoApptainerError
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.runs import SMALL, LoginNode, world
-from tests.slurm.test_survival import FAULTY, RECIPE, assert_unbroken, await_done, await_step
+from tests.slurm.test_survival import (
+    FAULTY,
+    MAY_LOSE,
+    RECIPE,
+    assert_unbroken,
+    await_done,
+    await_first_end,
+    await_step,
+    slow_file,
+)
 
 
 @pytest.fixture(scope="session")
@@ -57,12 +66,15 @@ def test_a_run_in_an_image_is_preempted_and_comes_to_the_bits_of_one_in_none(
 ) -> None:
     """By a recipe of the user's own, which the image has never seen."""
     login.add_recipe(RECIPE)
-    asked = [*FAULTY, *world(2, 2), "slurm.partition=low", "slurm.nodelist=node[1-2]"]
+    slow = slow_file(login)
+    asked = [*FAULTY, *world(2, 2), "slurm.partition=low", "slurm.nodelist=node[1-2]", f"recipe.args.slow_while={slow}"]
     login.submit("housed", *asked, *housed(program, images[kind]))
     await_step(login, "housed")
 
     rival = ["--partition=high", "--nodelist=node[1-2]", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     cluster.run("sbatch", *rival)
+    await_first_end(login, "housed")
+    slow.unlink()
     await_done(login, "housed")
 
     first, second = read_attempts(login.run("housed"))
@@ -93,7 +105,7 @@ def test_workers_in_an_image_start_again_in_place(
 
     first, second = read_attempts(login.run("once"))
     assert (first.cause, first.next, second.pid) == ("worker crashed", "in place", first.pid)
-    assert_unbroken(login, "once", world_size=4, may_lose=10)
+    assert_unbroken(login, "once", world_size=4, may_lose=MAY_LOSE)
 
 
 @pytest.mark.parametrize("launcher", ["agent", pytest.param("srun", marks=pytest.mark.campaign)])
@@ -111,10 +123,10 @@ def test_an_image_on_the_nodes_own_disks_is_used_there_and_taken_away(
     assert f"staged {images['sif']}" in said
     assert f"to {local}/ddp_hpc-" in said
     assert login.digest("staged") == login.digest("shared")
-    assert list(local.iterdir()) == []
+    cluster.wait_for(lambda: not list(local.iterdir()), 60)
 
 
-def test_a_packed_environment_is_unpacked_on_each_node_and_runs_the_workers(login: LoginNode) -> None:
+def test_a_packed_environment_is_unpacked_on_each_node_and_runs_the_workers(cluster: Cluster, login: LoginNode) -> None:
     """A small one: its Python and its packages are links."""
     root = login.folder / "env"
     (root / "bin").mkdir(parents=True)
@@ -133,7 +145,7 @@ def test_a_packed_environment_is_unpacked_on_each_node_and_runs_the_workers(logi
 
     assert f"staged {archive}" in login.console("packed")
     assert login.digest("packed") == login.digest("shared")
-    assert list(local.iterdir()) == []
+    cluster.wait_for(lambda: not list(local.iterdir()), 60)
 
 
 # --- whatever a path or a value is made of -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,8 @@ FAULTY = (
     "log.every_steps=10",
 )
 """120 steps of some 25 ms, in six epochs."""
+MAY_LOSE = 20
+"""Two intervals: a checkpoint may still be under way, until the next one waits for it."""
 
 
 @pytest.fixture
@@ -57,6 +60,13 @@ def newest_step(login: LoginNode, name: str) -> int:
     return max(checkpoint_store.committed_steps(login.run(name)), default=0)
 
 
+def slow_file(login: LoginNode) -> Path:
+    """Return a file that slows a run down as `recipe.args.slow_while`: until it goes, the run does not finish."""
+    path = login.folder / "slow"
+    path.touch()
+    return path
+
+
 def job_id(login: LoginNode, name: str) -> str:
     record: dict[str, Any] = json.loads(login.run(name).submission.read_text())
     return str(record["job_id"])
@@ -64,10 +74,15 @@ def job_id(login: LoginNode, name: str) -> str:
 
 def await_step(login: LoginNode, name: str, step: int = 10) -> None:
     """Return once a run has committed a step."""
-    login.cluster.wait_for(lambda: newest_step(login, name) >= step, 90)
+    login.cluster.wait_for(lambda: newest_step(login, name) >= step, 180)
 
 
-def await_done(login: LoginNode, *names: str, timeout_s: float = 120) -> None:
+def await_first_end(login: LoginNode, name: str) -> None:
+    """Return once a run's first attempt has ended."""
+    login.cluster.wait_for(lambda: attempts(login, name)[0].ended_at is not None, 120)
+
+
+def await_done(login: LoginNode, *names: str, timeout_s: float = 240) -> None:
     try:
         login.cluster.wait_for(lambda: all(login.run(name).done.exists() for name in names), timeout_s)
     except AssertionError as error:
@@ -173,11 +188,15 @@ def test_a_preempted_run_loses_no_step(cluster: Cluster, place: LoginNode, way: 
     preemption = PREEMPTIONS[way]
     if preemption.slurm_conf:
         cluster.reconfig(**preemption.slurm_conf)
-    place.submit("low", *FAULTY, *world(2, 2), *preemption.victim, "slurm.nodelist=node[1-2]")
+    slow = slow_file(place)
+    asked = [*FAULTY, *world(2, 2), *preemption.victim, "slurm.nodelist=node[1-2]"]
+    place.submit("low", *asked, f"recipe.args.slow_while={slow}")
     await_step(place, "low")
 
     rival = ["--nodelist=node[1-2]", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     cluster.run("sbatch", *preemption.rival, *rival)
+    await_first_end(place, "low")
+    slow.unlink()
     await_done(place, "low")
 
     first, second = attempts(place, "low")
@@ -195,7 +214,7 @@ def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(plac
     said = place.submit("short", *FAULTY, *four, *limits)
     assert "gets nowhere" in said  # warned: that is hardly more than starting
 
-    await_done(place, "short", timeout_s=170)
+    await_done(place, "short", timeout_s=340)
 
     *before, last = attempts(place, "short")
     assert before
@@ -408,8 +427,11 @@ def test_a_recipe_that_always_fails_ends_after_the_attempts_it_is_allowed(place:
     assert said.returncode == 1
     assert [one.next for one in found] == ["in place"] * (len(found) - 1) + [""]
     assert {one.job_id for one in found} == {job_id(place, "always")}
-    assert [one.first_step for one in found[1:]] == [newest_step(place, "always")] * (len(found) - 1)
-    assert len(found) - 1 == 2  # the first made progress
+    newest = newest_step(place, "always")
+    assert newest > 0
+    assert [one.first_step for one in found[-2:]] == [newest] * 2
+    # How many made progress before is chance: the save of an attempt's last step may be lost with it.
+    assert all(one.first_step < newest for one in found[:-2])
     reason = place.status("always")["reason"]
     assert "ValueError: sample 100 is out of luck" in reason
     assert "2 attempts in a row ended without a new checkpoint" in reason
@@ -424,21 +446,28 @@ def test_a_worker_that_fails_once_is_replaced_in_place(cluster: Cluster, place: 
     first, second = attempts(place, "once")
     assert (first.cause, first.next, first.failed_nodes) == ("worker crashed", "in place", ())
     assert second.pid == first.pid  # the same supervisor, and so the same job and nodes
-    assert_unbroken(place, "once", world_size=4, may_lose=10)
+    assert second.first_step == first.last_step
+    assert_unbroken(place, "once", world_size=4, may_lose=MAY_LOSE)
 
 
 def test_a_frozen_worker_is_named_and_replaced(cluster: Cluster, place: LoginNode) -> None:
-    place.submit("frozen", *FAULTY, *world(2, 2), "restart.hang_timeout_s=4", "slurm.nodelist=node[3-4]")
+    slow = slow_file(place)
+    asked = [*FAULTY, *world(2, 2), "restart.hang_timeout_s=20", "slurm.nodelist=node[3-4]"]
+    place.submit("frozen", *asked, f"recipe.args.slow_while={slow}")
     await_step(place, "frozen")
 
     signal_worker(cluster, "node4", "19", place.run("frozen"))
+    await_first_end(place, "frozen")
+    slow.unlink()
     await_done(place, "frozen")
 
-    first, _ = attempts(place, "frozen")
+    first, second = attempts(place, "frozen")
     assert (first.cause, first.next, first.failed_nodes) == ("hang", "in place", ("node4",))
     assert "rank 3 on node4 says nothing" in first.reason
-    assert "=== rank 0 on node3" in place.run("frozen").stacks(0).read_text()
-    assert_unbroken(place, "frozen", world_size=4, may_lose=10)
+    # The other ranks wait for it: who of them is bitten first may take the connection from the rest.
+    assert re.search(r"=== rank [0-2] on node[34]: .+\nTimeout \(", place.run("frozen").stacks(0).read_text())
+    assert second.first_step == first.last_step
+    assert_unbroken(place, "frozen", world_size=4, may_lose=MAY_LOSE)
 
 
 @pytest.mark.campaign
@@ -458,7 +487,7 @@ def test_bad_nodes_are_left_out_as_far_as_they_can_be_spared(cluster: Cluster, p
     assert not {bad[0]} & {*second.nodes}
     assert len({*bad} & {*third.nodes}) == 1  # of four nodes, three are needed
     assert "failed before, but only 2 others are in order" in place.console("picky")
-    assert_unbroken(place, "picky", world_size=3, may_lose=20)
+    assert_unbroken(place, "picky", world_size=3, may_lose=2 * MAY_LOSE)
 
 
 @pytest.mark.campaign
@@ -484,46 +513,51 @@ def excluded_nodes(cluster: Cluster, job: str) -> str:
 
 @pytest.mark.parametrize("when", ["running", "stopping", "requeued"])
 def test_a_cancelled_run_never_comes_back(cluster: Cluster, place: LoginNode, when: str) -> None:
-    place.submit("gone", *FAULTY, *world(2, 1))
+    if when == "requeued":
+        cluster.reconfig(AuthInfo="cred_expire=120")  # so that the job still waits when it is cancelled
+    place.submit("gone", *FAULTY, *world(2, 1), f"recipe.args.slow_while={slow_file(place)}")
     await_step(place, "gone")
     job = job_id(place, "gone")
     if when == "stopping":
         cluster.run("scancel", "--signal=TERM", job)
     if when == "requeued":
-        place.type("requeue", "gone")
-        cluster.wait_for(lambda: attempts(place, "gone")[-1].next == "requeue", 30)
+        asked = place.type("requeue", "gone")
+        assert asked.returncode == 0, asked.stderr
+        cluster.wait_for(lambda: attempts(place, "gone")[-1].next == "requeue", 60)
 
     cluster.run("scancel", job)
     cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 60)
 
     num_attempts = len(attempts(place, "gone"))
     assert num_attempts == 1
-    accounted = cluster.run("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job}", "--format=State")
-    assert accounted.stdout.startswith("CANCELLED")
-    assert place.status("gone")["state"] == "cancelled"
+    accounted = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job}", "--format=State"]
+    cluster.wait_for(lambda: cluster.run(*accounted).stdout.startswith("CANCELLED"), 60)
+    place.await_state("gone", "cancelled")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_lost_nodes_cost_no_more_than_a_checkpoint_interval(cluster: Cluster, place: LoginNode) -> None:
-    slow = "recipe.args.load_s=0.004"
-    place.submit("other", *FAULTY, *world(2, 1), slow, "slurm.nodelist=node[1-2]")
-    place.submit("batch-host", *FAULTY, *world(1, 1), slow, "slurm.nodelist=node3")
+    slow = slow_file(place)
+    place.submit("other", *FAULTY, *world(2, 1), f"recipe.args.slow_while={slow}", "slurm.nodelist=node[1-2]")
+    place.submit("batch-host", *FAULTY, *world(1, 1), f"recipe.args.slow_while={slow}", "slurm.nodelist=node3")
     for name in ("other", "batch-host"):
         await_step(place, name)
 
     cluster.kill("node2")
     cluster.kill("node3")
+    slow.unlink()
     for node in ("node2", "node3"):
-        cluster.wait_for(partial(node_is_down, cluster, node), 120)
+        cluster.wait_for(partial(node_is_down, cluster, node), 240)
         cluster.boot(node)
     await_done(place, "other", "batch-host")
 
     for name, node in (("other", "node2"), ("batch-host", "node3")):
-        first = attempts(place, name)[0]
+        first, second = attempts(place, name)[:2]
+        assert second.first_step == first.last_step
         assert (first.cause, first.failed_nodes) == ("node failed", (node,))
         assert first.next in {"slurm", "requeue"}  # Slurm's or ours, whoever is first
-    assert_unbroken(place, "other", world_size=2, may_lose=10)
-    assert_unbroken(place, "batch-host", world_size=1, may_lose=10)
+    assert_unbroken(place, "other", world_size=2, may_lose=MAY_LOSE)
+    assert_unbroken(place, "batch-host", world_size=1, may_lose=MAY_LOSE)
 
 
 def node_is_down(cluster: Cluster, node: str) -> bool:
@@ -570,7 +604,7 @@ def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluste
     assert asked.returncode == 0, asked.stderr
     cluster.wait_for(lambda: attempts(place, "awaited")[0].ended_at is not None, 60)
     slow.unlink()  # not before it has stopped: it would finish first
-    stdout, stderr = waiting.communicate(timeout=100)
+    stdout, stderr = waiting.communicate(timeout=240)
 
     first, second = attempts(place, "awaited")
     assert waiting.returncode == 0, stdout + stderr
@@ -612,7 +646,7 @@ def test_nothing_of_a_job_is_left_on_any_node(cluster: Cluster, place: LoginNode
     def found() -> list[str]:
         return [processes_of(cluster, node, place.run("left")) for node in cluster.settings.hostnames]
 
-    cluster.wait_for(lambda: not any(found()), 10)  # the batch script, too, has to end
+    cluster.wait_for(lambda: not any(found()), 60)  # the batch script, too, has to end
 
 
 def processes_of(cluster: Cluster, node: str, run: RunDir) -> str:
