@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 import pytest
 
+from ddp_hpc.rendezvous.ports import candidate_ports
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
+from tests.slurm.test_survival import FAULTY, RECIPE, await_done, await_first_end, await_step, slow_file
 
 
 def test_digits_train_on_two_nodes_to_the_bits_of_the_local_run_over_the_fast_network(
@@ -45,7 +48,7 @@ def test_a_rendered_script_does_the_same_by_plain_sbatch(cluster: Cluster, login
     bare = {"PATH": "/usr/bin:/bin"}
     cluster.run("sbatch", "job.sbatch", cwd=login.folder, env=bare)
 
-    cluster.wait_for(login.run("rendered").done.exists, 90)
+    cluster.wait_for(login.run("rendered").done.exists, 180)
     assert login.digest("rendered") == login.digest("submitted")
 
 
@@ -70,7 +73,7 @@ def test_a_comment_reaches_slurm_as_it_was_written(cluster: Cluster, login: Logi
     assert listed == comment
 
 
-@pytest.mark.timeout(420)  # of twenty jobs, forty processes import torch on the cores of one machine
+@pytest.mark.timeout(900)  # of twenty jobs, forty processes import torch on the cores of one machine
 @pytest.mark.parametrize("num_jobs", [4, pytest.param(20, marks=pytest.mark.campaign)])
 def test_jobs_at_once_on_a_pair_of_nodes_do_not_disturb_each_other(
     num_jobs: int, cluster: Cluster, login: LoginNode
@@ -85,7 +88,7 @@ def test_jobs_at_once_on_a_pair_of_nodes_do_not_disturb_each_other(
 
     cluster.run("scontrol", "release", ",".join(held))
     running = ["squeue", "--noheader", "--states=running", "--format=%i"]
-    cluster.wait_for(lambda: len(cluster.run(*running).stdout.split()) == len(names), 60)
+    cluster.wait_for(lambda: len(cluster.run(*running).stdout.split()) == len(names), 120)
     cluster.wait_for(lambda: all(login.run(name).done.exists() for name in names), 300)
 
     assert len({login.digest(name) for name in names}) == 1
@@ -94,30 +97,38 @@ def test_jobs_at_once_on_a_pair_of_nodes_do_not_disturb_each_other(
 
 
 def test_a_port_that_is_taken_is_passed_over(cluster: Cluster, login: LoginNode) -> None:
-    login.submit("first", *SMALL, *world(2, 1), "--wait")
+    login.submit("first", *SMALL, *world(2, 1), "slurm.nodelist=node1,node2", "--wait")
     found = re.search(r"ranks meet at (\S+) port (\d+)", login.console("first"))
     assert found is not None
     address, port = found[1], int(found[2])
-    listen = f"import socket, time; s = socket.create_server(('{address}', {port + 1})); print('up', flush=True); time.sleep(99)"
+    assert port == next(candidate_ports(login.status("first")["job_id"]))
+    login.submit("second", *SMALL, *world(2, 1), "slurm.nodelist=node1,node2", "slurm.extra.hold=true")
+    job = login.status("second")["job_id"]
+    taken, following = islice(candidate_ports(job), 2)
+    listen = f"import socket, time; s = socket.create_server(('{address}', {taken})); print('up', flush=True); time.sleep(600)"
     squatter = cluster.popen("python3", "-c", listen, node="node1")
     assert squatter.stdout is not None
-    squatter.stdout.readline()
+    assert squatter.stdout.readline() == "up\n"
 
-    login.submit("second", *SMALL, *world(2, 1), "slurm.nodelist=node1,node2", "--wait")
+    cluster.run("scontrol", "release", job)
+    await_done(login, "second")
 
-    assert f"port {port + 1}" not in login.console("second")
+    assert re.findall(r"ranks meet at \S+ port (\d+)", login.console("second")) == [str(following)]
     assert login.digest("second") == login.digest("first")
 
 
 def test_a_run_stopped_on_the_cluster_goes_on_there_to_the_same_bits(login: LoginNode) -> None:
-    long = ["train.epochs=2", *world(2, 1)]
-    login.submit("unbroken", *long, "--wait")
-    login.submit("stopped", *long)
-    login.await_state("stopped", "running")
+    login.add_recipe(RECIPE)
+    asked, slow = [*FAULTY, *world(2, 1)], slow_file(login)
+    login.submit("unbroken", *asked, "--wait")
+    login.submit("stopped", *asked, f"recipe.args.slow_while={slow}")
+    await_step(login, "stopped")
 
     assert login.type("stop", "stopped").returncode == 0
+    await_first_end(login, "stopped")
     stopped = login.await_state("stopped", "stopped", "finished")
-    login.submit("stopped", *long, "--wait")
+    slow.unlink()
+    login.submit("stopped", *asked, "--wait")
 
     assert stopped["state"] == "stopped"
     assert login.digest("stopped") == login.digest("unbroken")
