@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.mark.parametrize(
     ("late", "walk", "timeouts_s", "bitten_ranks"),
-    [(1, IN_BACKWARD, (1, 2), [0, 1]), (0, IN_COLLECTIVE, (2, 1), [0, 1]), (0, IN_COLLECTIVE, (1, 600), [0])],
+    [(1, IN_BACKWARD, (5, 8), [0, 1]), (0, IN_COLLECTIVE, (8, 5), [0, 1]), (0, IN_COLLECTIVE, (5, 600), [0])],
     ids=["in the backward", "in a collective", "bitten first, so the other loses its connection"],
 )
 def test_the_rank_that_keeps_the_others_waiting_is_named_with_the_line_where_it_stands(
@@ -87,13 +87,14 @@ def test_the_rank_that_keeps_the_others_waiting_is_named_with_the_line_where_it_
 
 
 def bitten(code: str, log: Path) -> None:
-    """Run this until its watchdog bites."""
-    text = f"import faulthandler, sys, threading, time\nfaulthandler.dump_traceback_later(0.4, exit=True)\n{code}"
+    """Run this until its watchdog bites, once it has armed one."""
+    text = f"import faulthandler, sys, threading, time\n{code}"
     with log.open("ab") as file:
         subprocess.run([sys.executable, "-c", text], stderr=file, check=False, timeout=PATIENCE_S)
 
 
-MAIN = "def in_main():\n    time.sleep(600)\n"
+STAND_STILL = "faulthandler.dump_traceback_later(0.4, exit=True); time.sleep(600)"
+MAIN = f"def in_main():\n    {STAND_STILL}\n"
 
 
 @pytest.mark.parametrize(
@@ -119,9 +120,9 @@ def test_a_rank_stands_where_its_main_thread_does(code: str, run: RunDir) -> Non
 
 def test_of_two_bites_in_one_log_the_last_counts(run: RunDir) -> None:
     log = add_log(run, "")
-    bitten("def first():\n    time.sleep(600)\nfirst()", log)
+    bitten(f"def first():\n    {STAND_STILL}\nfirst()", log)
     add_log(run, "torchrun starts the workers again\n")
-    bitten("def second():\n    time.sleep(600)\nsecond()", log)
+    bitten(f"def second():\n    {STAND_STILL}\nsecond()", log)
 
     (stand,) = read_stands(run, 0, 1)
 
