@@ -50,7 +50,7 @@ def test_the_readmes_recipe_and_commands_work_one_after_the_other(here: Path) ->
 
     assert len(commands) == 6
     assert (here / "own_net.safetensors").exists()
-    subprocess.run([sys.executable, "-m", "ddp_hpc", "cancel", "longer"], check=True)
+    subprocess.run([sys.executable, "-m", "ddp_hpc", "cancel", "longer"], check=False)  # it may have finished
 
 
 @pytest.mark.parametrize("path", sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")}), ids=lambda path: path.name)

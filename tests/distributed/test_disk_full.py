@@ -42,8 +42,8 @@ def build(**args):
     print("a recipe that talks")
     return trial_recipe.build(**args)
 """
-SLOW = ["recipe.args.load_s=0.04"]
-"""So that `progress.json` is written a few times on the way."""
+SLOW = ["recipe.args.load_s=0.2"]
+"""Some 20 s: `progress.json` is written a few times on the way, and a command of ours is over long before."""
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ log: {every_steps: 3}
 LONG = ("train.epochs=1000", "recipe.args.load_s=0.004")
 SLOW = "recipe.args.load_s=0.04"
 """Half a second a step of two workers, so that a slow machine interrupts in time."""
-PATIENCE_S = 30.0
+SLOWER = "recipe.args.load_s=0.25"
+"""Three seconds, where there are few steps."""
+PATIENCE_S = 90.0
 
 
 @pytest.fixture
@@ -180,8 +182,9 @@ def stop_and_resume(workplace: Workplace, option: str) -> Resumed:
     words = ("resources.workers_per_node=2", *OPTIONS[option])
     unbroken = workplace.finish(f"{option}-whole", *words)
     stopped = f"{option}-stopped"
-    assert workplace.submit(stopped, *words, SLOW).returncode == 0
-    workplace.command("stop", stopped)
+    assert workplace.submit(stopped, *words, SLOWER).returncode == 0
+    told = workplace.command("stop", stopped)
+    assert told.returncode == 0, told.stderr
     digest = workplace.finish(stopped, *words)
     return Resumed(unbroken, digest, [attempt.ending for attempt in read_attempts(workplace.run(stopped))])
 
