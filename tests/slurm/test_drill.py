@@ -9,12 +9,13 @@ import pytest
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import LoginNode
 
-QUICK = ("train.max_steps=150", "recipe.args.sample_s=0.003")
+QUICK = ("train.max_steps=200", "recipe.args.sample_s=0.02")
+"""Some 25 s, so that the fault finds it at work."""
 
 
 def drill(login: LoginNode, *words: str) -> tuple[int, dict[str, object], str]:
     """Return the exit code, the report, and what was said on the way."""
-    done = login.type("drill", *words, "--json", timeout=170)
+    done = login.type("drill", *words, "--json", timeout=340)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
@@ -28,7 +29,7 @@ def unbroken() -> dict[str, str]:
 def test_a_run_passes_its_drill(cluster: Cluster, login: LoginNode, unbroken: dict[str, str], fault: str) -> None:
     compared = [f"--unbroken={unbroken['run']}"] if unbroken else []
 
-    code, report, said = drill(login, fault, *QUICK, "restart.hang_timeout_s=10", *compared)
+    code, report, said = drill(login, fault, *QUICK, "restart.hang_timeout_s=20", *compared)
 
     assert (code, report.get("verdict")) == (0, "PASS"), f"{report}\n{said}"
     assert report["seconds_to_running"] is not None

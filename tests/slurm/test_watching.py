@@ -83,7 +83,7 @@ def test_a_run_is_named_by_its_job_and_its_logs_are_followed_to_the_end(cluster:
 
 
 def test_following_a_queued_run_shows_it_wait_and_train(login: LoginNode) -> None:
-    said = login.submit("digits", *SMALL, *world(2, 1), "slurm.extra.begin=now+5", "--follow")
+    said = login.submit("digits", *SMALL, *world(2, 1), "slurm.extra.begin=now+20", "--follow")
 
     assert "waiting" in said
     assert "digits finished: step 12 of 12" in said
@@ -113,7 +113,7 @@ def test_the_python_interface_submits_waits_and_returns_the_last_evaluation(clus
         "print(job.job_id.isdecimal(), job.wait(), sorted(job.result()))\n"
     )
 
-    done = cluster.run(sys.executable, "-c", code, cwd=login.folder, timeout=120)
+    done = cluster.run(sys.executable, "-c", code, cwd=login.folder, timeout=240)
 
     assert done.stdout == "True finished ['accuracy', 'loss']\n"
 
@@ -125,7 +125,7 @@ def test_a_cancelled_job_stays_cancelled_whatever_its_processes_say_on_their_way
     login.await_state("digits", "running")
 
     assert login.type("cancel", "digits").returncode == 0
-    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 30)
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 90)
 
     assert login.status("digits")["state"] == "cancelled"
 
@@ -140,4 +140,4 @@ def test_a_job_that_plain_sbatch_submitted_is_known_once_it_begins(cluster: Clus
 
     assert before == "prepared"
     assert cancelled.returncode == 0, cancelled.stderr
-    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 30)
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 90)
