@@ -368,7 +368,8 @@ def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
     await_done(place, "early")
 
     first, _ = attempts(place, "early")
-    assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped")
+    assert (first.cause, first.next, first.ending) == ("unexplained", "requeue", "failed")
+    assert first.reason == "told to leave before anybody could listen"
     assert_unbroken(place, "early", world_size=2)
 
 
@@ -384,8 +385,7 @@ def test_workers_of_torchrun_are_not_told_before_they_can_listen(cluster: Cluste
     await_done(place, "early")
 
     first, _ = attempts(place, "early")
-    assert (first.cause, first.next, first.ending) == ("unexplained", "requeue", "failed")
-    assert first.reason == "told to leave before anybody could listen"
+    assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped")
     assert_unbroken(place, "early", world_size=2)
 
 
