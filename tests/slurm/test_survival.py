@@ -83,8 +83,13 @@ def await_first_end(login: LoginNode, name: str) -> None:
 
 
 def await_done(login: LoginNode, *names: str, timeout_s: float = 240) -> None:
+    """Return once runs have finished, and their ledgers say so, which is a moment later."""
+
+    def is_done(name: str) -> bool:
+        return login.run(name).done.exists() and attempts(login, name)[-1].ended_at is not None
+
     try:
-        login.cluster.wait_for(lambda: all(login.run(name).done.exists() for name in names), timeout_s)
+        login.cluster.wait_for(lambda: all(map(is_done, names)), timeout_s)
     except AssertionError as error:
         told = [f"--- {name}\n{login.console(name)}" for name in names]
         raise AssertionError("\n".join([str(error), *told])) from error
