@@ -274,6 +274,7 @@ def test_a_lost_node_ends_no_run_that_slurm_may_not_requeue(cluster: Cluster, pl
     assert_unbroken(place, "heir", world_size=2, may_lose=STEPS)
 
 
+@pytest.mark.campaign
 def test_a_run_that_was_asked_to_stop_does_not_go_on_when_slurm_brings_it_back(
     cluster: Cluster, place: LoginNode
 ) -> None:
@@ -295,6 +296,7 @@ def test_a_run_that_was_asked_to_stop_does_not_go_on_when_slurm_brings_it_back(
     assert place.status("enough")["state"] == "stopped"
 
 
+@pytest.mark.campaign
 def test_a_controller_that_is_away_while_the_workers_die_costs_one_attempt(cluster: Cluster, place: LoginNode) -> None:
     slow = place.folder / "slow"
     slow.touch()
@@ -356,7 +358,7 @@ def await_held_back(cluster: Cluster, wait: Path, *tasks: str) -> None:
         ("agent", "USR2"),
         pytest.param("agent", "TERM", marks=pytest.mark.campaign),
         pytest.param("srun", "USR2", marks=pytest.mark.campaign),
-        ("srun", "TERM"),
+        pytest.param("srun", "TERM", marks=pytest.mark.campaign),
         pytest.param("torchrun", "USR2", marks=pytest.mark.campaign),
         pytest.param("torchrun", "TERM", marks=pytest.mark.campaign),
     ],
@@ -409,6 +411,7 @@ def test_a_job_that_is_told_to_leave_while_it_sets_up_leaves(cluster: Cluster, p
     assert_unbroken(place, "early", world_size=2)
 
 
+@pytest.mark.campaign
 def test_a_job_outlives_a_signal_that_nobody_can_hear_yet(cluster: Cluster, place: LoginNode) -> None:
     wait = hold_back(place, "ddp_hpc.job.supervisor")
     place.submit("early", *FAULTY, *world(2, 1), "slurm.signal_to=batch")
