@@ -40,8 +40,11 @@ EXCLUDE_PATIENCE_S = 25.0
 """How long to try to set a requeued job's excluded nodes: Slurm refuses until it has begun to end the job."""
 
 SLURM_PATIENCE_S = 24 * 3600.0
-"""How long to wait for a controller that does not answer, with a job to be put back into the queue: as long as it may be
-mended; meanwhile nobody else can end the job, or use its nodes."""
+"""How long to wait for a controller that does not answer, with a job to be put back into the queue: as long as it may take
+to mend it. Where it is away for this node alone, it starts the job elsewhere, which is seen once it answers."""
+
+ENDED_BY_USER: Mapping[Cause, str] = {"cancelled": "cancelled by the user", "stop asked": "stopped by the user"}
+"""Why a run does not go on, though it was to, in words."""
 
 _EXIT_CODES = {
     "finished": exit_codes.FINISHED,
@@ -62,7 +65,7 @@ class Conclusion:
     decision: Decision
     reason: str
     is_slurm_away: bool = False
-    """Whether the controller did not answer."""
+    """Whether the controller did not answer, or needed not be asked."""
 
     @property
     def exit_code(self) -> int:
@@ -294,7 +297,7 @@ def _go(assignment: Assignment, conclusion: Conclusion) -> None:
     assert allocation is not None  # noqa: S101  `leave` looked
     is_back, cause = _ask_again(assignment)
     if cause is not None:
-        _end_here(assignment, conclusion, _ENDED[cause], cause=cause)
+        _end_here(assignment, conclusion, ENDED_BY_USER[cause], cause=cause)
         return
     match decision.next:
         case "successor" if not is_back:
@@ -320,10 +323,6 @@ def _requeue(assignment: Assignment) -> None:
     except ConfigError:
         if not _ask_again(assignment)[0]:
             raise
-
-
-_ENDED: Mapping[Cause, str] = {"cancelled": "cancelled by the user", "stop asked": "stopped by the user"}
-"""Why a run does not go back, though it was to, in words."""
 
 
 def _ask_again(assignment: Assignment) -> tuple[bool, Cause | None]:

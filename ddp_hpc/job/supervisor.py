@@ -22,7 +22,7 @@ from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import Housing
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.job import predecessors
-from ddp_hpc.job.aftermath import attempts_since_submit, conclude, has_worked, leave
+from ddp_hpc.job.aftermath import ENDED_BY_USER, attempts_since_submit, conclude, has_worked, leave
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.housing import housing_of, moved
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
@@ -76,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         allocation = read_allocation(os.environ) if is_for_slurm else None
         lock_fds = _take(run, allocation)
         word = _users_word(run, allocation)
-        if word is not None:
-            _note_unbegun(run, allocation, cause=word, reason=f"{_SAID[word]} before it came back")
-            return exit_codes.STOPPED
         run.stop_request.unlink(missing_ok=True)
+        if word is not None:
+            _note_unbegun(run, allocation, cause=word, reason=f"{ENDED_BY_USER[word]} before it came back")
+            return exit_codes.STOPPED
         try:
             spec = load_resolved(run.config)
             _set_variables(spec.environ)
@@ -136,9 +136,6 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
         raise ConfigError(f"{run.path} is being worked on by another process.")
     sys.stderr.write(f"note: attempt {newest.attempt} still breathes on {newest.host}; it is fenced off\n")
     return []
-
-
-_SAID: Mapping[Cause, str] = {"cancelled": "cancelled by the user", "stop asked": "stopped by the user"}
 
 
 def _users_word(run: RunDir, allocation: Allocation | None) -> Cause | None:

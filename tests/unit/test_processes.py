@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -33,6 +35,28 @@ def test_cpus_are_dealt_out_or_shared_where_there_are_too_few(
     num_cpus: int, num_workers: int, cpus_per_worker: int | None, shares: list[tuple[int, ...]]
 ) -> None:
     assert share_cpus(range(num_cpus), num_workers, cpus_per_worker) == shares
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_gives_them_to_everybody(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    assert None not in {take_lock(tmp_path / "lock"), take_lock(tmp_path / "lock")}
+
+
+def test_another_fault_of_a_lock_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    with pytest.raises(OSError, match="Input/output error"):
+        take_lock(tmp_path / "lock")
 
 
 def test_a_lock_is_held_once(tmp_path: Path) -> None:

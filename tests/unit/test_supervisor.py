@@ -137,6 +137,7 @@ def test_what_the_user_said_while_a_job_was_on_its_way_back_holds(
 
     last = read_attempts(run)[-1]
     assert (last.attempt, last.ending, last.cause, last.next) == (1, ending, cause, "")
+    assert not run.stop_request.exists()  # heeded once: who requeues the job by hand now wants it to go on
     assert slurm.orders() == []
 
 

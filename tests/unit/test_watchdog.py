@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc import exit_codes
+from tests.made_run import make_run
+
 PATIENCE_S = 100.0
 
 BEGIN = """
@@ -145,3 +148,29 @@ def test_feeding_again_at_once_is_no_work(log: Path) -> None:
 
     assert code == 1
     assert "in feed" in log.read_text() or "in <module>" in log.read_text()
+
+
+SLOW_JOIN = """
+import os, sys, time
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.train import worker
+
+def join(*_):
+    time.sleep(4.0)
+    raise ConfigError("the others have come")
+
+worker._join = join
+environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+os._exit(worker.main(sys.argv[1], environ, attempt=0))
+"""
+
+
+def test_who_waits_for_others_to_start_is_not_bitten(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: digits\nrestart: {hang_timeout_s: 1}\n")
+
+    done = subprocess.run([sys.executable, "-c", SLOW_JOIN, str(run.path)], capture_output=True, text=True, check=False)
+
+    assert done.returncode == exit_codes.REFUSED, done.stderr
+    assert "the others have come" in run.rank_log(0, 0).read_text()
