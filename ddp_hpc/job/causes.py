@@ -71,7 +71,8 @@ def _by_slurm(evidence: Evidence) -> Cause | None:
     """Return what Slurm is doing to the job, if it is ending it.
 
     A job that ends is COMPLETING to scontrol, whatever the reason. Where it comes back, its count of restarts has
-    risen; else only a time limit and a lost node leave a reason, and only a preemption its time (measured: 22.05, 24.11).
+    risen; else only a time limit leaves a reason, and only a preemption its time (measured: 22.05, 24.11). That a lost
+    node leaves one, too, is from Slurm's source (job_mgr.c); on 22.05 such a job was seen not to be taken for cancelled.
     """
     job = evidence.job
     if job is None:
