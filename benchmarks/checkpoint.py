@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, compared, judge, run_rounds, shown
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.durable import fsync_path
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
@@ -110,7 +110,7 @@ class Workbench:
     def ours(self, *, is_pruning: bool) -> Mapping[str, float]:
         """Save as the loop does, and wait until it is committed."""
         self._clean()
-        checkpoint_store.claim(self._run, 0)
+        ownership.claim(self._run, 0)
         if is_pruning:
             self._save()
             os.sync()

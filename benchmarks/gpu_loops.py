@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 from benchmarks.rounds import Row, Samples, run_rounds
-from ddp_hpc import checkpoint_store
+from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, DataSpec, LrScheduleSpec, OptimizerSpec, RunSpec, TrainSpec
 from ddp_hpc.train import loop, process_group, training_state
@@ -210,7 +210,7 @@ class OurLoop:
             checkpoint=CheckpointSpec(every_steps=None, keep_last=1),
         )
         run = RunDir(path)
-        checkpoint_store.claim(run, 0)
+        ownership.claim(run, 0)
         recipe = replace(case.recipe(), train_data=case.data, eval_data=None)
         self.training = prepare(self._spec, recipe, run, group, attempt=0, stop=StopFlag(run.stop_request))
         self.training.total_steps = 0

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, added, compared, judge, run_rounds, shown
-from ddp_hpc import checkpoint_store
+from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, LogSpec, LrScheduleSpec, RunSpec, TrainSpec
 from ddp_hpc.train import loop as our_loop
@@ -182,7 +182,7 @@ def _log_file(run: RunDir) -> Iterator[None]:
 
 
 def _training(run: RunDir) -> Training:
-    checkpoint_store.claim(run, 0)
+    ownership.claim(run, 0)
     spec = RunSpec(
         name="run",
         runs_dir=str(run.path.parent),

@@ -2,11 +2,8 @@
 
 A checkpoint is a directory `step-00001234` with one safetensors file a writing rank and a `manifest.json` that has every
 file's size and checksum, and its own. It is written beside, flushed, and published by one rename, so that it is either
-committed or does not exist. Nothing here knows of tensors as anything but bytes, so readers need no torch.
-
-Each attempt writes in a directory of its own, `attempt-3.writing`, which it makes when it claims the run and which the
-next to claim it takes away. So an attempt that a cluster believes dead, but that breathes still, can publish nothing
-any more: the rename finds nothing to rename. No lock is needed, which not every file system would keep.
+committed or does not exist; and where the attempt that owns the run may write, and nobody else (`ownership`). Nothing
+here knows of tensors as anything but bytes, so readers need no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,15 +21,14 @@ from typing import Any
 
 import xxhash
 
-from ddp_hpc.durable import fsync_path, output_at
+from ddp_hpc.durable import delete_directory, fsync_path, output_at
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError
-from ddp_hpc.records import newest_attempt
+from ddp_hpc.ownership import claim_again, claim_path
 from ddp_hpc.run_dir import RunDir
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _COMMITTED = re.compile(r"step-(\d{8,})")
-_CLAIM = re.compile(r"attempt-(\d+)\.writing")
 _CHUNK_BYTES = 8 << 20
 
 
@@ -89,114 +84,12 @@ def checkpoint_path(run: RunDir, step: int) -> Path:
 
 def staging_path(run: RunDir, step: int, attempt: int) -> Path:
     """Where a checkpoint is written before it is committed."""
-    return _claim_path(run, attempt) / f"step-{step:08d}"
-
-
-def _claim_path(run: RunDir, attempt: int) -> Path:
-    return run.checkpoints / f"attempt-{attempt}.writing"
+    return claim_path(run, attempt) / f"step-{step:08d}"
 
 
 def shard_name(rank: int, world_size: int) -> str:
     """Name the file that `rank` writes."""
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-# --- owning the run --------------------------------------------------------------------------------------------------
-
-
-def claim(run: RunDir, attempt: int) -> list[str]:
-    """Make `attempt` the only one that can commit from now on; return what was taken away from older ones.
-
-    Raises:
-        FencedError: where another process has claimed the run for the same or a newer attempt.
-    """
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        _claim_path(run, attempt).mkdir()
-        remove_leftovers(run)
-        return _oust_older(run, attempt)
-    raise FencedError(f"Attempt {attempt} of {run.name} has been begun by another job, so this one gives way.")
-
-
-def next_attempt(run: RunDir) -> int:
-    """Return one more than any before; one that was killed before it wrote into the ledger has only its claim."""
-    return 1 + max([newest_attempt(run), *claims(run)])
-
-
-def _oust_older(run: RunDir, attempt: int) -> list[str]:
-    """Take away what older attempts have made; give way where a newer one is there."""
-    removed = []
-    for older in claims(run):
-        if older < attempt:
-            with suppress(FileNotFoundError):  # others may be at it as well
-                removed += sorted(path.name for path in _claim_path(run, older).iterdir())
-            _delete(_claim_path(run, older))
-    if max(claims(run), default=attempt) > attempt:
-        _delete(_claim_path(run, attempt))
-        raise FencedError(f"A newer attempt of {run.name} than {attempt} has begun, so this one gives way.")
-    return removed
-
-
-def is_ousted(run: RunDir, attempt: int) -> bool:
-    """Tell whether a newer attempt has claimed the run since `attempt` did.
-
-    A claim that is gone while nothing newer is there was swept away by somebody who cleared up, or cannot be seen at the
-    moment: then the run is nobody else's.
-    """
-    return not _claim_path(run, attempt).is_dir() and not _is_newest(run, attempt)
-
-
-def _is_newest(run: RunDir, attempt: int) -> bool:
-    return max([newest_attempt(run), *claims(run)]) <= attempt
-
-
-def open_staging(run: RunDir, step: int, attempt: int) -> Path:
-    """Make the directory that a checkpoint is written to, and return it.
-
-    Raises:
-        FencedError: where a newer attempt has claimed the run.
-    """
-    staging = staging_path(run, step, attempt)
-    try:
-        staging.mkdir(exist_ok=True)
-    except FileNotFoundError:
-        _claim_again(run, attempt)
-        staging.mkdir(exist_ok=True)
-    return staging
-
-
-def _claim_again(run: RunDir, attempt: int) -> None:
-    """Make a claim again that was swept away. A newer attempt sees it and takes it away, or is seen, whoever is first."""
-    _claim_path(run, attempt).mkdir(parents=True, exist_ok=True)
-    if not _is_newest(run, attempt):
-        _delete(_claim_path(run, attempt))
-        raise FencedError(f"{run.name} was taken over by another attempt.")
-
-
-def release(run: RunDir, attempt: int) -> None:
-    """Give up the claim of an attempt that is the last for now."""
-    _delete(_claim_path(run, attempt))
-
-
-def claims(run: RunDir) -> list[int]:
-    """Return the attempts that have claimed the run and were not ousted, oldest first; killed ones too."""
-    try:
-        names = [path.name for path in run.checkpoints.iterdir()]
-    except FileNotFoundError:
-        return []
-    matches = (_CLAIM.fullmatch(name) for name in names)
-    return sorted(int(match.group(1)) for match in matches if match)
-
-
-def _delete(path: Path) -> None:
-    """Delete a directory, if nobody else does at this moment.
-
-    It begins with a rename, so that nobody takes a half-deleted one for whole, to a name that is nobody else's.
-    """
-    away = path.with_name(f"{path.name}.{os.urandom(4).hex()}.deleted.tmp")
-    with suppress(FileNotFoundError):
-        path.rename(away)
-        shutil.rmtree(away, ignore_errors=True)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -247,6 +140,21 @@ def _begin_flushing(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def open_staging(run: RunDir, step: int, attempt: int) -> Path:
+    """Make the directory that a checkpoint is written to, and return it.
+
+    Raises:
+        FencedError: where a newer attempt has claimed the run.
+    """
+    staging = staging_path(run, step, attempt)
+    try:
+        staging.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        claim_again(run, attempt)
+        staging.mkdir(exist_ok=True)
+    return staging
+
+
 def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
     """Publish the shards in `staging` as a checkpoint; call once all of them are on the disk.
 
@@ -289,14 +197,6 @@ def set_aside(path: Path) -> Path:
     raise CorruptCheckpointError(f"{path} does not verify and cannot be set aside. Remove its `.corrupt-*` siblings.")
 
 
-def remove_leftovers(run: RunDir) -> list[str]:
-    """Delete what killed writers and deleters left half-done; the caller is the run's only writer."""
-    leftovers = sorted(path for path in run.checkpoints.glob("*.tmp") if path.is_dir())
-    for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in leftovers]
-
-
 def prune(run: RunDir, *, keep_last: int, keep_best: int, metric: str, lowest_is_best: bool) -> list[int]:
     """Delete all but the newest `keep_last` and the best `keep_best` checkpoints; return the deleted steps.
 
@@ -308,7 +208,7 @@ def prune(run: RunDir, *, keep_last: int, keep_best: int, metric: str, lowest_is
         kept |= set(_best_steps(run, steps, metric=metric, lowest_is_best=lowest_is_best)[:keep_best])
     doomed = [step for step in steps if step not in kept]
     for step in doomed:
-        _delete(checkpoint_path(run, step))
+        delete_directory(checkpoint_path(run, step))
     return doomed
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
         beside.unlink(missing_ok=True)
     if durable:
         fsync_path(path.parent)
+
+
+def delete_directory(path: Path) -> None:
+    """Delete a directory, if nobody else does at this moment.
+
+    It begins with a rename, so that nobody takes a half-deleted one for whole, to a name that is nobody else's.
+    """
+    away = path.with_name(f"{path.name}.{os.urandom(4).hex()}.deleted.tmp")
+    with suppress(FileNotFoundError):
+        path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.checkpoint_store import Manifest, TensorEntry
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.records import Progress, WorkerFailure, record_end, record_start, write_progress
@@ -82,7 +82,7 @@ def add_log(run: RunDir, text: str, *, attempt: int = 0, rank: int = 0) -> Path:
 
 def add_checkpoint(run: RunDir, step: int, **metrics: float) -> Path:
     """Commit a checkpoint of one tensor, four bytes that hold the step, by an attempt that then ends."""
-    checkpoint_store.claim(run, 0)
+    ownership.claim(run, 0)
     staging = checkpoint_store.staging_path(run, step, 0)
     staging.mkdir()
     body = step.to_bytes(4, "little")
@@ -90,5 +90,5 @@ def add_checkpoint(run: RunDir, step: int, **metrics: float) -> Path:
     shard = checkpoint_store.write_shard(staging / checkpoint_store.shard_name(0, 1), [header, body])
     manifest = Manifest(step=step, world_size=1, shards=(shard,), state={"step": step}, metrics=metrics)
     path = checkpoint_store.commit(run, staging, manifest)
-    checkpoint_store.release(run, 0)
+    ownership.release(run, 0)
     return path

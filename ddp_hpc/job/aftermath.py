@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from ddp_hpc import checkpoint_store, exit_codes, requeue
+from ddp_hpc import checkpoint_store, exit_codes, ownership, requeue
 from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job import stacks
@@ -110,7 +110,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     if cause == "stop asked":
         run.stop_request.unlink(missing_ok=True)  # it is done: the next start of the job is somebody's own wish
     if not decision.next and cause != "fenced":
-        checkpoint_store.release(run, attempt)
+        ownership.release(run, attempt)
     return conclusion
 
 
@@ -144,7 +144,7 @@ def _refusing_nodes(assignment: Assignment, failure: WorkerFailure | None) -> tu
 
 def _evidence(assignment: Assignment, attempt: int, outcome: Outcome) -> Evidence:
     run, spec, allocation = assignment.run, assignment.spec, assignment.allocation
-    owns_run = not checkpoint_store.is_ousted(run, attempt) and outcome.code != exit_codes.FENCED
+    owns_run = not ownership.is_ousted(run, attempt) and outcome.code != exit_codes.FENCED
     is_clear = outcome.code == exit_codes.FINISHED or not owns_run  # Slurm, which may not even answer, adds nothing
     job = None if is_clear else _job(assignment)
     restart = allocation.restart_count if allocation else 0

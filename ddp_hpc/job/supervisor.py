@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddp_hpc import checkpoint_store, exit_codes, processes
+from ddp_hpc import checkpoint_store, exit_codes, ownership, processes
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import Housing
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
@@ -154,7 +154,7 @@ def _users_word(run: RunDir, allocation: Allocation | None) -> Cause | None:
 
 def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, reason: str) -> None:
     """Write down an attempt that was not even begun."""
-    attempt = checkpoint_store.next_attempt(run)
+    attempt = ownership.next_attempt(run)
     record_start(run, attempt=attempt, job_id=_job_id(allocation), job=_facts(allocation))
     ending = TABLE[cause].ending
     code = exit_codes.REFUSED if ending == "refused" else exit_codes.STOPPED
@@ -242,8 +242,8 @@ def _begin(assignment: Assignment, image: str) -> int:
         FencedError: where somebody else has claimed it.
     """
     run, allocation = assignment.run, assignment.allocation
-    attempt = checkpoint_store.next_attempt(run)
-    for name in checkpoint_store.claim(run, attempt):
+    attempt = ownership.next_attempt(run)
+    for name in ownership.claim(run, attempt):
         sys.stderr.write(f"note: removed {name}, which a killed writer left\n")
     if read_stop_request(run) is None:
         run.stop_request.unlink(missing_ok=True)  # the supervisor's own, of the attempt before

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from ddp_hpc import checkpoint_store, exit_codes, processes
+from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.job import children
 from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import Meeting
@@ -207,7 +207,7 @@ class ByTasks:
     def stop(self) -> None:
         """Tell them by the signal that srun passes on, and by the file that rank zero looks for."""
         with suppress(OSError):  # a full disk: the signal tells them, too
-            if not checkpoint_store.is_ousted(self._run, self._attempt):  # else the file would tell a newer attempt
+            if not ownership.is_ousted(self._run, self._attempt):  # else the file would tell a newer attempt
                 ask_to_stop(self._run, by="supervisor")
         processes.tell_to_stop([self._process.pid])
 

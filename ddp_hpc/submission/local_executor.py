@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hpc import checkpoint_store, exit_codes, processes
+from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
 from ddp_hpc.records import Attempt, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
 from ddp_hpc.run_dir import RunDir
@@ -57,7 +57,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
         return Submission(run, "finished", newest_attempt(run))
     notes = tuple(look_at_image(spec, run, import_paths, os.environ, is_for_slurm=False))
     make_run_dir(run, resolved_text, is_new=is_new)
-    attempt = checkpoint_store.next_attempt(run)
+    attempt = ownership.next_attempt(run)
     supervisor = _start_supervisor(run, import_paths)
     ended = _await_training(run, attempt, supervisor)
     if ended is not None and ended.exit_code == exit_codes.REFUSED:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc import checkpoint_store, processes, requeue
+from ddp_hpc import ownership, processes, requeue
 from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
 from ddp_hpc.records import (
@@ -111,7 +111,7 @@ def submit(
     run, notes = prepare(resolved_text, spec, import_paths=import_paths, environ=environ)
     with _nothing_left_of_new(run, is_new=is_new):
         notes += [*_notes_on_restarts(run, spec, environ), *reality.check(spec, run, environ)]
-        attempt = checkpoint_store.next_attempt(run)
+        attempt = ownership.next_attempt(run)
         job = QueuedJob(job_id=_send(run, environ), attempt=attempt, at=time.time(), since=attempt)
     write_queued_job(run, job)
     return Submission(run, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))

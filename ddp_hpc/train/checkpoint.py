@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import ddp_hpc
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.checkpoint_store import Manifest, RawTensor, ShardRecord, TensorEntry
 from ddp_hpc.errors import CheckpointError, CorruptCheckpointError
 from ddp_hpc.run_dir import RunDir
@@ -188,7 +188,7 @@ class Checkpointer:
 
     def _newest_that_holds(self) -> tuple[Manifest, dict[str, RawTensor]] | None:
         self._run.checkpoints.mkdir(parents=True, exist_ok=True)
-        for name in checkpoint_store.remove_leftovers(self._run):
+        for name in ownership.remove_leftovers(self._run):
             log.info("removed %s, which a killed writer left", name)
         for step in reversed(checkpoint_store.committed_steps(self._run)):
             path = checkpoint_store.checkpoint_path(self._run, step)

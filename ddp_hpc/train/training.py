@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import ownership
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
@@ -121,7 +121,7 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         order=order,
         total_steps=total_steps,
         base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
-        meetings=Meetings(group, stop, is_ousted=partial(checkpoint_store.is_ousted, run, attempt)),
+        meetings=Meetings(group, stop, is_ousted=partial(ownership.is_ousted, run, attempt)),
         checkpointer=Checkpointer(run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         journal=journal,

@@ -16,7 +16,10 @@ import psutil
 import pytest
 
 from ddp_hpc import processes
-from ddp_hpc.checkpoint_store import claim, claims, committed_steps
+from ddp_hpc.checkpoint_store import (
+    committed_steps,
+)
+from ddp_hpc.ownership import claim, claims
 from ddp_hpc.records import first_failure, read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import read_status

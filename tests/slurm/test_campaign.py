@@ -59,7 +59,7 @@ def submit(login: LoginNode, name: str, *words: str, timeout: float = 300) -> Ru
     return login.run(name)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("fault", "how"), CELLS, ids=IDS)
 def test_a_run_survives(
     cluster: Cluster, login: LoginNode, unbroken: Callable[[str], RunDir], fault: str, how: How

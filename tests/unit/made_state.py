@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import rng
@@ -99,8 +99,8 @@ def make_checkpointers(
     **keep: Any,
 ) -> list[Checkpointer]:
     """Return the checkpointers of all ranks of one attempt, which claims the run if it has not yet."""
-    if attempt not in checkpoint_store.claims(run):
-        checkpoint_store.claim(run, attempt)
+    if attempt not in ownership.claims(run):
+        ownership.claim(run, attempt)
     store = HashStore()
     return [
         Checkpointer(

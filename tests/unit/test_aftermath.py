@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import checkpoint_store, exit_codes
+from ddp_hpc import exit_codes, ownership
 from ddp_hpc.job import aftermath, predecessors
 from ddp_hpc.job.aftermath import conclude, leave
 from ddp_hpc.job.assignment import Assignment, Outcome
@@ -60,8 +60,8 @@ class Supervised:
 
     def begin(self, *, restart: int = 0) -> int:
         """Begin one more attempt, as the supervisor does; return its number."""
-        attempt = checkpoint_store.next_attempt(self.run)
-        checkpoint_store.claim(self.run, attempt)
+        attempt = ownership.next_attempt(self.run)
+        ownership.claim(self.run, attempt)
         record_start(self.run, attempt=attempt, job_id="7", job=JobFacts(nodes=NODES, restart=restart))
         if read_queued_job(self.run) is None:
             write_queued_job(self.run, QueuedJob(job_id="7", attempt=attempt, at=0.0, since=attempt))
@@ -117,7 +117,7 @@ def test_a_finished_run_is_done_and_nobody_owns_it_any_more(supervised: Make) ->
 
     assert (one.last.ending, one.last.cause, one.last.next) == ("finished", "finished", "")
     assert one.run.done.exists()
-    assert checkpoint_store.claims(one.run) == []
+    assert ownership.claims(one.run) == []
     assert concluded.exit_code == 0
     assert one.slurm.orders() == []
 
@@ -129,7 +129,7 @@ def test_a_worker_that_was_killed_is_its_nodes_failure(supervised: Make) -> None
 
     assert (one.last.cause, one.last.next, one.last.failed_nodes) == ("worker crashed", "in place", ("node2",))
     assert one.last.reason == "rank 1 on node1: killed by SIGKILL"
-    assert checkpoint_store.claims(one.run) == [0]  # until the next attempt takes it over
+    assert ownership.claims(one.run) == [0]  # until the next attempt takes it over
 
 
 def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
@@ -152,7 +152,7 @@ def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervise
     first, second = read_attempts(one.run)
     assert (first.ending, first.cause) == ("fenced", None)
     assert second.ending is None
-    assert checkpoint_store.claims(one.run) == [newer]
+    assert ownership.claims(one.run) == [newer]
     assert concluded.exit_code == exit_codes.FENCED
 
 

@@ -28,7 +28,6 @@ from ddp_hpc.checkpoint_store import (
     prune,
     read_manifest,
     read_tensors,
-    remove_leftovers,
     set_aside,
     shard_header,
     shard_name,
@@ -37,6 +36,7 @@ from ddp_hpc.checkpoint_store import (
     write_shard,
 )
 from ddp_hpc.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from ddp_hpc.ownership import remove_leftovers
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.train import rng
 from ddp_hpc.train.checkpoint import SaveResult

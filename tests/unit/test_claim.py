@@ -13,18 +13,15 @@ from ddp_hpc import exit_codes
 from ddp_hpc.checkpoint_store import (
     Manifest,
     checkpoint_path,
-    claim,
-    claims,
     commit,
     committed_steps,
-    is_ousted,
     open_staging,
-    release,
     staging_path,
     verify,
     write_shard,
 )
 from ddp_hpc.errors import FencedError
+from ddp_hpc.ownership import claim, claims, is_ousted, release
 from ddp_hpc.records import record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.train.checkpoint import SaveResult

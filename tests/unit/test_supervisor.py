@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import checkpoint_store, exit_codes
+from ddp_hpc import exit_codes, ownership
 from ddp_hpc.job import supervisor
 from ddp_hpc.records import (
     End,
@@ -35,7 +35,7 @@ def test_a_disk_without_room_for_an_attempt_is_told_in_a_line(
     def claim(run: RunDir, attempt: int) -> list[str]:
         raise OSError(errno.ENOSPC, "No space left on device", str(run.checkpoints))
 
-    monkeypatch.setattr(checkpoint_store, "claim", claim)
+    monkeypatch.setattr(ownership, "claim", claim)
     run = make_run(tmp_path)
 
     with signals_held_back():
