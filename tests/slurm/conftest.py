@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import USER, Cluster, booted, why_not
+from tests.slurm.faulty_runs import RECIPE
 from tests.slurm.runs import LoginNode
 
 
@@ -55,3 +56,10 @@ def shared_dir(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
 def login(cluster: Cluster, shared_dir: Path) -> LoginNode:
     """Return the head, with a configuration to submit in a fresh directory."""
     return LoginNode(cluster, shared_dir)
+
+
+@pytest.fixture
+def place(login: LoginNode) -> LoginNode:
+    """Return the head, with a recipe that fails as it is told to beside the configuration."""
+    login.add_recipe(RECIPE)
+    return login

@@ -21,8 +21,7 @@ from ddp_hpc.records import read_attempts
 from tests.slurm import apptainer
 from tests.slurm.apptainer import PYTHON_INSIDE, Apptainer, NoApptainerError
 from tests.slurm.cluster import USER, Cluster
-from tests.slurm.runs import SMALL, LoginNode, world
-from tests.slurm.test_survival import (
+from tests.slurm.faulty_runs import (
     FAULTY,
     MAY_LOSE,
     RECIPE,
@@ -32,6 +31,7 @@ from tests.slurm.test_survival import (
     await_step,
     slow_file,
 )
+from tests.slurm.runs import SMALL, LoginNode, world
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import pytest
 
 from ddp_hpc.rendezvous.ports import candidate_ports
 from tests.slurm.cluster import Cluster
+from tests.slurm.faulty_runs import FAULTY, RECIPE, await_done, await_first_end, await_step, slow_file
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
-from tests.slurm.test_survival import FAULTY, RECIPE, await_done, await_first_end, await_step, slow_file
 
 
 def test_digits_train_on_two_nodes_to_the_bits_of_the_local_run_over_the_fast_network(
