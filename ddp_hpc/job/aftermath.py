@@ -14,7 +14,7 @@ from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job import stacks
 from ddp_hpc.job.assignment import Assignment, Outcome
-from ddp_hpc.job.causes import CAUSES_BY_REASON, Evidence, cause_of
+from ddp_hpc.job.causes import Evidence, cause_of, is_cancelled, is_ending
 from ddp_hpc.job.predecessors import accounted_end, nodes_to_spare
 from ddp_hpc.records import (
     Attempt,
@@ -33,7 +33,7 @@ from ddp_hpc.records import (
 )
 from ddp_hpc.requeue import Decision, Situation
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm import client
 from ddp_hpc.slurm.queries import JobRecord, is_lost
 
 EXCLUDE_PATIENCE_S = 25.0
@@ -161,12 +161,12 @@ def _evidence(assignment: Assignment, attempt: int, outcome: Outcome) -> Evidenc
         restart=restart,
         job=job,
     )
+    if evidence.is_for_accounting:
+        evidence = replace(evidence, accounted_as=_accounted_end(assignment))
     if outcome.code in (exit_codes.FINISHED, exit_codes.STOPPED) or job is None:
         return evidence
     lost = [node for node, state in client.node_states(assignment.environ, assignment.nodes).items() if is_lost(state)]
-    newest = read_attempts(run)[-1]
-    said = accounted_end(newest, assignment.environ) if evidence.is_requeued_by_slurm else ""
-    return replace(evidence, lost_nodes=sorted({*evidence.lost_nodes, *lost}), accounted_as=said)
+    return replace(evidence, lost_nodes=sorted({*evidence.lost_nodes, *lost}))
 
 
 def _job(assignment: Assignment) -> JobRecord | None:
@@ -177,6 +177,10 @@ def _job(assignment: Assignment) -> JobRecord | None:
         return client.job(assignment.allocation.job_id, assignment.environ)
     except (ConfigError, SlurmUnavailableError):
         return None
+
+
+def _accounted_end(assignment: Assignment) -> str:
+    return accounted_end(read_attempts(assignment.run)[-1], assignment.environ)
 
 
 def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
@@ -339,9 +343,10 @@ def _ask_again(assignment: Assignment) -> tuple[bool, Cause | None]:
         return True, None
     if read_stop_request(assignment.run) == "end":
         return False, "stop asked"
-    is_ending = job is not None and states.word(job.state) in {"ending", "cancelled"}
-    is_slurms = job is not None and (job.reason in CAUSES_BY_REASON or job.preempted_at is not None)
-    return False, "cancelled" if is_ending and not is_slurms else None
+    if job is None or not is_ending(job):
+        return False, None
+    said = "" if job.preempted_at is None else _accounted_end(assignment)
+    return False, "cancelled" if is_cancelled(job, said) else None
 
 
 def _end_here(assignment: Assignment, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:

@@ -36,12 +36,22 @@ class Evidence:
     job: JobRecord | None = None
     """The job, as Slurm knows it now; None without Slurm, or where it does not answer."""
     accounted_as: str = ""
-    """The state in which accounting saw this start of the job end; empty where it does not say."""
+    """The state in which accounting saw this start of the job end; empty where it does not say, or was not asked."""
 
     @property
     def is_requeued_by_slurm(self) -> bool:
         """Whether the job is in the queue again, by nothing that we did."""
         return self.job is not None and (self.job.restarts or 0) > self.restart
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether Slurm has begun to take the job's nodes away."""
+        return self.job is not None and self.job.preempted_at is not None
+
+    @property
+    def is_for_accounting(self) -> bool:
+        """Whether accounting alone knows why the job ends: scontrol says that it is back, or ends, whatever the reason."""
+        return self.is_requeued_by_slurm or (self.is_preempted and is_ending(self.job))
 
 
 _BY_STATE: Mapping[states.State, Cause] = {
@@ -81,10 +91,23 @@ def _by_slurm(evidence: Evidence) -> Cause | None:
         return _BY_ACCOUNT.get(
             states.word(evidence.accounted_as), "node failed" if evidence.lost_nodes else "requeue asked"
         )
-    state = states.word(job.state)
-    if state not in {"ending", "cancelled"}:
-        return _BY_STATE.get(state)
-    return CAUSES_BY_REASON.get(job.reason, "cancelled" if job.preempted_at is None else "preempted")
+    if not is_ending(job):
+        return _BY_STATE.get(states.word(job.state))
+    if is_cancelled(job, evidence.accounted_as):
+        return "cancelled"
+    return CAUSES_BY_REASON.get(job.reason, "preempted")
+
+
+def is_ending(job: JobRecord | None) -> bool:
+    """Tell whether a job is being ended, or cancelled."""
+    return job is not None and states.word(job.state) in {"ending", "cancelled"}
+
+
+def is_cancelled(job: JobRecord, accounted_as: str) -> bool:
+    """Tell whether the user has cancelled a job that did not come back; in the grace of a preemption, only accounting knows."""
+    if not is_ending(job) or job.reason in CAUSES_BY_REASON:
+        return False
+    return job.preempted_at is None or states.word(accounted_as) == "cancelled"
 
 
 def _by_request(evidence: Evidence) -> Cause | None:
@@ -93,7 +116,7 @@ def _by_request(evidence: Evidence) -> Cause | None:
         return "refused"
     if evidence.stop_request is not None:
         return "stop asked" if evidence.stop_request == "end" else "requeue asked"
-    if evidence.job is not None and evidence.job.preempted_at is not None:
+    if evidence.is_preempted:
         return "preempted"
     if evidence.is_out_of_time:
         return "time limit"

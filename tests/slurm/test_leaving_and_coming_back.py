@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -162,6 +163,24 @@ def test_a_cancelled_run_never_comes_back(cluster: Cluster, place: LoginNode, wh
     place.await_state("gone", "cancelled")
 
 
+@pytest.mark.campaign
+def test_a_run_that_is_cancelled_while_it_is_preempted_never_comes_back(cluster: Cluster, place: LoginNode) -> None:
+    asked = [*FAULTY, *world(2, 1), "slurm.partition=low", "slurm.nodelist=node[1-2]"]
+    place.submit("gone", *asked, f"recipe.args.slow_while={slow_file(place)}")
+    await_step(place, "gone")
+    signal_worker(cluster, "node2", "19", place.run("gone"))  # else it would leave, and be back, at once
+    job = job_id(place, "gone")
+
+    rival = ["--nodelist=node[1-2]", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    cluster.run("sbatch", "--partition=high", *rival)
+    cluster.wait_for(lambda: record_of(cluster, job).preempted_at, 60)
+    cluster.run("scancel", job)
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 60)
+
+    assert [(one.cause, one.next) for one in attempts(place, "gone")] == [("cancelled", "")]
+    place.await_state("gone", "cancelled")
+
+
 def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluster, place: LoginNode) -> None:
     slow = slow_file(place)
     cluster.reconfig(AuthInfo="cred_expire=120")  # Slurm's default: a requeued job waits as long
@@ -192,10 +211,7 @@ def test_a_requeued_job_that_is_hastened_at_once_begins_every_time(cluster: Clus
     number = cluster.run("sbatch", *options, cwd=place.folder).stdout.strip()
     queued = QueuedJob(job_id=number, attempt=1, at=0.0, since=0)
 
-    def job() -> JobRecord:
-        told = parse_job(cluster.run("scontrol", "--oneliner", "show", "job", number).stdout)
-        assert told is not None
-        return told
+    job = partial(record_of, cluster, number)
 
     def is_hastened() -> bool:
         change = hastening(queued, job(), time.time())
@@ -209,3 +225,9 @@ def test_a_requeued_job_that_is_hastened_at_once_begins_every_time(cluster: Clus
         cluster.wait_for(lambda: is_hastened() or job().state in {"RUNNING", "FAILED"}, 60)
         cluster.wait_for(lambda: job().state in {"RUNNING", "FAILED"}, 60)
         assert (job().state, job().restarts) == ("RUNNING", restarts)
+
+
+def record_of(cluster: Cluster, job: str) -> JobRecord:
+    told = parse_job(cluster.run("scontrol", "--oneliner", "show", "job", job).stdout)
+    assert told is not None
+    return told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,26 @@ def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_pree
 
     assert (concluded.cause, one.last.ending, one.last.next) == ("preempted", "cancelled", "")
     assert one.slurm.orders() == []
+
+
+@pytest.mark.parametrize(("accounted_as", "is_back"), [("CANCELLED by 1001", False), ("PREEMPTED", True)])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
+    supervised: Make, when: str, accounted_as: str, *, is_back: bool
+) -> None:
+    one = supervised()
+    cancelled = partial(one.slurm.knows_job, state="COMPLETING", preempted="2026-11-22T08:00:00")
+    one.slurm.accounts(accounted_as)
+    if when == "before":
+        cancelled()
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    cancelled()
+
+    leave(one.assignment, concluded)
+
+    assert one.last.cause == (concluded.cause if is_back else "cancelled")
+    assert one.last.next == ("requeue" if is_back else "")
+    assert bool(one.slurm.orders()) == is_back
 
 
 def test_a_run_that_its_user_stops_while_it_leaves_does_not_go_back(supervised: Make) -> None:

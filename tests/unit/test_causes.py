@@ -110,6 +110,20 @@ def test_a_count_of_restarts_that_has_risen_means_that_slurm_has_requeued_the_jo
     assert cause_of(found) == cause
 
 
+@pytest.mark.parametrize("code", [STOPPED, FAILED])
+@pytest.mark.parametrize(
+    ("accounted_as", "cause"),
+    [("CANCELLED by 1000", "cancelled"), ("PREEMPTED", "preempted"), ("RUNNING", "preempted"), ("", "preempted")],
+)
+def test_who_cancels_a_job_that_is_being_preempted_is_told_by_accounting_alone(
+    accounted_as: str, cause: Cause, code: int
+) -> None:
+    found = evidence(code, job=replace(ENDING, preempted_at=NOW - 3), accounted_as=accounted_as)
+
+    assert found.is_for_accounting
+    assert cause_of(found) == cause
+
+
 @pytest.mark.parametrize(
     ("accounted_as", "cause"), [("", "node failed"), ("RUNNING", "node failed"), ("PREEMPTED", "preempted")]
 )
