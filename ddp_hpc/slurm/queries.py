@@ -108,6 +108,8 @@ class JobRecord:
     """`code:signal`."""
     restarts: int | None = None
     """None where only the database knows the job: each start is a record of its own there."""
+    partition: str = ""
+    """Where it runs; of one that waits, all where it may."""
     nodes: str = ""
     batch_host: str = ""
     time_limit_min: float | None = None
@@ -146,6 +148,7 @@ def parse_job(text: str) -> JobRecord | None:
         reason=_something(fields.get("Reason", "")),
         exit_code=fields.get("ExitCode", ""),
         restarts=_integer(fields.get("Restarts", "")),
+        partition=_something(fields.get("Partition", "")),
         nodes=_something(fields.get("NodeList", "")),
         batch_host=_something(fields.get("BatchHost", "")),
         time_limit_min=minutes(fields.get("TimeLimit", "")),

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc import ownership, processes, requeue
+from ddp_hpc import ownership, processes
 from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
 from ddp_hpc.records import (
@@ -31,11 +31,10 @@ from ddp_hpc.records import (
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
-from ddp_hpc.slurm.nodes import Spared, spare_nodes
-from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
 from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
+from ddp_hpc.submission.hastening import hasten_job, spared_nodes
 from ddp_hpc.submission.image import look_at_image
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
 from ddp_hpc.submission.user_code import code_dir_of, module_in
@@ -52,16 +51,10 @@ def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str
         ConfigError: where the script cannot be made of this spec.
     """
     run = RunDir(spec.path)
-    spec = _avoiding(spec, _spared_nodes(run, spec, environ).left_out)
+    spec = _avoiding(spec, spared_nodes(run, spec, environ).left_out)
     return render(
         JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=_job_import_paths(spec, run, import_paths))
     )
-
-
-def _spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Spared:
-    """Return the nodes that the run's ledger remembers as failing, as far as the job can do without them."""
-    bad = requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
-    return spare_nodes(bad, spec, environ)
 
 
 def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
@@ -119,7 +112,7 @@ def submit(
 
 def _notes_on_restarts(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Say what the run's past means for its next job."""
-    spared = _spared_nodes(run, spec, environ)
+    spared = spared_nodes(run, spec, environ)
     if spared.left_out:
         yield f"avoids {', '.join(spared.left_out)}, where it failed before (forgotten after {spec.restart.forget_h} h)"
     if spared.told:
@@ -249,54 +242,10 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
     except SlurmUnavailableError:
         return  # it may be back soon; the job does not mind
     if job is not None and not states.has_ended(job.state):
-        _hasten(queued, job, environ)
+        hasten_job(run, queued, job, environ)
         return
     if _last_attempt(run, attempt) is None and read_queued_job(run) == queued:
         raise WorkerError(reality.silent_end(run, queued.job_id, job))
-
-
-def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
-    """Have the run's job begin now, if Slurm holds it back only because it was requeued a moment ago.
-
-    It does so for two minutes, usually (`cred_expire`); the job's own user may change that once it is pending.
-    """
-    queued = read_queued_job(run)
-    if queued is None:
-        return False
-    try:
-        job = client.job(queued.job_id, environ)
-    except SlurmUnavailableError:
-        return False
-    return job is not None and _hasten(queued, job, environ)
-
-
-_SAFE_AFTER_S = 2
-"""A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
-launch it: then Slurm fails the job for good (measured: 22.05, "Job credential revoked"). So Slurm holds requeued ones back."""
-
-
-def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
-    """Return what to change in a job so that it begins; nothing where there is nothing to do, or not yet.
-
-    First it may begin two seconds later; once these are over, it is told to begin, for Slurm looks seldom by itself.
-    """
-    if queued.attempt == queued.since or states.word(job.state) != "pending" or job.reason != "BeginTime":
-        return {}
-    wait_s = float("inf") if job.eligible_at is None else job.eligible_at - now
-    if wait_s > _SAFE_AFTER_S:
-        return {"StartTime": f"now+{_SAFE_AFTER_S}"}
-    return {"StartTime": "now"} if wait_s < 0 else {}
-
-
-def _hasten(queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
-    change = hastening(queued, job, time.time())
-    if not change:
-        return False
-    try:
-        client.update(queued.job_id, environ, **change)
-    except (ConfigError, SlurmUnavailableError):
-        return False
-    return True
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:

@@ -293,7 +293,7 @@ def _reason(state: State, seen: Observation) -> str:
 def _reason_by_slurm(state: State, seen: Observation, word: JobWord) -> str:
     """Return why a job waits, in words; or, of one that wrote nothing, what Slurm says of it."""
     if word.is_waiting:
-        return states.reason(word.reason)
+        return states.reason(word.reason) + _way_out(seen, word)
     if word.state is None:
         return (
             "" if word.problem or seen.has_begun else f"Slurm knows no job {word.job_id} any more, and it wrote nothing"
@@ -307,3 +307,11 @@ def _reason_by_slurm(state: State, seen: Observation, word: JobWord) -> str:
     if state == "running" and seen.silent_s is not None:
         return f"silent for {seen.silent_s:.0f} s, though Slurm says that it {states.phrase(word.state)}"
     return ""
+
+
+def _way_out(seen: Observation, word: JobWord) -> str:
+    """Return what the user may do about a job that waits for nodes that are gone while it leaves out others."""
+    is_short_of_nodes = word.reason.strip("(").startswith("ReqNodeNotAvail")
+    if not is_short_of_nodes or not any(attempt.failed_nodes for attempt in seen.attempts):
+        return ""
+    return f"; of the nodes it leaves out, having failed there, `ddp-hpc requeue {word.job_id} --now` lets in those it needs"

@@ -20,6 +20,7 @@ from ddp_hpc.records import read_attempts, read_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.samples import read_taken, used_twice
 from tests.slurm.cluster import USER, Cluster
+from tests.slurm.faulty_runs import node_is_down
 from tests.slurm.matrix import FAULTS, ORDER, How, try_cell
 from tests.slurm.runs import LoginNode
 from tests.slurm.survival_table import LAUNCHERS, add_row, read_results, write_results
@@ -100,10 +101,9 @@ def signal(name: str) -> Callable[[LoginNode, RunDir, str], None]:
 
 
 def take_node_away(login: LoginNode, run: RunDir, node: str) -> None:
-    """Cut its power for as long as it takes Slurm to notice."""
+    """Cut its power for as long as it takes Slurm to notice; the run may need it to go on, where others are left out."""
     login.cluster.kill(node)
-    attempts = len(read_attempts(run))
-    login.cluster.wait_for(lambda: len(read_attempts(run)) > attempts or run.done.exists(), 150)
+    login.cluster.wait_for(lambda: node_is_down(login.cluster, node), 150)
     login.cluster.boot(node)
 
 

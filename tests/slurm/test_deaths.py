@@ -157,6 +157,31 @@ def test_a_node_that_is_needed_is_not_left_out(cluster: Cluster, place: LoginNod
     assert not excluded_nodes(cluster, job_id(place, "all"))
 
 
+@pytest.mark.campaign
+def test_nodes_that_are_left_out_are_let_in_again_where_others_are_lost(cluster: Cluster, place: LoginNode) -> None:
+    slow = slow_file(place)
+    asked = ("restart.exclude_after=1", "slurm.exclude=node4", f"recipe.args.slow_while={slow}")
+    place.submit("short", *FAULTY, *world(2, 1), *asked)
+    await_step(place, "short")
+    bad = attempts(place, "short")[0].nodes[1]
+    signal_worker(cluster, bad, "9", place.run("short"))
+    cluster.wait_for(lambda: len(attempts(place, "short")) == 2, 120)
+    await_step(place, "short", newest_step(place, "short") + 10)
+
+    lost = attempts(place, "short")[1].nodes[0]
+    cluster.kill(lost)  # with the supervisor, who would have seen to it
+    cluster.wait_for(lambda: "requeue" in place.status("short")["reason"], 240)
+    asked_for = place.type("requeue", "short", "--now")
+    slow.unlink()
+    await_done(place, "short")
+    cluster.boot(lost)
+
+    assert asked_for.returncode == 0, asked_for.stderr
+    assert set(attempts(place, "short")[2].nodes) == {"node1", "node2", "node3"} - {lost}
+    assert bad != lost
+    assert_unbroken(place, "short", world_size=2, may_lose=STEPS)
+
+
 def excluded_nodes(cluster: Cluster, job: str) -> str:
     """Return which nodes a job is not to get."""
     shown = cluster.run("scontrol", "show", "job", job).stdout

@@ -1,12 +1,19 @@
-"""Having a requeued job begin although Slurm holds it back."""
+"""Having a job begin that nothing but its past holds back."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from ddp_hpc.records import QueuedJob
+from ddp_hpc.config import Resolved, flat, render_resolved
+from ddp_hpc.records import End, JobFacts, QueuedJob, record_end, record_start, write_queued_job
 from ddp_hpc.slurm.queries import JobRecord
-from ddp_hpc.submission.slurm_executor import hastening
+from ddp_hpc.spec import ResourcesSpec, RunSpec
+from ddp_hpc.submission.hastening import hasten, hastening, letting_in
+from tests.made_run import make_run
+from tests.unit.fake_slurm import FakeSlurm
 
 
 @pytest.mark.parametrize(
@@ -36,3 +43,54 @@ def test_a_job_that_waits_for_anything_else_is_left_alone(attempt: int, state: s
     queued = QueuedJob(job_id="7", attempt=attempt, at=0.0, since=1)
 
     assert hastening(queued, JobRecord(job_id="7", state=state, reason=reason), now=0.0) == {}
+
+
+SHORT = JobRecord(
+    job_id="7", state="PENDING", reason="ReqNodeNotAvail,_UnavailableNodes:node1", excluded_nodes="node[2,4]"
+)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "change"),
+    [
+        (["node4"], {"ExcNodeList": "node4"}),
+        ([], {"ExcNodeList": ""}),
+        (["node2", "node4"], {}),
+        (["node3", "node4"], {}),  # nothing new is left out: the job would have to wait for that, too
+    ],
+)
+def test_a_job_that_waits_for_lost_nodes_gets_those_back_that_it_left_out(
+    left_out: list[str], change: dict[str, str]
+) -> None:
+    assert letting_in(SHORT, left_out) == change
+
+
+@pytest.mark.parametrize(
+    "other",
+    [replace(SHORT, reason="Resources"), replace(SHORT, state="RUNNING", reason=""), replace(SHORT, excluded_nodes="")],
+    ids=["waits for its turn", "runs", "leaves out none"],
+)
+def test_a_job_that_does_not_lack_nodes_is_left_alone(other: JobRecord) -> None:
+    assert letting_in(other, []) == {}
+
+
+def test_who_waits_for_a_run_has_slurm_let_in_as_many_nodes_as_it_needs(tmp_path: Path) -> None:
+    slurm = FakeSlurm(tmp_path)
+    slurm.knows_nodes(node1="down*", node2="idle", node3="idle", node4="idle")
+    shown = (
+        "JobId=7 JobName=x UserId=ada(1) JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:node1 Restarts=1 "
+        "Partition=batch ExcNodeList=node[2,4] Command=x"
+    )
+    slurm.has("scontrol", f'[ "$2" = show ] && echo "{shown}"; true')
+    run = make_run(tmp_path)
+    spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=ResourcesSpec(nodes=2))
+    run.config.write_text(render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "test"))))
+    for attempt, node in enumerate(["node2", "node2", "node4", "node4", "node4"]):
+        record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node2", "node4")))
+        end = End(cause="worker crashed", failed_nodes=(node,))
+        record_end(run, attempt=attempt, ending="failed", exit_code=1, end=end)
+    write_queued_job(run, QueuedJob(job_id="7", attempt=5, at=0.0, since=0))
+
+    assert hasten(run, slurm.environ)
+
+    assert slurm.orders() == ["scontrol update JobId=7 ExcNodeList=node4"]  # node2 failed less often

@@ -149,6 +149,24 @@ STATES: list[tuple[str, Observation, State, str]] = [
 
 
 @pytest.mark.parametrize(
+    ("reason", "failed_nodes", "is_told"),
+    [
+        ("(ReqNodeNotAvail, UnavailableNodes:node1)", ("node2",), True),
+        ("ReqNodeNotAvail", (), False),
+        ("Resources", ("node2",), False),
+    ],
+)
+def test_a_run_that_leaves_out_nodes_while_others_are_gone_is_told_how_to_get_them_back(
+    reason: str, failed_nodes: tuple[str, ...], *, is_told: bool
+) -> None:
+    before = replace(attempt(ending="failed"), failed_nodes=failed_nodes, next="requeue")
+
+    status = status_of(RUN, seen(before, said=word("PENDING", reason), queued_for=1))
+
+    assert ("`ddp-hpc requeue 7 --now`" in status.reason) == is_told
+
+
+@pytest.mark.parametrize(
     ("observation", "state", "reason"), [row[1:] for row in STATES], ids=[row[0] for row in STATES]
 )
 def test_a_job_is_in_the_state_that_its_directory_and_slurm_show(

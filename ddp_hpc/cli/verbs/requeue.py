@@ -10,9 +10,11 @@ from ddp_hpc.cli.runs import add_run, chosen_run, is_slurms
 from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.queue import asker
-from ddp_hpc.watch.status import read_status
+from ddp_hpc.watch.status import RunStatus, read_status
 
 LEAVE_PATIENCE_S = 600.0
+END_PATIENCE_S = 60.0
+"""How long a job that waits in the queue already may take to be rid of its last start."""
 BEGIN_PATIENCE_S = 10.0
 """Slurm may begin it by itself before it is asked twice."""
 _POLL_S = 1.0
@@ -39,30 +41,37 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     elif not args.now:
         raise ConfigError(f"{run_dir.name} waits in the queue already: {status.reason}. `--now` has it begin at once.")
     if args.now:
-        _begin(run_dir, status.attempt, environment)
+        _begin(run_dir, status, environment)
     return 0
 
 
-def _begin(run_dir: RunDir, attempt: int | None, environment: Mapping[str, str]) -> None:
-    """Wait until the job is pending, and have it begin."""
-    from ddp_hpc.records import read_attempts
-    from ddp_hpc.submission import slurm_executor
+def _begin(run_dir: RunDir, status: RunStatus, environment: Mapping[str, str]) -> None:
+    """Wait until the job is pending, and have it begin, or be free to as soon as it has its nodes.
 
-    deadline, times_asked = time.monotonic() + LEAVE_PATIENCE_S, 0
+    Raises:
+        WorkerError: where it does not come back, or waits for something else.
+    """
+    from ddp_hpc.records import read_attempts
+    from ddp_hpc.submission.hastening import hasten
+
+    has_waited = status.state == "waiting"
+    patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S
+    deadline, times_asked = time.monotonic() + patience_s, 0
     while time.monotonic() < deadline:
-        times_asked += slurm_executor.hasten(run_dir, environment)
+        times_asked += hasten(run_dir, environment)
         if times_asked == 1:
             deadline = min(deadline, time.monotonic() + BEGIN_PATIENCE_S)
         if times_asked > 1:  # first from a moment later on, which nodes need; then at once
             break
         newest = next(reversed(read_attempts(run_dir)), None)
-        if newest is not None and attempt is not None and newest.attempt > attempt:
+        if newest is not None and status.attempt is not None and newest.attempt > status.attempt:
             print(f"{run_dir.name} has begun again.")
             return
-        if newest is not None and newest.ending is not None and not newest.next:
+        if not has_waited and newest is not None and newest.ending is not None and not newest.next:
             raise WorkerError(f"{run_dir.name} has ended: {newest.reason or newest.ending}.")
         time.sleep(_POLL_S)
-    if times_asked:
-        print(f"{run_dir.name} begins as soon as it has its nodes.")
-        return
-    raise WorkerError(f"{run_dir.name} did not go back into the queue within {LEAVE_PATIENCE_S:.0f} s; see its logs.")
+    if not times_asked and has_waited:
+        raise WorkerError(f"{run_dir.name} waits for something that cannot be hastened: {status.reason}.")
+    if not times_asked:
+        raise WorkerError(f"{run_dir.name} did not go back into the queue within {patience_s:.0f} s; see its logs.")
+    print(f"{run_dir.name} begins as soon as it has its nodes.")

@@ -124,9 +124,9 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
 
 def _hastener(submission: Submission, environment: Mapping[str, str]) -> Callable[[], object]:
     """Return what to do from time to time while a job waits: after a requeue, have it begin."""
-    from ddp_hpc.submission import slurm_executor
+    from ddp_hpc.submission.hastening import hasten
 
-    return lambda: slurm_executor.hasten(submission.run, environment)
+    return lambda: hasten(submission.run, environment)
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:

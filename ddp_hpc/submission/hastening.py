@@ -1,0 +1,87 @@
+"""Having a job begin that nothing but its past holds back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from ddp_hpc import requeue
+from ddp_hpc.config import load_resolved
+from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.records import QueuedJob, read_attempts, read_queued_job
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.hostlist import expand_hostlist
+from ddp_hpc.slurm.nodes import Spared, spare_nodes
+from ddp_hpc.slurm.queries import JobRecord
+from ddp_hpc.spec import RunSpec
+
+_SAFE_AFTER_S = 2
+"""A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
+launch it: then Slurm fails the job for good (measured: 22.05, "Job credential revoked"). So Slurm holds requeued ones back."""
+_NODES_GONE = "ReqNodeNotAvail"
+
+
+def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
+    """Have the run's job begin, if nothing but its past holds it back; return whether anything was changed in it.
+
+    Either it was requeued a moment ago, which holds it back for two minutes, usually (`cred_expire`); or nodes are left out,
+    where the run failed, and of the others too few are in order by now. The job's own user may change both while it waits.
+    """
+    queued = read_queued_job(run)
+    if queued is None:
+        return False
+    try:
+        job = client.job(queued.job_id, environ)
+    except SlurmUnavailableError:
+        return False
+    return job is not None and hasten_job(run, queued, job, environ)
+
+
+def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
+    """Return what to change in a job so that it begins; nothing where there is nothing to do, or not yet.
+
+    First it may begin two seconds later; once these are over, it is told to begin, for Slurm looks seldom by itself.
+    """
+    if queued.attempt == queued.since or states.word(job.state) != "pending" or job.reason != "BeginTime":
+        return {}
+    wait_s = float("inf") if job.eligible_at is None else job.eligible_at - now
+    if wait_s > _SAFE_AFTER_S:
+        return {"StartTime": f"now+{_SAFE_AFTER_S}"}
+    return {"StartTime": "now"} if wait_s < 0 else {}
+
+
+def letting_in(job: JobRecord, left_out: Collection[str]) -> dict[str, str]:
+    """Return what to change in a job that waits for nodes that are gone, so that no more nodes are left out than these."""
+    is_stuck = states.word(job.state) == "pending" and job.reason.startswith(_NODES_GONE)
+    if not is_stuck or not {*left_out} < {*expand_hostlist(job.excluded_nodes)}:
+        return {}
+    return {"ExcNodeList": ",".join(sorted(left_out))}
+
+
+def _to_leave_out(run: RunDir, job: JobRecord, environ: Mapping[str, str]) -> list[str]:
+    """Return the nodes that a job of the run should not get, as the cluster is now."""
+    spec = load_resolved(run.config)
+    if spec.slurm.partition is None:
+        spec = replace(spec, slurm=replace(spec.slurm, partition=job.partition or None))
+    return [*expand_hostlist(spec.slurm.exclude or ""), *spared_nodes(run, spec, environ).left_out]
+
+
+def hasten_job(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
+    """Have a job begin, of which this is known; return whether anything was changed in it."""
+    try:
+        change = hastening(queued, job, time.time())
+        if not change and job.excluded_nodes and job.reason.startswith(_NODES_GONE):
+            change = letting_in(job, _to_leave_out(run, job, environ))
+        if change:
+            client.update(queued.job_id, environ, **change)
+    except (ConfigError, SlurmUnavailableError):
+        return False
+    return bool(change)
+
+
+def spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Spared:
+    """Return the nodes that the run's ledger remembers as failing, as far as the job can do without them."""
+    bad = requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
+    return spare_nodes(bad, spec, environ)
