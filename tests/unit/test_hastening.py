@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc import exit_codes
+from ddp_hpc.cli import main
+from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
 from ddp_hpc.records import End, JobFacts, QueuedJob, record_end, record_start, write_queued_job
 from ddp_hpc.slurm.queries import JobRecord
@@ -94,3 +97,20 @@ def test_who_waits_for_a_run_has_slurm_let_in_as_many_nodes_as_it_needs(tmp_path
     assert hasten(run, slurm.environ)
 
     assert slurm.orders() == ["scontrol update JobId=7 ExcNodeList=node4"]  # node2 failed less often
+
+
+def test_a_job_that_waits_for_its_turn_cannot_be_hastened_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = FakeSlurm(tmp_path)
+    slurm.knows_job(state="PENDING", reason="Priority")
+    run = make_run(tmp_path)
+    write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0))
+    monkeypatch.setattr(requeue, "END_PATIENCE_S", 0.1)
+    monkeypatch.setenv("PATH", slurm.environ["PATH"])
+
+    code = main(["requeue", str(run.path), "--now"])
+
+    assert code == exit_codes.FAILED
+    assert "waits for something that cannot be hastened" in capsys.readouterr().err
+    assert slurm.orders("scontrol") == []
