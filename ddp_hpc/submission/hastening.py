@@ -52,20 +52,22 @@ def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
     return {"StartTime": "now"} if wait_s < 0 else {}
 
 
-def letting_in(job: JobRecord, left_out: Collection[str]) -> dict[str, str]:
-    """Return what to change in a job that waits for nodes that are gone, so that no more nodes are left out than these."""
+def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
+    """Return what to change in a job that waits for nodes that are gone, so that it may get some that it leaves out."""
     is_stuck = states.word(job.state) == "pending" and job.reason.startswith(_NODES_GONE)
-    if not is_stuck or not {*left_out} < {*expand_hostlist(job.excluded_nodes)}:
+    excluded = {*expand_hostlist(job.excluded_nodes)}
+    if not is_stuck or excluded.isdisjoint(let_in):
         return {}
-    return {"ExcNodeList": ",".join(sorted(left_out))}
+    return {"ExcNodeList": ",".join(sorted(excluded.difference(let_in)))}
 
 
-def _to_leave_out(run: RunDir, job: JobRecord, environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes that a job of the run should not get, as the cluster is now."""
+def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) -> set[str]:
+    """Return the nodes on which the run failed, but that it cannot do without as the cluster is now, or need not."""
     spec = load_resolved(run.config)
     if spec.slurm.partition is None:
         spec = replace(spec, slurm=replace(spec.slurm, partition=job.partition or None))
-    return [*expand_hostlist(spec.slurm.exclude or ""), *spared_nodes(run, spec, environ).left_out]
+    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *spared_nodes(run, spec, environ).left_out}
+    return {node for attempt in read_attempts(run) for node in attempt.failed_nodes} - left_out
 
 
 def hasten_job(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
@@ -73,7 +75,7 @@ def hasten_job(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[
     try:
         change = hastening(queued, job, time.time())
         if not change and job.excluded_nodes and job.reason.startswith(_NODES_GONE):
-            change = letting_in(job, _to_leave_out(run, job, environ))
+            change = letting_in(job, _nodes_to_let_in(run, job, environ))
         if change:
             client.update(queued.job_id, environ, **change)
     except (ConfigError, SlurmUnavailableError):
