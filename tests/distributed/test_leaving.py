@@ -16,9 +16,7 @@ import psutil
 import pytest
 
 from ddp_hpc import processes
-from ddp_hpc.checkpoint_store import (
-    committed_steps,
-)
+from ddp_hpc.checkpoint_store import committed_steps
 from ddp_hpc.ownership import claim, claims
 from ddp_hpc.records import first_failure, read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir

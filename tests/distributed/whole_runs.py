@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ class Workplace:
     """A directory with a configuration of the trial recipe, and the runs made from it."""
 
     path: Path
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """What commands get. Threads must not hand on this process's own: pytest changes it from test to test, and an exec that
+    reads it at that moment fails with "Bad address" (subprocess forks so that the child shares its parent's memory)."""
 
     @property
     def config(self) -> Path:
@@ -35,7 +39,9 @@ class Workplace:
     def command(self, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
         """Run `ddp-hpc VERB WORDS` here; return what it printed and its exit code."""
         argv = [sys.executable, "-m", "ddp_hpc", verb, *words]
-        return subprocess.run(argv, cwd=self.path, capture_output=True, text=True, check=False, timeout=340)
+        return subprocess.run(
+            argv, cwd=self.path, env=self.environ, capture_output=True, text=True, check=False, timeout=340
+        )
 
     def submit(self, name: str, *words: str) -> subprocess.CompletedProcess[str]:
         return self.command("submit", str(self.config), f"name={name}", *words)
