@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from ddp_hpc import exit_codes
 from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
-from ddp_hpc.records import End, JobFacts, QueuedJob, record_end, record_start, write_queued_job
+from ddp_hpc.records import End, JobFacts, QueuedJob, read_queued_job, record_end, record_start, write_queued_job
+from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import ResourcesSpec, RunSpec
+from ddp_hpc.submission import slurm_executor
 from ddp_hpc.submission.hastening import hasten, hastening, letting_in
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
@@ -77,7 +80,22 @@ def test_a_job_that_does_not_lack_nodes_is_left_alone(other: JobRecord) -> None:
     assert letting_in(other, {"node2"}) == {}
 
 
-def test_who_waits_for_a_run_has_slurm_let_in_as_many_nodes_as_it_needs(tmp_path: Path) -> None:
+def follow(run: RunDir, slurm: FakeSlurm) -> None:
+    """Do what `--follow` and `requeue --now` do from time to time."""
+    assert hasten(run, slurm.environ)
+
+
+def wait_for(run: RunDir, slurm: FakeSlurm) -> None:
+    """Do what `--wait` does from time to time."""
+    queued = read_queued_job(run)
+    assert queued is not None
+    slurm_executor._require_alive(run, 0, queued, slurm.environ)
+
+
+@pytest.mark.parametrize("stay", [follow, wait_for])
+def test_who_waits_for_a_run_has_slurm_let_in_as_many_nodes_as_it_needs(
+    tmp_path: Path, stay: Callable[[RunDir, FakeSlurm], None]
+) -> None:
     slurm = FakeSlurm(tmp_path)
     slurm.knows_nodes(node1="down*", node2="idle", node3="idle", node4="idle")
     shown = (
@@ -94,7 +112,7 @@ def test_who_waits_for_a_run_has_slurm_let_in_as_many_nodes_as_it_needs(tmp_path
         record_end(run, attempt=attempt, ending="failed", exit_code=1, end=end)
     write_queued_job(run, QueuedJob(job_id="7", attempt=5, at=0.0, since=0))
 
-    assert hasten(run, slurm.environ)
+    stay(run, slurm)
 
     assert slurm.orders() == ["scontrol update JobId=7 ExcNodeList=node4"]  # node2 failed less often
 

@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
     parser.add_argument(
-        "--now", action="store_true", help="have it begin at once, where Slurm holds requeued jobs back for a while"
+        "--now",
+        action="store_true",
+        help="have it begin: at once, where Slurm holds requeued jobs back for a while; on nodes that it leaves out, where too "
+        "few others are in order",
     )
 
 
