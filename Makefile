@@ -17,7 +17,7 @@ SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_te
 # Quiet but for errors.
 pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: help demo test test-all check format bench campaign campaign-slurm clean distclean
+.PHONY: help demo test test-long test-all check format bench campaign campaign-slurm clean distclean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -29,12 +29,15 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 	@$(BIN)/ddp-hpc submit examples/digits.yaml name=demo --follow $(ARGS)
 	@echo '(`ddp-hpc` is in .venv/bin: `source .venv/bin/activate` puts it on PATH)'
 
-test: check ## All checks, then all tests in random order, those on the Slurm cluster beside the others
+test: check ## All checks, then the tests in random order, those on the Slurm cluster beside the others
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-all: test ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
+test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
+	$(BIN)/python -m pytest -n 2 -m long $(ARGS)
+
+test-all: test test-long ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)
-	DDP_HPC_SLURM_ROOTFS=$(NEXT_DEBIAN) $(BIN)/python -m pytest tests/slurm $(ARGS)
+	DDP_HPC_SLURM_ROOTFS=$(NEXT_DEBIAN) $(BIN)/python -m pytest -m 'not campaign' tests/slurm $(ARGS)
 
 check: .venv/.dev ## Format, lint, types, import contracts, shell scripts, Dockerfile
 	$(BIN)/ruff format --check --diff
