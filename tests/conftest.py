@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,25 @@ settings.load_profile("ddp_hpc")
 
 FOREIGN_PREFIXES = ("DDP_HPC", "SLURM_", "MASTER_", "TORCHELASTIC_")
 FOREIGN_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+
+
+BEGAN = time.monotonic()
+"""When this process, one of several under `-n`, was started."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a caller with little time bound a whole session."""
+    parser.addoption(
+        "--stop-after-min", type=float, help="begin no test after so many minutes; skip the rest, and say so"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture is made for the test
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what `--stop-after-min` leaves no time for."""
+    limit_min = item.config.getoption("--stop-after-min")
+    if limit_min is not None and time.monotonic() - BEGAN > 60 * limit_min:
+        pytest.skip(f"not begun: the {limit_min:g} minutes of --stop-after-min were over")
 
 
 class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
