@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
+from ddp_hpc.slurm.answers import read_answers
 from ddp_hpc.spec import RunSpec
 
 DISK_PATIENCE_S = 60.0
@@ -66,8 +67,13 @@ class Fault:
 
 def _hand(scene: Scene, deed: str, kind: str, node: str) -> Deed:
     """Do something to a process of the run, on a node of its job."""
-    command = [sys.executable, "-m", HAND, str(scene.run.path), deed, kind]
-    done = json.loads(client.beside(scene.job_id, node, command, scene.environ))
+    mark = secrets.token_hex(8)
+    command = [sys.executable, "-m", HAND, str(scene.run.path), deed, kind, f"--mark={mark}"]
+    done = next(iter(read_answers(client.beside(scene.job_id, node, command, scene.environ), mark).values()), None)
+    if done is None:
+        raise ConfigError(
+            f"{deed} {kind} on {node} may be done or not: {HAND} gave no answer there. Start the drill again."
+        )
     return Deed(f"{deed} {kind} {done['pid']} on {node}", float(done["at"]))
 
 

@@ -1,15 +1,15 @@
 """The hand that makes a fault on a node: finds one process of a run there, and kills, freezes or slows it.
 
-    python -m ddp_hpc.drill.hand RUN_DIR kill worker
+    python -m ddp_hpc.drill.hand RUN_DIR kill worker --mark MARK
 
 Runs as a step of the job, beside those that train, so that it may do what the job's user may and nothing else. It prints
-what it did as JSON.
+what it did in the lines of `slurm.answers`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import signal
 import sys
 import time
@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc import processes
+from ddp_hpc.slurm.allocation import node_name
+from ddp_hpc.slurm.answers import framed
 
 HAND = "ddp_hpc.drill.hand"
 AGENTS = ("ddp_hpc.job.agent", "torch.distributed.run")
@@ -104,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("deed", choices=DEEDS)
     parser.add_argument("kind", choices=("worker", "agent", "srun"))
+    parser.add_argument("--mark", required=True, help="of the answer's lines")
     arguments = parser.parse_args(argv)
     found = sort_out(look(), str(arguments.run))
     if not found[arguments.kind]:
@@ -111,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     pid, at = found[arguments.kind][-1], time.time()
     DEEDS[arguments.deed](pid)
-    sys.stdout.write(json.dumps({"pid": pid, "at": at}) + "\n")
+    sys.stdout.write(framed({"pid": pid, "at": at}, node=node_name(os.environ), mark=arguments.mark))
     return 0
 
 

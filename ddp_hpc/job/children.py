@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_hpc.slurm.answers import read_answers
+from ddp_hpc.slurm.steps import probe_argv
 
 
 def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> subprocess.Popen[bytes]:
@@ -12,14 +18,53 @@ def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False
     return subprocess.Popen(argv, pass_fds=lock_fds, stdin=pipe or subprocess.DEVNULL, stdout=pipe)
 
 
-def answer_of(
-    argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float, is_failure_told: bool = False
-) -> str | None:
-    """Run a short command; return what it printed, or None where it took too long, or failed and does not tell of it."""
+def printed_by(argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
+    """Run a short command; return what it printed, and its errors, as far as it came in that time.
+
+    Bytes that are no UTF-8 are replaced: on a node, anybody may have printed them.
+    """
     try:
         done = subprocess.run(
-            argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+            argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 or is_failure_told else None
+    except OSError as error:
+        return "", str(error)
+    except subprocess.TimeoutExpired as error:
+        return _text(error.stdout), f"{_text(error.stderr)}\n{argv[0]} did not end within {timeout_s:.0f} s"
+    return _text(done.stdout), _text(done.stderr)
+
+
+def _text(printed: bytes | None) -> str:
+    return (printed or b"").decode(errors="replace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesAnswers:
+    """What the nodes of a job answered to one question."""
+
+    by_node: Mapping[str, Any]
+    """Of those that did, in the job's order."""
+    silent: Sequence[str]
+    """Names of those that did not."""
+    said: str = ""
+    """The last line of srun's errors."""
+
+
+def ask_nodes(
+    command: Sequence[str],
+    nodes: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    is_all_or_none: bool = False,
+) -> NodesAnswers:
+    """Run a command of ours once on every node; it answers by `slurm.answers`, under the mark that is added to it."""
+    mark = secrets.token_hex(8)
+    argv = [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), *command, f"--mark={mark}"]
+    printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s)
+    answers = read_answers(printed, mark)
+    return NodesAnswers(
+        by_node={node: answers[node] for node in nodes if node in answers},
+        silent=[node for node in nodes if node not in answers],
+        said=next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ""),
+    )

@@ -37,6 +37,8 @@ class Line:
         os.dup2(null, 0)
         os.dup2(2, 1)
         os.close(null)
+        with suppress(OSError):
+            os.write(write_fd, b"\n")  # a TaskProlog may have begun a line here and not ended it
         return cls(read_fd, write_fd)
 
     def send(self, **message: Any) -> None:

@@ -7,20 +7,18 @@ network only, or the job one node, it has all the facts; else it asks every node
 from __future__ import annotations
 
 import ipaddress
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.children import answer_of
+from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.job.children import ask_nodes
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.rendezvous.address import addresses_of
-from ddp_hpc.rendezvous.choice import Choice, choose_fabric, refusal
+from ddp_hpc.rendezvous.choice import Choice, choose_fabric, is_routable, refusal
 from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces, parse_interfaces
 from ddp_hpc.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.slurm.steps import probe_argv
 
 PROBE_TIMEOUT_S = 60.0
 MOST_PORTS = 20
@@ -34,6 +32,7 @@ def meetings(
 
     Raises:
         ConfigError: where rank zero's node has no network, or a port the user named is no number.
+        WorkerError: where nobody knows an address of rank zero's node.
     """
     given = environ.get("MASTER_ADDR")
     if given:
@@ -76,15 +75,33 @@ def _choice(allocation: Allocation, environ: Mapping[str, str], preferred: Seque
     is_plain = not others or sum(refusal(interface) is None for interface in here) == 1
     if allocation.is_on_first_node and is_plain:
         return choose_fabric({first: here}, [first], preferred)
-    return choose_fabric(_ask_all(allocation, environ) or {first: here}, allocation.node_names, preferred)
+    facts = _ask_all(allocation, environ)
+    if allocation.is_on_first_node:
+        facts = {**facts, first: here}
+    return choose_fabric(facts, allocation.node_names, preferred) if first in facts else _by_name(first)
 
 
 def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:
-    """Return every node's interfaces; empty where the question could not be asked."""
-    argv = [*probe_argv(len(allocation.node_names)), sys.executable, "-m", "ddp_hpc.rendezvous.interfaces"]
-    printed = answer_of(argv, environ=environ, timeout_s=PROBE_TIMEOUT_S)
-    answers = [json.loads(line) for line in (printed or "").splitlines()]
-    return {answer["node"]: parse_interfaces(answer["interfaces"]) for answer in answers}
+    """Return the interfaces of every node that answers; say which do not, for the choice is made without them."""
+    command = [sys.executable, "-m", "ddp_hpc.rendezvous.interfaces"]
+    told = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=PROBE_TIMEOUT_S)
+    if told.silent:
+        why = f" ({told.said})" if told.said else ""
+        sys.stderr.write(
+            f"note: {', '.join(told.silent)} did not say which networks there are{why}; the choice is made without\n"
+        )
+    return {node: parse_interfaces(plain) for node, plain in told.by_node.items()}
+
+
+def _by_name(first: str) -> Choice:
+    """Take what rank zero's node is called, where neither it nor this host can tell its networks."""
+    for address in addresses_of(first):
+        if is_routable(ipaddress.ip_address(address.partition("%")[0])):
+            return Choice(interface=first, address=address, rule="what its name means here: it did not answer itself")
+    raise WorkerError(
+        f"{first} did not say which networks it has, and its name means no address here that other nodes reach. "
+        "Set MASTER_ADDR to an address of it, or submit again."
+    )
 
 
 def _explained(choice: Choice) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -13,10 +12,9 @@ from string import Template
 
 from ddp_hpc.containers import PACKAGE_DIR, is_packed, staged_source
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.children import answer_of
+from ddp_hpc.job.children import ask_nodes
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import RunSpec
 
 STAGE_TIMEOUT_S = 1800.0
@@ -63,20 +61,19 @@ def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Ma
     staged = Staged(folder=folder, source=source, target=folder / Path(source).name.partition(".tar")[0])
     num_nodes = len(allocation.node_names)
     command = [sys.executable, "-m", "ddp_hpc.job.unpack", source, str(staged.target), str(PACKAGE_DIR)]
-    argv = [*probe_argv(num_nodes), *command]
-    told = answer_of(argv, environ=environ, timeout_s=STAGE_TIMEOUT_S, is_failure_told=True)
-    nodes = [json.loads(line) for line in (told or "").splitlines() if line.startswith("{")]
-    failed = next((node for node in nodes if node["error"]), None)
-    if failed is not None or len(nodes) < num_nodes:
-        why = f"{failed['node']}: {failed['error']}" if failed else "not every node answered"
+    told = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=STAGE_TIMEOUT_S, is_all_or_none=True)
+    nodes = told.by_node
+    failed = next((f"{name}: {node['error']}" for name, node in nodes.items() if node["error"]), "")
+    if failed or told.silent:
+        why = failed or f"{', '.join(told.silent)} did not answer{told.said and f' ({told.said})'}"
         sys.stderr.write(f"warning: {source} is not staged to {folder}, and is used where it lies: {why}\n")
         unstage(staged, allocation, environ)
         return None
-    slowest = max(nodes, key=lambda node: node["seconds"])
-    gigabytes = slowest["num_bytes"] / 1e9
+    slowest = max(nodes, key=lambda name: nodes[name]["seconds"])
+    gigabytes = nodes[slowest]["num_bytes"] / 1e9
     sys.stderr.write(
-        f"staged {source} ({gigabytes:.2f} GB) to {folder} on {num_nodes} nodes in {slowest['seconds']:.1f} s "
-        f"(the slowest was {slowest['node']})\n"
+        f"staged {source} ({gigabytes:.2f} GB) to {folder} on {num_nodes} nodes in {nodes[slowest]['seconds']:.1f} s "
+        f"(the slowest was {slowest})\n"
     )
     return staged
 
@@ -85,8 +82,8 @@ def unstage(staged: Staged | None, allocation: Allocation | None, environ: Mappi
     """Take away what was put on the nodes; where that does not work, it is the site's to clean up after jobs."""
     if staged is None or allocation is None:
         return
-    argv = [*probe_argv(len(allocation.node_names)), sys.executable, "-m", "ddp_hpc.job.unpack", str(staged.folder)]
-    answer_of(argv, environ=environ, timeout_s=_REMOVE_TIMEOUT_S)
+    command = [sys.executable, "-m", "ddp_hpc.job.unpack", str(staged.folder)]
+    ask_nodes(command, allocation.node_names, environ=environ, timeout_s=_REMOVE_TIMEOUT_S)
 
 
 def _folder(asked: str, run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> Path:

@@ -1,15 +1,15 @@
 """Put an image or a packed environment on this node's own disk; one of these runs on each node of the job.
 
-    srun --ntasks-per-node=1 python -m ddp_hpc.job.unpack SOURCE TARGET [PACKAGE]
-    srun --ntasks-per-node=1 python -m ddp_hpc.job.unpack FOLDER
+    srun --ntasks-per-node=1 python -m ddp_hpc.job.unpack SOURCE TARGET [PACKAGE] --mark MARK
+    srun --ntasks-per-node=1 python -m ddp_hpc.job.unpack FOLDER --mark MARK
 
-prints one line of JSON a node. The target appears by one rename: it is whole, or it is not there. Beside it, `import/` links
+prints a node's answer in the short lines of `slurm.answers`. The target appears by one rename: it is whole, or it is not there. Beside it, `import/` links
 to PACKAGE. With one argument, the folder is taken away.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import shutil
 import stat
@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.containers import is_packed
+from ddp_hpc.slurm.allocation import node_name
+from ddp_hpc.slurm.answers import framed
 
 _GROWTH = 4
 """How many times larger than its archive an environment may be."""
@@ -111,7 +113,11 @@ def _remove(path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do it on this node; say how it went."""
-    source, *rest = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.unpack", description=__doc__)
+    parser.add_argument("paths", nargs="+")
+    parser.add_argument("--mark", required=True, help="of the answer's lines")
+    arguments = parser.parse_args(argv)
+    source, *rest = arguments.paths
     began, error, num_bytes = time.monotonic(), "", 0
     try:
         if rest:
@@ -122,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _remove(Path(source))
     except OSError as problem:
         error = str(problem)
-    told = {"node": os.uname().nodename, "error": error, "seconds": time.monotonic() - began, "num_bytes": num_bytes}
-    print(json.dumps(told))  # noqa: T201  # it is a command
+    told = {"error": error, "seconds": time.monotonic() - began, "num_bytes": num_bytes}
+    sys.stdout.write(framed(told, node=node_name(os.environ), mark=arguments.mark))
     return 1 if error else 0
 
 

@@ -1,16 +1,18 @@
 """A node's network interfaces as plain facts, and the probe that prints them for others: nothing is judged here.
 
-    srun --ntasks-per-node=1 python -m ddp_hpc.rendezvous.interfaces
+    srun --ntasks-per-node=1 python -m ddp_hpc.rendezvous.interfaces --mark MARK
 
-prints one line of JSON a node: `{"node": "node1", "interfaces": [...]}`.
+prints a node's answer in the short lines of `slurm.answers`; without a mark, one line of JSON for people.
 """
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -148,11 +150,15 @@ def parse_interfaces(plain: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...
 
 def main() -> None:
     """Print this node's name and interfaces."""
-    from ddp_hpc.slurm.allocation import read_allocation  # late: only the probe asks what Slurm calls this node
+    from ddp_hpc.slurm.allocation import node_name  # late: only the probe asks what Slurm calls this node
+    from ddp_hpc.slurm.answers import framed
 
-    allocation = read_allocation(os.environ)
-    node = allocation.node_name if allocation else None
-    print(json.dumps({"node": node or socket.gethostname(), "interfaces": as_plain(local_interfaces())}))  # noqa: T201  # it is a command
+    parser = argparse.ArgumentParser(prog="ddp_hpc.rendezvous.interfaces", description=__doc__)
+    parser.add_argument("--mark", help="of the answer's lines")
+    mark = parser.parse_args().mark
+    node, plain = node_name(os.environ), as_plain(local_interfaces())
+    answer = framed(plain, node=node, mark=mark) if mark else json.dumps({"node": node, "interfaces": plain}) + "\n"
+    sys.stdout.write(answer)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -134,6 +135,11 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
         end_time=_number(environ, "SLURM_JOB_END_TIME"),
         step=_read_step(environ),
     )
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """Return what Slurm calls this node; the host's own name where Slurm does not say."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def step_place(environ: Mapping[str, str]) -> StepPlace:

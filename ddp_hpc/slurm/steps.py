@@ -26,8 +26,11 @@ def step_argv(spec: RunSpec, *, tasks_per_node: int) -> list[str]:
     ]
 
 
-def probe_argv(num_nodes: int) -> list[str]:
-    """Return the beginning of the command that asks every node one question, beside whatever else runs there."""
+def probe_argv(num_nodes: int, *, is_all_or_none: bool = False) -> list[str]:
+    """Return the beginning of the command that asks every node one question, beside whatever else runs there.
+
+    With `is_all_or_none`, a node that fails ends the step on all of them: the answers of the others are of no use then.
+    """
     return [
         "srun",
         f"--nodes={num_nodes}",
@@ -36,5 +39,5 @@ def probe_argv(num_nodes: int) -> list[str]:
         "--cpus-per-task=1",
         "--overlap",
         "--quiet",
-        "--kill-on-bad-exit=1",
+        f"--kill-on-bad-exit={int(is_all_or_none)}",
     ]

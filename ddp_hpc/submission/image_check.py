@@ -34,7 +34,7 @@ if "torch" in found["modules"]:
     import torch.distributed as dist
     found["torch"] = {"cuda": torch.version.cuda, "hip": torch.version.hip, "nccl": dist.is_nccl_available(),
                       "gloo": dist.is_gloo_available(), "gpus": torch.cuda.device_count()}
-print("found:" + json.dumps(found))
+print("\\nfound:" + json.dumps(found))
 """
 
 
@@ -73,7 +73,13 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
         argv = [*command, "-c", _PROBE, ",".join((*NEEDED, *USEFUL, "ddp_hpc"))]
         try:
             done = subprocess.run(
-                argv, env=dict(environ), capture_output=True, text=True, check=False, timeout=PATIENCE_S
+                argv,
+                env=dict(environ),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                timeout=PATIENCE_S,
             )
         except subprocess.TimeoutExpired:
             problem = f"it did not answer within {PATIENCE_S:.0f} s"

@@ -33,7 +33,7 @@ for line in open("/proc/self/smaps"):
         mapped.add(path)
     elif words[0] == "Rss:" and path:
         resident += int(words[1]) * 1024
-print("found:" + json.dumps({"seconds": seconds, "opened": opened, "mapped": sorted(mapped - {""}), "resident": resident}))
+print("\\nfound:" + json.dumps({"seconds": seconds, "opened": opened, "mapped": sorted(mapped - {""}), "resident": resident}))
 """
 
 
@@ -68,7 +68,12 @@ def measure(modules: Sequence[str], environ: Mapping[str, str]) -> Storm:
         WorkerError: where a module cannot be imported.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE, *modules], env=dict(environ), capture_output=True, text=True, check=False
+        [sys.executable, "-c", _PROBE, *modules],
+        env=dict(environ),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     line = next((line for line in done.stdout.splitlines() if line.startswith("found:")), None)
     if line is None:

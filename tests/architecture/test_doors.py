@@ -16,10 +16,12 @@ DOORS: dict[str, set[str]] = {
     "os.environ": {
         "api.py",
         "cli/__init__.py",
+        "drill/hand.py",
         "job/agent.py",
         "job/supervisor.py",
         "job/task.py",
         "job/torchrun_node.py",
+        "job/unpack.py",
         "rendezvous/interfaces.py",
         "submission/local_executor.py",
     },

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from ddp_hpc.job.staging import Staged, stage, unstage
 from ddp_hpc.job.unpack import link_package, unpack
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.slurm.answers import read_answers
 from ddp_hpc.spec import ContainerSpec, RunSpec, StageSpec
 from tests.unit.made_network import batch
 
@@ -156,16 +158,15 @@ def test_a_python_finds_the_linked_package_and_nothing_beside_it(tmp_path: Path)
     assert [path.name for path in (tmp_path / "local" / "import").iterdir()] == ["mine"]
 
 
-def test_each_node_tells_in_one_line_how_it_went(
-    tmp_path: Path, archive: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes = [
-        unpacking.main([str(archive), str(tmp_path / "local" / "env")]),
-        unpacking.main([str(tmp_path / "none.sif"), str(tmp_path / "local" / "none.sif")]),
-        unpacking.main([str(tmp_path / "local")]),
-    ]
+def test_each_node_tells_how_it_went(tmp_path: Path, archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [[archive, tmp_path / "local" / "env"], [tmp_path / "none.sif", tmp_path / "local" / "none.sif"]]
+    told: list[dict[str, Any]] = []
+    codes: list[int] = []
+    for paths in [*calls, [tmp_path / "local"]]:
+        codes.append(unpacking.main([*map(str, paths), "--mark=m"]))
+        told += read_answers(capsys.readouterr().out, "m").values()
 
-    good, bad, removed = map(json.loads, capsys.readouterr().out.splitlines())
+    good, bad, removed = told
     assert codes == [0, 1, 0]
     assert (good["error"], removed["error"]) == ("", "")
     assert "none.sif" in bad["error"]
@@ -182,7 +183,7 @@ def test_a_job_stages_tells_of_it_and_takes_it_away(
     has_srun: Callable[[str], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    has_srun('"$@" && "$@"')  # two nodes that share a disk
+    has_srun('echo Welcome; SLURMD_NODENAME=node1 "$@" && SLURMD_NODENAME=node2 "$@"')  # two nodes that share a disk
     environ = {**os.environ, "LOCAL": str(tmp_path / "local")}
 
     staged = stage(spec(Path("$LOCAL"), archive=archive), RUN, allocation, environ)
@@ -202,9 +203,9 @@ def test_a_job_stages_tells_of_it_and_takes_it_away(
 @pytest.mark.parametrize(
     ("srun", "folder", "told"),
     [
-        ('"$@"', "local", "not every node answered"),
-        ("exit 1", "local", "not every node answered"),
-        ('"$@"; "$@"', "/dev/null/local", "Not a directory"),
+        ('SLURMD_NODENAME=node1 "$@"', "local", "node2 did not answer"),
+        ("echo broken >&2; exit 1", "local", "node1, node2 did not answer (broken)"),
+        ('SLURMD_NODENAME=node1 "$@"', "/dev/null/local", "node1: [Errno 20] Not a directory"),
         ('"$@"; "$@"', "$NOWHERE", "no such variable"),
         ('"$@"; "$@"', "~/local", "must begin with `/`"),
     ],

@@ -1,0 +1,48 @@
+"""How each node of a job step answers one question on its standard output, which srun cuts and other programs share.
+
+srun passes a task's output on in lines of at most 1,024 bytes, and mixes the lines of all tasks. A TaskProlog or a
+module may print to the same output. So an answer is split into short lines that carry a mark, which the asker made up,
+the node's name, and the line's place; every other text is ignored.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import zlib
+from typing import Any
+
+_CHUNK = 640
+"""Characters of an answer in one line: with everything around it, below what srun cuts."""
+_LINE = re.compile(
+    r"<ddp-hpc (?P<mark>\w+) (?P<node>[^\s<>]+) (?P<number>\d+)/(?P<count>\d+) (?P<chunk>[\w+/=]*)>", re.ASCII
+)
+
+
+def framed(answer: Any, *, node: str, mark: str) -> str:
+    """Return the lines that a node prints to answer; they stand alone, whatever was printed before without a line's end."""
+    text = base64.b64encode(zlib.compress(json.dumps(answer).encode())).decode("ascii")
+    chunks = [text[at : at + _CHUNK] for at in range(0, len(text), _CHUNK)]
+    lines = (f"<ddp-hpc {mark} {node} {number}/{len(chunks)} {chunk}>\n" for number, chunk in enumerate(chunks))
+    return "\n" + "".join(lines)
+
+
+def read_answers(printed: str, mark: str) -> dict[str, Any]:
+    """Return the answers by node; a node of whose answer a part is missing or broken has none."""
+    parts: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
+    for line in _LINE.finditer(printed):
+        if line["mark"] == mark:
+            parts.setdefault(line["node"], {})[int(line["number"])] = line["chunk"]
+            counts[line["node"]] = int(line["count"])
+    whole = {node: found for node, found in parts.items() if set(found) == set(range(counts[node]))}
+    answers = {}
+    for node, found in whole.items():
+        try:
+            text = base64.b64decode("".join(found[number] for number in sorted(found)), validate=True)
+            answers[node] = json.loads(zlib.decompress(text))
+        except (binascii.Error, zlib.error, ValueError):
+            continue
+    return answers
