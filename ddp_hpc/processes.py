@@ -1,4 +1,4 @@
-"""What the kernel is asked about processes: dying together, waiting for signals, holding a run, sharing CPUs."""
+"""What the kernel is asked about processes: dying together, waiting for signals, holding a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -176,17 +176,3 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def share_cpus(cpus: Sequence[int], num_workers: int, cpus_per_worker: int | None) -> list[tuple[int, ...]]:
-    """Deal out CPUs to workers, neighbours together; workers share them all where there are too few."""
-    each = cpus_per_worker or len(cpus) // num_workers
-    if each == 0 or each * num_workers > len(cpus):
-        return [tuple(cpus)] * num_workers
-    return [tuple(cpus[worker * each : (worker + 1) * each]) for worker in range(num_workers)]
-
-
-def threads_per_worker(cpus: Sequence[int], num_workers: int, cpus_per_worker: int | None) -> int:
-    """Return how many threads each worker should compute with: its CPUs, or one where workers share them."""
-    first, *others = share_cpus(cpus, num_workers, cpus_per_worker)
-    return 1 if first in others else len(first)

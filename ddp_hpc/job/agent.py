@@ -31,6 +31,7 @@ from typing import Any
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.cpus import Share, share_here
 from ddp_hpc.job.deaths import report, report_killed
 from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen, network_defaults
@@ -55,19 +56,10 @@ class Crew:
     attempt: int
     num_workers: int
     """On this node."""
-    cpus_per_worker: int | None
+    share: Share
     meeting: Meeting = ALONE
     node_rank: int = 0
     num_nodes: int = 1
-
-    @property
-    def cpu_sets(self) -> list[tuple[int, ...]]:
-        return processes.share_cpus(sorted(os.sched_getaffinity(0)), self.num_workers, self.cpus_per_worker)
-
-    @property
-    def num_threads(self) -> int:
-        cpus = sorted(os.sched_getaffinity(0))
-        return processes.threads_per_worker(cpus, self.num_workers, self.cpus_per_worker)
 
 
 @dataclass
@@ -105,6 +97,9 @@ class Agent:
         place = step_place(os.environ) if arguments.in_step else None
         self._node_rank = place.node_rank if place else 0
         self._num_nodes = place.num_nodes if place else 1
+        self._share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
+        if self._share.note and self._node_rank == 0:
+            sys.stderr.write(f"note: {self._share.note}\n")
         self._worker: ModuleType | None = None
         self._shift: Shift | None = None
         self._is_told = False
@@ -133,7 +128,7 @@ class Agent:
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; what goes wrong is told when the attempt is known."""
-        os.environ.update({**torch_defaults(self._crew(0, ALONE).num_threads), **os.environ})
+        os.environ.update({**torch_defaults(self._share.num_threads), **os.environ})
         try:
             with imports_for_good():
                 self._worker = importlib.import_module(self._arguments.worker)
@@ -147,7 +142,7 @@ class Agent:
             run=self._run,
             attempt=attempt,
             num_workers=self._arguments.num_workers,
-            cpus_per_worker=self._arguments.cpus_per_worker,
+            share=self._share,
             meeting=meeting,
             node_rank=self._node_rank,
             num_nodes=self._num_nodes,
@@ -232,7 +227,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def defaults_for_workers(crew: Crew) -> dict[str, str]:
     """Return the variables that libraries read when they are loaded; the user's own values win over them."""
-    return {**torch_defaults(crew.num_threads), **network_defaults(crew.meeting.address)}
+    return {**torch_defaults(crew.share.num_threads), **network_defaults(crew.meeting.address)}
 
 
 def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -> dict[int, int]:
@@ -259,7 +254,7 @@ def _become_worker(
     code = exit_codes.FAILED
     try:
         processes.die_with_parent(agent_pid)
-        os.sched_setaffinity(0, crew.cpu_sets[rank % crew.num_workers])
+        os.sched_setaffinity(0, crew.share.cpu_sets[rank % crew.num_workers])
         listen_fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
         if meeting_point:
             meeting_point.close()

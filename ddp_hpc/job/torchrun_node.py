@@ -23,6 +23,7 @@ from functools import partial
 import psutil
 
 from ddp_hpc import processes
+from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.meeting import Meeting, network_defaults, own_address
 from ddp_hpc.job.surroundings import torch_defaults
 from ddp_hpc.slurm.allocation import step_place
@@ -41,14 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
     address = arguments.meet.address
-    num_threads = processes.threads_per_worker(
-        sorted(os.sched_getaffinity(0)), arguments.num_workers, arguments.cpus_per_worker
-    )
+    share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
     is_host = step_place(os.environ).node_rank == 0
     told = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *told, *arguments.options],
-        env={**torch_defaults(num_threads), **network_defaults(address), **os.environ},
+        env={**torch_defaults(share.num_threads), **network_defaults(address), **os.environ},
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )

@@ -137,6 +137,42 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CpuGrant:
+    """How many CPUs Slurm has given; which ones only shows where it binds tasks to them."""
+
+    num_of_task: int
+    """To this process and what it starts."""
+    num_of_job: int
+    """To the whole job, on this node."""
+
+
+def cpu_grant(environ: Mapping[str, str]) -> CpuGrant | None:
+    """Return what this process was given; None outside of a job's nodes, and where Slurm's variables do not tell."""
+    try:
+        allocation = read_allocation(environ)
+        counts = _tasks(environ, "SLURM_JOB_CPUS_PER_NODE") if environ.get("SLURM_JOB_CPUS_PER_NODE") else ()
+    except ConfigError:
+        return None
+    if allocation is None or allocation.where == "shell outside":
+        return None
+    step, on_node = allocation.step, allocation.cpus_on_node
+    of_task = on_node
+    if step is not None:
+        of_task = step.cpus_per_task or (on_node and max(1, on_node // step.local_world_size))
+    if of_task is None:
+        return None
+    by_name = dict(zip(allocation.node_names, counts, strict=False))
+    of_job = by_name.get(allocation.node_name or "", on_node or of_task)
+    return CpuGrant(num_of_task=of_task, num_of_job=max(of_task, of_job))
+
+
+def gpu_numbers(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the numbers that Slurm gives the GPUs of this step, or of the job; none where it does not say."""
+    text = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
+    return tuple(part for part in text.split(",") if part)
+
+
 def node_name(environ: Mapping[str, str]) -> str:
     """Return what Slurm calls this node; the host's own name where Slurm does not say."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -15,26 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.processes import is_listening, is_locked, kill, send, share_cpus, take_lock
-
-
-@pytest.mark.parametrize(
-    ("num_cpus", "num_workers", "cpus_per_worker", "shares"),
-    [
-        (4, 2, None, [(0, 1), (2, 3)]),
-        (4, 1, None, [(0, 1, 2, 3)]),
-        (5, 2, None, [(0, 1), (2, 3)]),
-        (4, 2, 1, [(0,), (1,)]),
-        (4, 2, 2, [(0, 1), (2, 3)]),
-        (4, 2, 3, [(0, 1, 2, 3)] * 2),
-        (2, 3, None, [(0, 1)] * 3),
-        (2, 3, 1, [(0, 1)] * 3),
-    ],
-)
-def test_cpus_are_dealt_out_or_shared_where_there_are_too_few(
-    num_cpus: int, num_workers: int, cpus_per_worker: int | None, shares: list[tuple[int, ...]]
-) -> None:
-    assert share_cpus(range(num_cpus), num_workers, cpus_per_worker) == shares
+from ddp_hpc.processes import is_listening, is_locked, kill, send, take_lock
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -1,0 +1,178 @@
+"""Which CPUs each worker of a node may use, and how many threads it computes with: never more than the job was given.
+
+Where Slurm does not bind tasks (`TaskPlugin=task/none`), a process may use all CPUs of its node, whatever its job asked
+for. Then workers take as many threads as the job was given, and stay unpinned: which CPUs are the job's, nobody knows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from ddp_hpc.slurm.allocation import CpuGrant, cpu_grant, gpu_numbers
+
+ROOT = Path("/")
+"""Where /sys and /proc are looked for."""
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Cpu:
+    """A CPU as the kernel numbers it; sorted, neighbours stand together."""
+
+    package: int
+    numa_node: int
+    core: int
+    """The lowest number among the hyper-threads of its core."""
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What the workers of a node compute with."""
+
+    cpu_sets: tuple[tuple[int, ...], ...]
+    """By local rank; all the same where workers share them."""
+    num_threads: int
+    """Of each worker."""
+    note: str = ""
+    """What the job's log should say of it."""
+
+
+def share_here(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> Share:
+    """Return the shares of the workers of this node."""
+    return share_cpus(
+        read_cpus(sorted(os.sched_getaffinity(0))),
+        num_workers,
+        cpus_per_worker,
+        grant=cpu_grant(environ),
+        near=gpu_numa_nodes(environ, num_workers),
+    )
+
+
+def share_cpus(
+    cpus: Sequence[Cpu],
+    num_workers: int,
+    cpus_per_worker: int | None,
+    *,
+    grant: CpuGrant | None = None,
+    near: Sequence[int | None] = (),
+) -> Share:
+    """Deal out CPUs to workers, neighbours together; workers share them all where there are too few.
+
+    `grant` bounds them by what Slurm gave; `near` names the NUMA node that each worker should be on.
+    """
+    everything = tuple(sorted(cpu.number for cpu in cpus))
+    num_given = min(len(cpus), grant.num_of_task) if grant else len(cpus)
+    each = cpus_per_worker or num_given // num_workers
+    fits = 0 < each * num_workers <= num_given
+    num_threads = each if fits else max(1, num_given) if num_workers == 1 else 1
+    is_bound = grant is None or len(cpus) <= grant.num_of_job
+    sets = _deal(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
+    note = "" if is_bound or grant is None else _unbound(len(cpus), grant, num_threads)
+    return Share(cpu_sets=tuple(sets), num_threads=num_threads, note=note)
+
+
+def _unbound(num_seen: int, grant: CpuGrant, num_threads: int) -> str:
+    return (
+        f"Slurm gave this job {grant.num_of_job} CPUs of the node but does not bind it to them: it may use all "
+        f"{num_seen}. Workers compute with {num_threads} threads each, and are not pinned"
+    )
+
+
+def _deal(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int | None]) -> list[tuple[int, ...]]:
+    """Give each worker CPUs of its NUMA node where all are known and large enough; else, one part after the other."""
+    wanted = list(near[:num_workers])
+    on_node = {node: [cpu for cpu in cpus if cpu.numa_node == node] for node in set(wanted)}
+    if len(wanted) < num_workers or any(len(on_node[node]) < each * wanted.count(node) for node in on_node):
+        return _deal_in_order(cpus, num_workers, each)
+    shares = {node: iter(_deal_in_order(here, wanted.count(node), each)) for node, here in on_node.items()}
+    return [next(shares[node]) for node in wanted]
+
+
+def _deal_in_order(cpus: Sequence[Cpu], num_workers: int, each: int) -> list[tuple[int, ...]]:
+    """Give each worker cores of its own, as long as there are enough."""
+    cores: dict[int, list[int]] = {}
+    for cpu in cpus:
+        cores.setdefault(cpu.core, []).append(cpu.number)
+    per_worker = len(cores) // num_workers
+    whole = list(cores.values())
+    parts = [_threads_last(whole[at * per_worker : (at + 1) * per_worker]) for at in range(num_workers)]
+    if any(len(part) < each for part in parts):  # cores of several sizes, or fewer than workers
+        numbers = list(chain.from_iterable(whole))
+        parts = [numbers[at * each : (at + 1) * each] for at in range(num_workers)]
+    return [tuple(sorted(part[:each])) for part in parts]
+
+
+def _threads_last(cores: Sequence[Sequence[int]]) -> list[int]:
+    """Return one CPU of each core, then the second of each: a worker that wants few has cores to itself."""
+    most = max(map(len, cores), default=0)
+    return [core[thread] for thread in range(most) for core in cores if thread < len(core)]
+
+
+def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:
+    """Return what /sys says of some CPUs; one that it says nothing of counts as a core of its own."""
+    numa_nodes = _numa_nodes(root)
+    return [
+        Cpu(
+            package=_number(folder / "physical_package_id"),
+            numa_node=numa_nodes.get(number, _UNKNOWN),
+            core=min(_list(folder / "thread_siblings_list") or [number]),
+            number=number,
+        )
+        for number in numbers
+        for folder in [root / f"sys/devices/system/cpu/cpu{number}/topology"]
+    ]
+
+
+def _numa_nodes(root: Path) -> dict[int, int]:
+    """Return the NUMA node of each CPU."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return {cpu: int(folder.name.removeprefix("node")) for folder in folders for cpu in _list(folder / "cpulist")}
+
+
+def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = ROOT) -> list[int | None]:
+    """Return the NUMA node of each worker's GPU by NVIDIA's driver; None where it is not known.
+
+    In a job whose devices Slurm constrains, CUDA counts the job's GPUs from zero; Slurm's variables have their numbers.
+    """
+    names = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    numbers = gpu_numbers(environ)
+    if names and len(numbers) == len(names) and all(name.isdecimal() for name in names):
+        names = list(numbers)
+    known: dict[str, int] = {}
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        text = _read(folder / "information")
+        said = dict(re.findall(r"^(GPU UUID|Device Minor):\s*(\S+)", text, re.MULTILINE))
+        node = _number(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
+        known |= dict.fromkeys(said.values(), node)
+    names = names or sorted((name for name in known if name.isdecimal()), key=int)
+    found = [known.get(name, _UNKNOWN) for name in names[:num_workers]]
+    return [None if node < 0 else node for node in found] + [None] * (num_workers - len(found))
+
+
+def _number(path: Path) -> int:
+    text = _read(path).strip()
+    return int(text) if re.fullmatch(r"\d+", text) else _UNKNOWN
+
+
+def _list(path: Path) -> list[int]:
+    """Return the numbers in `0-3,8`."""
+    found: list[int] = []
+    for part in _read(path).strip().split(","):
+        first, _, last = part.partition("-")
+        with suppress(ValueError):
+            found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:  # a kernel or a container that shows less
+        return ""
