@@ -257,6 +257,11 @@ class ResourcesSpec:
             f"`resources.gpus_per_node` is {self.gpus_per_node!r}, but it must not be negative.",
         )
         _require(
+            self.gpu_type is None or self.gpus_per_node > 0,
+            f"`resources.gpu_type` is {self.gpu_type!r}, but `resources.gpus_per_node` is 0, so no GPU is asked for. "
+            "Set `resources.gpus_per_node`, or `resources.gpu_type=null`.",
+        )
+        _require(
             self.gpus_per_node == 0 or self.local_world_size <= self.gpus_per_node,
             f"`resources.workers_per_node` is {self.workers_per_node}, but `resources.gpus_per_node` is "
             f"{self.gpus_per_node}. Ask for one GPU a worker, or for `resources.gpus_per_node=0`.",

@@ -24,7 +24,7 @@ def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
 
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     """Declare `--runs-dir`."""
-    parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs live; default: the key `runs_dir`")
+    parser.add_argument("--runs-dir", type=_path, metavar="DIR", help="where runs live; default: the key `runs_dir`")
 
 
 def add_site(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +36,17 @@ def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunD
     """Return the run that RUN names, or the newest."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     return find_run(args.run, runs_dir) if args.run else newest_run(runs_dir)
+
+
+def runs_dir_setting(option: Path | None) -> list[str]:
+    """Return `--runs-dir` as a setting; the shell has filled in its variables."""
+    from ddp_hpc.config.paths import literal  # late: the spec's classes take 30 ms to make
+
+    return [] if option is None else [f"runs_dir={literal(option)}"]
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()  # a shell leaves the `~` of `--runs-dir=~/runs`
 
 
 def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ddp_hpc.config.keys import all_keys, key_of
+from ddp_hpc.config.paths import filled
 from ddp_hpc.config.site import Profile, find_profile, refuse_unwelcome
 from ddp_hpc.config.sources import (
     DEFAULT,
@@ -53,11 +54,14 @@ def resolve(
     """
     profile = find_profile(environment, site)
     before = [*from_defaults(), Setting("name", _name_after(path), DEFAULT), *(profile.settings if profile else ())]
-    after = [
-        *from_file(path, f"file {path.name}"),
-        *from_environment(environment),
-        *from_overrides(overrides),
-    ]
+    after = filled(
+        [
+            *from_file(path, f"file {path.name}"),
+            *from_environment(environment),
+            *from_overrides(overrides),
+        ],
+        environment,
+    )
     between = _of_partition(profile, [*before, *after]) if is_for_slurm else ()
     resolved = replace(_build([*before, *between, *after]), profile=profile)
     refuse_unwelcome(resolved.spec.path, profile)
@@ -77,7 +81,8 @@ def load_resolved(path: Path) -> RunSpec:
 def resolve_key(name: str, environment: Mapping[str, str]) -> Any:
     """Return one key's value where no run is at hand: default < site profile < environment."""
     profile = find_profile(environment)
-    given = [*from_defaults(), *(profile.settings if profile else ()), *from_environment(environment)]
+    own = filled(from_environment(environment), environment)
+    given = [*from_defaults(), *(profile.settings if profile else ()), *own]
     setting = [setting for setting in given if setting.key == name][-1]
     return _value(setting)
 

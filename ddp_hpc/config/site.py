@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from string import Template
 from typing import Any, get_type_hints
 
 from ddp_hpc.config.keys import Key, nearest
+from ddp_hpc.config.paths import fill
 from ddp_hpc.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError
@@ -22,8 +22,6 @@ PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
 _FOLDER, _GENERAL = "sites", "site.yaml"
 """In a directory of settings: the profiles of sites, and the one for all hosts."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_PATHS = ("runs_dir", "container.image", "container.binds", "stage.archive", "site.scratch", "site.no_write")
-"""Values in which `$NAME` stands for a variable of whoever submits; elsewhere it is the job's to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,27 +216,7 @@ def _expanded(settings: Sequence[Setting], environment: Mapping[str, str] | None
 
 
 def _fill(setting: Setting, environment: Mapping[str, str] | None) -> Setting:
-    """Return a path with the variables in it filled in; anything else as it is."""
-    if environment is None or setting.key not in _PATHS or not isinstance(setting.value, (str, list)):
-        return setting
-    is_text = isinstance(setting.value, str)
-    texts = [setting.value] if is_text else setting.value
-    filled = [_fill_text(text, setting, environment) if isinstance(text, str) else text for text in texts]
-    return Setting(setting.key, filled[0] if is_text else filled, setting.origin)
-
-
-def _fill_text(text: str, setting: Setting, environment: Mapping[str, str]) -> str:
-    try:
-        return Template(text).substitute(environment)
-    except KeyError as error:
-        raise ConfigError(
-            f"`{setting.key}` is {text!r} ({setting.origin}), but ${error.args[0]} is not set here. Set it, or correct the "
-            "profile."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"`{setting.key}` is {text!r} ({setting.origin}), but a `$` names a variable; `$$` is a `$`."
-        ) from error
+    return setting if environment is None else fill(setting, environment)
 
 
 def refuse_unwelcome(path: Path, profile: Profile | None) -> None:

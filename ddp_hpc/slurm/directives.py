@@ -27,6 +27,7 @@ _NAMED = (
     "comment",
 )
 """Keys of `slurm` that are an option of the same name."""
+_MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def directives(spec: RunSpec, run: RunDir, *, chdir: Path) -> list[Directive]:
     Raises:
         ConfigError: where `slurm.extra` sets what another key sets.
     """
+    _refuse_two_memories(spec)
     made = [Directive(flag, None if value is True else str(value)) for flag, value in _options(spec, run, chdir)]
     _refuse_duplicates(made)
     return made
@@ -60,7 +62,7 @@ def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, obj
     yield "cpus-per-task", spec.cpus_per_task
     if resources.gpus_per_node:
         yield "gpus-per-node", ":".join(filter(None, [resources.gpu_type, str(resources.gpus_per_node)]))
-    if spec.mem_gb is not None:
+    if resources.mem_gb is not None or (spec.mem_gb is not None and not _memory_flags(spec)):
         yield "mem", f"{spec.mem_gb}G"
     if resources.time_limit_min is not None:
         yield "time", resources.time_limit_min
@@ -75,6 +77,24 @@ def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, obj
     for key, value in slurm.extra.items():
         if value is not False and value is not None:
             yield key.replace("_", "-"), value
+
+
+def _memory_flags(spec: RunSpec) -> list[str]:
+    """Return the flags in `slurm.extra` that ask for memory, of which sbatch takes one, and no `--mem` beside it."""
+    asked = {
+        key.replace("_", "-") for key, value in spec.slurm.extra.items() if value is not False and value is not None
+    }
+    return [flag for flag in _MEMORY_FLAGS if flag in asked]
+
+
+def _refuse_two_memories(spec: RunSpec) -> None:
+    keys = [] if spec.resources.mem_gb is None else ["resources.mem_gb"]
+    keys += [f"slurm.extra.{flag.replace('-', '_')}" for flag in _memory_flags(spec)]
+    if len(keys) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'`{key}`' for key in keys)} are set, but sbatch takes one amount of memory: for each node, "
+            "for each CPU or for each GPU. Keep one of them."
+        )
 
 
 def _literal(path: str) -> str:

@@ -37,6 +37,19 @@ def supervisor_argv(run: RunDir) -> list[str]:
     return [sys.executable, "-m", "ddp_hpc.job.supervisor", str(run.path)]
 
 
+def refuse_several_nodes(spec: RunSpec) -> None:
+    """Refuse a run that asks for more machines than this one.
+
+    Raises:
+        ConfigError: where it does.
+    """
+    if spec.resources.nodes > 1:
+        raise ConfigError(
+            f"`resources.nodes` is {spec.resources.nodes}, but the run would start on this machine alone. Submit it on a "
+            "login node of Slurm (`--cluster slurm`), or set `resources.nodes=1` and `resources.workers_per_node`."
+        )
+
+
 def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -> Submission:
     """Start the run, or go on with it, and return once its training has begun.
 
@@ -44,6 +57,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
         ConfigError: where the input cannot be; a run that was new leaves nothing behind.
         WorkerError: where the workers failed before the first step.
     """
+    refuse_several_nodes(spec)
     run = RunDir(spec.path)
     is_new = not run.config.exists()
     if _is_busy(run):

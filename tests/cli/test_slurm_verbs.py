@@ -84,7 +84,7 @@ def test_a_dry_run_as_json_has_the_script_that_the_other_prints(capsys: pytest.C
 
 @pytest.mark.usefixtures("slurm")
 def test_a_dry_run_for_this_machine_prints_no_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "run.yaml", "--dry-run", "--cluster", "local"]) == 0
+    assert main(["submit", "run.yaml", "--dry-run", "--cluster", "local", "resources.nodes=1"]) == 0
 
     assert "#SBATCH" not in capsys.readouterr().out
 

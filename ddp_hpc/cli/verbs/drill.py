@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir
+from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
 from ddp_hpc.cli.words import as_json, or_dash, table
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.exit_codes import FAILED, FINISHED
@@ -102,7 +102,7 @@ def _resolve(args: argparse.Namespace, settings: list[str], environment: Mapping
     from ddp_hpc.config import resolve
     from ddp_hpc.drill.course import CONFIG
 
-    here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
+    here = runs_dir_setting(args.runs_dir)
     return resolve(args.config or CONFIG, [*settings, *args.settings, *here, *last], environment, site=args.site)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from ddp_hpc.cli.runs import add_runs_dir, add_site
+from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
 from ddp_hpc.cli.verbs.submit import sort_words
 
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.submission import slurm_executor
 
     path, settings = sort_words([args.config, *args.settings])
-    here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
+    here = runs_dir_setting(args.runs_dir)
     resolved = resolve(path, [*settings, *here], environment, site=args.site)
     import_paths = [Path.cwd(), path.absolute().parent]
     with nullcontext() if args.output is None else output_at(args.output) as output:

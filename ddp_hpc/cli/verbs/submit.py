@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ddp_hpc.cli.attach import show
-from ddp_hpc.cli.runs import add_runs_dir, add_site, word_for
+from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, word_for
 from ddp_hpc.cli.summary import exit_code, print_summary
 from ddp_hpc.cli.words import as_json
 from ddp_hpc.errors import ConfigError
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.submission.where import choose_cluster
 
     path, settings = sort_words([args.config, *args.settings])
-    here = [] if args.runs_dir is None else [f"runs_dir={args.runs_dir}"]
+    here = runs_dir_setting(args.runs_dir)
     cluster = choose_cluster(args.cluster, environment)
     resolved = resolve(path, [*settings, *here], environment, site=args.site, is_for_slurm=cluster == "slurm")
     run_dir = RunDir(resolved.spec.path)
@@ -151,6 +151,8 @@ def _dry_run(
     from ddp_hpc.submission import local_executor, slurm_executor
 
     script = slurm_executor.job_script(resolved.spec, import_paths, environment) if cluster == "slurm" else None
+    if cluster == "local":
+        local_executor.refuse_several_nodes(resolved.spec)
     argv = local_executor.supervisor_argv(RunDir(resolved.spec.path))
     if as_object:
         values = {key: {"value": value, "source": resolved.sources[key]} for key, value in flat(resolved.spec).items()}
