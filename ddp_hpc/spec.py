@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.field_types import as_field, type_in_words
 from ddp_hpc.run_dir import DEFAULT_RUNS_DIR
 
 _CPU_WORKER_GB = 2
@@ -64,8 +66,35 @@ def _check_variable(name: str, value: object) -> None:
     _require("\0" not in str(value), f"`env.{name}` is {value!r}, but a variable cannot hold a NUL.")
 
 
+class _Checked:
+    """Base of all sections: each field holds what its annotation says, whoever made it, a file or Python."""
+
+    def __post_init__(self) -> None:
+        for name, annotation in _annotations(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
+            value = getattr(self, name)
+            try:
+                plain = as_field(value, annotation)
+            except TypeError as error:
+                raise ConfigError(
+                    f"`{_key_of(type(self), name)}` is {value!r}, but it must be {type_in_words(annotation)}."
+                ) from error
+            if plain is not value:
+                object.__setattr__(self, name, plain)  # frozen for others
+
+
+@cache
+def _annotations(section: type) -> Mapping[str, Any]:
+    return get_type_hints(section)
+
+
+def _key_of(section: type, name: str) -> str:
+    """Return the key of a field: `train.lr` for `lr` of `TrainSpec`."""
+    sections = {annotation: key for key, annotation in _annotations(RunSpec).items()}
+    return f"{sections[section]}.{name}" if section in sections else name
+
+
 @dataclass(frozen=True, kw_only=True)
-class RecipeSpec:
+class RecipeSpec(_Checked):
     """What is trained."""
 
     target: str = "image_classification"
@@ -74,6 +103,7 @@ class RecipeSpec:
     """Keyword arguments for that function (`recipe.args.width=32`)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         module, _, function = self.target.partition(":")
         _require(
             all(part.isidentifier() for part in module.split(".")) and (not function or function.isidentifier()),
@@ -83,7 +113,7 @@ class RecipeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSpec:
+class TrainSpec(_Checked):
     """How long and with which numbers."""
 
     epochs: int = 10
@@ -117,6 +147,7 @@ class TrainSpec:
     """Write the sample ids of every step to `samples/`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_positive(
             "train",
             epochs=self.epochs,
@@ -133,7 +164,7 @@ class TrainSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSpec:
+class OptimizerSpec(_Checked):
     """The optimizer, where the recipe brings none of its own."""
 
     name: Literal["sgd", "adamw"] = "sgd"
@@ -150,6 +181,7 @@ class OptimizerSpec:
     """Decay of weights; biases and normalisation parameters (1-D or scalar) are never decayed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(
             self.weight_decay >= 0,
             f"`optimizer.weight_decay` is {self.weight_decay!r}, but it must not be negative.",
@@ -157,7 +189,7 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LrScheduleSpec:
+class LrScheduleSpec(_Checked):
     """The learning rate over the steps, as a factor of `train.lr`."""
 
     name: Literal["cosine", "step", "constant"] = "cosine"
@@ -172,6 +204,7 @@ class LrScheduleSpec:
     """Where `cosine` ends, as a factor of `train.lr`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(
             self.warmup_steps >= 0,
             f"`lr_schedule.warmup_steps` is {self.warmup_steps!r}, but it must not be negative.",
@@ -179,7 +212,7 @@ class LrScheduleSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSpec:
+class DataSpec(_Checked):
     """How samples reach the model."""
 
     num_workers: int = 0
@@ -190,6 +223,7 @@ class DataSpec:
     """Leave out the samples at an epoch's end that do not fill a global batch."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(
             self.num_workers >= 0,
             f"`data.num_workers` is {self.num_workers!r}, but it must not be negative.",
@@ -198,7 +232,7 @@ class DataSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSpec:
+class EvalSpec(_Checked):
     """When the held-out samples are evaluated."""
 
     every_epochs: int = 1
@@ -207,11 +241,12 @@ class EvalSpec:
     """Samples a worker evaluates at once."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_positive("eval", every_epochs=self.every_epochs, batch_size=self.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogSpec:
+class LogSpec(_Checked):
     """What is written down on the way."""
 
     every_steps: int = 20
@@ -220,11 +255,12 @@ class LogSpec:
     """Write the same to `tensorboard/` (needs `pip install ddp_hpc[tensorboard]`)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_positive("log", every_steps=self.every_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResourcesSpec:
+class ResourcesSpec(_Checked):
     """What the run asks of machines."""
 
     nodes: int = 1
@@ -243,6 +279,7 @@ class ResourcesSpec:
     """Time limit of a job, in minutes. Unset: the cluster's default."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_positive(
             "resources",
             nodes=self.nodes,
@@ -279,7 +316,7 @@ class ResourcesSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSpec:
+class CheckpointSpec(_Checked):
     """When the training state is committed, and how much of it is kept."""
 
     every_steps: int | None = 500
@@ -294,6 +331,7 @@ class CheckpointSpec:
     """Whether the lowest or the highest is best."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_positive("checkpoint", every_steps=self.every_steps, keep_last=self.keep_last)
         _require(
             self.keep_best >= 0,
@@ -302,7 +340,7 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmSpec:
+class SlurmSpec(_Checked):
     """Slurm's options, by Slurm's own names; used with `--cluster slurm`."""
 
     partition: str | None = None
@@ -345,6 +383,7 @@ class SlurmSpec:
     """A template of your own for the job script. Unset: `sbatch_templates/ddp.sbatch.j2`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_one_line("slurm", **{key: value for key, value in vars(self).items() if key != "extra"})
         _require_one_line("slurm.extra", **{str(key): value for key, value in self.extra.items()})
         _require(
@@ -360,13 +399,14 @@ class SlurmSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchrunSpec:
+class TorchrunSpec(_Checked):
     """torchrun's options; used with `launcher=torchrun`."""
 
     max_restarts: int = 0
     """`--max-restarts`: how often torchrun starts the workers again, in the same job, when one has failed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(
             self.max_restarts >= 0,
             f"`torchrun.max_restarts` is {self.max_restarts!r}, but it must not be negative.",
@@ -374,7 +414,7 @@ class TorchrunSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestartSpec:
+class RestartSpec(_Checked):
     """What is done on Slurm when an attempt ends before the run does; on this machine, you are told."""
 
     max_no_progress: int = 3
@@ -392,6 +432,7 @@ class RestartSpec:
     """How long failures of nodes are remembered, in hours."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_positive(
             "restart",
             max_no_progress=self.max_no_progress,
@@ -402,7 +443,7 @@ class RestartSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotSpec:
+class SnapshotSpec(_Checked):
     """The copy of your code that a queued job runs."""
 
     enabled: bool = True
@@ -411,11 +452,12 @@ class SnapshotSpec:
     """Refuse to copy more than this, in MB."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_positive("snapshot", max_mb=self.max_mb)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContainerSpec:
+class ContainerSpec(_Checked):
     """The image the workers run in; unset: none."""
 
     image: str | None = None
@@ -432,11 +474,12 @@ class ContainerSpec:
     """More options of the runtime, one an item (`--fakeroot`)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_one_line("container", **vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageSpec:
+class StageSpec(_Checked):
     """What is put on each node's own disk before the workers start, on Slurm."""
 
     dir: str | None = None
@@ -445,6 +488,7 @@ class StageSpec:
     """An environment packed by conda-pack or venv-pack (`env.tar.gz`): its Python runs the workers."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_one_line("stage", **vars(self))
         _require(
             self.archive is None or self.dir is not None,
@@ -453,7 +497,7 @@ class StageSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkSpec:
+class NetworkSpec(_Checked):
     """The network that the ranks meet on."""
 
     interfaces: tuple[str, ...] = ()
@@ -461,7 +505,7 @@ class NetworkSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSpec:
+class RunSpec(_Checked):
     """One training, from its name to its last key."""
 
     name: str
@@ -492,6 +536,7 @@ class RunSpec:
     """Variables that the run sets in its job, whatever they were at submit (`env.NCCL_DEBUG=INFO`)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(
             NAME_PATTERN.fullmatch(self.name) is not None,
             f"`name` is {self.name!r}, but it names a directory: use letters, digits, `.`, `_` and `-`, "

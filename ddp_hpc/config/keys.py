@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.field_types import is_optional, without_none
 from ddp_hpc.spec import RunSpec
 
 OF_A_VARIABLE = str | int | None
@@ -38,18 +39,6 @@ class Key:
         """Whether its values are words, so that `3` is one too."""
         wanted = without_none(self.annotation)
         return wanted in (str, without_none(OF_A_VARIABLE)) or get_origin(wanted) is Literal
-
-
-def is_optional(annotation: Any) -> bool:
-    """Return whether None is a value of it; `X | None` is a `types.UnionType`, or a `typing.Union` on old Pythons."""
-    return get_origin(annotation) is not Literal and type(None) in get_args(annotation)
-
-
-def without_none(annotation: Any) -> Any:
-    """Return `X` of `X | None`, and anything else as it is."""
-    if not is_optional(annotation):
-        return annotation
-    return Union[tuple(arm for arm in get_args(annotation) if arm is not type(None))]  # noqa: UP007  # arms are data
 
 
 @cache
@@ -105,8 +94,28 @@ def unknown_key(name: str, place: str) -> ConfigError:
 
 def did_you_mean(name: str) -> str:
     """Return ` Did you mean ...?`, or nothing where no key is near."""
-    near = nearest(name, all_keys()) or next((key for key in all_keys() if key.endswith(f".{name.lower()}")), None)
-    return f" Did you mean `{near}`?" if near else ""
+    meant = " or ".join(f"`{key}`" for key in _meant_by(name))
+    return f" Did you mean {meant}?" if meant else ""
+
+
+def _meant_by(name: str) -> list[str]:
+    """Return the keys that a word may stand for: another tool's word, a key of another section, or the nearest spelling."""
+    from ddp_hpc.config.foreign import ours_for  # late: only an error needs the table
+
+    if ours := ours_for(name):
+        return [ours]
+    near, leaf = nearest(name, all_keys()), _leaf(name.lower())
+    if near is not None and _leaf(near) == leaf:
+        return [near]
+    elsewhere = [key for key in all_keys() if _leaf(key) == leaf]
+    if elsewhere or near is not None:
+        return elsewhere or [str(near)]
+    close = nearest(leaf, map(_leaf, all_keys()))
+    return [key for key in all_keys() if _leaf(key) == close]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:

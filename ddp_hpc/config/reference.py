@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 
 from ddp_hpc import spec
 from ddp_hpc.config.keys import all_keys, is_below, is_free, is_section, unknown_key
-from ddp_hpc.config.values import type_in_words
 from ddp_hpc.config.yaml_text import dump_value
+from ddp_hpc.field_types import type_in_words
 
 NO_DEFAULT = "the file's name"
 """Of `name`, the one key without a default of its own."""

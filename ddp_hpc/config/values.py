@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from ddp_hpc.config.keys import OF_A_VARIABLE, Key, is_optional, without_none
+from ddp_hpc.config.keys import OF_A_VARIABLE, Key
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.field_types import type_in_words
 
 _NOTHING = {"", "~", "null", "none"}
-_WORDS = {
-    float: ("a number", "numbers"),
-    int: ("a whole number", "whole numbers"),
-    bool: ("true or false", "booleans"),
-    str: ("text", "texts"),
-    Any: ("any value", "values"),
-    without_none(OF_A_VARIABLE): ("text", "texts"),
-}
-"""Type -> one, and several."""
-
-
-def type_in_words(annotation: Any) -> str:
-    """Say what a value must be: `a whole number, or null`."""
-    if is_optional(annotation):
-        return f"{type_in_words(without_none(annotation))}, or null"
-    origin, arms = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return f"one of {', '.join(arms)}"
-    if origin is tuple:
-        count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
-        return f"a list of {count}{_WORDS[arms[0]][1]}"
-    return "a mapping" if origin is Mapping else _WORDS[annotation][0]
 
 
 def convert(key: Key, value: Any, place: str) -> Any:

@@ -1,0 +1,89 @@
+"""A field's annotation, in words and held against a value: text, numbers, lists, mappings and what may be left out."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+_WORDS: Mapping[Any, tuple[str, str]] = {
+    float: ("a number", "numbers"),
+    int: ("a whole number", "whole numbers"),
+    bool: ("true or false", "booleans"),
+    str: ("text", "texts"),
+    Any: ("any value", "values"),
+    str | int: ("text", "texts"),
+}
+"""Type -> one, and several."""
+
+
+def is_optional(annotation: Any) -> bool:
+    """Return whether None is a value of it; `X | None` is a `types.UnionType`, or a `typing.Union` on old Pythons."""
+    return get_origin(annotation) is not Literal and type(None) in get_args(annotation)
+
+
+def without_none(annotation: Any) -> Any:
+    """Return `X` of `X | None`, and anything else as it is."""
+    if not is_optional(annotation):
+        return annotation
+    return Union[tuple(arm for arm in get_args(annotation) if arm is not type(None))]  # noqa: UP007  # arms are data
+
+
+def type_in_words(annotation: Any) -> str:
+    """Say what a value must be: `a whole number, or null`."""
+    if is_optional(annotation):
+        return f"{type_in_words(without_none(annotation))}, or null"
+    origin, arms = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return f"one of {', '.join(arms)}"
+    if origin is tuple:
+        count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
+        return f"a list of {count}{_WORDS[arms[0]][1]}"
+    if is_dataclass(annotation):
+        return f"a {getattr(annotation, '__name__', annotation)}"
+    return "a mapping" if origin is Mapping else _WORDS[annotation][0]
+
+
+def as_field(value: Any, annotation: Any) -> Any:
+    """Return a value from Python as the plain value that its field holds: 1.0 for 1, a tuple for a list, text for a path.
+
+    Raises:
+        TypeError: where it is of another type; the message is for the caller alone.
+    """
+    if annotation is Any or (value is None and is_optional(annotation)):
+        return value
+    wanted = without_none(annotation)
+    origin, arms = get_origin(wanted), get_args(wanted)
+    if origin is tuple:
+        return _as_tuple(value, arms)
+    if origin is Literal:
+        return _require(value, isinstance(value, str) and value in arms)
+    if origin is Mapping or is_dataclass(wanted):
+        return _require(value, isinstance(value, origin or wanted))
+    return _as_plain(value, wanted)
+
+
+def _as_tuple(value: Any, arms: tuple[Any, ...]) -> tuple[Any, ...]:
+    _require(value, isinstance(value, (list, tuple)))
+    items = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
+    _require(value, len(value) == len(items))
+    return tuple(as_field(one, item) for one, item in zip(value, items, strict=True))
+
+
+def _as_plain(value: Any, wanted: Any) -> Any:
+    """Numbers of other libraries (`numpy.float32`) become Python's own, which a file can hold."""
+    if wanted is float:
+        return float(_require(value, isinstance(value, numbers.Real) and not isinstance(value, bool)))
+    if wanted is int:
+        return int(_require(value, isinstance(value, numbers.Integral) and not isinstance(value, bool)))
+    if wanted is str and isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    return _require(value, isinstance(value, wanted))
+
+
+def _require(value: Any, condition: bool) -> Any:
+    if not condition:
+        raise TypeError(repr(value))
+    return value

@@ -1,0 +1,54 @@
+"""What an unknown key is answered with: the key that the user meant, whichever tool the word comes from."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ddp_hpc.config.foreign import FOREIGN
+from ddp_hpc.config.keys import all_keys, key_of, unknown_key
+
+
+def suggested(name: str) -> list[str]:
+    question = re.search(r"Did you mean (.*?)\?", str(unknown_key(name, "here")))
+    return re.findall(r"`([^`]+)`", question[1]) if question else []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("train.batch_size", ["train.global_batch_size"]),
+        ("batch_size", ["train.global_batch_size"]),
+        ("optimizer.lr", ["train.lr"]),
+        ("optimizer.learning_rate", ["train.lr"]),
+        ("trainer.max_epochs", ["train.epochs"]),
+        ("trainer.devices", ["resources.gpus_per_node"]),
+        ("gpus", ["resources.gpus_per_node"]),
+        ("num_gpus", ["resources.gpus_per_node"]),
+        ("num_nodes", ["resources.nodes"]),
+        ("nproc-per-node", ["resources.workers_per_node"]),
+        ("partition", ["slurm.partition"]),
+        ("slurm.time", ["resources.time_limit_min"]),
+        ("time", ["resources.time_limit_min"]),
+        ("slurm.mem", ["resources.mem_gb"]),
+        ("fp16", ["train.precision"]),
+        ("save_steps", ["checkpoint.every_steps"]),
+        ("train.num_workers", ["data.num_workers"]),
+        ("train.weight_decay", ["optimizer.weight_decay"]),
+        ("train.every_steps", ["log.every_steps", "checkpoint.every_steps"]),
+        ("optimiser.name", ["optimizer.name"]),
+        ("train.lrr", ["train.lr"]),
+        ("epoch", ["train.epochs"]),
+        ("NCCL_DEBUG", ["env.NCCL_DEBUG"]),
+        ("slurm.NCCL_SOCKET_IFNAME", ["network.interfaces"]),
+        ("zzz", []),
+    ],
+)
+def test_the_key_that_was_meant_is_named(typed: str, meant: list[str]) -> None:
+    assert suggested(typed) == meant
+
+
+def test_every_word_of_another_tool_leads_to_a_key_and_none_is_a_key_itself() -> None:
+    assert all(key in all_keys() and key_of(key) for key in FOREIGN.values())
+    assert not FOREIGN.keys() & all_keys().keys()
