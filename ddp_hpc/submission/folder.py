@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +33,27 @@ class Submission:
 def is_finished(run: RunDir, spec: RunSpec) -> bool:
     """Tell whether nothing is left to do; more epochs or steps than before are more to do."""
     return is_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
+
+
+def refuse_file_in_the_way(run: RunDir) -> None:
+    """Refuse a run's directory that is a file, or would lie below one.
+
+    Raises:
+        ConfigError: where it does.
+    """
+    for place in (run.path, *run.path.parents):
+        try:
+            mode = place.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # the next one above says more
+        except OSError:
+            return  # whoever goes there says why that fails
+        if not stat.S_ISDIR(mode):
+            raise ConfigError(
+                f"`runs_dir` and `name` put the run at {run.path}, but {place} is a file, not a directory. "
+                "Choose another place with `runs_dir=...`."
+            )
+        return
 
 
 def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:

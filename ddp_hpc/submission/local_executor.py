@@ -20,7 +20,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import slurm_executor
-from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
+from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, refuse_file_in_the_way
 from ddp_hpc.submission.image import look_at_image
 
 START_PATIENCE_S = 120.0
@@ -59,6 +59,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
     """
     refuse_several_nodes(spec)
     run = RunDir(spec.path)
+    refuse_file_in_the_way(run)
     is_new = not run.config.exists()
     if _is_busy(run):
         return Submission(run, "running", newest_attempt(run))

@@ -33,7 +33,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
-from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir
+from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, refuse_file_in_the_way
 from ddp_hpc.submission.hastening import hasten_job, spared_nodes
 from ddp_hpc.submission.image import look_at_image
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
@@ -74,6 +74,7 @@ def prepare(
         ConfigError: where it cannot be made; a run that was new leaves nothing behind.
     """
     run = RunDir(spec.path)
+    refuse_file_in_the_way(run)
     is_new = not run.config.exists()
     reality.refuse_private_directory(run.path)
     import_paths_of_job = _job_import_paths(spec, run, import_paths)
@@ -96,6 +97,7 @@ def submit(
         SlurmUnavailableError: where Slurm does not answer.
     """
     run = RunDir(spec.path)
+    refuse_file_in_the_way(run)
     is_new = not run.config.exists()
     client.require("sbatch", environ)
     there = _already(run, spec, environ)

@@ -184,7 +184,7 @@ def test_following_the_logs_of_a_run_that_has_ended_ends(run: RunDir, capsys: py
 
 
 def test_checkpoints_tell_which_hold(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys, "checkpoints", "digits").splitlines()[1].endswith("accuracy 0.9833  not looked at")
+    assert answer(capsys, "checkpoints", "digits").splitlines()[1].endswith("accuracy 0.9833  not asked (--verify)")
     assert answer(capsys, "checkpoints", "digits", "--verify").splitlines()[1].endswith("yes")
 
     next(run.checkpoints.glob("*/*.safetensors")).write_bytes(b"")

@@ -124,3 +124,19 @@ def test_a_directory_named_by_an_option_is_taken_as_the_shell_left_it(
 
     assert main(["submit", "run.yaml", "--cluster", "local", "--dry-run", "--runs-dir=~/odd$name"]) == 0
     assert "runs_dir: /home/ada/odd$name " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["runs_dir={}/file", "runs_dir={}/file/below", "name=file"])
+def test_a_file_where_runs_would_be_is_named_with_the_key(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("runs_dir: .")
+    (tmp_path / "file").write_text("kept")
+
+    assert main(["submit", "run.yaml", "--cluster", "local", word.format(tmp_path)]) == 2
+
+    told = capsys.readouterr().err
+    assert f"but {tmp_path}/file is a file, not a directory" in told
+    assert "`runs_dir=...`" in told
+    assert (tmp_path / "file").read_text() == "kept"

@@ -12,7 +12,7 @@ from ddp_hpc.cli.words import as_json, duration, numbers, or_dash, size, table
 from ddp_hpc.exit_codes import FAILED, FINISHED
 from ddp_hpc.watch.checkpoints import CheckpointInfo, choose_step, digest, list_checkpoints
 
-HEADER = ("STEP", "SIZE", "WORKERS", "AGE", "EVALUATION", "HOLDS")
+HEADER = ("STEP", "SIZE", "WORKERS", "AGE", "EVALUATION", "VERIFIED")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def _as_table(infos: Sequence[CheckpointInfo], *, verified: bool) -> str:
             or_dash(info.world_size),
             duration(None if info.committed_at is None else now - info.committed_at),
             or_dash(numbers(info.metrics)),
-            f"no: {info.problem}" if info.problem else "yes" if verified else "not looked at",
+            f"no: {info.problem}" if info.problem else "yes" if verified else "not asked (--verify)",
         )
         for info in infos
     ]
