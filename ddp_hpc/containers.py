@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -81,6 +81,8 @@ class Housing:
     python: str = sys.executable
     prefix: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """What its starter must have in the environment: values that are set inside, which no command line may show."""
     image: str = ""
     """What tells the image from others."""
 
@@ -286,14 +288,15 @@ def house(inside: Inside, runtime: RuntimeName, python: str) -> Housing:
 def _apptainer(inside: Inside, python: str, *, program: RuntimeName) -> Housing:
     """Return the words of Apptainer (1.0 and newer) and SingularityCE (3.9 and newer).
 
-    Variables go through `env` inside: what `--env` and `APPTAINERENV_...` carry is evaluated by a shell there. Neither
-    `--cleanenv` nor `--containall`: the ranks come from Slurm's variables, and share memory with those beside them.
+    Variables go through the environment, and a shell inside names them again (`_setting`): what `--env` and
+    `APPTAINERENV_...` carry is evaluated by a shell there. Neither `--cleanenv` nor `--containall`: the ranks come from
+    Slurm's variables, and share memory with those beside them.
     """
     gpus = {"nvidia": ["--nv"], "rocm": ["--rocm"], "none": []}[inside.gpus]
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind))]
     where = ["--pwd", inside.work_dir]
-    prefix = [program, "exec", *gpus, *mounts, *where, *inside.options, inside.image, *_env(inside)]
-    return Housing(python=python, prefix=tuple(prefix))
+    prefix = [program, "exec", *gpus, *mounts, *where, *inside.options, inside.image, *_setting(inside)]
+    return Housing(python=python, prefix=tuple(prefix), environ=_carried(inside))
 
 
 def _csv_mount(bind: Bind, read_only: str = "ro") -> str:
@@ -325,7 +328,8 @@ def _pyxis(inside: Inside, python: str) -> Housing:
         "--no-container-mount-home",
         *inside.options,
     ]
-    return Housing(python=python, prefix=tuple(_env(inside)), srun_args=tuple(options))
+    prefix = tuple(_setting(inside))
+    return Housing(python=python, prefix=prefix, srun_args=tuple(options), environ=_carried(inside))
 
 
 _IMAGES_OWN = frozenset({"PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
@@ -342,14 +346,35 @@ def _docker(inside: Inside, python: str) -> Housing:
     shared = ["--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1"]
     who = [f"--user={inside.user}", "--env=HOME=/tmp"]  # in the image
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind, "readonly"))]
-    passed = [f"--env={name}" for name in inside.passed if name not in _IMAGES_OWN]
+    names = dict.fromkeys([*inside.passed, *_carried(inside)])
+    passed = [f"--env={name}" for name in names if name not in _IMAGES_OWN]
     start = ["docker", "run", "--rm", "--interactive", "--init", "--no-healthcheck"]
     prefix = [*start, *gpus, *shared, *who, *mounts, *passed, f"--workdir={inside.work_dir}", *inside.options]
-    return Housing(python=python, prefix=(*prefix, inside.image, *_env(inside)))
+    return Housing(python=python, prefix=(*prefix, inside.image, *_setting(inside)), environ=_carried(inside))
 
 
-def _env(inside: Inside) -> list[str]:
-    return ["env", *(f"{name}={value}" for name, value in inside.environ.items())]
+_CARRIER = "_DDP_HPC_INSIDE_"
+"""Begins the name under which a value goes into an image: no image has such a variable, so none overrides it."""
+_SHELLS_OWN = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+"""Names that a shell does not set again."""
+
+
+def _carried(inside: Inside) -> dict[str, str]:
+    """Return the values that are set inside, under the names that carry them there."""
+    return {f"{_CARRIER}{name}": value for name, value in inside.environ.items()}
+
+
+def _setting(inside: Inside) -> list[str]:
+    """Return a shell's words that give each carried value its own name, and then become the command.
+
+    Every user of a host sees command lines (`ps`), so they hold names only. A shell does not evaluate what a quoted
+    variable holds, and no image may change it on the way.
+    """
+    lines = [f'export {name}="${_CARRIER}{name}"' for name in inside.environ if name not in _SHELLS_OWN]
+    by_env = [f'{name}="${_CARRIER}{name}"' for name in inside.environ if name in _SHELLS_OWN]
+    command = " ".join(["exec", *(["env", *by_env] if by_env else []), '"$@"'])
+    clean = "unset " + " ".join(_carried(inside)) if inside.environ and not by_env else ":"
+    return ["sh", "-c", "; ".join([*lines, clean, command]), "sh"]
 
 
 _RUNTIMES: Mapping[RuntimeName, Callable[[Inside, str], Housing]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
@@ -65,7 +66,9 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
         ),
         modules=tuple(filter(None, environ.get("LOADEDMODULES", "").split(":"))),
         variables={
-            name: value for name, value in sorted(environ.items()) if name.startswith(_TELLING) and name not in _OF_EACH
+            name: value
+            for name, value in sorted(environ.items())
+            if name.startswith(_TELLING) and name not in _OF_EACH and is_shown(name)
         },
         packages=packages,
     )

@@ -21,6 +21,7 @@ from ddp_hpc.config.sources import (
     from_overrides,
 )
 from ddp_hpc.config.values import convert
+from ddp_hpc.discretion import is_key_shown
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import RunSpec
 
@@ -183,6 +184,11 @@ class Change:
     old: Any
     new: Any
 
+    def __str__(self) -> str:
+        """Return `train.lr 0.1 -> 0.2`, without values that may be secrets."""
+        old, new = (repr(one) if is_key_shown(self.key, one) else HIDDEN for one in (self.old, self.new))
+        return f"{self.key} {old} -> {new}"
+
 
 def changes(old: RunSpec, new: RunSpec) -> list[Change]:
     """Return the keys that differ, in the order of the spec."""
@@ -194,13 +200,24 @@ def changes(old: RunSpec, new: RunSpec) -> list[Change]:
     ]
 
 
-def render_resolved(resolved: Resolved) -> str:
-    """Return the whole configuration as YAML, a line a value with its source; `load_resolved` reads it back."""
+HIDDEN = "(not shown)"
+"""Stands for a value that may be a secret."""
+
+
+def render_resolved(resolved: Resolved, *, for_eyes: bool = False) -> str:
+    """Return the whole configuration as YAML, a line a value with its source; `load_resolved` reads it back.
+
+    `for_eyes`, values that may be secrets are left out, and their keys named in comments at the end.
+    """
     from ddp_hpc.config.yaml_text import dump_value  # late: `status` reads no YAML
 
     lines: list[tuple[str, str]] = []
     opened: list[str] = []
-    for key, value in flat(resolved.spec).items():
+    leaves = flat(resolved.spec)
+    hidden = [key for key, value in leaves.items() if for_eyes and not is_key_shown(key, value)]
+    for key, value in leaves.items():
+        if key in hidden:
+            continue
         *sections, leaf = key.split(".")
         for depth, section in enumerate(sections):
             if sections[: depth + 1] != opened[: depth + 1]:
@@ -209,4 +226,5 @@ def render_resolved(resolved: Resolved) -> str:
         source = " ".join(resolved.sources[key].split())
         lines.append((f"{'  ' * len(sections)}{dump_value(leaf)}: {dump_value(value)}", f"  # {source}"))
     width = max(len(text) for text, source in lines if source and len(text) <= 60)
-    return "".join(f"{text:<{width if source else 0}}{source}\n" for text, source in lines)
+    notes = (f"# {key}: {HIDDEN}  # {' '.join(resolved.sources[key].split())}\n" for key in hidden)
+    return "".join([*(f"{text:<{width if source else 0}}{source}\n" for text, source in lines), *notes])

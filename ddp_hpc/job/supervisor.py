@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from ddp_hpc import checkpoint_store, exit_codes, ownership, processes
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import Housing
+from ddp_hpc.discretion import is_shown
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.job import predecessors
 from ddp_hpc.job.aftermath import ENDED_BY_USER, attempts_since_submit, conclude, has_worked, leave
@@ -49,8 +49,6 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
-"""In names of variables whose values do not belong into a log."""
 SLURM_PAUSE_S = 5.0
 """How long to wait before Slurm is asked again whether it is back."""
 LOCK_PATIENCE_S = 10.0
@@ -96,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _leave_node(assignment, error)
             _note_unbegun(run, allocation, cause="refused", reason=str(error))
             raise
+        os.environ.update(housing.environ)  # for whatever starts there: no command line may show values
         return _supervise(assignment, housing, lock_fds)
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -109,7 +108,7 @@ def _set_variables(variables: Mapping[str, str]) -> None:
     """Set the run's own variables for everything that is started here, and say so."""
     for name, value in variables.items():
         before = os.environ.get(name)
-        if _SECRET.search(name):
+        if not is_shown(name):
             sys.stderr.write(f"{name} is set, by the run's `env`\n")
             continue
         was = "" if before in (None, value) else f" (it was {before!r})"

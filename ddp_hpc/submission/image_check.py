@@ -69,12 +69,12 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
         runtime = find_runtime(spec, environ)
         if runtime == "pyxis":
             raise ConfigError("pyxis starts images in jobs alone, so there is nothing to look into here.")
-        command = house(inside, runtime, spec.container.python).command
-        argv = [*command, "-c", _PROBE, ",".join((*NEEDED, *USEFUL, "ddp_hpc"))]
+        housing = house(inside, runtime, spec.container.python)
+        argv = [*housing.command, "-c", _PROBE, ",".join((*NEEDED, *USEFUL, "ddp_hpc"))]
         try:
             done = subprocess.run(
                 argv,
-                env=dict(environ),
+                env={**environ, **housing.environ},
                 capture_output=True,
                 text=True,
                 errors="replace",

@@ -175,7 +175,7 @@ def run_inside(housing: Housing, code: str, *args: str, environ: dict[str, str])
     """Run Python inside as an ordinary user, on this machine."""
     user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups"]
     argv = [*user, *housing.command, "-c", code, *args]
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, env={**environ, **housing.environ}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

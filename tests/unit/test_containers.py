@@ -48,7 +48,12 @@ def inside(monkeypatch: pytest.MonkeyPatch, one: RunSpec | None = None) -> conta
     return found
 
 
-ENV = ["env", f"PYTHONPATH=/opt/ddp_hpc:{CODE}", "PYTHONNOUSERSITE=1"]
+VALUES = {"_DDP_HPC_INSIDE_PYTHONPATH": f"/opt/ddp_hpc:{CODE}", "_DDP_HPC_INSIDE_PYTHONNOUSERSITE": "1"}
+SCRIPT = (
+    'export PYTHONPATH="$_DDP_HPC_INSIDE_PYTHONPATH"; export PYTHONNOUSERSITE="$_DDP_HPC_INSIDE_PYTHONNOUSERSITE"; '
+    'unset _DDP_HPC_INSIDE_PYTHONPATH _DDP_HPC_INSIDE_PYTHONNOUSERSITE; exec "$@"'
+)
+ENV = ["sh", "-c", SCRIPT, "sh"]
 MOUNTS = [
     "type=bind,source=/venv/lib/python3.11/site-packages/ddp_hpc,destination=/opt/ddp_hpc/ddp_hpc,ro",
     "type=bind,source=/datasets,destination=/data,ro",
@@ -87,7 +92,13 @@ GOLDEN["docker"] = (
         *("docker", "run", "--rm", "--interactive", "--init", "--no-healthcheck", "--gpus=all"),
         *("--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1", "--user=1000:100", "--env=HOME=/tmp"),
         *(word for mount in MOUNTS for word in ("--mount", mount.replace(",ro", ",readonly"))),
-        *("--env=MASTER_ADDR", "--env=NCCL_DEBUG", "--workdir=/home/ada/project", "--writable-tmpfs"),
+        *(
+            "--env=MASTER_ADDR",
+            "--env=NCCL_DEBUG",
+            *(f"--env={name}" for name in VALUES),
+            "--workdir=/home/ada/project",
+            "--writable-tmpfs",
+        ),
         "/images/torch.sif",
         *ENV,
     ],
@@ -120,7 +131,7 @@ def test_a_command_line_is_the_golden_one(monkeypatch: pytest.MonkeyPatch, runti
     housing = house(found, runtime, "python3")
 
     assert (list(housing.srun_args), list(housing.prefix)) == GOLDEN[runtime]
-    assert housing.python == "python3"
+    assert (housing.python, housing.environ) == ("python3", VALUES)
 
 
 @pytest.mark.parametrize(("runtime", "is_for_slurm"), [("docker", True), ("pyxis", False)])

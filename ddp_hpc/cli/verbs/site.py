@@ -19,6 +19,7 @@ from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from ddp_hpc.config.site import Profile
+    from ddp_hpc.config.sources import Setting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,14 +56,23 @@ def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
         print(_as_text(profile))
 
 
+def _shown(setting: Setting) -> Any:
+    """Return a setting's value, or what stands for it where it may be a secret."""
+    from ddp_hpc.config import HIDDEN
+    from ddp_hpc.discretion import is_key_shown
+
+    return setting.value if is_key_shown(setting.key, setting.value) else HIDDEN
+
+
 def _as_object(profile: Profile) -> dict[str, Any]:
     return {
         "site": vars(profile.site),
         "path": str(profile.path),
         "why": profile.why,
-        "settings": {setting.key: setting.value for setting in profile.settings},
+        "settings": {setting.key: _shown(setting) for setting in profile.settings},
         "partitions": {
-            name: {setting.key: setting.value for setting in settings} for name, settings in profile.partitions.items()
+            name: {setting.key: _shown(setting) for setting in settings}
+            for name, settings in profile.partitions.items()
         },
     }
 
@@ -80,9 +90,9 @@ def _as_text(profile: Profile) -> str:
         ("no runs in", ", ".join(site.no_write)),
     ]
     lines = [table(("", ""), [row for row in told if row[1]]).lstrip("\n")]
-    rows = [("", setting.key, dump_value(setting.value), setting.origin.line) for setting in profile.settings]
+    rows = [("", setting.key, dump_value(_shown(setting)), setting.origin.line) for setting in profile.settings]
     for name, settings in profile.partitions.items():
-        rows += [(name, setting.key, dump_value(setting.value), setting.origin.line) for setting in settings]
+        rows += [(name, setting.key, dump_value(_shown(setting)), setting.origin.line) for setting in settings]
     if rows:
         cells = [(or_dash(partition), key, value, str(line)) for partition, key, value, line in rows]
         lines += ["", table(("PARTITION", "KEY", "DEFAULT", "LINE"), cells)]

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if args.json:
         print(as_json(asdict(status)))
     else:
-        again = shlex.join(["ddp-hpc", "submit", str(path), *settings, *here])
+        again = shlex.join(["ddp-hpc", "submit", str(path), *map(_shown, settings), *here])
         print_summary(submission.run, status, word=word, again=again)
     return exit_code(status)
 
@@ -129,6 +129,14 @@ def _hastener(submission: Submission, environment: Mapping[str, str]) -> Callabl
     return lambda: hasten(submission.run, environment)
 
 
+def _shown(setting: str) -> str:
+    """Return a setting as it may stand on a terminal."""
+    from ddp_hpc.discretion import is_key_shown
+
+    key, _, value = setting.partition("=")
+    return setting if is_key_shown(key, value) else f"{key}=..."
+
+
 def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the configuration's path and the settings, in whichever order they came."""
     paths = [word for word in words if not _SETTING.match(word)]
@@ -147,7 +155,8 @@ def _dry_run(
     as_object: bool,
 ) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
-    from ddp_hpc.config import flat, render_resolved
+    from ddp_hpc.config import HIDDEN, flat, render_resolved
+    from ddp_hpc.discretion import is_key_shown
     from ddp_hpc.submission import local_executor, slurm_executor
 
     script = slurm_executor.job_script(resolved.spec, import_paths, environment) if cluster == "slurm" else None
@@ -155,10 +164,13 @@ def _dry_run(
         local_executor.refuse_several_nodes(resolved.spec)
     argv = local_executor.supervisor_argv(RunDir(resolved.spec.path))
     if as_object:
-        values = {key: {"value": value, "source": resolved.sources[key]} for key, value in flat(resolved.spec).items()}
+        values = {
+            key: {"value": value if is_key_shown(key, value) else HIDDEN, "source": resolved.sources[key]}
+            for key, value in flat(resolved.spec).items()
+        }
         how = {"command": argv} if script is None else {"script": script}
         return as_json({"config": values, **how}) + "\n"
-    return f"{render_resolved(resolved)}# would run: {shlex.join(argv)}\n" if script is None else script
+    return f"{render_resolved(resolved, for_eyes=True)}# would run: {shlex.join(argv)}\n" if script is None else script
 
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
@@ -171,7 +183,7 @@ def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
         old = load_resolved(run_dir.config)
     except ConfigError as error:
         return [f"note: what changed cannot be told, for the run's configuration cannot be read: {error}"]
-    return [f"changed: {change.key} {change.old!r} -> {change.new!r}" for change in changes(old, resolved.spec)]
+    return [f"changed: {change}" for change in changes(old, resolved.spec)]
 
 
 def _told(submission: Submission) -> str:

@@ -1,0 +1,58 @@
+"""Which values logs and displays show, and which ones they name only: anybody may look over a shoulder or read a log."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_HARMLESS = (
+    *(
+        "CUBLAS_",
+        "CUDA_",
+        "CUDNN_",
+        "FI_",
+        "GLOO_",
+        "GOMP_",
+        "HIP_",
+        "HSA_",
+        "KMP_",
+        "LC_",
+        "MASTER_",
+        "MIOPEN_",
+        "MKL_",
+    ),
+    *(
+        "NCCL_",
+        "NUMEXPR_",
+        "OFI_",
+        "OMP_",
+        "OPENBLAS_",
+        "PYTORCH_",
+        "RCCL_",
+        "RDMAV_",
+        "ROCR_",
+        "TORCH_",
+        "TORCHDYNAMO_",
+    ),
+    *("TORCHINDUCTOR_", "UCX_", "XLA_"),
+)
+"""Beginnings of variables that tune libraries: what they hold is worth knowing, and nobody's secret."""
+_HARMLESS_NAMES = frozenset({"LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED", "PYTHONPATH", "TMPDIR", "TZ"})
+_SECRET = re.compile(
+    r"(?:^|[_.-])(?:api_?key|key|tokens?|secrets?|pass|passwd|password|passphrase|credentials?|auth|cookie)$",
+    re.IGNORECASE,
+)
+"""How names end whose values are secrets: `HF_TOKEN`, but not `num_tokens_seen` or `key_size`."""
+
+
+def is_shown(variable: str) -> bool:
+    """Tell whether the value of an environment variable may stand in logs and displays."""
+    return (variable.startswith(_HARMLESS) or variable in _HARMLESS_NAMES) and not _SECRET.search(variable)
+
+
+def is_key_shown(key: str, value: Any) -> bool:
+    """Tell whether the value of a configuration's key may; outside of `env`, only text is a secret."""
+    section, _, name = key.partition(".")
+    if section == "env" and name:
+        return value is None or is_shown(name)
+    return not isinstance(value, str) or not value or not _SECRET.search(key)
