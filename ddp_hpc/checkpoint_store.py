@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from ddp_hpc.durable import delete_directory, fsync_path, output_at
+from ddp_hpc.durable import delete_directory, fsync_path, make_directory, open_private, output_at, private_mode
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError
 from ddp_hpc.ownership import claim_again, claim_path
 from ddp_hpc.run_dir import RunDir
@@ -113,7 +113,7 @@ def write_shard(path: Path, parts: Sequence[memoryview | bytes]) -> ShardRecord:
     """Write a shard's parts one after another, flush them to the disk, and return what a reader must find."""
     checksum = xxhash.xxh3_128()
     size = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, private_mode(path))
     try:
         for part in parts:
             view = memoryview(part).cast("B")
@@ -148,11 +148,16 @@ def open_staging(run: RunDir, step: int, attempt: int) -> Path:
     """
     staging = staging_path(run, step, attempt)
     try:
-        staging.mkdir(exist_ok=True)
+        _make_staging(staging)
     except FileNotFoundError:
         claim_again(run, attempt)
-        staging.mkdir(exist_ok=True)
+        _make_staging(staging)
     return staging
+
+
+def _make_staging(staging: Path) -> None:
+    with suppress(FileExistsError):
+        make_directory(staging)
 
 
 def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
@@ -174,7 +179,7 @@ def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
 
 
 def _commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
-    with (staging / MANIFEST).open("wb") as file:
+    with open_private(staging / MANIFEST, "wb") as file:
         file.write(_manifest_bytes(manifest))
         file.flush()
         os.fsync(file.fileno())

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ddp_hpc.errors import ConfigError
 
@@ -23,15 +23,62 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
-def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Put `text` at `path` by one rename; `durable` also waits for the disk.
+def make_directories(path: Path) -> None:
+    """Make a directory, and those above it that are missing, for their owner and whoever may read their parent.
+
+    Whatever the umask, nobody else may write to them: a run's own directory is made for its owner alone, and what is made
+    in it takes after it.
+    """
+    if path.is_dir():
+        return
+    make_directories(path.parent)
+    try:
+        make_directory(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def make_directory(path: Path) -> None:
+    """Make one directory, likewise.
+
+    Raises:
+        FileExistsError: where there is something of that name.
+    """
+    path.mkdir(mode=0o700 | readers(path.parent))
+
+
+def open_private(path: Path, mode: str, *, buffering: int = -1) -> IO[Any]:
+    """Open a file to write to; a new one may be read by those who may read its directory, and written by its owner."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, private_mode(path))
+
+    encoding = None if "b" in mode else "utf-8"
+    return open(path, mode, buffering=buffering, encoding=encoding, opener=opener)
+
+
+def private_mode(path: Path) -> int:
+    """Return the mode of a new file at `path`: 0600, and readable for those whom its directory is shared with."""
+    return 0o600 | readers(path.parent) & 0o444
+
+
+def readers(folder: Path) -> int:
+    """Return the bits by which group and others may read a directory."""
+    return folder.stat().st_mode & 0o055
+
+
+def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool = False) -> None:
+    """Put `text` at `path` by one rename; `durable` also waits for the disk; what is secret is for the owner alone.
 
     A leftover of a killed writer never blocks the next one: the name beside carries the writer's pid. A writer that
     fails (the disk is full) leaves none.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with open_private(beside, "w") as file:
+            if is_secret:
+                os.fchmod(file.fileno(), 0o600)
             file.write(text)
             if durable:
                 file.flush()
@@ -82,7 +129,7 @@ def output_at(path: Path) -> Iterator[Path]:
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
     """Add one line in one write, and wait for the disk; a torn last line of a dead writer is closed first."""
     line = json.dumps(record, separators=(",", ":")) + "\n"
-    with path.open("ab+") as file:
+    with open_private(path, "ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ddp_hpc.discretion import is_shown
-from ddp_hpc.durable import replace_text
+from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 
@@ -116,7 +116,7 @@ def _first(path: Path, pattern: str) -> str:
 def write_environment(run: RunDir, attempt: int, environment: Environment) -> None:
     """Write down what an attempt uses."""
     path = run.environment(attempt)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     replace_text(path, msgspec.json.format(msgspec.json.encode(environment), indent=1).decode() + "\n")
 
 

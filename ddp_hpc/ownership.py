@@ -12,7 +12,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.durable import delete_directory
+from ddp_hpc.durable import delete_directory, make_directories, make_directory
 from ddp_hpc.errors import FencedError
 from ddp_hpc.records import newest_attempt
 from ddp_hpc.run_dir import RunDir
@@ -31,9 +31,9 @@ def claim(run: RunDir, attempt: int) -> list[str]:
     Raises:
         FencedError: where another process has claimed the run for the same or a newer attempt.
     """
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    make_directories(run.checkpoints)
     with suppress(FileExistsError):
-        claim_path(run, attempt).mkdir()
+        make_directory(claim_path(run, attempt))
         remove_leftovers(run)
         return _oust_older(run, attempt)
     raise FencedError(f"Attempt {attempt} of {run.name} has been begun by another job, so this one gives way.")
@@ -73,7 +73,7 @@ def _is_newest(run: RunDir, attempt: int) -> bool:
 
 def claim_again(run: RunDir, attempt: int) -> None:
     """Make a claim again that was swept away. A newer attempt sees it and takes it away, or is seen, whoever is first."""
-    claim_path(run, attempt).mkdir(parents=True, exist_ok=True)
+    make_directories(claim_path(run, attempt))
     if not _is_newest(run, attempt):
         delete_directory(claim_path(run, attempt))
         raise FencedError(f"{run.name} was taken over by another attempt.")

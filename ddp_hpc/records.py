@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ddp_hpc.durable import append_json_line, read_json, read_json_lines, replace_text
+from ddp_hpc.durable import append_json_line, make_directories, read_json, read_json_lines, replace_text
 from ddp_hpc.run_dir import RunDir
 
 Cluster = Literal["local", "slurm"]
@@ -214,7 +214,7 @@ def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
 def write_verdict(run: RunDir, attempt: int, exit_code: int) -> None:
     """Leave word of how rank zero's processes ended: srun and torchrun make a failure of every code but zero."""
     path = run.verdict(attempt)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     replace_text(path, json.dumps({"exit_code": exit_code}))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from ddp_hpc import checkpoint_store, exit_codes, ownership, requeue
-from ddp_hpc.durable import replace_text
+from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job import stacks
 from ddp_hpc.job.assignment import Assignment, Outcome
@@ -190,7 +190,7 @@ def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
     bereft = {failure.rank for failure in read_failures(run, attempt) if failure.is_secondary}
     found = stacks.laggard(stands, world_size, bereft=bereft)
     path = run.stacks(attempt)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     nodes = {stand.rank: assignment.node_of(stand.rank) or "this machine" for stand in stands}
     texts = [f"=== rank {stand.rank} on {nodes[stand.rank]}: {stand.place}\n{stand.stacks}\n" for stand in stands]
     replace_text(path, "".join(texts))

@@ -11,7 +11,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_hpc.durable import replace_text
+from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import WorkerFailure
 
@@ -44,5 +44,5 @@ def _write(  # noqa: PLR0913  a record's fields
         traceback=traceback,
         is_input_error=is_input_error,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     replace_text(path, json.dumps(asdict(failure), indent=1))

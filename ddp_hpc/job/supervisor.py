@@ -20,6 +20,7 @@ from ddp_hpc import checkpoint_store, exit_codes, ownership, processes
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import Housing
 from ddp_hpc.discretion import is_shown
+from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.job import predecessors
 from ddp_hpc.job.aftermath import ENDED_BY_USER, attempts_since_submit, conclude, has_worked, leave
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.told:
         processes.tell_to_stop([os.getpid()])
     try:
+        if is_for_slurm and run.console.exists():
+            run.console.chmod(private_mode(run.console))  # Slurm has made it, by the umask
         allocation = read_allocation(os.environ) if is_for_slurm else None
         lock_fds = _take(run, allocation)
         word = _users_word(run, allocation)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import pwd
+import shlex
 import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.durable import fsync_path, replace_text
+from ddp_hpc.durable import fsync_path, make_directories, make_directory, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import is_done
 from ddp_hpc.run_dir import RunDir
@@ -60,15 +66,16 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
     """Make the run's directory by one rename, or renew its configuration."""
     try:
         if not is_new:
+            refuse_strangers(run.path)
             run.done.unlink(missing_ok=True)
-            replace_text(run.config, resolved_text)
+            replace_text(run.config, resolved_text, is_secret=True)
             return
-        run.path.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(run.path.parent)
         beside = RunDir(run.path.with_name(f".{run.name}.{os.getpid()}.tmp"))
         beside.path.mkdir(mode=0o700)
         try:
-            replace_text(beside.config, resolved_text)
-            beside.console.parent.mkdir()
+            replace_text(beside.config, resolved_text, is_secret=True)
+            make_directory(beside.console.parent)
             beside.path.rename(run.path)
         except OSError:
             shutil.rmtree(beside.path, ignore_errors=True)
@@ -79,3 +86,71 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
             "Choose another place with `runs_dir=...`, or free this one."
         ) from error
+
+
+_WRITABLE = 0o022
+"""By the group, or by others."""
+
+
+def refuse_strangers(path: Path) -> None:
+    """Refuse a run directory that somebody else owns or may write to: whoever can may swap the code that you then run.
+
+    Raises:
+        ConfigError: where it is so.
+    """
+    found = path.stat()
+    if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new(path.parent):
+        raise ConfigError(
+            f"The run's directory {path} belongs to {_user(found.st_uid)}, and its owner could change the code that you "
+            "would run. Start a run of your own with `name=...` or `runs_dir=...`."
+        )
+    places = [path, *_inner(path)] if found.st_mode & 0o011 else [path]  # else nobody else gets as far
+    open_ones = [place for place in places if place.lstat().st_mode & _WRITABLE and not place.is_symlink()]
+    if open_ones and not _knows_no_modes(path.parent):
+        raise ConfigError(
+            f"Others than you may write to {', '.join(map(str, open_ones))}, and could change the code that you would run. "
+            f"Take that right away with `chmod -R go-w {shlex.quote(str(path))}`, and submit again."
+        )
+
+
+def note_on_parents(path: Path) -> Iterator[str]:
+    """Say where somebody could put another directory in the place of a run's, though it is closed itself."""
+    for folder in path.resolve().parents:
+        mode = folder.stat().st_mode if folder.exists() else 0
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            yield (
+                f"note: every user of this host may rename what lies in {folder}, runs too. If it is yours: "
+                f"chmod o-w {shlex.quote(str(folder))}"
+            )
+
+
+def _inner(path: Path) -> Iterator[Path]:
+    """Yield what of a run decides what is executed."""
+    run = RunDir(path)
+    yield from (place for place in (run.config, run.job_script, run.snapshots, run.checkpoints) if place.exists())
+
+
+def _owner_of_new(folder: Path) -> int | None:
+    """Return who owns what we make in a directory: file systems may map users (NFS), or know one only (SMB, FUSE)."""
+    probe = _probe(folder)
+    return probe and probe.st_uid
+
+
+def _knows_no_modes(folder: Path) -> bool:
+    """Tell whether what we make for ourselves alone is open to others here, as on file systems without modes."""
+    probe = _probe(folder)
+    return probe is not None and bool(probe.st_mode & _WRITABLE)
+
+
+def _probe(folder: Path) -> os.stat_result | None:
+    """Return what becomes of a directory that we make in another for ourselves; None where we may make none."""
+    with suppress(OSError), tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=folder) as made:
+        return Path(made).stat()
+    return None
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

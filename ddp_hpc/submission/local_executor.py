@@ -14,13 +14,14 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc import exit_codes, ownership, processes
+from ddp_hpc.durable import open_private
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
 from ddp_hpc.records import Attempt, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import slurm_executor
-from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, refuse_file_in_the_way
+from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, note_on_parents, refuse_file_in_the_way
 from ddp_hpc.submission.image import look_at_image
 
 START_PATIENCE_S = 120.0
@@ -70,7 +71,10 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
         return in_slurm
     if is_finished(run, spec):
         return Submission(run, "finished", newest_attempt(run))
-    notes = tuple(look_at_image(spec, run, import_paths, os.environ, is_for_slurm=False))
+    notes = (
+        *look_at_image(spec, run, import_paths, os.environ, is_for_slurm=False),
+        *note_on_parents(run.path),
+    )
     make_run_dir(run, resolved_text, is_new=is_new)
     attempt = ownership.next_attempt(run)
     supervisor = _start_supervisor(run, import_paths)
@@ -106,7 +110,7 @@ def _start_supervisor(run: RunDir, import_paths: Sequence[Path]) -> subprocess.P
     paths = [str(path) for path in import_paths]
     inherited = os.environ.get("PYTHONPATH")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *([inherited] if inherited else [])])}
-    with run.console.open("ab") as console:
+    with open_private(run.console, "ab") as console:
         return subprocess.Popen(
             [*supervisor_argv(run), *(f"--import-path={path}" for path in paths)],
             stdin=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_hpc import ownership, processes
-from ddp_hpc.durable import replace_text
+from ddp_hpc.durable import make_directories, private_mode, replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
 from ddp_hpc.records import (
     Attempt,
@@ -33,7 +33,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
-from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, refuse_file_in_the_way
+from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, note_on_parents, refuse_file_in_the_way
 from ddp_hpc.submission.hastening import hasten_job, spared_nodes
 from ddp_hpc.submission.image import look_at_image
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
@@ -78,7 +78,7 @@ def prepare(
     is_new = not run.config.exists()
     reality.refuse_private_directory(run.path)
     import_paths_of_job = _job_import_paths(spec, run, import_paths)
-    notes = [*look_at_image(spec, run, import_paths_of_job, environ, is_for_slurm=True)]
+    notes = [*look_at_image(spec, run, import_paths_of_job, environ, is_for_slurm=True), *note_on_parents(run.path)]
     text = job_script(spec, import_paths, environ)
     make_run_dir(run, resolved_text, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):
@@ -200,12 +200,16 @@ def _send(run: RunDir, environ: Mapping[str, str]) -> str:
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
             return [*client.scrubbing(environ), "sbatch", str(submission_file_path)]
 
+    make_directories(run.submitit)
     executor = Executor(folder=run.submitit)
     executor._throttling = 0.0  # noqa: SLF001  # else it sleeps a fifth of a second before each job
     try:
         job: Any = executor.submit(CommandFunction(["bash", str(run.job_script)]))
     except (FailedJobError, FailedSubmissionError) as error:
         raise ConfigError(f"sbatch refuses the job: {error}") from error
+    finally:
+        for path in run.submitit.iterdir():  # made by the umask
+            path.chmod(private_mode(path))
     return str(job.job_id)
 
 

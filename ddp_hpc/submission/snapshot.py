@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_hpc.durable import fsync_path, replace_text
+from ddp_hpc.durable import fsync_path, make_directories, readers, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 
 MANIFEST = ".ddp_hpc-snapshot.json"
 _NUM_BIGGEST = 5
 _NO_CODE = frozenset({"__pycache__", "node_modules"})
-_READ_ONLY = 0o555
+_READ_ONLY = 0o500
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _look(source: Path, name: str) -> _File:
 
 def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str, object]) -> None:
     """Copy beside, write the manifest last, rename; leftovers of killed writers are swept first."""
-    target.parent.mkdir(exist_ok=True)
+    make_directories(target.parent)
     for left in target.parent.glob(".*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -194,7 +194,7 @@ def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str
         for file in files:
             _copy(source / file.name, beside / file.name)
         manifest = {"version": 1, "taken_at": time.time(), **about, "files": [asdict(file) for file in files]}
-        beside.mkdir(exist_ok=True)
+        make_directories(beside)
         replace_text(beside / MANIFEST, json.dumps(manifest, indent=1))
         beside.rename(target)
         fsync_path(target.parent)
@@ -204,10 +204,10 @@ def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str
 
 
 def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(target.parent)
     shutil.copy2(source, target, follow_symlinks=False)
     if not target.is_symlink():
-        target.chmod(target.stat().st_mode & _READ_ONLY)
+        target.chmod(target.stat().st_mode & (_READ_ONLY | readers(target.parent)))
 
 
 def _point(link: Path, target: Path) -> None:

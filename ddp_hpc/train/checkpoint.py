@@ -25,6 +25,7 @@ from torch import Tensor
 import ddp_hpc
 from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.checkpoint_store import Manifest, RawTensor, ShardRecord, TensorEntry
+from ddp_hpc.durable import make_directories
 from ddp_hpc.errors import CheckpointError, CorruptCheckpointError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
@@ -187,7 +188,7 @@ class Checkpointer:
         return self._restored
 
     def _newest_that_holds(self) -> tuple[Manifest, dict[str, RawTensor]] | None:
-        self._run.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_directories(self._run.checkpoints)
         for name in ownership.remove_leftovers(self._run):
             log.info("removed %s, which a killed writer left", name)
         for step in reversed(checkpoint_store.committed_steps(self._run)):

@@ -14,7 +14,7 @@ from typing import IO, Any
 import msgspec
 
 from ddp_hpc import checkpoint_store
-from ddp_hpc.durable import read_json_lines, replace_text
+from ddp_hpc.durable import make_directories, open_private, read_json_lines, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import Progress, write_progress
 from ddp_hpc.run_dir import RunDir
@@ -63,7 +63,7 @@ class Journal:
         kept = [line for line in read_json_lines(self._run.metrics) if line.get("step", 0) <= position.step]
         replace_text(self._run.metrics, "".join(msgspec.json.encode(line).decode() + "\n" for line in kept))
         self._recall(kept)
-        self._file = self._run.metrics.open("ab", buffering=0)
+        self._file = open_private(self._run.metrics, "ab", buffering=0)
         if self._wants_tensorboard:
             self._board = _open_tensorboard(self._run, purge_step=position.step + 1)
         self._write_progress(position)
@@ -211,4 +211,5 @@ def _open_tensorboard(run: RunDir, *, purge_step: int) -> Any:
             "`log.tensorboard` is true, but TensorBoard is not installed here. "
             "Install it with `pip install ddp_hpc[tensorboard]`, or leave the option out."
         ) from error
+    make_directories(run.tensorboard)  # what TensorBoard makes goes by the umask
     return SummaryWriter(str(run.tensorboard), purge_step=purge_step)

@@ -7,17 +7,19 @@ import os
 import sys
 from pathlib import Path
 
+from ddp_hpc.durable import make_directories, private_mode
+
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def open_rank_log(path: Path, *, is_rank_zero: bool) -> None:
     """Send everything this process prints or logs to `path`; rank zero's log lines go to the old output as well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     handlers: list[logging.Handler] = []
     if is_rank_zero:
         console = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
         handlers.append(logging.StreamHandler(console))
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, private_mode(path))
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file, 1)

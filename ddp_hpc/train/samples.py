@@ -8,6 +8,7 @@ from typing import IO
 
 import msgspec
 
+from ddp_hpc.durable import make_directories, open_private
 from ddp_hpc.train.data_order import MicroBatch, Window
 
 
@@ -18,8 +19,8 @@ class SampleRecorder:
         self._file: IO[bytes] | None = None
         self._used: list[int] = []
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
+            make_directories(path.parent)
+            self._file = open_private(path, "ab", buffering=0)
 
     def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
         """Remember those of a micro batch's samples that count."""

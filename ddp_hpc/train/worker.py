@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ddp_hpc.config import load_resolved
-from ddp_hpc.durable import replace_text
+from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.errors import ConfigError, DdpHpcError
 from ddp_hpc.exit_codes import FAILED, FINISHED, STOPPED
@@ -137,7 +137,7 @@ def _report(run: RunDir, place: Place, error: BaseException, *, attempt: int, st
         is_secondary=_lost_another(error),
     )
     path = run.rank_error(attempt, place.rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     replace_text(path, json.dumps(asdict(failure), indent=1))
 
 
