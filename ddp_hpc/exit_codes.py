@@ -8,9 +8,25 @@ REFUSED = 2
 """The user asked for something that cannot be; the same again will fail the same way."""
 STOPPED = 99
 """A checkpoint is committed and there is more to do: start again (the code that batch systems use for it)."""
+UNDECIDED = 94
+"""A supervisor's word to its guardian: it could not work and has decided nothing, so another one is to try."""
+GAVE_UP = 95
+"""A supervisor's word to its guardian: it has decided that the run has failed (`FAILED`), so it is not started again."""
 UNHEARD = 96
 """Told to stop before anybody could listen; nothing was begun."""
 FENCED = 97
 """Another attempt owns the run now; this one has written nothing more."""
 PORT_TAKEN = 98
 """Somebody else listens where the ranks were to meet: start again with another port."""
+
+DECISIONS = (FINISHED, REFUSED, GAVE_UP, UNHEARD, FENCED, STOPPED)
+"""How a supervisor ends that has decided what follows. After any other end, a death by a signal for one, nothing is
+decided, and its guardian starts another one."""
+GUARD_PAUSES_S = (1, 2, 5, 15, 60)
+"""How long a guardian waits before it starts the supervisor for the second time, the third, and so on."""
+
+
+def told(code: int) -> str:
+    """Return in words how a supervisor ended undecided; a signal is minus its number, or 128 more, as in a shell."""
+    number = -code if code < 0 else code - 128 if code > 128 else 0
+    return f"was killed by signal {number}" if number else f"ended with code {code} before it decided anything"

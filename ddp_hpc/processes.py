@@ -16,6 +16,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """What a cluster sends before it takes the machine away: both mean, commit and leave."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -23,6 +24,18 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before we asked
         os._exit(128 + signal.SIGKILL)
+
+
+def be_ended_with_parent(parent_pid: int) -> None:
+    """Between fork and exec: have the kernel ask this process to end (SIGTERM) when its parent dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os._exit(128 + signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def become_bound_child(parent_pid: int) -> None:
@@ -108,6 +121,19 @@ def send(pids: Iterable[int], number: int) -> None:
 def tell_to_stop(pids: Iterable[int]) -> None:
     """Have those of `pids` that still live commit and leave."""
     send(pids, signal.SIGUSR2)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process of this host started, in ticks since the boot; None where it is gone, or dead and not reaped.
+
+    With its number, that tells it from a later process of the same number (proc(5), /proc/pid/stat).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rpartition(")")[2].split()  # the second field, its name, may hold anything
+    return None if fields[0] in {"Z", "X"} else int(fields[19])
 
 
 def is_listening(pid: int) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ddp_hpc.durable import append_json_line, make_directories, read_json, read_json_lines, replace_text
+from ddp_hpc.processes import start_ticks
 from ddp_hpc.run_dir import RunDir
 
 Cluster = Literal["local", "slurm"]
@@ -30,6 +31,7 @@ Cause = Literal[
     "hang",
     "node failed",
     "unexplained",
+    "supervisor died",
 ]
 """Why it ended."""
 Next = Literal["", "in place", "requeue", "successor", "slurm"]
@@ -47,6 +49,8 @@ class Attempt:
     pid: int
     started_at: float
     """Seconds since the epoch, as all times in the records."""
+    pid_start: int | None = None
+    """When that process started, in ticks since its host's boot (`processes.start_ticks`)."""
     cluster: Cluster = "local"
     nodes: tuple[str, ...] = ()
     """Of the job, rank zero's first."""
@@ -111,6 +115,7 @@ def record_start(  # noqa: PLR0913  # what a line of the ledger holds
             "job_id": job_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "pid_start": start_ticks(os.getpid()),
             "started_at": time.time(),
             "first_step": first_step,
             **({"image": image} if image else {}),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc import __version__
+from ddp_hpc import __version__, exit_codes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.directives import directives
@@ -107,5 +107,11 @@ def _values(script: JobScript) -> dict[str, Any]:
         "import_paths": script.import_paths,
         "python_path": os.pathsep.join(map(str, script.import_paths)),
         "run": script.run.path,
+        "requeue": script.spec.slurm.requeue,
+        "gave_up_file": script.run.gave_up,
+        "guard_pauses": " ".join(map(str, exit_codes.GUARD_PAUSES_S)),
+        "decisions": " | ".join(str(code) for code in exit_codes.DECISIONS if code != exit_codes.GAVE_UP),
+        "gave_up": exit_codes.GAVE_UP,
+        "failed": exit_codes.FAILED,
         "spec": script.spec,
     }

@@ -45,6 +45,7 @@ TABLE: Mapping[Cause, Row] = {
     "hang": Row("failed", "in place", is_failure=True),
     "node failed": Row("failed", "away", is_failure=True),
     "unexplained": Row("failed", "away", is_failure=True),
+    "supervisor died": Row("failed", "in place", is_failure=True),
 }
 """A preemption is the cluster's doing, so it counts for nothing; whoever cannot commit between two time limits never
 will, so that counts."""

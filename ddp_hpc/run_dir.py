@@ -103,6 +103,11 @@ class RunDir:
         return self.path / "STOP"
 
     @property
+    def gave_up(self) -> Path:
+        """Present: no supervisor could work in the last start of the job, and none has begun an attempt since."""
+        return self.path / "supervisor-gave-up"
+
+    @property
     def done(self) -> Path:
         """Present: the run has finished; holds its last step."""
         return self.path / "DONE"

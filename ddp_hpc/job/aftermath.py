@@ -104,13 +104,15 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     is_away = assignment.allocation is not None and evidence.job is None
     conclusion = Conclusion(attempt=attempt, cause=cause, decision=decision, reason=reason, is_slurm_away=is_away)
     if cause == "finished":
-        write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
+        with _told_where_the_disk_is_full():
+            write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
     with _told_where_the_disk_is_full():
         record_end(run, attempt=attempt, ending=decision.ending, exit_code=conclusion.exit_code, reason=reason, end=end)
-    if cause == "stop asked":
-        run.stop_request.unlink(missing_ok=True)  # it is done: the next start of the job is somebody's own wish
-    if not decision.next and cause != "fenced":
-        ownership.release(run, attempt)
+    with _told_where_the_disk_is_full():
+        if cause == "stop asked":
+            run.stop_request.unlink(missing_ok=True)  # it is done: the next start of the job is somebody's own wish
+        if not decision.next and cause != "fenced":
+            ownership.release(run, attempt)
     return conclusion
 
 
@@ -190,10 +192,11 @@ def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
     bereft = {failure.rank for failure in read_failures(run, attempt) if failure.is_secondary}
     found = stacks.laggard(stands, world_size, bereft=bereft)
     path = run.stacks(attempt)
-    make_directories(path.parent)
     nodes = {stand.rank: assignment.node_of(stand.rank) or "this machine" for stand in stands}
     texts = [f"=== rank {stand.rank} on {nodes[stand.rank]}: {stand.place}\n{stand.stacks}\n" for stand in stands]
-    replace_text(path, "".join(texts))
+    with _told_where_the_disk_is_full():
+        make_directories(path.parent)
+        replace_text(path, "".join(texts))
     rank, stands_how = found if found is not None else (-1, "all wait for each other: look at the network between them")
     node = assignment.node_of(rank)
     who = "" if found is None else f"rank {rank}{f' on {node}' if node else ''} "
@@ -205,7 +208,8 @@ def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
         exception=f"no rank moved for {assignment.spec.restart.hang_timeout_s} s; {who}{stands_how}; all stacks: {path}",
         log=str(run.rank_log(attempt, max(rank, 0))),
     )
-    replace_text(run.rank_error(attempt, max(rank, 0)), json.dumps(failure.__dict__, indent=1))
+    with _told_where_the_disk_is_full():
+        replace_text(run.rank_error(attempt, max(rank, 0)), json.dumps(failure.__dict__, indent=1))
     return failure
 
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ddp_hpc import processes
 from ddp_hpc.slurm.answers import read_answers
 from ddp_hpc.slurm.steps import probe_argv
 
 
 def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> subprocess.Popen[bytes]:
-    """Start a command that holds the run's lock too; `on_line`, its input and output are ours."""
+    """Start a command that holds the run's lock too; `on_line`, its input and output are ours.
+
+    When this process dies, the command is asked to end: srun then ends its step, which nobody else would.
+    """
     pipe = subprocess.PIPE if on_line else None
-    return subprocess.Popen(argv, pass_fds=lock_fds, stdin=pipe or subprocess.DEVNULL, stdout=pipe)
+    return subprocess.Popen(
+        argv,
+        pass_fds=lock_fds,
+        stdin=pipe or subprocess.DEVNULL,
+        stdout=pipe,
+        preexec_fn=partial(processes.be_ended_with_parent, os.getpid()),  # noqa: PLW1509  there are no threads here
+    )
 
 
 def printed_by(argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float) -> tuple[str, str]:

@@ -9,6 +9,7 @@ decides whether the job goes back into the queue: nothing below it knows of the 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import socket
 import sys
@@ -22,8 +23,8 @@ from ddp_hpc.containers import Housing
 from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
-from ddp_hpc.job import predecessors
-from ddp_hpc.job.aftermath import ENDED_BY_USER, attempts_since_submit, conclude, has_worked, leave
+from ddp_hpc.job import last_resort, predecessors, takeover
+from ddp_hpc.job.aftermath import ENDED_BY_USER, attempts_since_submit, has_worked
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.housing import housing_of, moved
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
@@ -65,46 +66,99 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--import-path", action="append", default=[], help="where an image's Python finds the user's code"
     )
+    parser.add_argument("--guarded", action="store_true", help="somebody starts another one if this one dies")
+    parser.add_argument("--after", type=int, help="how the one before died: its exit code")
+    parser.add_argument(
+        "--since", type=int, default=0, help="the first attempt that may be of the guardian's supervisors"
+    )
+    parser.add_argument("--lock-fd", type=int, help="the run's lock, which the guardian holds")
     arguments = parser.parse_args(argv)
+    code = _main(arguments)
+    if arguments.guarded:
+        return exit_codes.GAVE_UP if code == exit_codes.FAILED else code
+    return exit_codes.FAILED if code == exit_codes.UNDECIDED else code
+
+
+def _main(arguments: argparse.Namespace) -> int:
     run, is_for_slurm = RunDir(arguments.run), arguments.cluster == "slurm"
     processes.block_awaited_signals()
     processes.heed_stop_signals()
     if arguments.told:
         processes.tell_to_stop([os.getpid()])
+    allocation: Allocation | None = None
     try:
         if is_for_slurm and run.console.exists():
             run.console.chmod(private_mode(run.console))  # Slurm has made it, by the umask
         allocation = read_allocation(os.environ) if is_for_slurm else None
-        lock_fds = _take(run, allocation)
-        word = _users_word(run, allocation)
-        run.stop_request.unlink(missing_ok=True)
-        if word is not None:
-            _note_unbegun(run, allocation, cause=word, reason=f"{ENDED_BY_USER[word]} before it came back")
-            return exit_codes.STOPPED
-        try:
-            spec = load_resolved(run.config)
-            _set_variables(spec.environ)
-        except ConfigError as error:
-            _note_unbegun(run, allocation, cause="refused", reason=str(error))
-            raise
-        assignment = Assignment(
-            run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ)
-        )
-        try:
-            housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
-        except ConfigError as error:
-            if allocation is not None and has_worked(attempts_since_submit(run)):
-                return _leave_node(assignment, error)
-            _note_unbegun(run, allocation, cause="refused", reason=str(error))
-            raise
-        os.environ.update(housing.environ)  # for whatever starts there: no command line may show values
-        return _supervise(assignment, housing, lock_fds)
+        return _work(arguments, run, allocation)
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
+        if error.exit_code == exit_codes.FAILED:
+            return _note_escaped(run, allocation, str(error), is_guarded=arguments.guarded)
         return error.exit_code
     except OSError as error:  # a full disk, a quota, a file system that is gone: also for the ledger
+        if is_for_slurm or error.errno not in _LASTING:
+            sys.stderr.write(f"error: {run.path} cannot be worked on: {error}.\n")
+            return exit_codes.UNDECIDED
         sys.stderr.write(f"error: {run.path} cannot be worked on: {error}. Make room, and submit {run.name} again.\n")
         return exit_codes.FAILED
+    except Exception as error:  # noqa: BLE001  an error of ours: the ledger has to say it
+        return _note_escaped(run, allocation, last_resort.say(error), is_guarded=arguments.guarded)
+
+
+def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | None) -> int:
+    """Take the run, and see it through."""
+    is_for_slurm = arguments.cluster == "slurm"
+    if arguments.after is not None and allocation is not None:
+        takeover.end_what_lives(run, allocation, os.environ)
+    lock_fds = _take(run, allocation) if arguments.lock_fd is None else [arguments.lock_fd]
+    if arguments.after is not None:
+        death = takeover.Death(how=exit_codes.told(arguments.after), since=arguments.since)
+        code = takeover.take_over(run, allocation, os.environ, death)
+        if code is not None:
+            return code
+    word = _users_word(run, allocation)
+    if arguments.after is None or word is not None:  # what the dead supervisor was asked holds for this one
+        run.stop_request.unlink(missing_ok=True)
+    if word is not None:
+        _note_unbegun(run, allocation, cause=word, reason=f"{ENDED_BY_USER[word]} before it came back")
+        return exit_codes.STOPPED
+    try:
+        spec = load_resolved(run.config)
+        _set_variables(spec.environ)
+    except ConfigError as error:
+        _note_unbegun(run, allocation, cause="refused", reason=str(error))
+        raise
+    assignment = Assignment(
+        run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ)
+    )
+    try:
+        housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
+    except ConfigError as error:
+        if allocation is not None and has_worked(attempts_since_submit(run)):
+            return _leave_node(assignment, error)
+        _note_unbegun(run, allocation, cause="refused", reason=str(error))
+        raise
+    os.environ.update(housing.environ)  # for whatever starts there: no command line may show values
+    return _supervise(assignment, housing, lock_fds)
+
+
+def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is_guarded: bool) -> int:
+    """Write down an error that nothing was meant for as the end of the attempt; return whether another may follow."""
+    try:
+        newest = next(reversed(read_attempts(run)), None)
+        if newest is None or newest.ending is not None or newest.pid != os.getpid():
+            record_start(run, attempt=ownership.next_attempt(run), job_id=_job_id(allocation), job=_facts(allocation))
+            newest = read_attempts(run)[-1]
+        next_ = takeover.write_down_death(run, newest, allocation, reason, may_go_on=is_guarded)
+    except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
+        last_resort.say(error)
+        return exit_codes.UNDECIDED
+    return exit_codes.UNDECIDED if next_ else exit_codes.FAILED
+
+
+_LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
+"""Errors of a disk that somebody has to mend."""
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:
@@ -170,8 +224,9 @@ def _leave_node(assignment: Assignment, error: ConfigError) -> int:
     attempt = _begin(assignment, image="")
     reason = f"{socket.gethostname()}: {error}"
     node = assignment.nodes[:1]  # where the supervisor is
-    conclusion = conclude(assignment, attempt, Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node))
-    leave(assignment, conclusion)
+    outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
+    conclusion = last_resort.conclude(assignment, attempt, outcome)
+    last_resort.leave(assignment, conclusion)
     return conclusion.exit_code
 
 
@@ -189,7 +244,7 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
         while True:
             attempt = _begin(assignment, housing.image)
             outcome = _see_through(assignment, workers, attempt)
-            conclusion = conclude(assignment, attempt, outcome)
+            conclusion = last_resort.conclude(assignment, attempt, outcome)
             if conclusion.decision.next != "in place":
                 break
             sys.stderr.write(f"note: {conclusion.reason}; the workers are started again\n")
@@ -198,7 +253,7 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
     finally:
         workers.close()
         unstage(staged, assignment.allocation, assignment.environ)
-    leave(assignment, conclusion)
+    last_resort.leave(assignment, conclusion)
     return conclusion.exit_code
 
 
@@ -256,6 +311,7 @@ def _begin(assignment: Assignment, image: str) -> int:
     record_start(run, attempt=attempt, job_id=job_id, job=facts, first_step=first_step, image=image)
     if allocation is not None:
         _note_job(run, job_id, attempt)
+        run.gave_up.unlink(missing_ok=True)
     return attempt
 
 
@@ -304,10 +360,12 @@ def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outc
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
             sys.stderr.write(f"note: {meeting.endpoint} is taken; the ranks meet at another port\n")
-        raise WorkerError("Every port that the ranks tried to meet at was taken.")
+        raise WorkerError("Every port that the ranks tried to meet at was taken.")  # noqa: TRY301  told below
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return Outcome(code=error.exit_code, reason=str(error))
+    except Exception as error:  # noqa: BLE001  an error of ours ends the attempt, not the job
+        return last_resort.outcome_of(error, workers)
 
 
 def _fitting(assignment: Assignment) -> Allocation:

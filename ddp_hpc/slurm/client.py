@@ -235,6 +235,15 @@ def cancel(job_id: str, environ: Mapping[str, str]) -> None:
     _order(queries.cancel_argv(job_id), environ, f"to cancel job {job_id}")
 
 
+def steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the steps of a job that run, without its batch script.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not tell.
+    """
+    return queries.parse_steps(_told(queries.steps_argv(job_id), environ))
+
+
 def requeue(job_id: str, environ: Mapping[str, str]) -> None:
     """Put a job back into the queue, under its number.
 

@@ -446,6 +446,16 @@ def takes_jobs(node_state: str) -> bool:
     return not is_lost(node_state) and not node_state.lower().startswith("drain")
 
 
+def steps_argv(job_id: str) -> list[str]:
+    """Ask for the steps of a job that run."""
+    return ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]
+
+
+def parse_steps(text: str) -> list[str]:
+    """Return the numbers of the steps that srun has started, as `12.0`; its batch script is none, nor what watches it."""
+    return [line.strip() for line in text.splitlines() if line.strip().rpartition(".")[2].isdecimal()]
+
+
 def cancel_argv(job_id: str) -> list[str]:
     """Take a job out of the queue, or end it. Slurm does not mind one that it does not know."""
     return ["scancel", job_id]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.durable import open_private
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
-from ddp_hpc.records import Attempt, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
+from ddp_hpc.records import Attempt, End, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
@@ -34,8 +33,8 @@ _POLL_S = 0.05
 
 
 def supervisor_argv(run: RunDir) -> list[str]:
-    """Return the command of the supervisor of one attempt."""
-    return [sys.executable, "-m", "ddp_hpc.job.supervisor", str(run.path)]
+    """Return the command that starts the run: of the supervisor's guardian."""
+    return [sys.executable, "-m", "ddp_hpc.job.guardian", str(run.path)]
 
 
 def refuse_several_nodes(spec: RunSpec) -> None:
@@ -77,8 +76,8 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
     )
     make_run_dir(run, resolved_text, is_new=is_new)
     attempt = ownership.next_attempt(run)
-    supervisor = _start_supervisor(run, import_paths)
-    ended = _await_training(run, attempt, supervisor)
+    guardian = _start_guardian(run, import_paths)
+    ended = _await_training(run, attempt, guardian)
     if ended is not None and ended.exit_code == exit_codes.REFUSED:
         if is_new:
             shutil.rmtree(run.path, ignore_errors=True)
@@ -100,13 +99,13 @@ def _patience_s(run: RunDir) -> float:
     newest = next(reversed(read_attempts(run)), None)
     if newest is None:
         return 0.0
-    if newest.ending is not None or not psutil.pid_exists(newest.pid):
+    if newest.ending is not None or not _lives(newest):
         return VANISH_PATIENCE_S
     return STOP_PATIENCE_S if run.stop_request.exists() else 0.0
 
 
-def _start_supervisor(run: RunDir, import_paths: Sequence[Path]) -> subprocess.Popen[bytes]:
-    """Start the supervisor in a session of its own, so that it outlives this terminal."""
+def _start_guardian(run: RunDir, import_paths: Sequence[Path]) -> subprocess.Popen[bytes]:
+    """Start the supervisor's guardian in a session of its own, so that both outlive this terminal."""
     paths = [str(path) for path in import_paths]
     inherited = os.environ.get("PYTHONPATH")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *([inherited] if inherited else [])])}
@@ -121,35 +120,46 @@ def _start_supervisor(run: RunDir, import_paths: Sequence[Path]) -> subprocess.P
         )
 
 
-def _await_training(run: RunDir, attempt: int, supervisor: subprocess.Popen[bytes]) -> Attempt | None:
+def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]) -> Attempt | None:
     """Wait until the attempt trains, or has ended; return its ledger entry if it has."""
     deadline = time.monotonic() + START_PATIENCE_S
     while time.monotonic() < deadline:
-        entry = _entry(run, attempt)
-        if entry is not None and entry.ending is not None:
+        is_guarded = guardian.poll() is None  # asked first, so that the last entry is not missed
+        entry = _newest_since(run, attempt)
+        if entry is not None and _is_over(entry):
             return entry
         progress = read_progress(run)
-        if progress is not None and progress.attempt == attempt:
+        if progress is not None and progress.attempt >= attempt:
             return None
-        if supervisor.poll() is not None and _entry(run, attempt) is None:
+        if not is_guarded and entry is None:
             raise RunBusyError(f"{run.path} could not be started; {run.console} ends: {_last_line(run.console)}")
+        if not is_guarded and entry is not None and not _lives(entry):
+            raise WorkerError(_gone(run, entry.attempt))
         time.sleep(_POLL_S)
     return None
 
 
 def wait(run: RunDir, attempt: int) -> Attempt:
-    """Return the attempt once it has ended; an attempt whose processes are gone without a word has failed."""
+    """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
+
+    Raises:
+        WorkerError: where all processes of the run are gone, and none wrote down how it ended.
+    """
     while True:
         is_alive = processes.is_locked(run.lock)
-        entry = _entry(run, attempt)
-        if entry is not None and entry.ending is not None:
+        entry = _newest_since(run, attempt)
+        if entry is not None and _is_over(entry):
             return entry
         if not is_alive:
-            raise WorkerError(
-                f"Attempt {attempt} of {run.name} is gone without a word: its supervisor was killed. "
-                "Submit the run again; it resumes from its newest checkpoint."
-            )
+            raise WorkerError(_gone(run, attempt if entry is None else entry.attempt))
         time.sleep(_POLL_S)
+
+
+def _gone(run: RunDir, attempt: int) -> str:
+    return (
+        f"Attempt {attempt} of {run.name} is gone without a word: its supervisor and its guardian were killed. "
+        "Submit the run again; it resumes from its newest checkpoint."
+    )
 
 
 def stop(run: RunDir) -> str:
@@ -170,19 +180,52 @@ def cancel(run: RunDir) -> str:
     Raises:
         ConfigError: where it is not running.
     """
-    attempts = read_attempts(run)
-    if not attempts or not processes.is_locked(run.lock):
+    is_known = False
+    deadline = time.monotonic() + VANISH_PATIENCE_S
+    while processes.is_locked(run.lock) and time.monotonic() < deadline:
+        newest = next(reversed(read_attempts(run)), None)
+        if newest is not None:
+            is_known = True
+            _end_attempt(run, newest)
+        time.sleep(_POLL_S)  # a supervisor that the guardian starts meanwhile sees what was written
+    if not is_known:
         raise ConfigError(f"{run.name} is not running, so there is nothing to cancel.")
-    newest = attempts[-1]
-    record_end(
-        run, attempt=newest.attempt, ending="cancelled", exit_code=-signal.SIGKILL, reason="cancelled by the user"
-    )
-    processes.kill([newest.pid])
     return f"{run.name} was cancelled. Its newest checkpoint stays; submit it again to go on from there."
 
 
-def _entry(run: RunDir, attempt: int) -> Attempt | None:
-    return next((entry for entry in read_attempts(run) if entry.attempt == attempt), None)
+def _end_attempt(run: RunDir, attempt: Attempt) -> None:
+    """Write down that the user has ended it, and kill its supervisor, if that is a process of this host.
+
+    Raises:
+        ConfigError: where it is another host's.
+    """
+    here = socket.gethostname()
+    if attempt.host != here:
+        raise ConfigError(
+            f"{run.name} was to be cancelled on {here}, but its supervisor is process {attempt.pid} on {attempt.host}. "
+            f"Cancel it there, or ask it from here to commit and leave: `ddp-hpc stop {run.name}`."
+        )
+    if attempt.ending is None or attempt.next:
+        end = End(cause="cancelled", last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)
+        code, reason = -signal.SIGKILL, "cancelled by the user"
+        record_end(run, attempt=attempt.attempt, ending="cancelled", exit_code=code, reason=reason, end=end)
+    if _lives(attempt):
+        processes.kill([attempt.pid])
+
+
+def _newest_since(run: RunDir, attempt: int) -> Attempt | None:
+    newest = next(reversed(read_attempts(run)), None)
+    return newest if newest is not None and newest.attempt >= attempt else None
+
+
+def _is_over(attempt: Attempt) -> bool:
+    return attempt.ending is not None and not attempt.next
+
+
+def _lives(attempt: Attempt) -> bool:
+    """Tell whether the attempt's supervisor is there: no other process that has its number now."""
+    started = processes.start_ticks(attempt.pid)
+    return started is not None and attempt.pid_start in (None, started)
 
 
 def _last_line(path: Path) -> str:

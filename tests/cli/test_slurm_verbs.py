@@ -65,7 +65,7 @@ def test_a_dry_run_prints_the_script_alone_and_makes_nothing(slurm: Path, capsys
     assert lines[0] == "#!/bin/bash"
     assert {"#SBATCH --nodes=2", "#SBATCH --partition=gpu", "#SBATCH --account=lab"} <= set(lines)
     assert f'export PYTHONPATH={slurm}/runs/run/snapshot"${{PYTHONPATH:+:$PYTHONPATH}}"' in lines
-    assert lines[-1].endswith(f"-m ddp_hpc.job.supervisor {slurm}/runs/run --cluster slurm ${{ddp_hpc_told:+--told}}")
+    assert any(f"-m ddp_hpc.job.supervisor {slurm}/runs/run --cluster slurm --guarded " in line for line in lines)
     assert sorted(path.name for path in slurm.iterdir()) == ["bin", "run.yaml", "tiny.py"]
 
 

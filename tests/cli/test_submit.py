@@ -144,7 +144,7 @@ def test_a_dry_run_as_json_has_values_sources_and_the_command(here: Path, capsys
 
     planned = json.loads(capsys.readouterr().out)
     assert planned["config"]["train.epochs"] == {"value": 1, "source": "file run.yaml"}
-    assert planned["command"][1:] == ["-m", "ddp_hpc.job.supervisor", str(here / "runs/run")]
+    assert planned["command"][1:] == ["-m", "ddp_hpc.job.guardian", str(here / "runs/run")]
 
 
 def test_a_run_is_followed_to_its_end_and_finishes_once(here: Path) -> None:

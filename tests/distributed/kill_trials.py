@@ -136,6 +136,10 @@ def _kill_one(run: RunDir, chance: random.Random) -> str | None:
         return None
     index = chance.randrange(len(victims))
     try:
+        if kind == "supervisor":  # with its guardian, who would start another
+            guardian = victims[index].parent()
+            if guardian is not None and "ddp_hpc.job.guardian" in guardian.cmdline():
+                guardian.kill()
         victims[index].kill()
     except psutil.NoSuchProcess:
         return None

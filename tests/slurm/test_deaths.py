@@ -102,6 +102,33 @@ def test_a_worker_that_fails_once_is_replaced_in_place(cluster: Cluster, place: 
     assert_unbroken(place, "once", world_size=4, may_lose=MAY_LOSE)
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    ["agent", pytest.param("srun", marks=pytest.mark.campaign), pytest.param("torchrun", marks=pytest.mark.campaign)],
+)
+def test_a_killed_supervisor_is_replaced_by_the_shell_of_its_job(
+    cluster: Cluster, place: LoginNode, launcher: str
+) -> None:
+    slow = slow_file(place)
+    place.submit("headless", *FAULTY, *world(2, 2), f"recipe.args.slow_while={slow}", f"launcher={launcher}")
+    await_step(place, "headless")
+    (first,) = attempts(place, "headless")
+
+    cluster.run("kill", "-9", str(first.pid), node=first.nodes[0], user="root")
+    cluster.wait_for(lambda: len(attempts(place, "headless")) == 2, 120)
+    slow.unlink()
+    await_done(place, "headless")
+
+    first, second = attempts(place, "headless")
+    assert (first.cause, first.next, first.reason) == (
+        "supervisor died",
+        "in place",
+        "the supervisor was killed by signal 9",
+    )
+    assert (second.job_id, second.restart, second.nodes) == (first.job_id, first.restart, first.nodes)
+    assert_unbroken(place, "headless", world_size=4, may_lose=MAY_LOSE)
+
+
 def test_a_frozen_worker_is_named_and_replaced(cluster: Cluster, place: LoginNode) -> None:
     slow = slow_file(place)
     asked = [*FAULTY, *world(2, 2), "restart.hang_timeout_s=20", "slurm.nodelist=node[3-4]"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc import exit_codes, ownership
-from ddp_hpc.job import aftermath, predecessors
+from ddp_hpc.job import aftermath, last_resort, predecessors
 from ddp_hpc.job.aftermath import conclude, leave
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.records import (
@@ -508,3 +508,58 @@ def test_where_slurm_does_not_say_no_other_job_is_believed_to_work(supervised: M
     assert one.assignment.allocation is not None
 
     assert not predecessors.is_anothers(one.last, replace(one.assignment.allocation, job_id="8"), one.slurm.environ)
+
+
+# --- where the supervisor itself fails -------------------------------------------------------------------------------
+
+
+def test_an_error_of_ours_amid_the_verdict_sends_the_job_back_all_the_same(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cause_of(evidence: object) -> None:
+        raise KeyError("odd")
+
+    monkeypatch.setattr(aftermath, "cause_of", cause_of)
+    one = supervised()
+
+    conclusion = last_resort.conclude(one.assignment, one.begin(), CRASHED)
+    last_resort.leave(one.assignment, conclusion)
+
+    assert (one.last.cause, one.last.next) == ("unexplained", "requeue")
+    assert one.last.reason == "the supervisor failed: KeyError: 'odd'"
+    assert one.slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
+
+
+def test_errors_of_ours_without_progress_end_the_run(supervised: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aftermath, "cause_of", lambda evidence: evidence.nothing)
+    one = supervised(restart=RestartSpec(max_no_progress=2))
+
+    found = [last_resort.conclude(one.assignment, one.begin(), CRASHED) for _ in range(2)]
+
+    assert [each.decision.next for each in found] == ["requeue", ""]
+    assert "2 attempts in a row ended without a new checkpoint" in one.last.reason
+
+
+def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_written(
+    supervised: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervised()
+    attempt = one.begin()
+    one.run.attempts.unlink()
+    one.run.attempts.mkdir()
+
+    conclusion = last_resort.conclude(one.assignment, attempt, STOPPED)
+    last_resort.leave(one.assignment, conclusion)
+
+    assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
+    assert f"the end of attempt {attempt} could not be written down" in capsys.readouterr().err
+
+
+def test_a_hang_that_cannot_be_written_down_is_a_hang_all_the_same(supervised: Make) -> None:
+    one = supervised()
+    (one.run.path / "errors").write_text("a file in the way")
+
+    concluded = one.ends(Outcome(code=exit_codes.FAILED, is_wedged=True))
+
+    assert (concluded.cause, one.last.cause) == ("hang", "hang")
+    assert "no rank moved" in one.last.reason

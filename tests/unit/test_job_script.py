@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_hpc import __version__
+from ddp_hpc import __version__, exit_codes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.render import JobScript, quote, quote_for_sbatch, render
 from ddp_hpc.run_dir import RunDir
@@ -101,7 +104,108 @@ def test_a_script_that_is_told_to_leave_goes_on_and_passes_it_on(
     done = subprocess.run(["bash", "-c", made], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stderr) == (code, "")
-    assert done.stdout.endswith("--cluster slurm --told\n" if is_told else "--cluster slurm\n" if code == 0 else "")
+    assert done.stdout.endswith("--guarded --told\n" if is_told else "--guarded\n" if code == 0 else "")
+
+
+@dataclass
+class Guarded:
+    """The shell of a job whose supervisor, `sleep` and `scontrol` are ours; what they were called with is in `calls`."""
+
+    folder: Path
+    supervisor: str
+    """What a supervisor does, in shell."""
+
+    def start(self) -> subprocess.Popen[str]:
+        run = RunDir(self.folder / "digits")
+        if not run.path.exists():
+            make_run(self.folder)
+        spec = RunSpec(name="digits", runs_dir=str(self.folder))
+        python = self._put(
+            "python", f'words="$*"; echo "supervisor${{words##*--guarded}}" >> {self.calls}\n{self.supervisor}'
+        )
+        for name in ("sleep", "scontrol"):
+            self._put(name, f'echo "{name} $*" >> {self.calls}')
+        made = render(JobScript(spec=spec, run=run, chdir=self.folder, python=str(python)))
+        environ = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        return subprocess.Popen(["bash", "-c", made], env=environ, stderr=subprocess.PIPE, text=True)
+
+    def see_through(self) -> tuple[int, str, list[str]]:
+        process = self.start()
+        said = process.communicate(timeout=120)[1]
+        return process.returncode, said, self.calls.read_text().splitlines()
+
+    @property
+    def calls(self) -> Path:
+        return self.folder / "calls"
+
+    def _put(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+
+@pytest.mark.parametrize("code", [0, 2, 96, 97, 99, exit_codes.GAVE_UP])
+def test_a_supervisor_that_has_decided_is_not_started_again(tmp_path: Path, code: int) -> None:
+    ended, _, calls = Guarded(tmp_path, f"exit {code}").see_through()
+
+    assert ended == (exit_codes.FAILED if code == exit_codes.GAVE_UP else code)
+    assert calls == ["supervisor"]
+
+
+@pytest.mark.parametrize(("death", "after"), [("kill -9 $$", 137), ("exit 1", 1), (f"exit {exit_codes.UNDECIDED}", 94)])
+def test_a_supervisor_that_dies_is_started_again_and_is_given_the_reason(
+    tmp_path: Path, death: str, after: int
+) -> None:
+    once = f"[[ -e {tmp_path}/died ]] && exit 99; touch {tmp_path}/died; {death}"
+
+    ended, said, calls = Guarded(tmp_path, once).see_through()
+
+    assert (ended, calls) == (99, ["supervisor", "sleep 1", f"supervisor --after={after}"])
+    assert f"the supervisor ended with code {after}, undecided" in said
+
+
+def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_path: Path) -> None:
+    guarded = Guarded(tmp_path, "kill -9 $$")
+
+    first = guarded.see_through()
+    guarded.calls.unlink()
+    second = guarded.see_through()
+
+    assert (first[0], second[0]) == (1, 1)
+    assert first[2].count("supervisor --after=137") == len(exit_codes.GUARD_PAUSES_S)
+    assert first[2][-1] == "scontrol requeue 7"
+    assert not any(call.startswith("scontrol") for call in second[2])
+    assert "nor in the one before: the run ends" in second[1]
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGUSR2, "USR2"), (signal.SIGTERM, "TERM")])
+def test_a_signal_for_the_jobs_shell_reaches_the_supervisor_and_the_next_one(
+    tmp_path: Path, number: int, word: str
+) -> None:
+    python = (
+        "import os, signal, sys\n"
+        "numbers = {signal.SIGUSR2, signal.SIGTERM}\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, numbers)\n"
+        "for one in numbers: signal.signal(one, signal.SIG_DFL)\n"
+        f"print('listens', file=open({str(tmp_path / 'calls')!r}, 'a'))\n"
+        "heard = signal.Signals(signal.sigwait(numbers)).name\n"
+        f"print(heard, file=open({str(tmp_path / 'calls')!r}, 'a'))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    (tmp_path / "listener.py").write_text(python)
+    guarded = Guarded(tmp_path, f'[[ "$*" == *--told* ]] && exit 99\nexec {sys.executable} {tmp_path}/listener.py')
+    process = guarded.start()
+    while not (guarded.calls.exists() and "listens" in guarded.calls.read_text()):
+        assert process.poll() is None
+        time.sleep(0.01)
+
+    process.send_signal(number)
+    process.communicate(timeout=60)
+
+    assert process.returncode == 99
+    calls = guarded.calls.read_text().splitlines()
+    assert calls == ["supervisor", "listens", f"SIG{word}", "sleep 1", "supervisor --told --after=137"]
 
 
 @pytest.mark.parametrize(("has", "code"), [("cuda/12.4", 0), ("cuda/11.0", 2)])

@@ -177,7 +177,15 @@ def test_a_job_starts_the_supervisor_whatever_its_directories_are_called(before:
 
     path = str(run.snapshot) if before is None else f"{run.snapshot}:{before}"
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [path, "-m", "ddp_hpc.job.supervisor", str(run.path), "--cluster", "slurm"]
+    assert done.stdout.splitlines() == [
+        path,
+        "-m",
+        "ddp_hpc.job.supervisor",
+        str(run.path),
+        "--cluster",
+        "slurm",
+        "--guarded",
+    ]
 
 
 @pytest.mark.parametrize("filtered", [quote, quote_for_sbatch])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import exit_codes, ownership
-from ddp_hpc.job import supervisor
+from ddp_hpc import exit_codes, ownership, processes
+from ddp_hpc.job import supervisor, takeover
+from ddp_hpc.job.assignment import Outcome
 from ddp_hpc.records import (
     End,
     JobFacts,
+    Next,
     QueuedJob,
     ask_to_stop,
     read_attempts,
@@ -23,6 +26,7 @@ from ddp_hpc.records import (
     write_queued_job,
 )
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.allocation import read_allocation
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.fake_slurm import FakeSlurm
 from tests.unit.held_signals import signals_held_back
@@ -91,9 +95,9 @@ def has_trained(run: RunDir, *, since: int = 0, **more: Any) -> None:
     write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0, since=since, **more))
 
 
-def supervise(run: RunDir) -> int:
+def supervise(run: RunDir, *words: str) -> int:
     with signals_held_back():
-        return supervisor.main([str(run.path), "--cluster", "slurm"])
+        return supervisor.main([str(run.path), "--cluster", "slurm", *words])
 
 
 def test_a_node_that_lacks_what_the_others_had_is_left_for_another(tmp_path: Path, slurm: FakeSlurm) -> None:
@@ -154,3 +158,123 @@ def test_what_the_user_said_of_an_earlier_job_is_over(job: str, tmp_path: Path, 
 
     assert not run.stop_request.exists()
     assert "gone.sif" in read_attempts(run)[-1].reason  # so far it came
+
+
+# --- one that follows a dead one -------------------------------------------------------------------------------------
+
+
+def begun(run: RunDir, attempt: int = 0, *, next_: Next | None = None, exit_code: int = 0) -> None:
+    """Have job 7 begin an attempt; `next_` is what its supervisor decided, if it lived as long."""
+    record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))
+    write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0))
+    if next_ is not None:
+        end = End(cause="preempted", next=next_)
+        record_end(run, attempt=attempt, ending="stopped", exit_code=exit_code, reason="preempted", end=end)
+
+
+def test_supervisors_that_die_without_a_new_checkpoint_end_the_run_with_the_reason(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: digits\nresources: {nodes: 2}\nrestart: {max_no_progress: 1}\n")
+    begun(run)
+
+    code = supervise(run, "--guarded", "--after=137")
+
+    (last,) = read_attempts(run)
+    assert code == exit_codes.GAVE_UP
+    assert (last.ending, last.cause, last.next) == ("failed", "supervisor died", "")
+    assert last.reason.startswith("the supervisor was killed by signal 9; 1 attempts in a row")
+    assert slurm.orders() == []
+
+
+@pytest.mark.parametrize(("next_", "orders"), [("requeue", ["scontrol requeue 7"]), ("", []), ("slurm", [])])
+def test_what_a_dead_supervisor_has_decided_is_done(
+    next_: Next, orders: list[str], tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: digits\nresources: {nodes: 2}\n")
+    begun(run, next_=next_, exit_code=exit_codes.STOPPED)
+
+    code = supervise(run, "--guarded", "--after=137")
+
+    assert code == exit_codes.STOPPED
+    assert slurm.orders() == orders
+    assert len(read_attempts(run)) == 1
+
+
+def test_steps_that_a_dead_supervisor_has_left_are_cancelled(
+    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "LEAVE_S", 0.0)
+    run = make_run(tmp_path)
+    slurm.has("squeue", "echo 7.0; echo 7.batch; echo 7.extern; echo 7.12")
+    holder = processes.take_lock(run.lock)
+    assert holder is not None
+    slurm.has("scancel", f"touch {tmp_path}/cancelled")
+    monkeypatch.setattr(takeover, "CANCEL_S", 0.1)
+
+    allocation = read_allocation(os.environ)
+    assert allocation is not None
+    takeover.end_what_lives(run, allocation, os.environ)
+
+    os.close(holder)
+    assert slurm.orders("scancel") == ["scancel 7.0", "scancel 7.12"]
+
+
+# --- errors of ours, and of the disk -----------------------------------------------------------------------------------
+
+
+def test_an_error_that_nothing_was_meant_for_is_in_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def watch_over(*_: object) -> Outcome:
+        raise KeyError("odd")
+
+    monkeypatch.setattr(supervisor, "_watch_over", watch_over)
+    run = make_run(tmp_path)
+
+    with signals_held_back():
+        code = supervisor.main([str(run.path)])
+
+    (last,) = read_attempts(run)
+    assert (code, last.ending, last.reason) == (exit_codes.FAILED, "failed", "the supervisor failed: KeyError: 'odd'")
+    assert "Traceback" in capsys.readouterr().err  # for whoever mends it
+
+
+def test_an_error_before_the_first_attempt_is_in_the_ledger_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
+) -> None:
+    def stage(*_: object) -> None:
+        raise KeyError("odd")
+
+    monkeypatch.setattr(supervisor, "stage", stage)
+    run = make_run(tmp_path)
+
+    code = supervise(run, "--guarded")
+
+    (last,) = read_attempts(run)
+    assert (code, last.ending, last.next) == (exit_codes.UNDECIDED, "failed", "in place")  # the guardian starts another
+    assert last.reason == "the supervisor failed: KeyError: 'odd'"
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "code"),
+    [
+        (errno.EIO, ["--cluster", "slurm"], exit_codes.UNDECIDED),
+        (errno.ENOSPC, ["--cluster", "slurm"], exit_codes.UNDECIDED),
+        (errno.ESTALE, [], exit_codes.UNDECIDED),
+        (errno.ENOSPC, [], exit_codes.GAVE_UP),
+    ],
+)
+def test_a_disk_error_while_the_run_is_claimed_leaves_the_decision_to_another_supervisor(
+    number: int, words: list[str], *, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
+) -> None:
+    def claim(run: RunDir, attempt: int) -> list[str]:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(ownership, "claim", claim)
+    run = make_run(tmp_path)
+
+    with signals_held_back():
+        assert supervisor.main([str(run.path), *words, "--guarded"]) == code

@@ -1,0 +1,135 @@
+"""The guardian of a supervisor on this machine: starts it, waits, and starts another one where it dies undecided.
+
+    python -m ddp_hpc.job.guardian RUN_DIR
+
+On Slurm the shell of the job script is the guardian. This process does nothing but wait: it holds the run's lock, so that
+the run stays taken from one supervisor to the next, and passes stop signals on. If it dies itself, the supervisor goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc import exit_codes, ownership, processes
+from ddp_hpc.records import read_attempts
+from ddp_hpc.run_dir import RunDir
+
+LOCK_PATIENCE_S = 10.0
+"""How long the processes of a killed attempt may take to vanish."""
+GOOD_WHILE_S = 600.0
+"""A supervisor that lived for so long is no sign that the next one dies at once."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Have a supervisor see the run through; return its exit code."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.guardian", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--import-path", action="append", default=[], help="passed on to the supervisor")
+    arguments = parser.parse_args(argv)
+    processes.block_awaited_signals()
+    processes.adopt_orphans()
+    run = RunDir(arguments.run)
+    try:
+        lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
+        since = ownership.next_attempt(run)
+    except OSError as error:
+        sys.stderr.write(f"error: {run.path} cannot be worked on: {error}.\n")
+        return exit_codes.FAILED
+    if lock_fd is None:
+        sys.stderr.write(f"error: {run.path} is being worked on by another process.\n")
+        return exit_codes.REFUSED
+    words = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]
+    return _guard(run, [*words, *(f"--import-path={path}" for path in arguments.import_path)])
+
+
+def _guard(run: RunDir, words: Sequence[str]) -> int:
+    """Start supervisors until one decides, or too many died one after another."""
+    num_deaths, is_told, after = 0, False, 0
+    while True:
+        began = time.monotonic()
+        more = [*(["--told"] if is_told else []), *([f"--after={after}"] if after else [])]
+        after, heard = _see_through([*words, *more])
+        is_told = is_told or heard
+        _end_what_lives()
+        if after in exit_codes.DECISIONS:
+            return exit_codes.FAILED if after == exit_codes.GAVE_UP else after
+        if _is_cancelled(run):
+            return exit_codes.FAILED
+        num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
+        if num_deaths > len(exit_codes.GUARD_PAUSES_S):
+            sys.stderr.write(
+                f"error: the supervisor {exit_codes.told(after)}, {num_deaths} times in a row; submit the run again.\n"
+            )
+            return exit_codes.FAILED
+        pause_s = exit_codes.GUARD_PAUSES_S[num_deaths - 1]
+        sys.stderr.write(f"note: the supervisor {exit_codes.told(after)}; another one starts in {pause_s} s\n")
+        is_told = _pause(pause_s) or is_told
+
+
+def _is_cancelled(run: RunDir) -> bool:
+    """Tell whether the user has ended the run, by killing its supervisor."""
+    try:
+        return next((one.ending == "cancelled" for one in reversed(read_attempts(run))), False)
+    except OSError:  # the next supervisor looks again
+        return False
+
+
+def _see_through(words: Sequence[str]) -> tuple[int, bool]:
+    """Start a supervisor; return its exit code, once it has ended, and whether it was told to stop meanwhile."""
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become_supervisor(words)
+    is_told = False
+    while True:
+        ended = processes.reap()
+        if pid in ended:
+            return ended[pid], is_told
+        number = processes.await_signal(3600.0)
+        if number in processes.STOP_SIGNALS:
+            is_told = True
+            processes.send([pid], number)
+
+
+def _become_supervisor(words: Sequence[str]) -> None:
+    """Be a supervisor in this forked process; never return. It imports what it needs anew each time."""
+    code = exit_codes.FAILED
+    try:
+        from ddp_hpc.job import supervisor
+
+        code = supervisor.main(words)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # noqa: BLE001  nothing may return into the guardian's own code
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _end_what_lives() -> None:
+    """Kill what a dead supervisor has left. Its agent and workers die with it; this is for what they started."""
+    while left := psutil.Process().children(recursive=True):
+        processes.kill(process.pid for process in left)
+        processes.await_signal(0.1)
+        processes.reap()
+
+
+def _pause(seconds: float) -> bool:
+    """Wait; return at once, and whether, where a stop signal comes meanwhile."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if processes.await_signal(left) in processes.STOP_SIGNALS:
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What follows where the supervisor itself fails, by an error of ours or of the disk: a decision with less than all facts.
+
+The way back into the queue matters more than the record: what cannot be written is said on the console.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from contextlib import suppress
+
+from ddp_hpc import checkpoint_store, exit_codes, requeue
+from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.job import aftermath
+from ddp_hpc.job.aftermath import Conclusion, attempts_since_submit
+from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.workers import Workers
+from ddp_hpc.records import Cause, End, record_end
+from ddp_hpc.slurm import client
+
+PATIENCE_S = 600.0
+"""How long to try to put a job back into the queue that cannot be put back as was decided."""
+_PAUSE_S = 5.0
+_CAUSE: Cause = "unexplained"
+
+
+def say(error: Exception) -> str:
+    """Print an error that nothing was meant for, whole; return it in a line."""
+    traceback.print_exception(error)
+    return f"the supervisor failed: {type(error).__name__}: {error}"
+
+
+def outcome_of(error: Exception, workers: Workers) -> Outcome:
+    """End the workers; return how an attempt ended amid which the supervisor failed."""
+    reason = say(error)
+    try:
+        workers.close()
+    except Exception as second:  # noqa: BLE001  the first is what counts
+        say(second)
+    return Outcome(code=exit_codes.FAILED, reason=reason)
+
+
+def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusion:
+    """Conclude as `aftermath` does; where it cannot, by what can be read at all."""
+    try:
+        return aftermath.conclude(assignment, attempt, outcome)
+    except Exception as error:  # noqa: BLE001  whatever it is, the job must not end of it
+        reason = "; ".join(part for part in (outcome.reason, say(error)) if part)
+    if outcome.code == exit_codes.FENCED:
+        decision = requeue.decide(requeue.Situation(cause="fenced"), assignment.spec.restart)
+        return Conclusion(attempt=attempt, cause="fenced", decision=decision, reason=reason)
+    num, newest_step = 1, None
+    with suppress(Exception):
+        newest_step = max(checkpoint_store.committed_steps(assignment.run), default=0)
+        num = requeue.num_without_progress(attempts_since_submit(assignment.run), newest_step, _CAUSE)
+    situation = requeue.Situation(
+        cause=_CAUSE,
+        num_without_progress=num,
+        is_on_slurm=assignment.allocation is not None,
+        may_requeue=assignment.spec.slurm.requeue,
+    )
+    decision = requeue.decide(situation, assignment.spec.restart)
+    reason = "; ".join(part for part in (reason, decision.why) if part)
+    conclusion = Conclusion(attempt=attempt, cause=_CAUSE, decision=decision, reason=reason)
+    end = End(cause=_CAUSE, last_step=newest_step, next=decision.next)
+    try:
+        record_end(
+            assignment.run,
+            attempt=attempt,
+            ending=decision.ending,
+            exit_code=conclusion.exit_code,
+            reason=reason,
+            end=end,
+        )
+    except Exception as error:  # noqa: BLE001  the way back matters more
+        sys.stderr.write(f"note: the end of attempt {attempt} could not be written down: {error}\n")
+    return conclusion
+
+
+def leave(assignment: Assignment, conclusion: Conclusion) -> None:
+    """Leave as `aftermath` does; where it cannot, put the job back into the queue without notes and excluded nodes."""
+    try:
+        return aftermath.leave(assignment, conclusion)
+    except Exception as error:
+        say(error)
+        allocation = assignment.allocation
+        if allocation is None or not conclusion.decision.next or not assignment.spec.slurm.requeue:
+            raise
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return client.requeue(allocation.scontrol_id, assignment.environ)
+        except (ConfigError, SlurmUnavailableError, OSError) as error:
+            if time.monotonic() >= deadline:
+                raise
+            sys.stderr.write(f"note: the job could not be put back into the queue: {error}; this is tried again\n")
+            time.sleep(_PAUSE_S)

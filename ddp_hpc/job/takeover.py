@@ -1,0 +1,141 @@
+"""What a supervisor does first that follows a dead one in the same start of a job: it ends what lives, and the dead attempt."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ddp_hpc import checkpoint_store, exit_codes, processes, requeue
+from ddp_hpc.config import load_resolved
+from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.job.aftermath import Conclusion, attempts_since_submit, leave
+from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.records import Attempt, Cause, End, Next, is_done, read_attempts, read_queued_job, record_end
+from ddp_hpc.requeue import Decision
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client
+from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.spec import RestartSpec, RunSpec
+
+LEAVE_S = 10.0
+"""How long what a dead supervisor has started may take to leave by itself: srun and the agents see that it is gone."""
+CANCEL_S = 30.0
+"""How long Slurm may take to end their steps where they do not."""
+
+
+def end_what_lives(run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
+    """Wait until the job steps of the dead supervisor are gone; cancel those that stay: a frozen agent hears nothing.
+
+    They hold the run's lock. Where a file system knows no locks, the attempt's claim keeps them out (`ownership`).
+    """
+    if not _is_held(run, LEAVE_S):
+        return
+    sys.stderr.write("note: job steps of the dead supervisor are still there; they are cancelled\n")
+    with suppress(DdpHpcError):
+        for step in client.steps(allocation.job_id, environ):
+            client.cancel(step, environ)
+    _is_held(run, CANCEL_S)
+
+
+def _is_held(run: RunDir, patience_s: float) -> bool:
+    """Return whether the run's lock is held, after so long at most."""
+    lock_fd = processes.take_lock(run.lock, patience_s=patience_s)
+    if lock_fd is None:
+        return True
+    os.close(lock_fd)
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """What the guardian knows of the supervisors before this one."""
+
+    how: str
+    """How the last of them ended, in words."""
+    since: int = 0
+    """The number of the first attempt that may be theirs."""
+
+
+def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, str], death: Death) -> int | None:
+    """Write down how the dead supervisor's attempt ended, and do what it had decided but not done.
+
+    Returns the exit code where nothing is left to do, else None.
+    """
+    newest = next(reversed(read_attempts(run)), None)
+    if newest is None or newest.attempt < death.since or not _is_of_this_start(newest, allocation):
+        return None
+    if newest.ending is None:
+        next_ = write_down_death(run, newest, allocation, f"the supervisor {death.how}")
+        if next_ == "in place":
+            return None
+        newest = read_attempts(run)[-1]
+    if newest.next in {"requeue", "successor"} and allocation is not None:
+        return _leave(run, newest, allocation, environ)
+    if newest.next == "in place":
+        return None
+    return exit_codes.FAILED if newest.exit_code is None or newest.exit_code < 0 else newest.exit_code
+
+
+def write_down_death(
+    run: RunDir, attempt: Attempt, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
+) -> Next:
+    """Write the end of an attempt whose supervisor could not; return what follows: nothing where nobody would begin it."""
+    spec = _spec(run)
+    steps = checkpoint_store.committed_steps(run)
+    newest_step = steps[-1] if steps else 0
+    if spec is not None and is_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps):
+        end = End(cause="finished", last_step=newest_step)
+        record_end(run, attempt=attempt.attempt, ending="finished", exit_code=exit_codes.FINISHED, end=end)
+        return ""
+    decision = _decide(run, spec, allocation, newest_step)
+    if not may_go_on:
+        decision = Decision(ending=decision.ending, why=decision.why)
+    reason = "; ".join(part for part in (reason, decision.why) if part)
+    end = End(cause="supervisor died", last_step=newest_step, next=decision.next)
+    record_end(run, attempt=attempt.attempt, ending="failed", exit_code=exit_codes.FAILED, reason=reason, end=end)
+    sys.stderr.write(f"note: attempt {attempt.attempt} ended: {reason}\n")
+    return decision.next
+
+
+def _decide(run: RunDir, spec: RunSpec | None, allocation: Allocation | None, newest_step: int) -> Decision:
+    """Return what follows a supervisor's death: on this machine too, the next attempt, for a guardian is there to begin it."""
+    cause: Cause = "supervisor died"
+    policy = RestartSpec() if spec is None else spec.restart
+    situation = requeue.Situation(
+        cause=cause,
+        num_without_progress=requeue.num_without_progress(attempts_since_submit(run), newest_step, cause),
+        may_requeue=True if spec is None else spec.slurm.requeue,
+    )
+    decision = requeue.decide(situation, policy)
+    if allocation is None and decision.next:
+        return Decision(ending=decision.ending, next="in place")
+    return decision
+
+
+def _spec(run: RunDir) -> RunSpec | None:
+    try:
+        return load_resolved(run.config)
+    except ConfigError:
+        return None
+
+
+def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
+    if allocation is None:
+        return newest.cluster == "local"
+    return (newest.job_id, newest.restart) == (allocation.job_id, allocation.restart_count)
+
+
+def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
+    """Put the job back into the queue, as was decided, if that has not been done."""
+    spec, noted = _spec(run), read_queued_job(run)
+    if spec is None:
+        return None
+    if newest.next == "requeue" or noted is None or noted.job_id == allocation.job_id:
+        assignment = Assignment(run=run, spec=spec, allocation=allocation, is_for_slurm=True, environ=environ)
+        decision = Decision(ending=newest.ending or "failed", next=newest.next, exclude=newest.failed_nodes)
+        cause = newest.cause or "unexplained"
+        leave(assignment, Conclusion(attempt=newest.attempt, cause=cause, decision=decision, reason=newest.reason))
+    return exit_codes.FAILED if newest.exit_code is None else newest.exit_code

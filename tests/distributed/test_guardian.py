@@ -1,0 +1,111 @@
+"""A supervisor that is killed ends no run: its guardian starts another, and nobody has to help."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_hpc import exit_codes, processes
+from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.records import read_attempts, read_progress
+from ddp_hpc.submission import local_executor
+from tests.distributed.kill_trials import CONFIG
+from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
+
+PATIENCE_S = 120.0
+WORDS = ("train.epochs=1", "resources.workers_per_node=2", "train.micro_batch_size=12", "recipe.args.load_s=0.005")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return make_workplace(tmp_path_factory.mktemp("guarded"), CONFIG)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_whose_supervisor_is_killed_amid_training_finishes_with_the_same_bits(workplace: Workplace) -> None:
+    assert workplace.submit("killed", *WORDS).returncode == 0
+    run = workplace.run("killed")
+    until(lambda: len(committed_steps(run)) >= 2)
+    (first,) = read_attempts(run)
+    before = [process for group in live_processes(run).values() for process in group]
+
+    os.kill(first.pid, signal.SIGKILL)
+    last = local_executor.wait(run, 0)  # what `submit --wait` does: it follows to the attempt after
+
+    first, second = read_attempts(run)
+    assert (first.cause, first.next, first.ending) == ("supervisor died", "in place", "failed")
+    assert first.reason == "the supervisor was killed by signal 9"
+    assert (last.attempt, last.ending, second.first_step) == (1, "finished", first.last_step)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in before)
+    until(lambda: not processes.is_locked(run.lock))
+    assert workplace.digest("killed") == workplace.finish("unbroken", *WORDS)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_its_guardian(workplace: Workplace) -> None:
+    assert workplace.submit("alone", *WORDS).returncode == 0
+    run = workplace.run("alone")
+    guardian = psutil.Process(read_attempts(run)[0].pid).parent()
+    assert guardian is not None
+    assert "ddp_hpc.job.guardian" in guardian.cmdline()
+
+    guardian.kill()
+
+    assert local_executor.wait(run, 0).ending == "finished"
+
+
+@pytest.mark.long
+def test_a_supervisor_that_always_dies_ends_the_run_with_the_reason(workplace: Workplace) -> None:
+    slow = ("recipe.args.load_s=0.05", "checkpoint.every_steps=1000", "restart.max_no_progress=2")
+    assert workplace.submit("mortal", *WORDS, *slow).returncode == 0
+    run = workplace.run("mortal")
+
+    for attempt in range(2):
+        until(lambda: read_attempts(run)[-1].attempt == attempt)  # noqa: B023
+        os.kill(read_attempts(run)[-1].pid, signal.SIGKILL)
+    last = local_executor.wait(run, 0)
+
+    assert [one.next for one in read_attempts(run)] == ["in place", ""]
+    assert last.reason.startswith("the supervisor was killed by signal 9; 2 attempts in a row ended without a new")
+    assert last.exit_code == exit_codes.FAILED
+    until(lambda: not processes.is_locked(run.lock))
+
+
+@pytest.mark.long
+def test_a_run_that_was_asked_to_stop_stops_though_its_supervisor_dies(workplace: Workplace) -> None:
+    slow = ("recipe.args.load_s=0.05",)
+    assert workplace.submit("asked", *WORDS, *slow).returncode == 0
+    run = workplace.run("asked")
+    guardian = psutil.Process(read_attempts(run)[0].pid).parent()
+    assert guardian is not None
+
+    os.kill(read_attempts(run)[0].pid, signal.SIGKILL)
+    until(lambda: read_attempts(run)[0].ending is not None)
+    guardian.terminate()  # it passes the signal on
+
+    assert local_executor.wait(run, 0).ending == "stopped"
+    progress = read_progress(run)
+    assert progress is None or progress.step < progress.total_steps
+
+
+@pytest.mark.long
+def test_a_cancelled_run_is_not_started_again(workplace: Workplace, tmp_path: Path) -> None:
+    assert workplace.submit("cancelled", *WORDS, "recipe.args.load_s=0.05").returncode == 0
+    run = workplace.run("cancelled")
+
+    assert workplace.command("cancel", "cancelled").returncode == 0
+
+    until(lambda: not processes.is_locked(run.lock))
+    assert [one.ending for one in read_attempts(run)] == ["cancelled"]
