@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_hpc.exit_codes import FENCED
+from ddp_hpc.exit_codes import DIVERGED, FENCED
 
 
 class DdpHpcError(Exception):
@@ -41,6 +41,12 @@ class FencedError(DdpHpcError):
     """Another attempt has taken the run over; nothing more may be written."""
 
     exit_code = FENCED
+
+
+class DivergedError(DdpHpcError):
+    """The training came to numbers that are not finite; trying the same again comes to the same."""
+
+    exit_code = DIVERGED
 
 
 class SlurmUnavailableError(DdpHpcError):

@@ -8,6 +8,8 @@ REFUSED = 2
 """The user asked for something that cannot be; the same again will fail the same way."""
 STOPPED = 99
 """A checkpoint is committed and there is more to do: start again (the code that batch systems use for it)."""
+DIVERGED = 93
+"""The losses or the weights are not finite any more: no checkpoint of them is committed, and no attempt is made again."""
 UNDECIDED = 94
 """A supervisor's word to its guardian: it could not work and has decided nothing, so another one is to try."""
 GAVE_UP = 95

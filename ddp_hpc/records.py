@@ -30,6 +30,7 @@ Cause = Literal[
     "worker crashed",
     "hang",
     "node failed",
+    "diverged",
     "unexplained",
     "supervisor died",
 ]
@@ -288,6 +289,8 @@ class WorkerFailure:
     """The user asked for something that cannot be (exit 2), rather than something that broke."""
     is_secondary: bool = False
     """The worker died of another's death: a lost connection."""
+    is_diverged: bool = False
+    """The training came to numbers that are not finite."""
 
 
 def read_failures(run: RunDir, attempt: int) -> list[WorkerFailure]:

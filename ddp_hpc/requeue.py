@@ -44,6 +44,7 @@ TABLE: Mapping[Cause, Row] = {
     "worker crashed": Row("failed", "in place", is_failure=True),
     "hang": Row("failed", "in place", is_failure=True),
     "node failed": Row("failed", "away", is_failure=True),
+    "diverged": Row("failed", "end"),
     "unexplained": Row("failed", "away", is_failure=True),
     "supervisor died": Row("failed", "in place", is_failure=True),
 }

@@ -23,6 +23,7 @@ _MOST_SIGNAL_LEAD_S = 65535
 """What sbatch takes."""
 _VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OUR_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"})
+OnNonfinite = Literal["stop", "skip", "ignore"]
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -131,6 +132,9 @@ class TrainSpec(_Checked):
     """Arithmetic of forward and backward (autocast); fp16 scales the loss. Weights stay in fp32."""
     grad_clip_norm: float | None = None
     """Clip the norm of all gradients together to this."""
+    on_nonfinite: OnNonfinite = "stop"
+    """When the loss is not finite: `stop` ends the run as failed after 5 such steps in a row; `skip` leaves out updates whose
+    gradients are not finite, which waits for the GPU at each step, and ends the run after 50 in a row; `ignore` goes on."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate with it."""
     sync_batch_norm: bool = False

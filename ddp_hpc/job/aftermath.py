@@ -248,10 +248,10 @@ def _reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None, decis
 def _told(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
     if cause in {"finished", "stop asked"}:
         return ""
-    if cause in {"worker crashed", "hang", "refused"} and failure is not None:
+    if cause in {"worker crashed", "hang", "refused", "diverged"} and failure is not None:
         if failure.is_secondary:
             return f"processes died without a word; rank {failure.rank} on {failure.host} lost the connection to them"
-        is_plain = failure.is_input_error or failure.rank < 0 or cause == "hang"
+        is_plain = failure.is_input_error or failure.is_diverged or failure.rank < 0 or cause == "hang"
         where = f" on {failure.host}" if failure.host else ""
         return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
     if cause == "worker crashed":

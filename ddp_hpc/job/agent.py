@@ -298,7 +298,7 @@ def joint_exit_code(codes: Mapping[int, int]) -> int:
         return exit_codes.FINISHED
     if all(code in _GOOD for code in codes.values()):
         return exit_codes.STOPPED
-    for told in (exit_codes.FENCED, exit_codes.REFUSED):
+    for told in (exit_codes.FENCED, exit_codes.REFUSED, exit_codes.DIVERGED):
         if told in codes.values():
             return told
     return exit_codes.FAILED

@@ -74,6 +74,8 @@ def cause_of(evidence: Evidence) -> Cause:
 def _by_exit_code(evidence: Evidence) -> Cause | None:
     if evidence.code == exit_codes.FINISHED:
         return "finished"
+    if evidence.code == exit_codes.DIVERGED and evidence.owns_run:
+        return "diverged"  # all ranks have said so, whatever Slurm does to the job meanwhile
     return "fenced" if evidence.code == exit_codes.FENCED or not evidence.owns_run else None
 
 

@@ -18,7 +18,9 @@ from ddp_hpc.run_dir import RunDir
 LEAVE_S = 15.0
 """How long the others may take to report their end, once a node has reported a failure or its agents were told to go."""
 
-_LAST_WORDS = frozenset({exit_codes.STOPPED, exit_codes.UNHEARD, exit_codes.PORT_TAKEN, exit_codes.FENCED})
+_LAST_WORDS = frozenset(
+    {exit_codes.STOPPED, exit_codes.UNHEARD, exit_codes.PORT_TAKEN, exit_codes.FENCED, exit_codes.DIVERGED}
+)
 """Rank zero's words that stand though others fail after them: what is committed is committed."""
 
 _TOLD_TOO_EARLY = frozenset(code for number in processes.STOP_SIGNALS for code in (128 + number, -number))
@@ -134,7 +136,7 @@ class ByAgents:
         codes = [self._codes.get(rank, untold) for rank in range(self._num_nodes)]
         if codes[0] in _LAST_WORDS:
             return codes[0]
-        for code in (exit_codes.FENCED, exit_codes.REFUSED):
+        for code in (exit_codes.FENCED, exit_codes.REFUSED, exit_codes.DIVERGED):
             if code in codes:
                 return code
         good = {exit_codes.FINISHED, exit_codes.STOPPED}

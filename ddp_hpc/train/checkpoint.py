@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,10 +28,11 @@ import ddp_hpc
 from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.checkpoint_store import Manifest, RawTensor, ShardRecord, TensorEntry
 from ddp_hpc.durable import make_directories
-from ddp_hpc.errors import CheckpointError, CorruptCheckpointError
+from ddp_hpc.errors import CheckpointError, CorruptCheckpointError, DivergedError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import training_state
+from ddp_hpc.train.divergence import diverged
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.training_state import NamedTensor, TrainingState
 
@@ -56,6 +59,9 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 """PyTorch's dtypes by safetensors' names (https://github.com/huggingface/safetensors#format)."""
+_COMPARABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_ALONE = 32767
+"""Elements that torch works on in the calling thread alone; for more it starts others (at::internal::GRAIN_SIZE)."""
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
@@ -123,6 +129,13 @@ class Staging:
             self._copied.synchronize()
         return [self.header, memoryview(self._buffer.numpy())]  # type: ignore[arg-type]  # numpy says so only from Python 3.12 on
 
+    def first_nonfinite(self, watched: AbstractSet[str]) -> str | None:
+        """Return the name of a tensor of `watched` that is not finite, where one is; call after `parts`."""
+        for (name, *_), view in zip(self._layout, self._views, strict=True):
+            if name in watched and not all(_is_finite(some) for some in view.reshape(-1).split(_ALONE)):
+                return name
+        return None
+
     def _lay_out(self, named: Sequence[NamedTensor]) -> None:
         entries, offset = [], 0
         for item in named:
@@ -135,6 +148,10 @@ class Staging:
             for entry, item in zip(entries, named, strict=True)
         ]
         self.header = checkpoint_store.shard_header(entries)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
 
 
 @dataclass(frozen=True)
@@ -168,6 +185,12 @@ class Checkpointer:
         self._writing: Future[None] | None = None
         self._last_saved: int | None = None
         self._restored: int | None = None
+        self._watched: frozenset[str] = frozenset()
+        self.newest_losses: Callable[[], Sequence[Tensor]] = tuple
+        """Those of the step just done. What is saved on the way is not committed where they are not finite: the weights may
+        be finite still, but so large that nothing can go on from them."""
+        self.refused: str | None = None
+        """On rank zero, why a save was refused, where the state was not finite."""
 
     # --- restoring ---
 
@@ -203,7 +226,18 @@ class Checkpointer:
 
     # --- saving ---
 
-    def save(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None) -> None:
+    def refuse_nonfinite(self, model: torch.nn.Module) -> None:
+        """Commit no state in which weights or buffers are not finite that are so now.
+
+        What is not finite from the start, as a mask of minus infinities is, is not watched.
+        """
+        named = {f"model/{name}": one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+        watched = {name: one for name, one in named.items() if one.dtype in _COMPARABLE and one.numel()}
+        if watched:
+            are_finite = torch.stack([one.isfinite().all() for one in watched.values()]).tolist()
+            self._watched = frozenset(name for name, is_finite in zip(watched, are_finite, strict=True) if is_finite)
+
+    def save(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None, is_final: bool = False) -> None:
         """Copy the state and have it committed in the background; returns as soon as it is copied.
 
         Waits first for a save that is still being written. What goes wrong is reported, and the training goes on.
@@ -229,21 +263,24 @@ class Checkpointer:
             },
         )
         self._last_saved = step
-        self._writing = self._writer.submit(self._write, manifest)
+        self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
 
     def save_and_wait(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None) -> None:
         """Save, and return once it is committed on the disk.
 
         Raises:
             CheckpointError: on every rank, where it could not be.
+            DivergedError: on every rank, where the state is not finite.
         """
-        self.save(state, metrics=metrics)
+        self.save(state, metrics=metrics, is_final=True)
         self.wait()
         step = state.position.step
         if step == self._restored:
             return
-        error = json.loads(self._group.side_store.get(self._key(step, "verdict")))
+        error, refused = json.loads(self._group.side_store.get(self._key(step, "verdict")))
         self._let_all_read(step)
+        if refused is not None:
+            raise DivergedError(diverged(self._run, refused))
         if error is not None:
             raise CheckpointError(f"The checkpoint of step {step} could not be committed: {error}")
 
@@ -274,7 +311,7 @@ class Checkpointer:
     def _key(self, step: int, name: str) -> str:
         return f"checkpoint/{step}/{name}"
 
-    def _write(self, manifest: Manifest) -> None:
+    def _write(self, manifest: Manifest, losses: Sequence[Tensor]) -> None:
         """Write this rank's shard; on rank zero, also commit. Errors are values here: a thread has nobody to raise to."""
         began = time.monotonic()
         place, store = self._group.place, self._group.side_store
@@ -283,7 +320,13 @@ class Checkpointer:
         try:
             checkpoint_store.open_staging(self._run, manifest.step, self._attempt)
             name = checkpoint_store.shard_name(place.rank, place.world_size)
-            report = asdict(checkpoint_store.write_shard(staging / name, self._staging.parts()))
+            if not all(math.isfinite(loss.item()) for loss in losses):
+                raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  it is reported like others
+            parts = self._staging.parts()
+            nonfinite = self._staging.first_nonfinite(self._watched)
+            report = (
+                {"nonfinite": nonfinite} if nonfinite else asdict(checkpoint_store.write_shard(staging / name, parts))
+            )
         except Exception as error:  # noqa: BLE001
             report = {"error": f"rank {place.rank}: {type(error).__name__}: {error}"}
         if not place.is_rank_zero:
@@ -292,14 +335,18 @@ class Checkpointer:
         others = range(1, place.world_size)
         try:
             reports = [report, *(json.loads(store.get(self._key(manifest.step, str(rank)))) for rank in others)]
-            shards = tuple(_shard_of(item) for item in reports)
+            shards = tuple(_shard_of(item, manifest.step) for item in reports)
             checkpoint_store.commit(self._run, staging, replace(manifest, shards=shards))
             verdict = None
             self._prune()
+        except DivergedError as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            self.refused = str(error)
+            verdict = f"{error}, so it is no state to go on from"
         except Exception as error:  # noqa: BLE001
             shutil.rmtree(staging, ignore_errors=True)
             verdict = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        store.set(self._key(manifest.step, "verdict"), json.dumps(verdict))
+        store.set(self._key(manifest.step, "verdict"), json.dumps([verdict, self.refused]))
         self._on_result(SaveResult(manifest.step, time.monotonic() - began, verdict))
 
     def _prune(self) -> None:
@@ -316,8 +363,10 @@ class Checkpointer:
             log.warning("old checkpoints could not be deleted: %s", error)
 
 
-def _shard_of(report: dict[str, Any]) -> ShardRecord:
+def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:
     """Return the shard that a rank reported, or raise what kept it from writing one."""
+    if "nonfinite" in report:
+        raise DivergedError(f"`{report['nonfinite']}` is not finite after step {step}")
     if "error" in report:
         raise CheckpointError(report["error"])
     return ShardRecord(**report)

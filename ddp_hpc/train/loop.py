@@ -41,11 +41,13 @@ def train(t: Training) -> bool:
         if is_save_due(t) or (metrics and t.spec.checkpoint.keep_best):
             t.checkpointer.save(t.state, metrics=metrics)
         if t.meetings.is_due(step):
+            t.losses.look()
             if t.meetings.agree_to_stop(step):
                 break
             t.journal.progress(t.state.position)
             t.watchdog.feed()
     t.watchdog.feed()
+    t.losses.look(is_last=t.state.position.step >= t.total_steps)
     t.checkpointer.save_and_wait(t.state, metrics=metrics)
     t.journal.progress(t.state.position, now=True)
     return t.state.position.step >= t.total_steps
@@ -61,6 +63,8 @@ def restore(t: Training) -> None:
         log.info("resumed at step %d of %d", step, t.total_steps)
         t.journal.resumed(step)
     t.journal.open(t.state.position)
+    if t.spec.train.on_nonfinite != "ignore":
+        t.checkpointer.refuse_nonfinite(t.state.model)
     t.evaluator.start()
     t.watchdog.feed()
 
@@ -79,10 +83,12 @@ def rehearsed(t: Training, windows: Iterator[LoadedWindow]) -> Iterator[LoadedWi
 def accumulate_gradients(t: Training, window: LoadedWindow) -> None:
     """Add up the gradients of a window's mean loss; the ranks exchange them once, in the last micro step."""
     last = window.plan.micro_batches[-1]
+    t.guard.keep_buffers()
     for plan, fetched in zip(window.plan.micro_batches, window.fetched, strict=True):
         with _AS_USUAL if plan is last else without_exchange(t):
             loss = backward(t, fetched, plan, window.plan)
         t.state.loss_meter.add_(loss, alpha=plan.num_real / window.plan.num_samples)
+        t.losses.note(t.state.position.step + 1, loss)
         t.samples.note(plan, fetched.indices)
     t.samples.record(window.plan)
 
@@ -120,7 +126,8 @@ def update_weights(t: Training) -> None:
         torch.nn.utils.clip_grad_norm_(t.state.model.parameters(), t.spec.train.grad_clip_norm)
     t.checkpointer.hold_back_updates()
     if scaler is None:
-        optimizer.step()
+        if not t.guard.skips(optimizer, t.state.position.step + 1):
+            optimizer.step()
     else:
         scaler.step(optimizer)
         scaler.update()

@@ -19,6 +19,7 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import rng
 from ddp_hpc.train.checkpoint import Checkpointer
 from ddp_hpc.train.data_order import Order, Walk
+from ddp_hpc.train.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.evaluate import Evaluator
 from ddp_hpc.train.journal import Journal
 from ddp_hpc.train.loader import LoadedWindow, training_windows
@@ -52,6 +53,8 @@ class Training:
     """Peak learning rate of each parameter group."""
     meetings: Meetings
     checkpointer: Checkpointer
+    losses: LossWatch
+    guard: UpdateGuard
     evaluator: Evaluator
     journal: Journal
     samples: SampleRecorder
@@ -110,6 +113,8 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         ema=_averaged(spec, bare),
     )
     journal = Journal(run, spec, is_writer=group.place.is_rank_zero, attempt=attempt, total_steps=total_steps)
+    checkpointer = Checkpointer(run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved)
+    policy = spec.train.on_nonfinite
     return Training(
         spec=spec,
         run=run,
@@ -122,7 +127,9 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         total_steps=total_steps,
         base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
         meetings=Meetings(group, stop, is_ousted=partial(ownership.is_ousted, run, attempt)),
-        checkpointer=Checkpointer(run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved),
+        checkpointer=checkpointer,
+        losses=LossWatch(run, group, checkpointer, policy=policy),
+        guard=UpdateGuard(run, bare, is_active=policy == "skip" and state.scaler is None),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         journal=journal,
         samples=SampleRecorder(run.rank_samples(attempt, group.place.rank) if spec.train.record_samples else None),

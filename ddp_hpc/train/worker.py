@@ -17,7 +17,7 @@ import torch
 from ddp_hpc.config import load_resolved
 from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.environment import capture, differences, newest_environment, write_environment
-from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.errors import ConfigError, DdpHpcError, DivergedError
 from ddp_hpc.exit_codes import FAILED, FINISHED, STOPPED
 from ddp_hpc.records import WorkerFailure
 from ddp_hpc.run_dir import RunDir
@@ -124,17 +124,19 @@ def _walk(training: Training) -> bool:
 
 def _report(run: RunDir, place: Place, error: BaseException, *, attempt: int, step: int) -> None:
     text = "".join(traceback.format_exception(error))
-    log.error("%s", error if isinstance(error, ConfigError) else text)
+    is_plain = isinstance(error, ConfigError | DivergedError)
+    log.error("%s", error if is_plain else text)
     failure = WorkerFailure(
         rank=place.rank,
         host=socket.gethostname(),
         at=time.time(),
         step=step,
-        exception=str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}",
+        exception=str(error) if is_plain else f"{type(error).__name__}: {error}",
         traceback=text,
         log=str(run.rank_log(attempt, place.rank)),
         is_input_error=isinstance(error, ConfigError),
         is_secondary=_lost_another(error),
+        is_diverged=isinstance(error, DivergedError),
     )
     path = run.rank_error(attempt, place.rank)
     make_directories(path.parent)

@@ -54,6 +54,7 @@ def test_every_cause_has_its_row() -> None:
         ("worker crashed", "failed", "in place", "failed"),
         ("hang", "failed", "in place", "failed"),
         ("node failed", "failed", "requeue", "failed"),
+        ("diverged", "failed", "", "failed"),
         ("unexplained", "failed", "requeue", "failed"),
     ],
 )

@@ -1,0 +1,234 @@
+"""Losses, gradients and weights that are not finite."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from ddp_hpc import checkpoint_store
+from ddp_hpc.durable import read_json_lines
+from ddp_hpc.errors import DivergedError
+from ddp_hpc.records import read_attempts
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.train.checkpoint import Checkpointer
+from ddp_hpc.train.divergence import LossWatch
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.training import Training
+from tests.distributed.processes import in_group
+from tests.distributed.whole_runs import Workplace
+from tests.strange.one_process import trained
+
+EXPLODING = """
+import torch
+from torch.utils.data import TensorDataset
+from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.training import Training
+
+
+def within_a_million(values):
+    factors = torch.ones_like(values)
+    factors[values.detach().abs() >= 1e6] = float("nan")
+    return values * factors
+
+
+def build():
+    rows = torch.arange(64.0).unsqueeze(1) % 4
+    loss = lambda outputs, targets: within_a_million(outputs - targets).square().mean()
+    return Recipe(model=torch.nn.Linear(1, 1), train_data=TensorDataset(rows, 2 * rows), loss=loss)
+"""
+CONFIG = """
+recipe: {target: 'exploding:build'}
+train: {global_batch_size: 8, epochs: 1000, max_steps: 400, lr: 0.5}
+optimizer: {momentum: 0.0, weight_decay: 0.0}
+checkpoint: {every_steps: 5}
+log: {every_steps: 5}
+resources: {workers_per_node: 2}
+"""
+
+
+def test_a_run_that_diverges_fails_once_and_goes_on_from_its_last_finite_checkpoint(tmp_path: Path) -> None:
+    """The whole way: two ranks, the supervisor, the ledger, and the same name again with a sane rate."""
+    (tmp_path / "exploding.py").write_text(EXPLODING)
+    workplace = Workplace(tmp_path)
+    workplace.config.write_text(CONFIG)
+    run = workplace.run("hot")
+
+    ended = workplace.submit("hot", "--wait")
+
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    (attempt,) = read_attempts(run)
+    assert (attempt.ending, attempt.cause, attempt.next, attempt.failed_nodes) == ("failed", "diverged", "", ())
+    steps = checkpoint_store.committed_steps(run)
+    assert steps
+    told = f"it goes on from step {steps[-1]}, its newest checkpoint;"
+    assert all(text in ended.stderr for text in ("The training has diverged", "`train.lr`", told, "`--fresh`"))
+    assert "Traceback" not in ended.stderr
+    assert all(_is_finite(run, step) for step in steps)
+
+    again = workplace.submit("hot", "--wait", "train.lr=0.01", "train.max_steps=100")
+
+    assert again.returncode == 0, again.stdout + again.stderr
+    losses = [line["loss"] for line in read_json_lines(run.metrics)]
+    assert losses[-1] is not None
+    assert losses[-1] < max(losses) / 10
+    assert _is_finite(run, 100)
+
+
+def _is_finite(run: RunDir, step: int) -> bool:
+    path = checkpoint_store.checkpoint_path(run, step)
+    found = checkpoint_store.read_tensors(path, checkpoint_store.read_manifest(path))
+    weights = [torch.frombuffer(raw.data, dtype=torch.float32) for name, raw in found.items() if name[:6] == "model/"]
+    return bool(weights) and all(bool(one.isfinite().all()) for one in weights)
+
+
+class Poisoned(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of ones, but for those at `bad`, which are not finite."""
+
+    def __init__(self, num_samples: int, bad: set[int]) -> None:
+        self.num_samples = num_samples
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = torch.arange(3.0) + index % 5
+        return (row * float("nan") if index in self.bad else row), torch.ones(1)
+
+
+def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def a_recipe(data: Dataset[Any], **more: Any) -> Recipe:
+    torch.manual_seed(0)
+    return Recipe(
+        model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        train_data=data,
+        loss=mean_square,
+        **more,
+    )
+
+
+def test_no_checkpoint_of_weights_that_are_not_finite_takes_the_place_of_one_that_is(tmp_path: Path) -> None:
+    """One bad sample late in the first epoch; every step is saved, and one is kept."""
+    data = Poisoned(40, {7})
+
+    with pytest.raises(DivergedError, match=r"not finite"):
+        trained(tmp_path / "run", a_recipe(data), checkpoint__every_steps=1, checkpoint__keep_last=1)
+
+    run = RunDir(tmp_path / "run")
+    (kept,) = checkpoint_store.committed_steps(run)
+    assert _is_finite(run, kept)
+    bad_step = next(line["step"] for line in read_json_lines(run.metrics) if line["loss"] is None)
+    assert kept == bad_step - 1
+
+
+def test_a_run_whose_last_steps_are_not_finite_does_not_finish(tmp_path: Path) -> None:
+    """Too few steps in a row for the limit, and nothing saved before."""
+    with pytest.raises(DivergedError, match=r"is not finite since step 1\. .* has no checkpoint"):
+        trained(tmp_path / "run", a_recipe(Poisoned(8, {0, 1, 2, 3, 4, 5, 6, 7})), train__max_steps=2)
+
+
+def test_skip_leaves_out_the_updates_of_bad_batches_and_nothing_of_them_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    training = trained(tmp_path / "run", a_recipe(Poisoned(40, {7})), train__on_nonfinite="skip", train__max_steps=20)
+
+    assert training.state.position.step == 20
+    assert all(bool(one.isfinite().all()) for one in training.state.model.state_dict().values())
+    assert "its update is skipped" in caplog.text
+    losses = [line["loss"] for line in read_json_lines(training.run.metrics)]
+    assert losses.count(None) == 2, "the sample comes once an epoch"
+
+
+def test_skip_ends_a_run_that_skips_everything(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=r"not finite since step 1\."):
+        trained(tmp_path / "run", a_recipe(Poisoned(4, {0})), train__on_nonfinite="skip", train__max_steps=10_000)
+
+
+def test_ignore_goes_on_and_commits_whatever_it_comes_to(tmp_path: Path) -> None:
+    training = trained(tmp_path / "run", a_recipe(Poisoned(4, {0})), train__on_nonfinite="ignore")
+
+    assert checkpoint_store.committed_steps(training.run) == [12]
+
+
+def test_a_loss_that_is_not_finite_now_and_then_ends_nothing(tmp_path: Path) -> None:
+    """Its gradient is zero, so the weights stay finite: some losses are so by nature."""
+
+    def now_and_then(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = mean_square(outputs, targets)
+        now_and_then.calls += 1  # type: ignore[attr-defined]
+        return loss * 0 + float("inf") if now_and_then.calls % 3 else loss  # type: ignore[attr-defined]
+
+    now_and_then.calls = 0  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    recipe = Recipe(model=nn.Linear(3, 1), train_data=Poisoned(40, set()), loss=now_and_then)
+
+    assert trained(tmp_path / "run", recipe).state.position.step == 12
+
+
+def test_a_mask_of_minus_infinities_is_no_divergence(tmp_path: Path) -> None:
+    """As language models keep one, in a buffer."""
+    recipe = a_recipe(Poisoned(40, set()))
+    recipe.model.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+    recipe.model.register_parameter("bias", nn.Parameter(torch.tensor([0.0, float("-inf")]), requires_grad=False))
+
+    training = trained(tmp_path / "run", recipe)
+
+    assert checkpoint_store.committed_steps(training.run) == [12]
+
+
+def test_the_search_of_fp16_for_its_scale_is_no_divergence(tmp_path: Path) -> None:
+    """The scaler begins so high that the first gradients overflow: many updates in a row are left out by it."""
+    data = TensorDataset(torch.randn(40, 3), torch.full((40, 1), 30.0))
+    recipe = a_recipe(data)
+
+    training = trained(tmp_path / "run", recipe, change=scale_too_high)
+
+    assert training.state.scaler is not None
+    assert training.state.scaler.get_scale() < 2.0**121, "six updates in a row were left out"
+    assert training.state.position.step == 12
+    assert checkpoint_store.committed_steps(training.run) == [12]
+
+
+def scale_too_high(training: Training) -> None:
+    training.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+
+
+def test_all_ranks_end_with_the_same_words_though_one_alone_saw_it(tmp_path: Path) -> None:
+    """Rank one's losses are not finite, for five steps that lie on both sides of a meeting."""
+
+    def look(group: Group) -> tuple[str, bool]:
+        run = RunDir(tmp_path / "run")
+        watch = LossWatch(run, group, made_checkpointer(run, group), policy="stop")
+        for step in range(10, 20):
+            bad = group.place.rank == 1 and step >= 12
+            watch.note(step, torch.tensor(float("nan") if bad else 1.0))
+            if step in {11, 13}:
+                watch.look()
+        try:
+            watch.look()
+        except DivergedError as error:
+            return str(error), True
+        return "", False
+
+    said = in_group(2, look, tmp_path / "ranks")
+
+    assert said[0] == said[1]
+    assert said[0][1]
+    assert "the loss is not finite since step 12." in said[0][0]
+
+
+def made_checkpointer(run: RunDir, group: Group) -> Checkpointer:
+    return Checkpointer(run, group, attempt=0, keep=CheckpointSpec())
