@@ -71,7 +71,9 @@ def take_snapshot(
     source = _source_of(code_dir)
     left_out = (path.resolve() for path in [*leave_out, run.path.parent, run.path, *_runs_beside(run)])
     hidden = {path for path in left_out if not source.is_relative_to(path)}  # runs may lie beside the code, or above it
-    names = [name for name in _names(source) if hidden.isdisjoint([source / name, *(source / name).parents])]
+    names = _names(source)
+    hidden |= set(_runs_among(source, names))
+    names = [name for name in names if hidden.isdisjoint([source / name, *(source / name).parents])]
     _refuse_large(source, names, max_bytes)
     try:
         files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
@@ -106,14 +108,23 @@ def differences(snapshot: Path) -> list[str]:
 
 def _source_of(code_dir: Path) -> Path:
     """Return the top of the work tree that a directory belongs to, or the directory."""
-    top = _git(code_dir, "rev-parse", "--show-toplevel")
-    return Path(top.rstrip("\n")).resolve() if top else code_dir.resolve()
+    code_dir = code_dir.resolve()
+    top = Path((_git(code_dir, "rev-parse", "--show-toplevel") or str(code_dir)).rstrip("\n")).resolve()
+    return top if code_dir.is_relative_to(top) else code_dir  # `core.worktree` may lead elsewhere
 
 
 def _runs_beside(run: RunDir) -> list[Path]:
     """Return the other runs of its directory: where that is the code's own too, they are no code all the same."""
     others = (RunDir(path) for path in run.path.parent.iterdir())
     return [other.path for other in others if other.config.exists() and other.console.parent.exists()]
+
+
+def _runs_among(source: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Yield directories of older runs, wherever they lie in the code: with their checkpoints, they are no code."""
+    for name in names:
+        run = RunDir((source / name).parent)
+        if run.config.name == Path(name).name and run.path != source and (run.attempts.exists() or run.lock.exists()):
+            yield run.path
 
 
 def _require(copied: Path, original: Path) -> None:
@@ -223,12 +234,39 @@ def _revision(source: Path) -> tuple[str | None, bool]:
     return (commit.strip() if commit else None), bool(_git(source, "status", "--porcelain"))
 
 
+_REDIRECTING = (
+    *("GIT_DIR", "GIT_WORK_TREE", "GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"),
+    *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE"),
+    *("GIT_CONFIG", "GIT_CONFIG_PARAMETERS", "GIT_TRACE", "GIT_EXTERNAL_DIFF", "GIT_LITERAL_PATHSPECS"),
+)
+"""Variables that would have git look at another repository: a hook of git's has them, and what is started from it."""
+_WITHOUT_COMMANDS = (
+    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.alternateRefsCommand="),
+    *("-c", "status.submoduleSummary=false", "-c", "protocol.allow=never"),
+)
+"""A repository's own configuration can name commands; a copy of its code must not run them."""
+
+
 def _git(folder: Path, *words: str) -> str | None:
     """Return what git says about a directory; None where it is no work tree, or git is not here."""
+    return _asked(folder, *_WITHOUT_COMMANDS, *_without_filters(folder), *words)
+
+
+def _without_filters(folder: Path) -> list[str]:
+    """Return options that take away the filters that a repository brings: `git status` would run them."""
+    names: set[str] = set()
+    for scope in ("--local", "--worktree"):
+        found = _asked(folder, "config", scope, "--includes", "-z", "--name-only", "--get-regexp", r"^filter\.")
+        names |= {key.rpartition(".")[0] for key in (found or "").split("\0") if key}
+    values = {"clean": "", "smudge": "", "process": "", "required": "false"}
+    return [word for name in sorted(names) for key, value in values.items() for word in ("-c", f"{name}.{key}={value}")]
+
+
+def _asked(folder: Path, *words: str) -> str | None:
+    unset = [f"--unset={name}" for name in _REDIRECTING]
+    argv = ["env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "git", "-C", str(folder), *words]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, stdin=subprocess.DEVNULL, check=False
-        )
+        done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:
         return None
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
