@@ -15,6 +15,7 @@ from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.job import stacks
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.causes import Evidence, cause_of, is_cancelled, is_ending
+from ddp_hpc.job.deaths import silent_end
 from ddp_hpc.job.predecessors import accounted_end, nodes_to_spare
 from ddp_hpc.records import (
     Attempt,
@@ -255,7 +256,7 @@ def _told(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
         where = f" on {failure.host}" if failure.host else ""
         return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
     if cause == "worker crashed":
-        return f"the workers ended with code {outcome.code}"
+        return silent_end(outcome.code, outcome.step_code)
     return {
         "cancelled": "cancelled by the user",
         "fenced": "another attempt has taken the run over",

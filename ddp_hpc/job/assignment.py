@@ -38,6 +38,8 @@ class Outcome:
 
     code: int
     """What their exit codes mean together."""
+    step_code: int | None = None
+    """What the command that started them ended with; None where it goes on. Below zero, a signal's number."""
     reason: str = ""
     """In words, where something else than a worker failed."""
     is_out_of_time: bool = False

@@ -1,4 +1,4 @@
-"""Writing down the death of a process that cannot do it itself, or had no time to."""
+"""The death of a process that cannot write it down itself, or had no time to: written down for it, or told in words."""
 
 from __future__ import annotations
 
@@ -29,6 +29,28 @@ def report_killed(path: Path, number: signal.Signals, *, rank: int, log: Path) -
     """Write down that a signal ended a worker."""
     hint = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
     _write(path, rank, f"killed by {number.name}{hint}", log)
+
+
+def silent_end(code: int, step_code: int | None) -> str:
+    """Say how workers ended where none of them, and no agent, has written down why.
+
+    `code` is what their exit codes mean together, `step_code` what the command that started them ended with.
+    """
+    number = _signal_number(step_code)
+    if number is None:
+        return f"the workers ended with code {code} and left no reason; their logs have what they printed"
+    memory = " or memory ran out" if number == signal.SIGKILL else ""
+    return (
+        f"all workers were killed by signal {number} ({signal.Signals(number).name}) and left no reason: somebody killed "
+        f"them{memory}. Look at the kernel's log (`dmesg`), or on Slurm at `sacct -j JOB --format=State,ExitCode,MaxRSS`"
+        f"{'; `resources.mem_gb` asks for more memory' if memory else ''}"
+    )
+
+
+def _signal_number(code: int | None) -> int | None:
+    """Return the signal that a process ended by; srun and shells say 128 and its number."""
+    number = 0 if code is None else -code if code < 0 else code - 128
+    return number if number in set(signal.Signals) else None
 
 
 def _write(  # noqa: PLR0913  a record's fields

@@ -401,6 +401,7 @@ def _watch_over(assignment: Assignment, workers: Workers, attempt: int, meeting:
         code = exit_codes.UNHEARD  # told to leave: no reason to try another port
     return Outcome(
         code=code,
+        step_code=workers.step_code,
         reason=_CUT_SHORT if vigil.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
         is_out_of_time=vigil.is_out_of_time,
         is_wedged=vigil.is_wedged,

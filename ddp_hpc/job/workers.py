@@ -31,6 +31,9 @@ started, so nothing was begun."""
 class Workers(Protocol):
     """All workers of a run, on all its nodes."""
 
+    step_code: int | None
+    """What the command that started them ended with, once it has; below zero, a signal's number."""
+
     def begin(self, attempt: int, meeting: Meeting | None) -> None:
         """Start them for an attempt; without a meeting, they have this machine to themselves."""
 
@@ -68,10 +71,12 @@ class ByAgents:
         self._codes: dict[int, int] = {}
         self._deadline: float | None = None
         self._is_forced = False
+        self.step_code: int | None = None
 
     def begin(self, attempt: int, meeting: Meeting | None) -> None:
         """Order all agents to begin; start them first where they are not there, or no more."""
         self._attempt, self._codes, self._deadline, self._is_forced = attempt, {}, None, False
+        self.step_code = None
         if self._step is not None and self._step.is_over():
             self._hang_up()
         if self._step is None:
@@ -100,6 +105,7 @@ class ByAgents:
         if len(self._codes) == self._num_nodes:
             return self._joint()
         if is_over:
+            self.step_code = self._step.code
             untold = _untold(self._step.code, is_ours=self._deadline is not None)
             self._hang_up()
             return self._joint(untold)
@@ -198,11 +204,12 @@ class ByTasks:
         self._attempt = -1
         self._is_alive = False
         self._deadline: float | None = None
+        self.step_code: int | None = None
 
     def begin(self, attempt: int, meeting: Meeting | None) -> None:
         """Start the step."""
         assert meeting is not None  # noqa: S101  only agents work without Slurm
-        self._attempt, self._deadline = attempt, None
+        self._attempt, self._deadline, self.step_code = attempt, None, None
         self._process = children.start(self._argv_of(attempt, meeting), self._lock_fds)
         self._is_alive = True
 
@@ -225,7 +232,7 @@ class ByTasks:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self.end()
             return None
-        self._is_alive = False
+        self._is_alive, self.step_code = False, code
         return _verdict(self._run, self._attempt, code, untold=_untold(code, is_ours=self._deadline is not None))
 
     def patience_s(self) -> float:

@@ -152,6 +152,11 @@ def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
     return job is not None and not states.has_ended(job.state)
 
 
+def import_paths_of(spec: RunSpec, import_paths: Sequence[Path]) -> list[Path]:
+    """Return where the run's job would import the user's code from."""
+    return _job_import_paths(spec, RunDir(spec.path), import_paths)
+
+
 def _job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[Path]:
     """Return where the job imports the user's code from: its frozen copy, or where it lies."""
     code = code_dir_of(spec.recipe.target, import_paths)

@@ -25,6 +25,7 @@ from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 
 if TYPE_CHECKING:
+    from ddp_hpc.cli.plan import Plan
     from ddp_hpc.config import Resolved
     from ddp_hpc.records import Cluster
     from ddp_hpc.submission.folder import Submission
@@ -42,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     until.add_argument("--wait", action="store_true", help="return when the run ends, with its exit code")
     until.add_argument("--follow", action="store_true", help="the same, and show how it goes")
     until.add_argument("--dry-run", action="store_true", help="print what would be run; make nothing")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="with --dry-run: also the commands in the job, and the variables they set",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_site(parser)
     add_runs_dir(parser)
@@ -52,6 +58,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.config import resolve
     from ddp_hpc.submission.where import choose_cluster
 
+    if args.explain and not args.dry_run:
+        raise ConfigError("`--explain` goes with `--dry-run`, which prints what would be run and makes nothing.")
     path, settings = sort_words([args.config, *args.settings])
     here = runs_dir_setting(args.runs_dir)
     cluster = choose_cluster(args.cluster, environment)
@@ -59,7 +67,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), path.absolute().parent]
     if args.dry_run:
-        print(_dry_run(resolved, cluster, import_paths, environment, as_object=args.json), end="")
+        print(_dry_run(resolved, cluster, import_paths, environment, args), end="")
         return 0
     changed = _changes(run_dir, resolved)
     if run_dir.stop_request.exists() and read_status(run_dir, now=time.time()).state == "stopping":
@@ -151,8 +159,7 @@ def _dry_run(
     cluster: Cluster,
     import_paths: Sequence[Path],
     environment: Mapping[str, str],
-    *,
-    as_object: bool,
+    args: argparse.Namespace,
 ) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.config import HIDDEN, flat, render_resolved
@@ -163,14 +170,24 @@ def _dry_run(
     if cluster == "local":
         local_executor.refuse_several_nodes(resolved.spec)
     argv = local_executor.supervisor_argv(RunDir(resolved.spec.path))
-    if as_object:
+    plan = _plan(resolved, cluster, import_paths, environment) if args.explain else None
+    if args.json:
         values = {
             key: {"value": value if is_key_shown(key, value) else HIDDEN, "source": resolved.sources[key]}
             for key, value in flat(resolved.spec).items()
         }
         how = {"command": argv} if script is None else {"script": script}
-        return as_json({"config": values, **how}) + "\n"
-    return f"{render_resolved(resolved, for_eyes=True)}# would run: {shlex.join(argv)}\n" if script is None else script
+        return as_json({"config": values, **how, **({"plan": asdict(plan)} if plan else {})}) + "\n"
+    told = f"{render_resolved(resolved, for_eyes=True)}# would run: {shlex.join(argv)}\n" if script is None else script
+    return f"{told}\n{plan.as_text()}" if plan else told
+
+
+def _plan(resolved: Resolved, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]) -> Plan:
+    from ddp_hpc.cli.plan import plan_of  # late: only who asks waits for what starts workers
+    from ddp_hpc.submission.slurm_executor import import_paths_of
+
+    paths = import_paths_of(resolved.spec, import_paths) if cluster == "slurm" else import_paths
+    return plan_of(resolved.spec, cluster, paths, environment)
 
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:

@@ -1,0 +1,76 @@
+"""What users read when something ends their run in a way that none of its processes could write down."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_hpc.cli.plan import plan_of
+from ddp_hpc.config import load_resolved
+from ddp_hpc.job import aftermath
+from ddp_hpc.job.assignment import Outcome
+from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.job.workers import ByTasks
+from ddp_hpc.records import read_attempts
+from ddp_hpc.run_dir import RunDir
+from tests.cli.test_submit import CONFIG, RECIPE, submit, until
+from tests.made_run import make_run
+
+
+def test_processes_that_were_all_killed_are_told_by_their_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    assert submit("run.yaml", "--cluster", "local", "recipe.args.pause_s=0.2", "train.epochs=1000").returncode == 0
+    run = RunDir(tmp_path / "runs/run")
+    supervisor = psutil.Process(read_attempts(run)[0].pid)
+    agents = supervisor.children()
+    planned = plan_of(load_resolved(run.config), "local", [tmp_path], {})
+    assert agents[0].cmdline() == shlex.split(planned.steps["the workers"]), "`--explain` shows what is started"
+
+    for process in [*agents, *(below for agent in agents for below in agent.children(recursive=True))]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+    until(lambda: read_attempts(run)[0].ending is not None)
+    told = read_attempts(run)[0].reason
+    assert told.startswith("all workers were killed by signal 9 (SIGKILL) and left no reason")
+    assert "memory ran out" in told
+    assert "`dmesg`" in told
+
+
+@pytest.mark.parametrize(
+    ("step_code", "told"),
+    [
+        (-signal.SIGKILL, "killed by signal 9 (SIGKILL) and left no reason: somebody killed them or memory ran out"),
+        (128 + signal.SIGKILL, "`resources.mem_gb` asks for more memory"),
+        (-signal.SIGSEGV, "killed by signal 11 (SIGSEGV) and left no reason: somebody killed them. Look"),
+        (None, "the workers ended with code 1 and left no reason"),
+        (1, "the workers ended with code 1 and left no reason"),
+        (255, "the workers ended with code 1 and left no reason"),
+    ],
+)
+def test_an_end_without_a_record_is_told_by_what_is_known_of_it(step_code: int | None, told: str) -> None:
+    assert told in aftermath._told("worker crashed", Outcome(code=1, step_code=step_code), None)
+
+
+def test_a_step_that_was_killed_leaves_its_signal(tmp_path: Path) -> None:
+    kill_self = [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"]
+    workers = ByTasks(make_run(tmp_path), lambda *_: kill_self, lock_fds=[])
+    workers.begin(0, Meeting("10.0.0.1", 29500))
+
+    deadline = time.monotonic() + 60
+    while workers.news() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    assert workers.step_code == -signal.SIGKILL
