@@ -56,6 +56,8 @@ def heed_stop_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+_SIGSET_BYTES = 128
+"""Of a `sigset_t`, in glibc and in musl."""
 _AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
 
 
@@ -91,9 +93,24 @@ def deaths_held_back() -> Iterator[None]:
 
 
 def await_signal(timeout_s: float) -> signal.Signals | None:
-    """Wait for a stop signal, a child's death or input; return which, or None after `timeout_s`."""
-    info = signal.sigtimedwait(_AWAITED, max(timeout_s, 0.0))
-    return None if info is None else signal.Signals(info.si_signo)
+    """Wait for a stop signal, a child's death or input; return which, or None after `timeout_s`.
+
+    By the C library: Python's own `signal.sigtimedwait` returns a number that nobody has sent where the process is
+    suspended while it waits, and goes on after the time has passed.
+    """
+    libc, awaited = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_SIGSET_BYTES)
+    libc.sigemptyset(awaited)
+    for each in _AWAITED:
+        libc.sigaddset(awaited, each)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = max(deadline - time.monotonic(), 0.0)
+        timespec = (ctypes.c_long * 2)(int(left), int(left % 1 * 1e9))
+        number = libc.sigtimedwait(awaited, None, timespec)
+        if number > 0:
+            return signal.Signals(number)
+        if ctypes.get_errno() != errno.EINTR:
+            return None
 
 
 def reap() -> dict[int, int]:

@@ -139,6 +139,32 @@ print(*(number and number.name for number in [*told, await_signal(10.0)]))
     assert _output(script) == "SIGUSR2 None SIGCHLD\n"
 
 
+def test_a_process_that_is_suspended_past_the_end_of_its_wait_makes_no_signal_up() -> None:
+    script = """
+import sys
+from ddp_hpc.processes import await_signal, block_awaited_signals
+
+block_awaited_signals()
+print("waits", flush=True)
+told = [await_signal(0.5), *(await_signal(0.0) for _ in range(3))]
+print(told, flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+        time.sleep(0.001)
+
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGCONT)
+    stdout, stderr = process.communicate(timeout=60)
+
+    assert stdout == "[None, None, None, None]\n", stderr
+
+
 def test_signals_come_to_who_lives_and_the_dead_are_no_error() -> None:
     living, dead = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])
     dead.wait()
