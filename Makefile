@@ -17,10 +17,11 @@ SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_te
 # Quiet but for errors.
 pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: help demo test test-long test-all check format bench campaign campaign-slurm clean distclean
+.PHONY: help demo test test-long test-all check format bench campaign campaign-slurm \
+	campaign-storm campaign-pythons clean distclean
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  ARGS="..." adds to the command that runs: make test ARGS="-k resume", make bench ARGS="--help"'
 	@echo '  PYTHON=... names the Python (3.10 or newer) to make environments with'
@@ -60,6 +61,12 @@ campaign: .venv/.dev ## Hundreds of killed and resumed runs
 
 campaign-slurm: .venv/.dev ## Every fault by every launcher on the test cluster, then thirty in a row (as root, an hour)
 	$(BIN)/python -m pytest -m campaign -s -p no:randomly tests/slurm $(ARGS)
+
+campaign-storm: .venv/.dev ## Several runs at once under random faults, a seed each: ARGS="--seed 1 2 3 --minutes 8 --runs 3" (as root)
+	$(BIN)/python -m tests.slurm.storm $(ARGS)
+
+campaign-pythons: .venv/.dev ## Every Python that we support, in an environment of its own (6 GB each, removed afterwards)
+	$(BIN)/python -m tests.campaigns.pythons $(ARGS)
 
 clean: ## Remove caches and build outputs; runs/ and environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

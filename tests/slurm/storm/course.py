@@ -1,0 +1,193 @@
+"""The course of a storm: runs are submitted, faults come, all faults end, every run finishes by itself, and is checked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_hpc import processes
+from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.records import Attempt, read_attempts, read_progress
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.watch.samples import read_taken
+from tests.campaigns.written import stamp
+from tests.slurm.cluster import Cluster
+from tests.slurm.faulty_runs import FAULTY, RECIPE
+from tests.slurm.runs import LoginNode, world
+from tests.slurm.storm.check import problems_of
+from tests.slurm.storm.deeds import Weather
+from tests.slurm.storm.plan import HANG_S, Fault
+
+STEP_S = 1.2
+"""A step's time in the storm: 12 samples a worker, 0.1 s each (`faulty_recipe`); afterwards a hundredth of a second."""
+LAYOUTS = (
+    world(2, 1),
+    world(1, 2),
+    (*world(2, 1), "data.num_workers=1"),
+    (*world(2, 1), "launcher=srun"),
+    (*world(2, 1), "launcher=torchrun"),
+)
+"""All are worlds of two, so that they all come to the same bits."""
+COMMON = (
+    *FAULTY,
+    "train.epochs=100000",  # `max_steps` ends it
+    "checkpoint.every_steps=4",
+    "log.every_steps=4",
+    f"restart.hang_timeout_s={HANG_S}",
+    # A storm leaves a run no time between two faults; that a run gives up after three is shown elsewhere.
+    "restart.max_no_progress=1000",
+)
+STILL_S = 300.0
+"""After the storm: how long nothing may happen in a run."""
+GONE_S = 45.0
+"""After the storm: how long a run that has not finished may be without a job."""
+LOOK_S = 2.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A storm to be had."""
+
+    seed: int
+    minutes: float
+    num_runs: int
+    faults: Sequence[Fault]
+
+    @property
+    def steps(self) -> int:
+        """So many that no run can finish in the storm."""
+        return 4 * (int(self.minutes * 60 / STEP_S) // 4 + 5)
+
+
+def storm(cluster: Cluster, login: LoginNode, asked: Asked, say: Say) -> dict[str, Any]:
+    """Have it; return the result of its seed, as JSON."""
+    login.add_recipe(RECIPE)
+    hold, names = login.folder / "hold", [f"run-{number}" for number in range(asked.num_runs)]
+    hold.touch()
+    steps = f"train.max_steps={asked.steps}"
+    words = ["submit", "digits.yaml", "name=undisturbed", "--cluster", "local", "--wait", *COMMON, *world(1, 2), steps]
+    undisturbed = cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=login.folder)
+    for number, name in enumerate(names):
+        layout = LAYOUTS[number % len(LAYOUTS)]
+        login.submit(name, *COMMON, *layout, steps, "slurm.partition=low", f"recipe.args.slow_while={hold}")
+    stdout, stderr = undisturbed.communicate(timeout=900)
+    assert undisturbed.returncode == 0, stdout + stderr
+    cluster.wait_for(lambda: all(read_attempts(login.run(name)) for name in names), 180)
+
+    weather = Weather(cluster, login, names, say)
+    began = time.monotonic()
+    weather.blow(asked.faults)
+    weather.clear_up()
+    hold.unlink()
+    say(f"{time.monotonic() - began:4.0f} s the storm is over; the runs are left to themselves")
+    states = _await_ends(cluster, login, names, say)
+
+    runs = {name: _judge(cluster, login, name, states[name], weather) for name in names}
+    return {
+        "seed": asked.seed,
+        "minutes": asked.minutes,
+        "verdict": "FAIL" if any(run["problems"] for run in runs.values()) else "PASS",
+        "faults": dict(Counter(one.kind for one in weather.done if one.was_made)),
+        "runs": runs,
+        **stamp(),
+        "slurm": cluster.run("sinfo", "--version").stdout.split()[-1],
+        "what": [one.as_json() for one in weather.done],
+    }
+
+
+def _await_ends(cluster: Cluster, login: LoginNode, names: Sequence[str], say: Say) -> dict[str, str]:
+    """Return how each run stands in the end: `finished`, or why it is waited for no longer."""
+    states: dict[str, str] = {}
+    seen = {name: (_standing(login.run(name)), time.monotonic()) for name in names}
+    has_job_at = dict.fromkeys(names, time.monotonic())
+    while len(states) < len(names):
+        queue = cluster.run("squeue", "--noheader", "--format=%j %i %T %r", check=False).stdout
+        for name in (name for name in names if name not in states):
+            run, now = login.run(name), time.monotonic()
+            standing = _standing(run)
+            if standing != seen[name][0]:
+                seen[name] = (standing, now)
+            line = next((one for one in queue.splitlines() if one.split()[0].endswith(name)), "")
+            has_job_at[name] = now if line else has_job_at[name]
+            if _has_finished(run):
+                states[name] = "finished"
+            elif now - has_job_at[name] > GONE_S:
+                states[name] = f"has no job any more, at {_told(run)}"
+            elif now - seen[name][1] > STILL_S:
+                states[name] = f"stands still for {STILL_S:.0f} s, at {_told(run)}, job: {line}"
+            if name in states:
+                say(f"{name}: {states[name]}")
+        time.sleep(LOOK_S)
+    return states
+
+
+def _has_finished(run: RunDir) -> bool:
+    attempts = read_attempts(run)
+    return run.done.exists() and attempts[-1].ended_at is not None
+
+
+def _standing(run: RunDir) -> tuple[object, ...]:
+    """Return what changes while anything happens."""
+    progress = read_progress(run)
+    ended = [attempt.ended_at for attempt in read_attempts(run)]
+    return len(ended), ended[-1:], max(committed_steps(run), default=0), progress and progress.step
+
+
+def _told(run: RunDir) -> str:
+    newest = next(reversed(read_attempts(run)), None)
+    attempt = "no attempt" if newest is None else f"attempt {newest.attempt} ({newest.cause}: {newest.reason[:200]})"
+    return f"step {max(committed_steps(run), default=0)}, {attempt}"
+
+
+def _judge(cluster: Cluster, login: LoginNode, name: str, state: str, weather: Weather) -> dict[str, Any]:
+    run, undisturbed = login.run(name), login.run("undisturbed")
+    problems = [] if state == "finished" else [state]
+    if state == "finished":
+        if login.digest(name) != login.digest("undisturbed"):
+            problems.append("other bits than the undisturbed run's")
+        left = _processes_left(cluster, run)
+        problems += [f"left behind on {where}" for where in left]
+        if not left and not _is_free(run):
+            problems.append("run.lock is held, though no process of the run is left")
+        problems += problems_of(run, undisturbed, weather.done)
+    attempts = read_attempts(run)
+    return {
+        "state": state.split(",", maxsplit=1)[0],
+        "problems": problems,
+        "attempts": len(attempts),
+        "ends": dict(Counter(map(_end_of, attempts))),
+        "steps_taken_again": read_taken(run).num_repeated,
+    }
+
+
+def _end_of(attempt: Attempt) -> str:
+    return f"{attempt.cause or 'none'}{f' -> {attempt.next}' if attempt.next else ''}"
+
+
+def _processes_left(cluster: Cluster, run: RunDir, patience_s: float = 30.0) -> list[str]:
+    """Return the processes of a run that do not go away, with the node of each."""
+    until = time.monotonic() + patience_s
+    while True:
+        found = []
+        for node in cluster.settings.hostnames:
+            argv = ["pgrep", "--list-full", "--full", f"{run.path}( |/|$)"]
+            lines = cluster.run(*argv, node=node, user="root", check=False).stdout.splitlines()
+            found += [f"{node}: {line[:200]}" for line in lines if "pgrep" not in line]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(1)
+
+
+def _is_free(run: RunDir) -> bool:
+    fd = processes.take_lock(run.lock)
+    if fd is None:
+        return False
+    os.close(fd)
+    return True
