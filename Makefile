@@ -18,7 +18,7 @@ SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_te
 pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
 
 .PHONY: help demo test test-long test-all check format bench campaign campaign-slurm \
-	campaign-storm campaign-pythons clean distclean
+	campaign-storm campaign-pythons campaign-dockerfile clean distclean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,9 @@ campaign-storm: .venv/.dev ## Several runs at once under random faults, a seed e
 
 campaign-pythons: .venv/.dev ## Every Python that we support, in an environment of its own (6 GB each, removed afterwards)
 	$(BIN)/python -m tests.campaigns.pythons $(ARGS)
+
+campaign-dockerfile: .venv/.dev ## A real build of containers/Dockerfile by Debian's buildah (as root, 20 GB meanwhile)
+	$(BIN)/python -m tests.campaigns.dockerfile $(ARGS)
 
 clean: ## Remove caches and build outputs; runs/ and environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import os
 import pwd
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.campaigns.debian import make_debian
 from tests.slurm import apptainer
 from tests.slurm.apptainer import Apptainer, NoApptainerError
 from tests.slurm.cluster import USER
@@ -20,8 +20,6 @@ from tests.slurm.lab.packages import apt_install
 from tests.slurm.lab.tools import sh
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
-
-MIRROR = ("apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian", "Label: Debian")
 
 
 @pytest.fixture(scope="module")
@@ -44,33 +42,12 @@ def place() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def pip_settings() -> configparser.ConfigParser:
-    """Return where this machine's pip takes packages from, as a file for the pip inside."""
-    told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    settings = configparser.ConfigParser(interpolation=None)
-    settings.add_section("global")
-    for line in told.stdout.splitlines():
-        key, _, value = line.partition("=")
-        if key.startswith("global.") and not key.endswith("find-links"):
-            settings.set("global", key.partition(".")[2], value.strip("'"))
-    return settings
-
-
 @pytest.fixture(scope="module")
 def base(place: Path) -> Path:
     """Return a small Debian with its Python, as an image of squashfs."""
-    apt_install(["mmdebstrap", "squashfs-tools"])
-    site = sh(*MIRROR).splitlines()[0]
+    apt_install(["squashfs-tools"])
     tree, image = place / "debian", place / "debian.sqsh"
-    packages = "--include=python3,python3-venv,ca-certificates"
-    sh("mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", packages, "bookworm", tree, site)
-    settings = pip_settings()
-    certificates = settings.get("global", "cert", fallback=os.environ.get("SSL_CERT_FILE", ""))
-    if certificates:  # of a proxy, say
-        shutil.copy(certificates, tree / "etc/ssl/certs/here.pem")
-        settings.set("global", "cert", "/etc/ssl/certs/here.pem")
-    with (tree / "etc/pip.conf").open("w") as file:
-        settings.write(file)
+    make_debian(tree)
     sh("mksquashfs", tree, image, "-all-root", "-comp", "zstd", "-quiet", "-no-progress")
     shutil.rmtree(tree)
     return image

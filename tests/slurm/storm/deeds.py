@@ -24,6 +24,8 @@ HAND = Path(__file__).with_name("hand.py")
 CABLES = (("eth0",), ("ib0",), ("eth0", "ib0"))
 ADMIN_S = 15.0
 """How often the administrator lets nodes in again that Slurm has set aside."""
+AGAIN_S, PATIENCE_S = 3.0, 30.0
+"""Where there is nothing to hit, how soon to look again, and for how long: a run may just be starting again."""
 ANSWER_S = 90.0
 """How long a command may wait for Slurm, which may be away, before it is given up."""
 
@@ -62,18 +64,22 @@ class Weather:
     done: list[Done] = field(default_factory=list)
     _ends: list[tuple[float, int, End]] = field(default_factory=list)
     _asked: list[tuple[Done, subprocess.Popen[str], float]] = field(default_factory=list)
+    _suspended: set[str] = field(default_factory=set)
     _count: itertools.count[int] = field(default_factory=itertools.count)
 
     def blow(self, faults: Sequence[Fault]) -> None:
         """Make one fault after another, each at its time; end what has lasted long enough."""
         begin, admin_at = time.monotonic(), 0.0
-        waiting = sorted(faults, key=lambda fault: fault.at_s)
+        waiting = [(fault.at_s, number, fault) for number, fault in enumerate(faults)]
+        heapq.heapify(waiting)
         while waiting or self._ends:
             now = time.monotonic()
             if self._ends and self._ends[0][0] <= now:
                 heapq.heappop(self._ends)[2]()
-            elif waiting and begin + waiting[0].at_s <= now:
-                self._make(waiting.pop(0), f"{now - begin:4.0f} s")
+            elif waiting and begin + waiting[0][0] <= now:
+                at_s, number, fault = heapq.heappop(waiting)
+                if not self._make(fault, f"{now - begin:4.0f} s") and at_s < fault.at_s + PATIENCE_S:
+                    heapq.heappush(waiting, (at_s + AGAIN_S, number, fault))
             else:
                 time.sleep(0.1)
             if now - admin_at > ADMIN_S:
@@ -93,20 +99,27 @@ class Weather:
                 self.cluster.plug(node, cable)
             self.cluster.boot(node)
         self._resume_nodes()
+        for job in sorted(self._suspended):
+            for verb in ("resume", "release"):
+                self.cluster.run("scontrol", verb, job, user="root", check=False)
         for _, process, _ in self._asked:
             process.kill()
         self._hear()
 
-    def _make(self, fault: Fault, when: str) -> None:
+    def _make(self, fault: Fault, when: str) -> bool:
+        """Make a fault; return whether it was, or at least asked for."""
         done = Done(kind=fault.kind, at=time.time(), run=self.names[fault.run])
-        self.done.append(done)
         try:
             self._do(fault, done)
         except (LabError, AssertionError, subprocess.TimeoutExpired) as error:  # the node is off, or goes off just now
             done.told = f"not made: {str(error).splitlines()[0]}"
         if done.was_made and KINDS[fault.kind].blames:
             done.may_be_blamed = "*" if fault.kind in {"power", "cable"} else done.run
+        if not done.was_made and not any(asked is done for asked, _, _ in self._asked):
+            return False
+        self.done.append(done)
         self.say(f"{when} {fault.kind:16} {done.run} {done.node}: {done.told}".rstrip(": "))
+        return True
 
     def _do(self, fault: Fault, done: Done) -> None:
         deed, _, what = fault.kind.partition(" ")
@@ -180,7 +193,10 @@ class Weather:
                 self._order(done, "scancel", "--batch", "--signal=USR2", job)
             case "suspend":
                 self._order(done, "scontrol", "suspend", job, user="root")
-                self._later(fault.lasts_s, lambda: self._order(None, "scontrol", "resume", job, user="root"))
+                # A job whose node fails meanwhile is held in the queue: who has suspended it has to let it go then.
+                resume = f"scontrol resume {job} || scontrol release {job}"
+                self._later(fault.lasts_s, partial(self._order, None, "sh", "-c", resume, user="root"))
+                self._suspended.add(job)
             case "preempt":
                 nodes = ",".join(self._nodes(done.run, fault.chance))
                 options = ("--partition=high", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null")
