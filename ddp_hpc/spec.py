@@ -130,8 +130,11 @@ class TrainSpec(_Checked):
     """Peak learning rate."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward (autocast); fp16 scales the loss. Weights stay in fp32."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Arithmetic of float32 matrix products, as for `torch.set_float32_matmul_precision`. TF32 is off with `highest`, in
+    convolutions too, and on with the others."""
     grad_clip_norm: float | None = None
-    """Clip the norm of all gradients together to this."""
+    """Clip the norm of all gradients that the optimizer uses together to this."""
     on_nonfinite: OnNonfinite = "stop"
     """When the loss is not finite: `stop` ends the run as failed after 5 such steps in a row; `skip` leaves out updates whose
     gradients are not finite, which waits for the GPU at each step, and ends the run after 50 in a row; `ignore` goes on."""

@@ -57,6 +57,7 @@ _DTYPES = {
     torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 """PyTorch's dtypes by safetensors' names (https://github.com/huggingface/safetensors#format)."""
 _COMPARABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -191,6 +192,16 @@ class Checkpointer:
         be finite still, but so large that nothing can go on from them."""
         self.refused: str | None = None
         """On rank zero, why a save was refused, where the state was not finite."""
+        self._num_tries = 0
+        """How often a save was tried again; the same on every rank."""
+
+    def check(self, state: TrainingState) -> None:
+        """Find out before the first step whether `state` can be saved and restored.
+
+        Raises:
+            ConfigError: where it cannot.
+        """
+        training_state.check(state, _DTYPES)
 
     # --- restoring ---
 
@@ -272,17 +283,27 @@ class Checkpointer:
             CheckpointError: on every rank, where it could not be.
             DivergedError: on every rank, where the state is not finite.
         """
+        step = state.position.step
+        was_tried = step == self._last_saved
         self.save(state, metrics=metrics, is_final=True)
         self.wait()
-        step = state.position.step
         if step == self._restored:
             return
-        error, refused = json.loads(self._group.side_store.get(self._key(step, "verdict")))
+        error, refused = self._verdict(step)
+        if error is not None and was_tried:  # by a periodic save, to which a full disk or a network may have happened
+            self._last_saved = None
+            self._num_tries += 1
+            self.save(state, metrics=metrics, is_final=True)
+            self.wait()
+            error, refused = self._verdict(step)
         self._let_all_read(step)
         if refused is not None:
             raise DivergedError(diverged(self._run, refused))
         if error is not None:
             raise CheckpointError(f"The checkpoint of step {step} could not be committed: {error}")
+
+    def _verdict(self, step: int) -> Any:
+        return json.loads(self._group.side_store.get(self._key(step, "verdict")))
 
     def _let_all_read(self, step: int) -> None:
         """Keep rank zero, which leaves after this and takes the store with it, until all others have read the verdict."""
@@ -309,7 +330,7 @@ class Checkpointer:
     # --- the writer's thread ---
 
     def _key(self, step: int, name: str) -> str:
-        return f"checkpoint/{step}/{name}"
+        return f"checkpoint/{step}.{self._num_tries}/{name}"
 
     def _write(self, manifest: Manifest, losses: Sequence[Tensor]) -> None:
         """Write this rank's shard; on rank zero, also commit. Errors are values here: a thread has nobody to raise to."""

@@ -57,6 +57,19 @@ class Order:
     def steps_per_epoch(self) -> int:
         return -(-self.samples_per_epoch // self.global_batch_size)
 
+    def samples_left(self, position: Position) -> int:
+        """Return how many samples of its epoch are still to be used.
+
+        The position may come from a run with another batch size, `drop_last` or data, so it is no multiple of anything.
+        """
+        left = max(self.num_samples - position.samples_in_epoch, 0)
+        return left - (left % self.global_batch_size if self.drop_last else 0)
+
+    def last_step(self, position: Position, *, epochs: int) -> int:
+        """Return the step at which so many epochs are over, seen from `position`."""
+        in_this_epoch = -(-self.samples_left(position) // self.global_batch_size)
+        return position.step + in_this_epoch + (epochs - position.epoch - 1) * self.steps_per_epoch
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -88,9 +101,14 @@ def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def window_at(order: Order, position: Position, rank: int) -> Window:
-    """Return the window that begins at `position`, as `rank` sees it."""
-    start = position.samples_in_epoch
-    end = min(start + order.global_batch_size, order.samples_per_epoch)
+    """Return the window that begins at `position`, as `rank` sees it; never an empty one.
+
+    Where the batch size or `drop_last` was changed amid an epoch, too few of its samples may be left for a window.
+    """
+    if not order.samples_left(position):
+        position = Position(step=position.step, epoch=position.epoch + 1)
+    start, end_of_epoch = position.samples_in_epoch, position.samples_in_epoch + order.samples_left(position)
+    end = min(start + order.global_batch_size, end_of_epoch)
     samples = permutation(order.num_samples, order.seed, position.epoch)[start:end].tolist()
     per_micro_step = order.micro_batch_size * order.world_size
     micro_batches = tuple(
@@ -98,7 +116,7 @@ def window_at(order: Order, position: Position, rank: int) -> Window:
         for first in range(0, len(samples), per_micro_step)
     )
     after = replace(position, step=position.step + 1, samples_in_epoch=end)
-    if end == order.samples_per_epoch:
+    if end == end_of_epoch:
         after = Position(step=position.step + 1, epoch=position.epoch + 1)
     return Window(len(samples), micro_batches, after)
 

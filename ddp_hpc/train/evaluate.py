@@ -14,6 +14,7 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import rng
 from ddp_hpc.train.data_order import MicroBatch
 from ddp_hpc.train.loader import SeededFetch, begin, make_loader, to_device
+from ddp_hpc.train.modes import evaluation_mode
 from ddp_hpc.train.precision import Precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -85,14 +86,11 @@ class Evaluator:
         names = ["loss", *self._recipe.metrics]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self._group.device)
         self._send_buffers(model)
-        was_training = model.training
-        model.eval()
-        with torch.no_grad(), rng.preserved(self._group.device):
+        with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
             for fetched in self._loader:
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 sums += self._score(model, batch, len(fetched.indices))
                 self._on_batch()
-        model.train(was_training)
         *totals, count = self._group.sum(sums).tolist()
         return {name: total / count for name, total in zip(names, totals, strict=True)}
 

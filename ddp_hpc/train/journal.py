@@ -68,6 +68,10 @@ class Journal:
             self._board = _open_tensorboard(self._run, purge_step=position.step + 1)
         self._write_progress(position)
 
+    def plan_steps(self, total_steps: int) -> None:
+        """Take note that the run ends at another step than it was made with."""
+        self._total_steps = total_steps
+
     def _recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Take up the newest loss and evaluation, so that `status` shows them before there are new ones."""
         for line in lines:

@@ -17,6 +17,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
     return [group for group in groups if group["params"]]
 
 
+def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return what the optimizer steps, of all its groups."""
+    return [parameter for options in optimizer.param_groups for parameter in options["params"]]
+
+
 def build_optimizer(spec: OptimizerSpec, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Return the optimizer that the configuration names; fused into one kernel where the device has it."""
     groups = decay_groups(model, spec.weight_decay)

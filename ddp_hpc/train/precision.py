@@ -1,4 +1,4 @@
-"""The arithmetic of forward and backward: fp32, bf16, or fp16 with a scaled loss."""
+"""The arithmetic of forward and backward: fp32 with or without TF32, bf16, or fp16 with a scaled loss."""
 
 from __future__ import annotations
 
@@ -10,6 +10,24 @@ import torch
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AS_IT_IS = nullcontext()
+
+
+def set_matmul_precision(precision: str) -> None:
+    """Set the arithmetic of float32 matrix products; convolutions use TF32 only where matrix products may."""
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
+def describe() -> str:
+    """Return in words which arithmetic of float32 holds in this process; a recipe may have set another."""
+    try:
+        matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # torch refuses to say by its old names what was set by its new ones
+        return "float32 arithmetic as the recipe has set it"
+    return (
+        f"float32 matrix products at precision {matmul!r} (TF32 {'off' if matmul == 'highest' else 'on'}), "
+        f"TF32 {'on' if convolutions else 'off'} in convolutions"
+    )
 
 
 @dataclass(frozen=True)

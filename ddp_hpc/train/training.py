@@ -16,23 +16,26 @@ from ddp_hpc import ownership
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.train import rng
+from ddp_hpc.train import modes, rng
 from ddp_hpc.train.checkpoint import Checkpointer
-from ddp_hpc.train.data_order import Order, Walk
+from ddp_hpc.train.data_order import Order, Position, Walk
 from ddp_hpc.train.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.evaluate import Evaluator
 from ddp_hpc.train.journal import Journal
 from ddp_hpc.train.loader import LoadedWindow, training_windows
-from ddp_hpc.train.optimizer import build_optimizer
-from ddp_hpc.train.precision import Precision
+from ddp_hpc.train.optimizer import build_optimizer, trained_parameters
+from ddp_hpc.train.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.samples import SampleRecorder
+from ddp_hpc.train.single_samples import warn_of_single_samples
 from ddp_hpc.train.stop import Meetings, StopFlag
 from ddp_hpc.train.training_state import TrainingState
 from ddp_hpc.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+_NO_END = 2**62
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Training:
     total_steps: int
     base_lrs: list[float]
     """Peak learning rate of each parameter group."""
+    untrained: list[nn.Parameter]
+    """Parameters of the model that the optimizer does not have; a backward may give them gradients all the same."""
     meetings: Meetings
     checkpointer: Checkpointer
     losses: LossWatch
@@ -70,6 +75,24 @@ class Training:
         )
         pin_memory = self.group.device.type == "cuda"
         return training_windows(self.recipe.train_data, walk, data=self.spec.data, pin_memory=pin_memory)
+
+    def plan_steps(self) -> None:
+        """Find the last step anew from the position that was restored.
+
+        Steps before it may have been longer or shorter, for `train.global_batch_size` may be changed between attempts.
+        """
+        epochs = self.spec.train.epochs
+        last = self.order.last_step(self.state.position, epochs=epochs)
+        if last == self.order.last_step(Position(), epochs=epochs):
+            return
+        self.total_steps = min(self.spec.train.max_steps or _NO_END, max(last, self.state.position.step))
+        self.journal.plan_steps(self.total_steps)
+        log.info(
+            "the batch size, `data.drop_last` or the data are not as they were when earlier steps were taken: "
+            "%d epochs are over at step %d",
+            epochs,
+            last,
+        )
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -94,9 +117,14 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
     """
     watchdog = watchdog or Watchdog(None)
     order = _order(spec, recipe, group)
-    total_steps = min(spec.train.max_steps or 2**62, spec.train.epochs * order.steps_per_epoch)
+    total_steps = min(spec.train.max_steps or _NO_END, order.last_step(Position(), epochs=spec.train.epochs))
     precision = Precision(spec.train.precision, group.device)
+    log.info("precision %s; %s", precision.name, describe())
     bare = _place_model(spec, recipe.model, group)
+    _place_loss(recipe, bare, group.device)
+    modes.settle(bare)
+    warn_of_single_samples(order, bare)
+    bare.zero_grad()  # a recipe may have gone backward while it was built
     optimizer = (
         recipe.optimizer(bare, spec.train.lr)
         if recipe.optimizer
@@ -114,6 +142,7 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
     )
     journal = Journal(run, spec, is_writer=group.place.is_rank_zero, attempt=attempt, total_steps=total_steps)
     checkpointer = Checkpointer(run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved)
+    checkpointer.check(state)
     policy = spec.train.on_nonfinite
     return Training(
         spec=spec,
@@ -126,6 +155,7 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         order=order,
         total_steps=total_steps,
         base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
+        untrained=_untrained(bare, optimizer),
         meetings=Meetings(group, stop, is_ousted=partial(ownership.is_ousted, run, attempt)),
         checkpointer=checkpointer,
         losses=LossWatch(run, group, checkpointer, policy=policy),
@@ -154,6 +184,11 @@ def _order(spec: RunSpec, recipe: Recipe, group: Group) -> Order:
     return order
 
 
+def _untrained(bare: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    trained = set(trained_parameters(optimizer))
+    return [parameter for parameter in bare.parameters() if parameter not in trained]
+
+
 def _place_model(spec: RunSpec, model: nn.Module, group: Group) -> nn.Module:
     if spec.train.sync_batch_norm and group.place.world_size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -161,6 +196,22 @@ def _place_model(spec: RunSpec, model: nn.Module, group: Group) -> nn.Module:
     if spec.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model
+
+
+def _place_loss(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+    """Put a loss that is a module where the model is: it may have weights for classes, or be a network of its own."""
+    loss = recipe.loss
+    if not isinstance(loss, nn.Module):
+        return
+    loss.to(device)
+    known = set(model.parameters())
+    outside = [name for name, value in loss.named_parameters() if value.requires_grad and value not in known]
+    if outside:
+        raise ConfigError(
+            f"`Recipe.loss` has the parameter {outside[0]!r}, which is not in `Recipe.model`, so it would be neither "
+            "trained nor saved. Make the loss part of the model (`model.criterion = criterion`), or call "
+            "`requires_grad_(False)` where it is not to be trained."
+        )
 
 
 def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
@@ -183,9 +234,9 @@ def _averaged(spec: RunSpec, bare: nn.Module) -> nn.Module | None:
 
 
 def configure_torch(spec: RunSpec) -> None:
-    """Set what torch keeps globally: the seed that the recipe builds the model with, and determinism."""
+    """Set what torch keeps globally: the seed that the recipe builds the model with, arithmetic, and determinism."""
     rng.seed_everything("model", spec.seed)
-    torch.backends.cuda.matmul.allow_tf32 = True
+    set_matmul_precision(spec.train.matmul_precision)
     torch.backends.cudnn.benchmark = not spec.train.deterministic
     if spec.train.deterministic:
         # cuBLAS needs it: https://docs.nvidia.com/cuda/cublas/#results-reproducibility

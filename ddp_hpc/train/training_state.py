@@ -8,7 +8,7 @@ generators and meters are each rank's own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ class TrainingState:
     world_size: int
     loss_meter: Tensor
     """Float32 scalar, this rank's: its part of the windows' mean losses, added up since the last log line."""
+    loss_steps: int = 0
+    """How many steps are in `loss_meter`."""
     scaler: torch.amp.GradScaler | None = None
     ema: nn.Module | None = None
     """`AveragedModel` of the model."""
@@ -49,6 +51,35 @@ class TrainingState:
 def tensors(state: TrainingState) -> list[NamedTensor]:
     """Return this rank's view of the state's tensors; shared ones come in the same order on every rank."""
     return [*_weights("model", state.model), *_averages(state), *_optimizer_tensors(state), *_own_tensors(state)]
+
+
+def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
+    """Find out before the first step whether the state can be saved and restored.
+
+    Raises:
+        ConfigError: where it cannot.
+    """
+    names = _parameter_names(state)
+    for number, group in enumerate(state.optimizer.param_groups):
+        outside = [parameter for parameter in group["params"] if parameter not in names]
+        if outside:
+            raise ConfigError(
+                f"The optimizer trains a parameter of shape {tuple(outside[0].shape)} (in its group {number}) that is not "
+                "in `Recipe.model`, so no checkpoint would hold it and the ranks would not exchange its gradients. "
+                "Make it part of the model; for a loss with parameters: `model.criterion = criterion`."
+            )
+    for name, tensor, _ in tensors(state):
+        if tensor.dtype not in dtypes or tensor.layout != torch.strided:
+            raise ConfigError(
+                f"`{name}` is a tensor of {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold. "
+                "Keep it as another type, for instance as `torch.view_as_real` gives it."
+            )
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ConfigError(
+                f"`{name}` was made by `expand`: several of its elements share one place in memory, so it could not be "
+                "restored. Register `tensor.clone()`."
+            )
+    numbers(state)
 
 
 def numbers(state: TrainingState) -> dict[str, Any]:
@@ -62,6 +93,7 @@ def numbers(state: TrainingState) -> dict[str, Any]:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
     return {
         "position": asdict(state.position),
+        "loss_steps": state.loss_steps,
         "optimizer": {
             "type": type(state.optimizer).__name__,
             "groups": _as_json(groups, "the optimizer's groups"),
@@ -104,6 +136,9 @@ def restore(state: TrainingState, saved: Mapping[str, Tensor], plain: Mapping[st
         meters = [saved[f"{name}/loss_meter"] for name in sorted(saved_ranks)]
         state.loss_meter.copy_(torch.stack(meters).sum() if state.rank == 0 else torch.zeros(()))
         rng.seed_everything("rank", seed, state.position.step, state.rank)
+    state.loss_steps = plain.get("loss_steps", 0)
+    if "loss_steps" not in plain:  # an older checkpoint does not say what is in the meter
+        state.loss_meter.zero_()
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.rehearsal import rehearse
+from ddp_hpc.train.rehearsal import copied, rehearse
 from tests.distributed.processes import in_group
 
 STEPS = 6
@@ -89,3 +90,61 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, model.state_dict().values(), strict=True))
     assert torch.equal(generator, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Replaces(nn.Linear):
+    """Puts another tensor in the place of its buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(31, 2)
+        self.register_buffer("mean", torch.zeros(31))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.mean = self.mean + inputs.mean(dim=0)
+        return super().forward(inputs - self.mean)
+
+
+def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_forward_replaces() -> None:
+    model = Replaces()
+    buffer = model.mean
+
+    rehearse(model, torch.device("cpu"), partial(_backward, model, 0, 0))
+
+    assert model.mean is buffer
+    assert not buffer.any()
+
+
+class OfTheUser:
+    """A batch type of the user's own, as graphs and ragged sequences have."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.names = ["a", "b"]
+
+    def to(self, device: torch.device) -> OfTheUser:
+        raise AssertionError(f"a copy needs no {device}")
+
+
+def test_a_copy_of_a_batch_shares_nothing_with_it_and_as_much_within_itself() -> None:
+    values = torch.arange(6.0)
+    batch = {"nest": (values, [values[:3]]), "own": OfTheUser(values), "ids": [1, 2]}
+
+    copy: Any = copied(batch)
+    copy["nest"][0].mul_(2)
+    copy["ids"].append(3)
+    copy["own"].names.clear()
+    del copy["nest"]
+
+    assert batch.keys() == {"nest", "own", "ids"}
+    assert values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert (batch["ids"], batch["own"].names) == ([1, 2], ["a", "b"])  # type: ignore[attr-defined]  # an OfTheUser
+    assert copy["own"].values.tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_a_batch_that_cannot_be_copied_is_used_itself_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    batch = [(number for number in range(3))]
+
+    assert copied(batch) is batch
+    assert "cannot be copied (TypeError: cannot pickle 'generator' object)" in caplog.text

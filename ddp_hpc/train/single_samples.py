@@ -1,0 +1,50 @@
+"""Batch norm cannot train on a single sample: says so before it happens, and what to do when it does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.train.data_order import MicroBatch, Order, Window
+
+log = logging.getLogger(__name__)
+
+_WORDS_OF_TORCH = "Expected more than 1 value per channel"
+_REMEDY = (
+    "Set `data.drop_last=true`, which leaves out the samples at an epoch's end that do not fill a global batch, "
+    "or choose another `train.global_batch_size` or `train.micro_batch_size`."
+)
+
+
+def warn_of_single_samples(order: Order, model: nn.Module) -> None:
+    """Say at the start that a rank is going to have one sample at once, where the model has batch norm to train."""
+    if not any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+        return
+    at_once = order.micro_batch_size * order.world_size
+    last = (order.samples_per_epoch % order.global_batch_size) % at_once
+    if order.micro_batch_size == 1 or 0 < last < 2 * order.world_size:
+        log.warning(
+            "A rank takes a single sample through the model at once %s, and the model has batch norm, "
+            "which fails on one value a channel. %s",
+            "in every micro step" if order.micro_batch_size == 1 else "at the end of each epoch",
+            _REMEDY,
+        )
+
+
+@contextmanager
+def single_samples_explained(plan: MicroBatch, window: Window) -> Iterator[None]:
+    """Add to what batch norm raises which batch it was, and which key helps."""
+    try:
+        yield
+    except Exception as error:
+        if len(plan.indices) > 1 or _WORDS_OF_TORCH not in str(error):
+            raise
+        raise ConfigError(
+            f"Batch norm got a single sample to train on and raised: {error}. It was one of {window.num_samples} samples of "
+            f"step {window.after.step}, dealt out over ranks and micro steps. {_REMEDY}"
+        ) from error

@@ -1,0 +1,169 @@
+"""Whole trainings of a few steps within this process, and the same by a plain PyTorch loop that knows nothing of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from ddp_hpc import ownership
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, LrScheduleSpec, ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.train import training_state
+from ddp_hpc.train.loop import train
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.stop import StopFlag
+from ddp_hpc.train.training import Training, prepare
+
+torch.optim.SGD([torch.zeros(1)])  # imports a thousand modules, once instead of in each forked rank
+
+BATCH = 4
+EPOCHS = 3
+LR = 0.05
+
+
+class StopAtMeeting(StopFlag):
+    """Tells to stop when it is asked for the so-manieth time; the ranks meet after steps 1, 2, 4 and so on, or more often."""
+
+    def __init__(self, run: RunDir, number: int) -> None:
+        super().__init__(run.stop_request)
+        self._left = number
+
+    def is_set(self, *, look_at_file: bool) -> bool:
+        self._left -= 1
+        return self._left == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A recipe, and the keys that it needs."""
+
+    recipe: Callable[[], Recipe]
+    train: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    log_every: int = 4
+    plain_calls_train: bool = False
+    """Whether the plain loop calls `model.train()` first, as a model needs that freezes itself there."""
+
+    def spec(self, world_size: int = 1) -> RunSpec:
+        keys: dict[str, Any] = {"epochs": EPOCHS, "global_batch_size": BATCH, "lr": LR, "record_samples": True}
+        return RunSpec(
+            name="strange",
+            train=TrainSpec(**(keys | dict(self.train))),
+            lr_schedule=LrScheduleSpec(name="constant"),
+            data=DataSpec(**self.data),
+            eval=EvalSpec(batch_size=3),
+            log=LogSpec(every_steps=self.log_every),
+            checkpoint=CheckpointSpec(every_steps=5),
+            resources=ResourcesSpec(workers_per_node=world_size),
+        )
+
+
+def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: int = 0) -> Training:
+    """Prepare an attempt, seeded as a worker is."""
+    run = RunDir(path)
+    if group.place.is_rank_zero:
+        ownership.claim(run, attempt)
+    spec = case.spec(group.place.world_size)
+    torch.manual_seed(1)
+    recipe = case.recipe()
+    t = prepare(spec, recipe, run, group_of(group, attempt), attempt=attempt, stop=StopAtMeeting(run, stop_at))
+    torch.manual_seed(100 + group.place.rank)
+    return t
+
+
+def group_of(group: Group, attempt: int) -> Group:
+    """Return the group with stores of the attempt's own, as processes that are started anew have."""
+    stores = [torch.distributed.PrefixStore(f"attempt-{attempt}", store) for store in (group.store, group.side_store)]
+    return Group(group.place, group.device, *stores)
+
+
+def walk(group: Group, case: Case, path: Path) -> dict[str, Any]:
+    """Train in one go; return everything that a checkpoint of the end holds."""
+    t = begin(case, group, path)
+    assert train(t)
+    return everything(t)
+
+
+def walk_in_parts(group: Group, case: Case, path: Path) -> dict[str, Any]:
+    """Train, be told to stop twice, and come back each time from the checkpoint with objects made anew."""
+    for attempt, meeting in enumerate((2, 3)):
+        t = begin(case, group, path, attempt=attempt, stop_at=meeting)
+        assert not train(t), "the run was finished before it was told to stop"
+        close(t)
+    t = begin(case, group, path, attempt=2)
+    assert train(t)
+    return everything(t)
+
+
+def close(t: Training) -> None:
+    t.journal.close()
+    t.samples.close()
+
+
+def everything(t: Training) -> dict[str, Any]:
+    """Close the records of a training; return all that a checkpoint of it holds now."""
+    close(t)
+    named = {name: tensor.detach().clone() for name, tensor, _ in training_state.tensors(t.state)}
+    return {**named, "numbers": training_state.numbers(t.state)}
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of what is not the same to the bit."""
+    return [
+        name
+        for name in sorted(one.keys() | other.keys())
+        if name not in one
+        or name not in other
+        or (not torch.equal(one[name], other[name]) if isinstance(one[name], Tensor) else one[name] != other[name])
+    ]
+
+
+def weights(found: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name.removeprefix("model/"): value for name, value in found.items() if name.startswith("model/")}
+
+
+def sample_ids(path: Path, world_size: int) -> list[list[int]]:
+    """Return the samples of every step as the run has written them down, those of all ranks dealt back together."""
+    steps: dict[int, list[list[int]]] = {}
+    for rank in range(world_size):
+        for line in RunDir(path).rank_samples(0, rank).read_text().splitlines():
+            record = json.loads(line)
+            steps.setdefault(record["step"], []).append(record["samples"])
+    return [_dealt_back(steps[step]) for step in sorted(steps)]
+
+
+def _dealt_back(ranks: list[list[int]]) -> list[int]:
+    longest = max(map(len, ranks))
+    return [rank[place] for place in range(longest) for rank in ranks if place < len(rank)]
+
+
+def in_plain_torch(case: Case, batches: list[list[int]]) -> nn.Module:
+    """Train by the simplest loop there is, on the samples that are given; return the model."""
+    torch.manual_seed(1)
+    recipe = case.recipe()
+    model = recipe.model
+    if case.plain_calls_train:
+        model.train()
+    optimizer = (
+        recipe.optimizer(model, LR)
+        if recipe.optimizer
+        else torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=LR)
+    )
+    torch.manual_seed(100)
+    for ids in batches:
+        inputs, targets = recipe.inputs_and_targets(default_collate([recipe.train_data[index] for index in ids]))
+        model.zero_grad()
+        recipe.loss(model(inputs), targets).backward()
+        if "grad_clip_norm" in case.train:
+            trained = [value for options in optimizer.param_groups for value in options["params"]]
+            nn.utils.clip_grad_norm_(trained, case.train["grad_clip_norm"])
+        optimizer.step()
+    return model
