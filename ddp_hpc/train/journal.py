@@ -51,7 +51,9 @@ class Journal:
         self._steps_per_s: float | None = None
         self._samples = 0
         self._steps = 0
-        self._measured_at = (time.monotonic(), 0, 0)
+        self._clock = time.monotonic
+        self._measured_at = (self._clock(), 0, 0)
+        self._paused_s = 0.0
         self._written_at = 0.0
         self._is_losing = False
         self._is_torn = False
@@ -82,9 +84,20 @@ class Journal:
                 self._metrics = numbers
 
     def count(self, num_samples: int) -> None:
-        """Count a step and its samples, for the rates."""
+        """Count a step and its samples, for the rates; these begin after the first, which is slower than all others."""
         self._samples += num_samples
         self._steps += 1
+        if self._steps == 1:
+            self._measured_at = (self._clock() - self._paused_s, self._samples, self._steps)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what takes time between the steps, an evaluation, of the rates of the training."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_s += self._clock() - began
 
     def train(self, position: Position, *, loss: float, lr: float) -> None:
         """Write a log interval's mean loss."""
@@ -135,7 +148,7 @@ class Journal:
             self._file.close()
 
     def _measure_rate(self) -> None:
-        now = time.monotonic()
+        now = self._clock() - self._paused_s
         then, samples, steps = self._measured_at
         if now - then >= PROGRESS_INTERVAL_S / 2 and self._steps > steps:
             self._rate = (self._samples - samples) / (now - then)

@@ -50,7 +50,8 @@ def train(t: Training) -> bool:
             t.watchdog.feed()
     t.watchdog.feed()
     t.losses.look(is_last=t.state.position.step >= t.total_steps)
-    t.checkpointer.save_and_wait(t.state, metrics=metrics)
+    with t.journal.paused():
+        t.checkpointer.save_and_wait(t.state, metrics=metrics)
     t.journal.progress(t.state.position, now=True)
     return t.state.position.step >= t.total_steps
 
@@ -178,6 +179,7 @@ def is_save_due(t: Training) -> bool:
 
 def evaluate(t: Training) -> dict[str, float]:
     """Judge the weights (their average, where there is one) on the held-out samples, and write it down."""
-    metrics = t.evaluator.evaluate(t.evaluated_model)
+    with t.journal.paused():
+        metrics = t.evaluator.evaluate(t.evaluated_model)
     t.journal.evaluated(t.state.position, metrics)
     return metrics

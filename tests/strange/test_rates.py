@@ -1,0 +1,67 @@
+"""Samples a second and the time left, as `status` and `metrics.jsonl` tell them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ddp_hpc.durable import read_json_lines
+from ddp_hpc.records import read_progress
+from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.training import Training
+from tests.strange.one_process import trained
+
+
+class Clock:
+    """A clock that data drives."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Taking(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that take so many seconds each, by that clock."""
+
+    def __init__(self, clock: Clock, num_samples: int, seconds: float) -> None:
+        self.clock, self.num_samples, self.seconds = clock, num_samples, seconds
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.clock.now += self.seconds
+        return torch.ones(1), torch.ones(1)
+
+
+def test_rates_are_those_of_the_training_however_long_an_evaluation_takes(tmp_path: Path) -> None:
+    """A sample takes a quarter of a second, so that there are four a second; an evaluation takes a hundred."""
+    clock = Clock()
+
+    def set_clock(training: Training) -> None:
+        training.journal._clock = clock
+        training.journal._measured_at = (0.0, 0, 0)
+
+    training = trained(
+        tmp_path / "run",
+        Recipe(
+            model=nn.Linear(1, 1),
+            train_data=Taking(clock, 12, 0.25),
+            eval_data=Taking(clock, 10, 10.0),
+            loss=nn.functional.mse_loss,
+        ),
+        change=set_clock,
+    )
+
+    lines = [line for line in read_json_lines(training.run.metrics) if line["kind"] == "train"]
+    assert [line["samples_per_s"] for line in lines[1:]] == pytest.approx([4.0] * 11)
+    newest = read_progress(training.run)
+    assert newest is not None
+    assert newest.samples_per_s == pytest.approx(4.0)
+    assert newest.eta_s == 0.0
