@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from ddp_hpc.records import Cluster
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local_executor, slurm_executor
+from ddp_hpc.submission.clearing import put_aside
 from ddp_hpc.submission.where import choose_cluster
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, State, read_status
@@ -91,6 +93,7 @@ def submit(
     *,
     cluster: Literal["auto", "local", "slurm"] = "auto",
     import_paths: Sequence[Path] | None = None,
+    fresh: bool = False,
 ) -> Job:
     """Start a run, or go on with it where one of that name exists.
 
@@ -98,6 +101,7 @@ def submit(
         spec: What to train, and on what.
         cluster: Where to run; `auto` is Slurm where there is one.
         import_paths: Where the recipe's module is looked for before the installed ones; unset: the working directory.
+        fresh: Start over: put what there is of the run aside, as `NAME.old-1`, and begin at step 0.
 
     Raises:
         ConfigError: where the input cannot be; a run that was new leaves nothing behind.
@@ -106,8 +110,9 @@ def submit(
     text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), _SOURCE)))
     paths = [Path.cwd()] if import_paths is None else list(import_paths)
     chosen = choose_cluster(cluster, os.environ)
-    if chosen == "slurm":
-        submission = slurm_executor.submit(text, spec, import_paths=paths, environ=os.environ)
-    else:
-        submission = local_executor.submit(text, spec, import_paths=paths)
+    with put_aside(RunDir(spec.path), os.environ) if fresh else nullcontext():
+        if chosen == "slurm":
+            submission = slurm_executor.submit(text, spec, import_paths=paths, environ=os.environ)
+        else:
+            submission = local_executor.submit(text, spec, import_paths=paths)
     return Job(submission.run, chosen, submission.attempt, submission.job_id)

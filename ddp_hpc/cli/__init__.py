@@ -23,6 +23,7 @@ VERBS = {
     "stop": "have a run commit a checkpoint and leave",
     "requeue": "have a run commit and go back into the queue; or a requeued one begin now",
     "cancel": "end a run at once, without a checkpoint",
+    "delete": "delete a run: its checkpoints, metrics and logs",
     "drill": "make a fault in a short run on this cluster, and tell whether it survived",
     "checkpoints": "list a run's checkpoints, verify them, print the digest of the newest",
     "export": "write a run's weights to a safetensors file",

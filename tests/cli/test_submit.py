@@ -16,6 +16,7 @@ import pytest
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved
 from ddp_hpc.environment import read_environment, write_environment
+from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import read_status
 
@@ -197,3 +198,17 @@ def test_a_run_outlives_its_follower_stops_when_told_and_goes_on_when_submitted_
     assert f"changed: train.max_steps None -> {stopped_at + 2}" in last.stderr
     assert "not as in attempt 0, so results may differ: torch 1.0 -> 2." in run.console.read_text()
     assert read_environment(run, 1).torch.startswith("2.")
+
+
+def test_fresh_starts_a_finished_run_over_and_keeps_what_there_was(here: Path) -> None:
+    first = submit("run.yaml", "--wait")
+    before = (here / "runs/run/metrics.jsonl").read_bytes()
+
+    again = submit("run.yaml", "--wait")
+    fresh = submit("run.yaml", "--wait", "--fresh", "train.lr=0.01")
+
+    assert (first.returncode, again.returncode, fresh.returncode) == (0, 0, 0), fresh.stderr
+    assert "`--fresh` starts over" in again.stdout
+    assert f"what there was of run lies in {here / 'runs/run.old-1'}" in fresh.stdout
+    assert (here / "runs/run.old-1/metrics.jsonl").read_bytes() == before
+    assert [entry.attempt for entry in read_attempts(RunDir(here / "runs/run"))] == [0]

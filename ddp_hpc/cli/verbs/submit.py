@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --dry-run: also the commands in the job, and the variables they set",
     )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start over: put the run of that name aside, as NAME.old-1, and begin at step 0",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_site(parser)
     add_runs_dir(parser)
@@ -72,7 +77,16 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     changed = _changes(run_dir, resolved)
     if run_dir.stop_request.exists() and read_status(run_dir, now=time.time()).state == "stopping":
         print(f"{run_dir.name} was told to stop; waiting for it to leave ...", file=sys.stderr)
-    submission = _submit(resolved, cluster, import_paths, environment)
+    aside: Path | None = None
+    if args.fresh:
+        from ddp_hpc.submission.clearing import put_aside
+
+        with put_aside(run_dir, environment) as aside:
+            submission = _submit(resolved, cluster, import_paths, environment)
+    else:
+        submission = _submit(resolved, cluster, import_paths, environment)
+    if aside is not None:
+        changed.append(f"what there was of {run_dir.name} lies in {aside}")
     out = sys.stderr if args.json else sys.stdout
     news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
     print("\n".join([_told(submission), *news]), file=out, flush=True)
@@ -206,7 +220,7 @@ def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
 def _told(submission: Submission) -> str:
     name = submission.run.name
     if submission.state == "finished":
-        return f"{name} has finished already; nothing was started. Another `name=...` starts a new run."
+        return f"{name} has finished already; nothing was started. `--fresh` starts over; another `name=...` starts a new run."
     job = "" if submission.job_id is None else f", job {submission.job_id}"
     if submission.state == "running":
         return f"{name} is running already (attempt {submission.attempt}{job}); nothing was started."

@@ -1,0 +1,130 @@
+"""Putting a run's directory aside, or deleting it, once nobody works on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddp_hpc import processes
+from ddp_hpc.durable import fsync_path
+from ddp_hpc.errors import ConfigError, RunBusyError
+from ddp_hpc.records import read_attempts, read_queued_job
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client
+from ddp_hpc.submission.slurm_executor import is_alive
+
+VANISH_PATIENCE_S = 10.0
+"""How long the processes of an attempt that is over may take to vanish."""
+
+
+@contextmanager
+def put_aside(run: RunDir, environ: Mapping[str, str]) -> Iterator[Path | None]:
+    """Rename the run's directory to `NAME.old-1` (or -2, ...), for a new run of its name; yield the new path.
+
+    Where the caller then fails to make the new run, the old one comes back. Yields None where there is no run.
+
+    Raises:
+        RunBusyError: where it runs, or waits in the queue, or that cannot be known.
+    """
+    if not run.config.exists():
+        yield None
+        return
+    with _free(run, environ):
+        aside = next(path for path in _old_names(run) if not os.path.lexists(path))
+        _rename(run.path, aside)
+    try:
+        yield aside
+    except BaseException:
+        if not os.path.lexists(run.path):
+            _rename(aside, run.path)
+        raise
+
+
+def delete(run: RunDir, environ: Mapping[str, str]) -> None:
+    """Delete the run's directory. Links in it are deleted, and what they lead to stays.
+
+    It begins with a rename to a hidden name, so that nobody takes a half-deleted one for a run.
+
+    Raises:
+        RunBusyError: where it runs, or waits in the queue, or that cannot be known.
+        ConfigError: where some of it cannot be deleted.
+    """
+    away = run.path.with_name(f".{run.name}.{os.urandom(4).hex()}.deleted")
+    with _free(run, environ):
+        _rename(run.path, away)
+    try:
+        shutil.rmtree(away)
+    except OSError as error:
+        raise ConfigError(
+            f"{run.name} is a run no more, but some of it could not be deleted: {error}. The rest lies in {away}."
+        ) from error
+
+
+def _old_names(run: RunDir) -> Iterator[Path]:
+    return (run.path.with_name(f"{run.name}.old-{count}") for count in range(1, 2**31))
+
+
+def _rename(path: Path, target: Path) -> None:
+    try:
+        path.rename(target)
+        fsync_path(target.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be renamed to {target.name}: {error.strerror or error}. Who may write to {path.parent}?"
+        ) from error
+
+
+@contextmanager
+def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
+    """Keep others from starting the run meanwhile.
+
+    Raises:
+        RunBusyError: where somebody works on it, or may do so soon.
+    """
+    if run.path.is_symlink():
+        raise ConfigError(
+            f"{run.path} is a link to {run.path.readlink()}. Name the directory itself, or remove the link."
+        )
+    newest = next(reversed(read_attempts(run)), None)
+    is_over = newest is not None and newest.ending is not None
+    lock_fd = processes.take_lock(run.lock, patience_s=VANISH_PATIENCE_S if is_over else 0.0)
+    if lock_fd is None:
+        raise RunBusyError(f"{run.name} is running on this machine. End it first: `ddp-hpc cancel {run.name}`.")
+    try:
+        problem = _busy_in_slurm(run, environ) or _busy_elsewhere(run)
+        if problem:
+            raise RunBusyError(problem)
+        yield
+    finally:
+        os.close(lock_fd)
+
+
+def _busy_in_slurm(run: RunDir, environ: Mapping[str, str]) -> str | None:
+    job, newest = read_queued_job(run), next(reversed(read_attempts(run)), None)
+    if job is None:
+        return None
+    if client.is_here(environ):
+        if is_alive(job.job_id, environ):
+            return f"Job {job.job_id} of {run.name} waits or runs. End it first: `ddp-hpc cancel {run.name}`."
+        return None
+    if newest is not None and newest.attempt >= job.attempt and newest.ending is not None and not newest.next:
+        return None
+    return (
+        f"{run.name} was submitted as job {job.job_id}, and there is no Slurm here to say whether it still waits or runs. "
+        "Try again on a machine of its cluster."
+    )
+
+
+def _busy_elsewhere(run: RunDir) -> str | None:
+    newest = next(reversed(read_attempts(run)), None)
+    here = socket.gethostname()
+    if newest is None or newest.cluster != "local" or newest.ending is not None or newest.host == here:
+        return None
+    return (
+        f"{run.name} was started on {newest.host}, this is {here}, and nothing says that it has ended. "
+        f"Try again there; or, if that machine is gone for good, move {run.path} away yourself."
+    )
