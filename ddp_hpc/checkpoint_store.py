@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,13 +22,15 @@ from typing import Any
 import xxhash
 
 from ddp_hpc.durable import delete_directory, fsync_path, make_directory, open_private, output_at, private_mode
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError
-from ddp_hpc.ownership import claim_again, claim_path
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, UnreadableError
+from ddp_hpc.ownership import claim_again, claim_path, has_claim
+from ddp_hpc.patience import is_answer, is_there
 from ddp_hpc.run_dir import RunDir
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _COMMITTED = re.compile(r"step-(\d{8,})")
+_SET_ASIDE = re.compile(r"step-(\d{8,})\.corrupt-\d+")
 _CHUNK_BYTES = 8 << 20
 
 
@@ -109,7 +111,9 @@ def shard_header(entries: Iterable[TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(path: Path, parts: Sequence[memoryview | bytes]) -> ShardRecord:
+def write_shard(
+    path: Path, parts: Sequence[memoryview | bytes], *, on_progress: Callable[[], object] = lambda: None
+) -> ShardRecord:
     """Write a shard's parts one after another, flush them to the disk, and return what a reader must find."""
     checksum = xxhash.xxh3_128()
     size = 0
@@ -123,6 +127,7 @@ def write_shard(path: Path, parts: Sequence[memoryview | bytes]) -> ShardRecord:
                 while chunk:
                     chunk = chunk[os.write(fd, chunk) :]
                 _begin_flushing(fd)
+                on_progress()
             size += len(view)
         if stat.S_ISREG(os.fstat(fd).st_mode):  # weights may go to a pipe
             os.fsync(fd)
@@ -202,19 +207,27 @@ def set_aside(path: Path) -> Path:
     raise CorruptCheckpointError(f"{path} does not verify and cannot be set aside. Remove its `.corrupt-*` siblings.")
 
 
-def prune(run: RunDir, *, keep_last: int, keep_best: int, metric: str, lowest_is_best: bool) -> list[int]:
+def prune(  # noqa: PLR0913  # what is kept, and for whom
+    run: RunDir, *, attempt: int, keep_last: int, keep_best: int, metric: str, lowest_is_best: bool
+) -> list[int]:
     """Delete all but the newest `keep_last` and the best `keep_best` checkpoints; return the deleted steps.
 
-    The newest one always stays. A deletion begins with a rename, so that a half-deleted directory is no checkpoint.
+    The newest one always stays. A deletion begins with a rename, so that a half-deleted directory is no checkpoint. Each
+    begins only while `attempt` has its claim: a newer attempt may be reading what an older one takes for old.
     """
     steps = committed_steps(run)
     kept = set(steps[-max(keep_last, 1) :])
     if keep_best:
         kept |= set(_best_steps(run, steps, metric=metric, lowest_is_best=lowest_is_best)[:keep_best])
-    doomed = [step for step in steps if step not in kept]
-    for step in doomed:
+    deleted = []
+    for step in steps:
+        if step in kept:
+            continue
+        if not has_claim(run, attempt):
+            break
         delete_directory(checkpoint_path(run, step))
-    return doomed
+        deleted.append(step)
+    return deleted
 
 
 def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_best: bool) -> list[int]:
@@ -233,14 +246,30 @@ def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_bes
 
 
 def committed_steps(run: RunDir) -> list[int]:
-    """Return the steps that have a committed checkpoint, newest last."""
+    """Return the steps that have a committed checkpoint, newest last.
+
+    Raises:
+        UnreadableError: where the file system does not say.
+    """
+    try:
+        steps = _steps_of(run, _COMMITTED)
+        return sorted(step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST))
+    except OSError as error:
+        raise UnreadableError(f"{run.checkpoints} cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def steps_set_aside(run: RunDir) -> list[int]:
+    """Return the steps whose checkpoints did not verify and were set aside."""
+    return sorted(set(_steps_of(run, _SET_ASIDE)))
+
+
+def _steps_of(run: RunDir, pattern: re.Pattern[str]) -> list[int]:
     try:
         names = [path.name for path in run.checkpoints.iterdir()]
     except FileNotFoundError:
         return []
-    matches = (_COMMITTED.fullmatch(name) for name in names)
-    steps = [int(match.group(1)) for match in matches if match]
-    return sorted(step for step in steps if (checkpoint_path(run, step) / MANIFEST).exists())
+    matches = (pattern.fullmatch(name) for name in names)
+    return [int(match.group(1)) for match in matches if match]
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -248,14 +277,18 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CorruptCheckpointError: where it is not, to the byte, what was written.
+        UnreadableError: where the file system does not say.
     """
     try:
         raw = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise _why_unread(path / MANIFEST, error) from error
+    try:
         sealed = json.loads(raw)
         content = dict(sealed["content"])
         shards = tuple(ShardRecord(**shard) for shard in content.pop("shards"))
         manifest = Manifest(shards=shards, **content)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CorruptCheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__}: {error}).") from error
     if _manifest_bytes(manifest) != raw:
         raise CorruptCheckpointError(f"{path}: {MANIFEST} does not match its checksum.")
@@ -264,15 +297,18 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_tensors(path: Path, manifest: Manifest) -> dict[str, RawTensor]:
+def read_tensors(
+    path: Path, manifest: Manifest, *, on_progress: Callable[[], object] = lambda: None
+) -> dict[str, RawTensor]:
     """Read and verify all shards of the checkpoint at `path`.
 
     Raises:
         CorruptCheckpointError: where a shard is missing, truncated, or not what was written.
+        UnreadableError: where the file system does not say.
     """
     tensors: dict[str, RawTensor] = {}
     for shard in manifest.shards:
-        tensors |= _parse_shard(path / shard.file, _read_shard(path / shard.file, shard))
+        tensors |= _parse_shard(path / shard.file, _read_shard(path / shard.file, shard, on_progress))
     return tensors
 
 
@@ -281,6 +317,7 @@ def verify(path: Path) -> Manifest:
 
     Raises:
         CorruptCheckpointError: where it does not.
+        UnreadableError: where the file system does not say.
     """
     manifest = read_manifest(path)
     for shard in manifest.shards:
@@ -349,20 +386,46 @@ def _manifest_bytes(manifest: Manifest) -> bytes:
     return (json.dumps({"content": content, "xxh3_128": seal}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _read_shard(path: Path, record: ShardRecord) -> bytearray:
+def _read_shard(path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> bytearray:
+    checksum = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.size:
                 raise CorruptCheckpointError(f"{path} has {size} bytes, but {record.size} were written.")
             content = bytearray(size)
-            if file.readinto(content) != size:
-                raise CorruptCheckpointError(f"{path} became shorter while it was read.")
+            rest = memoryview(content)
+            while rest:
+                count = file.readinto(rest[:_CHUNK_BYTES])
+                if not count:
+                    raise CorruptCheckpointError(f"{path} became shorter while it was read.")
+                checksum.update(rest[:count])
+                rest = rest[count:]
+                on_progress()
     except OSError as error:
-        raise CorruptCheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
-    if xxhash.xxh3_128_hexdigest(content) != record.xxh3_128:
+        raise _why_unread(path, error) from error
+    if checksum.hexdigest() != record.xxh3_128:
         raise CorruptCheckpointError(f"{path} does not match its checksum.")
     return content
+
+
+def _why_unread(path: Path, error: OSError) -> CorruptCheckpointError | UnreadableError:
+    """Return what an error means: that a file is surely missing or none, or that nothing can be known now.
+
+    A file is surely missing where its directory can be listed and does not have it: a mount that is away takes the
+    directory with it.
+    """
+    told = f"{path} cannot be read ({type(error).__name__}: {error})."
+    if not is_answer(error):
+        return UnreadableError(told)
+    if isinstance(error, FileNotFoundError):
+        try:
+            is_listed = path in path.parent.iterdir()
+        except OSError:
+            is_listed = True
+        if is_listed:
+            return UnreadableError(told)
+    return CorruptCheckpointError(told)
 
 
 def _parse_shard(path: Path, content: bytearray) -> dict[str, RawTensor]:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -139,19 +139,29 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of `path`; a missing file has none, a line torn by a crash is passed over."""
+def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, Any]]:
+    """Yield the objects in the lines of `path`; a missing file has none.
+
+    A line torn by a crash is passed over; `on_odd` is called with it, unless it is the last, which may be in the middle of
+    being written. Zeros that a crash of a network file system left before a line are no part of it.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        whole = line.strip("\0 \t\r")
+        if not whole:
             continue
+        try:
+            record = json.loads(whole)
+        except (ValueError, RecursionError):
+            record = None
         if isinstance(record, dict):
             yield record
+        elif number < len(lines):
+            on_odd(whole)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -51,3 +51,7 @@ class DivergedError(DdpHpcError):
 
 class SlurmUnavailableError(DdpHpcError):
     """Slurm is here but does not answer; what it runs goes on."""
+
+
+class UnreadableError(DdpHpcError):
+    """A file system does not say what is there: neither that a file holds, nor that it is missing or damaged."""

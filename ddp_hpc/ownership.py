@@ -12,8 +12,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.durable import delete_directory, make_directories, make_directory
+from ddp_hpc.durable import delete_directory, make_directory
 from ddp_hpc.errors import FencedError
+from ddp_hpc.patience import known
 from ddp_hpc.records import newest_attempt
 from ddp_hpc.run_dir import RunDir
 
@@ -31,7 +32,8 @@ def claim(run: RunDir, attempt: int) -> list[str]:
     Raises:
         FencedError: where another process has claimed the run for the same or a newer attempt.
     """
-    make_directories(run.checkpoints)
+    with suppress(FileExistsError):
+        make_directory(run.checkpoints)  # without its parents, which a mount that is away would take
     with suppress(FileExistsError):
         make_directory(claim_path(run, attempt))
         remove_leftovers(run)
@@ -62,9 +64,16 @@ def is_ousted(run: RunDir, attempt: int) -> bool:
     """Tell whether a newer attempt has claimed the run since `attempt` did.
 
     A claim that is gone while nothing newer is there was swept away by somebody who cleared up, or cannot be seen at the
-    moment: then the run is nobody else's.
+    moment: then the run is nobody else's. The same where the file system does not say.
     """
-    return not claim_path(run, attempt).is_dir() and not _is_newest(run, attempt)
+    path = claim_path(run, attempt)
+    return known(path, lambda: not path.is_dir() and not _is_newest(run, attempt), unknown=False)
+
+
+def has_claim(run: RunDir, attempt: int) -> bool:
+    """Tell whether the claim of `attempt` is surely there."""
+    path = claim_path(run, attempt)
+    return known(path, path.is_dir, unknown=False)
 
 
 def _is_newest(run: RunDir, attempt: int) -> bool:
@@ -73,7 +82,12 @@ def _is_newest(run: RunDir, attempt: int) -> bool:
 
 def claim_again(run: RunDir, attempt: int) -> None:
     """Make a claim again that was swept away. A newer attempt sees it and takes it away, or is seen, whoever is first."""
-    make_directories(claim_path(run, attempt))
+    for path in (
+        run.checkpoints,
+        claim_path(run, attempt),
+    ):  # without its parents, which a mount that is away would take
+        with suppress(FileExistsError):
+            make_directory(path)
     if not _is_newest(run, attempt):
         delete_directory(claim_path(run, attempt))
         raise FencedError(f"{run.name} was taken over by another attempt.")

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import msgspec
 
 from ddp_hpc.durable import append_json_line, make_directories, read_json, read_json_lines, replace_text
+from ddp_hpc.errors import UnreadableError
+from ddp_hpc.patience import known, patiently
 from ddp_hpc.processes import start_ticks
 from ddp_hpc.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+_VERDICT_PATIENCE_S = 10.0
+"""How long a supervisor waits for the file system to say how the workers ended: the job may have to leave soon."""
+_odd: set[tuple[Path, str]] = set()
+"""Lines of ledgers that were skipped, of which that is said once."""
 
 Cluster = Literal["local", "slurm"]
 Ending = Literal["finished", "stopped", "failed", "refused", "cancelled", "fenced"]
@@ -85,23 +101,59 @@ class JobFacts:
 
 
 def read_attempts(run: RunDir) -> list[Attempt]:
-    """Return the attempts of a run, oldest first."""
+    """Return the attempts of a run, oldest first. A line that is not one of ours is skipped, and that is logged once."""
+    return [Attempt(**told) for _, told in sorted(_ledger(run).items()) if told.keys() >= _BEGUN]
+
+
+def _ledger(run: RunDir) -> dict[int, dict[str, Any]]:
+    """Return what the ledger says of each attempt."""
     attempts: dict[int, dict[str, Any]] = {}
-    for line in read_json_lines(run.attempts):
-        known = {key: value for key, value in line.items() if key in Attempt.__dataclass_fields__}
-        attempt = attempts.setdefault(int(line.get("attempt", -1)), {})
+    for line in read_json_lines(run.attempts, on_odd=lambda text: _note_odd_line(run, text)):
+        told = _told_of_attempt(line)
+        if told is None:
+            _note_odd_line(run, json.dumps(line))
+            continue
+        attempt = attempts.setdefault(told["attempt"], {})
         if attempt.get("ending") != "cancelled":  # the user's word is the last: what its processes say then is late
-            attempt.update(known)
-    return [
-        Attempt(**{**known, **{key: tuple(known.get(key, ())) for key in ("nodes", "failed_nodes")}})
-        for _, known in sorted(attempts.items())
-        if "started_at" in known
-    ]
+            attempt.update(told)
+    return attempts
+
+
+_BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
+"""What an attempt is known by; a line of its end alone is none."""
+
+
+@cache
+def _types_of_attempt() -> Mapping[str, Any]:
+    return get_type_hints(Attempt)
+
+
+def _told_of_attempt(line: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a line of the ledger says of an attempt; None where that is not what we write."""
+    types = _types_of_attempt()
+    try:
+        told = {key: msgspec.convert(value, types[key]) for key, value in line.items() if key in types}
+    except msgspec.ValidationError:
+        return None
+    return told if "attempt" in told else None
+
+
+def _note_odd_line(run: RunDir, text: str) -> None:
+    if (run.attempts, text) not in _odd:
+        _odd.add((run.attempts, text))
+        log.warning("%s has a line that is not an attempt's; it is skipped: %.80r", run.attempts, text)
+
+
+def newest_committed(run: RunDir) -> int:
+    """Return the newest step that the run's records say a checkpoint was committed of; 0 where they know of none."""
+    progress = read_progress(run)
+    told = [step or 0 for attempt in read_attempts(run) for step in (attempt.first_step, attempt.last_step)]
+    return max([*told, progress.last_checkpoint or 0 if progress else 0], default=0)
 
 
 def newest_attempt(run: RunDir) -> int:
-    """Return the number of the newest attempt in the ledger, or -1 without one."""
-    return max((attempt.attempt for attempt in read_attempts(run)), default=-1)
+    """Return the number of the newest attempt in the ledger, or -1 without one; also of one whose first line is lost."""
+    return max(_ledger(run), default=-1)
 
 
 def record_start(  # noqa: PLR0913  # what a line of the ledger holds
@@ -209,12 +261,17 @@ def ask_to_stop(
 def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
     """Return what is to follow a stop that the user has asked for, or None where nobody has.
 
-    A file without a word of ours asks too: somebody has made it by hand.
+    A file without a word of ours asks too: somebody has made it by hand. One that cannot be looked at does not.
     """
-    record = read_json(run.stop_request) or {}
-    if not run.stop_request.exists() or record.get("by", "user") != "user":
+    record = known(run.stop_request, lambda: _stop_request(run), unknown=None)
+    if record is None or record.get("by", "user") != "user":
         return None
     return "requeue" if record.get("then") == "requeue" else "end"
+
+
+def _stop_request(run: RunDir) -> dict[str, Any] | None:
+    record = read_json(run.stop_request) or {}
+    return record if run.stop_request.exists() else None
 
 
 def write_verdict(run: RunDir, attempt: int, exit_code: int) -> None:
@@ -226,9 +283,40 @@ def write_verdict(run: RunDir, attempt: int, exit_code: int) -> None:
 
 def take_verdict(run: RunDir, attempt: int) -> int | None:
     """Return the word that rank zero's processes left, once; None where they had no time to."""
-    record = read_json(run.verdict(attempt))
-    run.verdict(attempt).unlink(missing_ok=True)
+    path = run.verdict(attempt)
+    record = patiently(str(path), lambda: read_json(path), patience_s=_VERDICT_PATIENCE_S)
+    with suppress(OSError):  # the next attempt has a file of its own
+        path.unlink(missing_ok=True)
     return None if record is None else int(record["exit_code"])
+
+
+def write_rendezvous_token(run: RunDir, attempt: int) -> None:
+    """Make the secret by which the ranks of an attempt know each other's words in the store; only the user can read it."""
+    path = run.rendezvous_token(attempt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, secrets.token_hex(32).encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_rendezvous_token(path: Path) -> str:
+    """Return the secret that the supervisor has put there for an attempt; wait for a file system that does not show it yet.
+
+    Raises:
+        UnreadableError: where it stays away.
+    """
+
+    def read() -> str:
+        try:
+            return path.read_text(encoding="ascii")
+        except FileNotFoundError as error:
+            raise UnreadableError(str(error)) from error
+
+    return patiently(str(path), read)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,11 +383,13 @@ class WorkerFailure:
 
 def read_failures(run: RunDir, attempt: int) -> list[WorkerFailure]:
     """Return what died in an attempt, the first cause first: who lost a connection died of another's death."""
-    records = (read_json(path) or {} for path in sorted(run.attempt_errors(attempt).glob("*.json")))
+    folder = run.attempt_errors(attempt)
+    paths: list[Path] = known(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
+    records: list[dict[str, Any] | None] = [known(path, partial(read_json, path), unknown=None) for path in paths]
     failures = []
     for record in records:
         try:
-            failures.append(WorkerFailure(**record))
+            failures.append(WorkerFailure(**(record or {})))
         except TypeError:
             continue
     return sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))

@@ -85,6 +85,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def superseded_metrics(self) -> Path:
+        """Lines of `metrics` of steps that a later attempt had to take again, as they were."""
+        return self.path / "metrics.superseded.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -125,6 +130,10 @@ class RunDir:
     def environments(self) -> list[Path]:
         """Those that were written, of all attempts."""
         return list(self.path.glob("logs/attempt-*/environment.json"))
+
+    def rendezvous_token(self, attempt: int) -> Path:
+        """The secret that the ranks of an attempt share; no other user can read it."""
+        return self.attempt_logs(attempt) / "rendezvous.token"
 
     def verdict(self, attempt: int) -> Path:
         """What rank zero's processes ended with, where their exit code passes through others' hands."""

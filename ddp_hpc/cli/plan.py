@@ -11,6 +11,7 @@ from pathlib import Path
 from ddp_hpc.containers import BARE, Housing, candidate_runtimes, find_runtime, house, inside_of
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.agent import Crew, rank_environ
+from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import LOOPBACK, Meeting, network_defaults
 from ddp_hpc.job.surroundings import torch_defaults
@@ -61,7 +62,7 @@ def plan_of(spec: RunSpec, cluster: Cluster, import_paths: Sequence[Path], envir
         probe = [*probe_argv(spec.resources.nodes), "..."]
         steps = {"a look at each node's networks": shlex.join(probe), **steps}
     return Plan(
-        steps={what: _without_values(command, spec) for what, command in steps.items()},
+        steps=steps,
         variables=_variables(spec, run, cluster, import_paths),
         users=list(spec.environ),
     )
@@ -83,7 +84,7 @@ def _command(spec: RunSpec, run: RunDir, cluster: Cluster, housing: Housing) -> 
         return shlex.join(agent_argv(spec, run, housing))
     if spec.launcher == "agent":
         return shlex.join(step_of_agents(spec, run, housing))
-    start = Start(spec=spec, run=run, attempt=0, job_id="JOB", meeting=_IN_JOB, housing=housing)
+    start = Start(spec=spec, run=run, attempt=0, meeting=_IN_JOB, housing=housing)
     return (
         shlex.join(STEPS[spec.launcher](start))
         .replace(str(_IN_JOB), "ADDRESS PORT")
@@ -91,24 +92,13 @@ def _command(spec: RunSpec, run: RunDir, cluster: Cluster, housing: Housing) -> 
     )
 
 
-def _without_values(command: str, spec: RunSpec) -> str:
-    for name, value in spec.environ.items():
-        command = command.replace(shlex.quote(f"{name}={value}"), f"{name}=...")
-    return command
-
-
 def _variables(spec: RunSpec, run: RunDir, cluster: Cluster, import_paths: Sequence[Path]) -> dict[str, str]:
     resources = spec.resources
-    crew = Crew(
-        run=run,
-        attempt=0,
-        num_workers=resources.local_world_size,
-        cpus_per_worker=resources.cpus_per_worker,
-        meeting=_IN_JOB,
-        num_nodes=resources.nodes,
-    )
+    num_workers = resources.local_world_size
+    share = share_here({}, num_workers, resources.cpus_per_worker)
+    crew = Crew(run=run, attempt=0, num_workers=num_workers, share=share, meeting=_IN_JOB, num_nodes=resources.nodes)
     ranks = {**rank_environ(crew, 0, 0), "MASTER_ADDR": "ADDRESS", "MASTER_PORT": "PORT"}
-    threads = torch_defaults(spec.cpus_per_task if cluster == "slurm" else crew.num_threads)
+    threads = torch_defaults(spec.cpus_per_task if cluster == "slurm" else share.num_threads)
     shown = network_defaults(LOOPBACK) if cluster == "slurm" else {}
     networks = {name: "INTERFACE" if name.endswith("_IFNAME") else value for name, value in shown.items()}
     code = os.pathsep.join(dict.fromkeys(map(str, import_paths)))

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from ddp_hpc import checkpoint_store, exit_codes, ownership, requeue
+from ddp_hpc import exit_codes, ownership, requeue
 from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
-from ddp_hpc.job import stacks
+from ddp_hpc.job import predecessors, stacks
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.causes import Evidence, cause_of, is_cancelled, is_ending
 from ddp_hpc.job.deaths import silent_end
@@ -82,8 +82,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     failed_nodes = _failed_nodes(assignment, cause, failure, evidence)
     if cause == "refused" and has_worked(attempts):
         cause, failed_nodes = "worker crashed", _refusing_nodes(assignment, failure)
-    steps = checkpoint_store.committed_steps(run)
-    newest_step = steps[-1] if steps else 0
+    newest_step = predecessors.newest_step(run)
     decision = requeue.decide(
         Situation(
             cause=cause,

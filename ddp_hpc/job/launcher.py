@@ -21,7 +21,6 @@ class Start:
     spec: RunSpec
     run: RunDir
     attempt: int
-    job_id: str
     meeting: Meeting
     housing: Housing = BARE
 
@@ -46,13 +45,13 @@ def step_of_tasks(start: Start) -> list[str]:
 def step_of_torchrun(start: Start) -> list[str]:
     """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
     resources, housing = start.spec.resources, start.housing
-    node = [*housing.command, "-m", "ddp_hpc.job.torchrun_node", *_crew(start.spec), "--meet", str(start.meeting), "--"]
+    meeting = ["--meet", str(start.meeting), "--token-file", str(start.run.rendezvous_token(start.attempt))]
+    node = [*housing.command, "-m", "ddp_hpc.job.torchrun_node", *_crew(start.spec), *meeting, "--"]
     options = [
         f"--nnodes={resources.nodes}",
         f"--nproc-per-node={resources.local_world_size}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={start.meeting.endpoint}",
-        f"--rdzv-id={start.job_id}-{start.attempt}",
         f"--max-restarts={start.spec.torchrun.max_restarts}",
     ]
     return [*step_argv(start.spec, tasks_per_node=1), *housing.srun_args, *node, *options, *_task(start)]

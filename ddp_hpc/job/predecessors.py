@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable, Mapping
 
 from ddp_hpc import checkpoint_store, requeue
-from ddp_hpc.errors import DdpHpcError
+from ddp_hpc.errors import DdpHpcError, UnreadableError
 from ddp_hpc.job.assignment import Assignment
-from ddp_hpc.records import Attempt, Cause, End, read_attempts, record_end
+from ddp_hpc.patience import patiently
+from ddp_hpc.records import Attempt, Cause, End, newest_committed, read_attempts, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation
@@ -24,6 +25,22 @@ _CAUSES: Mapping[states.State, Cause] = {
     "cancelled": "cancelled",
 }
 """How accounting saw a start of a job end -> why the attempt in it ended."""
+
+
+LISTING_PATIENCE_S = 10.0
+"""How long to ask a file system which checkpoints there are, before the records are believed."""
+
+
+def newest_step(run: RunDir) -> int:
+    """Return the step of the newest checkpoint, 0 without one; of a file system that does not say, what the records say."""
+    try:
+        steps = patiently(
+            str(run.checkpoints), lambda: checkpoint_store.committed_steps(run), patience_s=LISTING_PATIENCE_S
+        )
+    except UnreadableError as error:
+        sys.stderr.write(f"note: {error} What the records say of the newest checkpoint is taken instead.\n")
+        return newest_committed(run)
+    return steps[-1] if steps else 0
 
 
 def is_anothers(newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> bool:
@@ -44,10 +61,9 @@ def bury(run: RunDir, environ: Mapping[str, str]) -> None:
         return
     said = accounted_end(newest, environ)
     cause = _CAUSES.get(states.word(said), "unexplained")
-    steps = checkpoint_store.committed_steps(run)
     failed = _failed_nodes(newest, environ) if cause == "node failed" else ()
     reason = f"ended without a word; Slurm says {said}" if said else "ended without a word"
-    end = End(cause=cause, last_step=steps[-1] if steps else 0, next="slurm", failed_nodes=failed)
+    end = End(cause=cause, last_step=newest_step(run), next="slurm", failed_nodes=failed)
     record_end(run, attempt=newest.attempt, ending="failed", exit_code=-9, reason=reason, end=end)
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} {reason}\n")
 

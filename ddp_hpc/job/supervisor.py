@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddp_hpc import checkpoint_store, exit_codes, ownership, processes
+from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import Housing
 from ddp_hpc.discretion import is_shown
@@ -45,6 +45,7 @@ from ddp_hpc.records import (
     record_end,
     record_start,
     write_queued_job,
+    write_rendezvous_token,
 )
 from ddp_hpc.requeue import TABLE
 from ddp_hpc.run_dir import RunDir
@@ -285,8 +286,7 @@ def _workers(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]) 
         return ByAgents(step_of_agents(spec, run, housing), num_nodes=spec.resources.nodes, lock_fds=lock_fds)
 
     def argv_of(attempt: int, meeting: Meeting) -> list[str]:
-        job_id = _job_id(assignment.allocation)
-        start = Start(spec=spec, run=run, attempt=attempt, job_id=job_id, meeting=meeting, housing=housing)
+        start = Start(spec=spec, run=run, attempt=attempt, meeting=meeting, housing=housing)
         return STEPS[spec.launcher](start)
 
     return ByTasks(run, argv_of, lock_fds=lock_fds)
@@ -302,10 +302,10 @@ def _begin(assignment: Assignment, image: str) -> int:
     attempt = ownership.next_attempt(run)
     for name in ownership.claim(run, attempt):
         sys.stderr.write(f"note: removed {name}, which a killed writer left\n")
+    write_rendezvous_token(run, attempt)
     if read_stop_request(run) is None:
         run.stop_request.unlink(missing_ok=True)  # the supervisor's own, of the attempt before
-    steps = checkpoint_store.committed_steps(run)
-    first_step = steps[-1] if steps else 0
+    first_step = predecessors.newest_step(run)
     job_id = _job_id(allocation)
     facts = _facts(allocation)
     record_start(run, attempt=attempt, job_id=job_id, job=facts, first_step=first_step, image=image)

@@ -1,10 +1,13 @@
 """One node's torchrun, told what it would guess wrong, and kept from what it would do at a signal.
 
-    python -m ddp_hpc.job.torchrun_node --num-workers 4 --meet "ADDRESS PORT" -- OPTIONS OF TORCHRUN ...
+    python -m ddp_hpc.job.torchrun_node --num-workers 4 --meet "ADDRESS PORT" --token-file FILE -- OPTIONS ...
 
 torchrun guesses from names which node hosts the rendezvous, and by which address the others reach this one: the host is
 the node whose own name resolves to the endpoint. Where a node's own name means 127.0.1.1, as Debian's installer has it,
 no node is, and all wait for each other.
+
+Its agents unpickle what they find in their store under the rendezvous' name, so that name is made of the attempt's token, and
+comes by the environment, which other users cannot read.
 
 At SIGTERM it gives its workers 30 s and kills them then, amid their last save; SIGUSR2 ends it at once. And Slurm's
 signals reach no worker of its, for each is in a session of its own. So torchrun is, too, and this process hears them in
@@ -14,11 +17,13 @@ its place and tells the workers.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import psutil
 
@@ -26,6 +31,7 @@ from ddp_hpc import processes
 from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.meeting import Meeting, network_defaults, own_address
 from ddp_hpc.job.surroundings import torch_defaults
+from ddp_hpc.records import read_rendezvous_token
 from ddp_hpc.slurm.allocation import step_place
 
 TELL_AGAIN_S = 1.0
@@ -38,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
     parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
+    parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("options", nargs="+", help="of torchrun, and what it is to start")
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
@@ -45,9 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
     is_host = step_place(os.environ).node_rank == 0
     told = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
+    token = read_rendezvous_token(arguments.token_file)
+    name = hashlib.sha256(f"torchrun {token}".encode()).hexdigest()[:32]  # it can be listed, and gives no token away
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *told, *arguments.options],
-        env={**torch_defaults(share.num_threads), **network_defaults(address), **os.environ},
+        env={**torch_defaults(share.num_threads), **network_defaults(address), **os.environ, "PET_RDZV_ID": name},
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )

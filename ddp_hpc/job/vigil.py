@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ddp_hpc.patience import known
 from ddp_hpc.processes import STOP_SIGNALS
 from ddp_hpc.requeue import reserve_s
 
@@ -87,7 +88,9 @@ class Vigil:
 
     def _was_told_too_early(self) -> bool:
         """Ask, once they hear, whether Slurm told them before they did: it does not say so again."""
-        if self._has_asked or self.is_signalled or self.first_sign is None or not self.first_sign.exists():
+        if self._has_asked or self.is_signalled or self.first_sign is None:
+            return False
+        if not known(self.first_sign, self.first_sign.exists, unknown=False):
             return False
         self._has_asked = True
         self.is_signalled = self.ask_preempted()

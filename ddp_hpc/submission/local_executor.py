@@ -15,6 +15,7 @@ from pathlib import Path
 from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.durable import open_private
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
+from ddp_hpc.patience import known
 from ddp_hpc.records import Attempt, End, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
@@ -101,7 +102,7 @@ def _patience_s(run: RunDir) -> float:
         return 0.0
     if newest.ending is not None or not _lives(newest):
         return VANISH_PATIENCE_S
-    return STOP_PATIENCE_S if run.stop_request.exists() else 0.0
+    return STOP_PATIENCE_S if known(run.stop_request, run.stop_request.exists, unknown=False) else 0.0
 
 
 def _start_guardian(run: RunDir, import_paths: Sequence[Path]) -> subprocess.Popen[bytes]:

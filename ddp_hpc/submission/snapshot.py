@@ -115,8 +115,15 @@ def _source_of(code_dir: Path) -> Path:
 
 def _runs_beside(run: RunDir) -> list[Path]:
     """Return the other runs of its directory: where that is the code's own too, they are no code all the same."""
-    others = (RunDir(path) for path in run.path.parent.iterdir())
-    return [other.path for other in others if other.config.exists() and other.console.parent.exists()]
+    return [path for path in run.path.parent.iterdir() if _is_run(RunDir(path))]
+
+
+def _is_run(other: RunDir) -> bool:
+    """Tell whether a directory is a run's; one that cannot be looked into, another user's, is no code either."""
+    try:
+        return other.config.exists() and other.console.parent.exists()
+    except OSError:
+        return True
 
 
 def _runs_among(source: Path, names: Sequence[str]) -> Iterator[Path]:

@@ -15,10 +15,12 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +29,16 @@ from torch import Tensor
 import ddp_hpc
 from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.checkpoint_store import Manifest, RawTensor, ShardRecord, TensorEntry
-from ddp_hpc.durable import make_directories
-from ddp_hpc.errors import CheckpointError, CorruptCheckpointError, DivergedError
+from ddp_hpc.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    DivergedError,
+    UnreadableError,
+    WorkerError,
+)
+from ddp_hpc.patience import is_there, patiently
+from ddp_hpc.records import newest_committed
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import training_state
@@ -40,6 +50,10 @@ log = logging.getLogger(__name__)
 
 PARTING_S = 30.0
 """How long rank zero stays for the others to read that the last checkpoint is committed."""
+_LOOK_S = 1.0
+"""How often the main thread looks whether the writer's thread gets on, while it waits for it."""
+_RESUME = "resume"
+_RESTORED = "restored"
 
 _DTYPES = {
     torch.float64: "F64",
@@ -167,7 +181,7 @@ class SaveResult:
 class Checkpointer:
     """Saves and restores the state of one rank; made once an attempt."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # two of them are whom to tell
         self,
         run: RunDir,
         group: Group,
@@ -175,12 +189,17 @@ class Checkpointer:
         attempt: int,
         keep: CheckpointSpec,
         on_result: Callable[[SaveResult], None] = lambda _: None,
+        on_progress: Callable[[], object] = lambda: None,
     ) -> None:
         self._run = run
         self._group = group
         self._attempt = attempt
         self._keep = keep
         self._on_result = on_result
+        self._on_progress = on_progress
+        """Called by the main thread while what it waits for moves, here or on another rank."""
+        self._num_moves = 0
+        """How often the writer's thread, or one that it waits for, got on."""
         self._staging = Staging(group.device)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
@@ -206,34 +225,80 @@ class Checkpointer:
     # --- restoring ---
 
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
-        """Restore the newest checkpoint that verifies, the same on all ranks; return its step, or None."""
+        """Restore the newest checkpoint that verifies, the same on all ranks; return its step, or None.
+
+        However long rank zero reads, the others wait for it: it says that it gets on. For theirs, call
+        `await_all_restored`.
+
+        Raises:
+            ConfigError: where the run had checkpoints, and none can be used.
+            UnreadableError: where the file system does not say.
+        """
         found = self._newest_that_holds() if self._group.place.is_rank_zero else None
-        step = self._group.share("resume", found[0].step if found else None)
+        step = self._group.share(_RESUME, found[0].step if found else None, on_sign=self._on_progress)
         if step is None:
             return None
         if found is None:
             path = checkpoint_store.checkpoint_path(self._run, step)
-            manifest = checkpoint_store.read_manifest(path)
-            found = manifest, checkpoint_store.read_tensors(path, manifest)
+            moved = partial(self._read_on, self._group.arrival_key(_RESTORED))
+            found = patiently(str(path), partial(_read, path, moved), on_wait=moved)
         manifest, raw = found
         saved = {name: _to_torch(tensor) for name, tensor in raw.items()}
         training_state.restore(state, saved, manifest.state, seed=seed)
         self._restored = self._last_saved = int(step)
         return self._restored
 
+    def await_all_restored(self) -> None:
+        """Wait until all ranks have read, before they meet in collectives, which have a fixed patience."""
+        if self._restored is not None:
+            self._group.meet(_RESTORED, on_sign=self._on_progress)
+
+    def _read_on(self, key: str) -> None:
+        """Say that this rank, which others wait for, gets on with reading."""
+        self._group.store.sign(key)
+        self._on_progress()
+
     def _newest_that_holds(self) -> tuple[Manifest, dict[str, RawTensor]] | None:
-        make_directories(self._run.checkpoints)
-        for name in ownership.remove_leftovers(self._run):
-            log.info("removed %s, which a killed writer left", name)
+        with suppress(OSError):  # what is left over costs no more than space
+            for name in ownership.remove_leftovers(self._run):
+                log.info("removed %s, which a killed writer left", name)
+        moved = partial(self._read_on, _RESUME)
+        return patiently(str(self._run.checkpoints), partial(self._read_newest, moved), on_wait=moved)
+
+    def _read_newest(self, moved: Callable[[], object]) -> tuple[Manifest, dict[str, RawTensor]] | None:
+        """Read the newest that verifies, and set aside newer ones that surely do not; what cannot be read is left alone."""
         for step in reversed(checkpoint_store.committed_steps(self._run)):
             path = checkpoint_store.checkpoint_path(self._run, step)
             try:
-                manifest = checkpoint_store.read_manifest(path)
-                return manifest, checkpoint_store.read_tensors(path, manifest)
+                return _read(path, moved)
             except CorruptCheckpointError as error:
                 aside = checkpoint_store.set_aside(path)
                 log.warning("%s It is not used and lies in %s; an older one is tried.", error, aside.name)
+        self._refuse_to_begin_anew()
         return None
+
+    def _refuse_to_begin_anew(self) -> None:
+        """Return where the run never had a checkpoint.
+
+        Raises:
+            ConfigError: where it had some, and they are surely gone or damaged.
+            UnreadableError: where they cannot be seen: perhaps a mount is away.
+        """
+        run, folder = self._run, self._run.checkpoints
+        known_step, aside = newest_committed(run), checkpoint_store.steps_set_aside(run)
+        if not is_there(run.config):
+            raise UnreadableError(f"{run.path} is not there; perhaps its file system is away.")
+        if not known_step and not aside:
+            return
+        if not aside and not ownership.has_claim(run, self._attempt):
+            raise UnreadableError(f"{folder} has no checkpoint, but one of step {known_step} was committed.")
+        told = f"one of step {known_step} was committed" if known_step else "it had some"
+        damaged = f", and those of step {', '.join(map(str, aside))} are damaged (`step-*.corrupt-*`)" if aside else ""
+        raise ConfigError(
+            f"{folder} has no checkpoint that can be used, but {told}{damaged}. The run does not begin anew by itself. Bring "
+            f"the files back and look with `ddp-hpc checkpoints {run.name} --verify`, or start over from step 0 with "
+            "`ddp-hpc submit --fresh`."
+        )
 
     # --- saving ---
 
@@ -303,7 +368,7 @@ class Checkpointer:
             raise CheckpointError(f"The checkpoint of step {step} could not be committed: {error}")
 
     def _verdict(self, step: int) -> Any:
-        return json.loads(self._group.side_store.get(self._key(step, "verdict")))
+        return json.loads(self._group.side_store.get(self._key(step, "verdict"), on_sign=self._on_progress))
 
     def _let_all_read(self, step: int) -> None:
         """Keep rank zero, which leaves after this and takes the store with it, until all others have read the verdict."""
@@ -312,16 +377,22 @@ class Checkpointer:
             with suppress(RuntimeError):  # it waits no longer: nothing is lost, for the verdict is here
                 store.set(self._key(step, f"read/{place.rank}"), "")
             return
-        others = [self._key(step, f"read/{rank}") for rank in range(1, place.world_size)]
-        if others:
-            with suppress(RuntimeError):  # one died at the last moment, and will be told of by whoever started it
-                store.wait(others, timedelta(seconds=PARTING_S))
+        deadline = time.monotonic() + PARTING_S
+        for rank in range(1, place.world_size):
+            with suppress(RuntimeError, WorkerError):  # it died at the last moment: whoever started it tells of that
+                store.get(self._key(step, f"read/{rank}"), silence_s=max(deadline - time.monotonic(), 0.0))
 
     def wait(self) -> None:
         """Wait until this rank has nothing left to write."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+        if self._writing is None:
+            return
+        num_moves = self._num_moves
+        while futures.wait([self._writing], timeout=_LOOK_S).not_done:
+            if num_moves != self._num_moves:
+                num_moves = self._num_moves
+                self._on_progress()
+        self._writing.result()
+        self._writing = None
 
     def hold_back_updates(self) -> None:
         """See `Staging.hold_back_updates`."""
@@ -332,30 +403,38 @@ class Checkpointer:
     def _key(self, step: int, name: str) -> str:
         return f"checkpoint/{step}.{self._num_tries}/{name}"
 
+    def _get_on(self, key: str) -> None:
+        """Say that the writer's thread gets on: to those who wait for what it will set as `key`, and to the main thread."""
+        self._num_moves += 1
+        self._group.side_store.sign(key)
+
     def _write(self, manifest: Manifest, losses: Sequence[Tensor]) -> None:
         """Write this rank's shard; on rank zero, also commit. Errors are values here: a thread has nobody to raise to."""
         began = time.monotonic()
         place, store = self._group.place, self._group.side_store
         staging = checkpoint_store.staging_path(self._run, manifest.step, self._attempt)
         report: dict[str, Any]
+        own_key = self._key(manifest.step, "verdict" if place.is_rank_zero else str(place.rank))
+        get_on = partial(self._get_on, own_key)
         try:
             checkpoint_store.open_staging(self._run, manifest.step, self._attempt)
             name = checkpoint_store.shard_name(place.rank, place.world_size)
             if not all(math.isfinite(loss.item()) for loss in losses):
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  it is reported like others
-            parts = self._staging.parts()
             nonfinite = self._staging.first_nonfinite(self._watched)
-            report = (
-                {"nonfinite": nonfinite} if nonfinite else asdict(checkpoint_store.write_shard(staging / name, parts))
-            )
+            if nonfinite:
+                report = {"nonfinite": nonfinite}
+            else:
+                parts = self._staging.parts()
+                report = asdict(checkpoint_store.write_shard(staging / name, parts, on_progress=get_on))
         except Exception as error:  # noqa: BLE001
             report = {"error": f"rank {place.rank}: {type(error).__name__}: {error}"}
         if not place.is_rank_zero:
-            store.set(self._key(manifest.step, str(place.rank)), json.dumps(report))
+            store.set(own_key, json.dumps(report))
             return
-        others = range(1, place.world_size)
+        others = [self._key(manifest.step, str(rank)) for rank in range(1, place.world_size)]
         try:
-            reports = [report, *(json.loads(store.get(self._key(manifest.step, str(rank)))) for rank in others)]
+            reports = [report, *(json.loads(store.get(key, on_sign=get_on)) for key in others)]
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
             checkpoint_store.commit(self._run, staging, replace(manifest, shards=shards))
             verdict = None
@@ -375,13 +454,19 @@ class Checkpointer:
         try:
             checkpoint_store.prune(
                 self._run,
+                attempt=self._attempt,
                 keep_last=keep.keep_last,
                 keep_best=keep.keep_best,
                 metric=keep.best_metric,
                 lowest_is_best=keep.best_is == "lowest",
             )
-        except OSError as error:
+        except (OSError, UnreadableError) as error:
             log.warning("old checkpoints could not be deleted: %s", error)
+
+
+def _read(path: Path, moved: Callable[[], object]) -> tuple[Manifest, dict[str, RawTensor]]:
+    manifest = checkpoint_store.read_manifest(path)
+    return manifest, checkpoint_store.read_tensors(path, manifest, on_progress=moved)
 
 
 def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:

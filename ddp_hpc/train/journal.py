@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from ddp_hpc import checkpoint_store
 from ddp_hpc.durable import make_directories, open_private, read_json_lines, replace_text
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.patience import patiently
 from ddp_hpc.records import Progress, write_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
@@ -30,7 +31,8 @@ PROGRESS_INTERVAL_S = 1.0
 class Journal:
     """Rank zero's records; on other ranks every method does nothing.
 
-    After a resume, lines of steps that were lost are dropped first, so each step stands in `metrics.jsonl` once.
+    After a resume, lines of steps that are to be taken again are moved to a file beside first, so each step stands in
+    `metrics.jsonl` once.
     """
 
     def __init__(self, run: RunDir, spec: RunSpec, *, is_writer: bool, attempt: int, total_steps: int) -> None:
@@ -62,8 +64,12 @@ class Journal:
         """Begin at `position`, the step the run was resumed at, or zero."""
         if not self._is_writer:
             return
-        kept = [line for line in read_json_lines(self._run.metrics) if line.get("step", 0) <= position.step]
-        replace_text(self._run.metrics, "".join(msgspec.json.encode(line).decode() + "\n" for line in kept))
+        text = patiently(str(self._run.metrics), self._read_metrics)
+        lines = list(read_json_lines(self._run.metrics)) if text else []
+        kept = [line for line in lines if _step_of(line) <= position.step]
+        if _as_lines(kept) != text:
+            self._set_aside([line for line in lines if _step_of(line) > position.step])
+            replace_text(self._run.metrics, _as_lines(kept))
         self._recall(kept)
         self._file = open_private(self._run.metrics, "ab", buffering=0)
         if self._wants_tensorboard:
@@ -73,6 +79,19 @@ class Journal:
     def plan_steps(self, total_steps: int) -> None:
         """Take note that the run ends at another step than it was made with."""
         self._total_steps = total_steps
+
+    def _read_metrics(self) -> str:
+        try:
+            return self._run.metrics.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def _set_aside(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Keep lines of steps that are to be taken again: perhaps they never are."""
+        with open_private(self._run.superseded_metrics, "a") as file:
+            file.write(_as_lines(lines))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Take up the newest loss and evaluation, so that `status` shows them before there are new ones."""
@@ -133,7 +152,9 @@ class Journal:
     def resumed(self, step: int) -> None:
         """Note the checkpoint that the run was resumed from."""
         manifest = checkpoint_store.checkpoint_path(self._run, step) / checkpoint_store.MANIFEST
-        self._saved, self._saved_at = SaveResult(step, 0.0), manifest.stat().st_mtime
+        self._saved = SaveResult(step, 0.0)
+        with suppress(OSError):  # of a file system that does not answer: then the time is not known
+            self._saved_at = manifest.stat().st_mtime
 
     def progress(self, position: Position, *, now: bool = False) -> None:
         """Replace progress.json, at most once a second or so."""
@@ -213,6 +234,15 @@ class Journal:
         if self._steps_per_s is None:
             return None
         return (self._total_steps - position.step) / self._steps_per_s
+
+
+def _step_of(line: Mapping[str, Any]) -> int:
+    step = line.get("step", 0)
+    return step if isinstance(step, int) else 0
+
+
+def _as_lines(records: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(msgspec.json.encode(record).decode() + "\n" for record in records)
 
 
 def _epoch_of(position: Position) -> int:

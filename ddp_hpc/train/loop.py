@@ -61,6 +61,7 @@ def restore(t: Training) -> None:
     t.watchdog.feed()
     step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
     t.plan_steps()
+    t.checkpointer.await_all_restored()
     if step is None:
         log.info("training from the beginning, to step %d", t.total_steps)
     else:

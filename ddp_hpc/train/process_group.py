@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 
 JOIN_TIMEOUT = timedelta(minutes=10)
 """How long to wait for the last rank to appear."""
@@ -88,17 +89,39 @@ class Group:
 
     place: Place
     device: torch.device
-    store: dist.Store
+    store: SealedStore
     """Small texts between ranks, for the main thread."""
-    side_store: dist.Store
+    side_store: SealedStore
     """The same for the checkpoint writer's thread: a waiting client blocks all users of its connection."""
 
-    def share(self, key: str, value: Any = None) -> Any:
-        """Return, on every rank, the JSON value that rank zero gave under a key used once."""
+    def share(self, key: str, value: Any = None, *, on_sign: Callable[[], object] = lambda: None) -> Any:
+        """Return, on every rank, the JSON value that rank zero gave under a key used once.
+
+        The others wait as long as rank zero signs the key (`SealedStore.sign`), and call `on_sign` each time.
+        """
         if self.place.is_rank_zero:
             self.store.set(key, json.dumps(value))
             return value
-        return json.loads(self.store.get(key))
+        return json.loads(self.store.get(key, on_sign=on_sign))
+
+    def meet(self, key: str, *, on_sign: Callable[[], object] = lambda: None) -> None:
+        """Wait until every rank has come here, as long as those who have not yet sign `arrival_key(key)`."""
+        if not self.place.is_rank_zero:
+            self.store.set(self.arrival_key(key), "")
+            self.store.get(key, on_sign=on_sign)
+            return
+
+        def go_on() -> None:
+            on_sign()
+            self.store.sign(key)
+
+        for rank in range(1, self.place.world_size):
+            self.store.get(f"{key}/{rank}", on_sign=go_on)
+        self.store.set(key, "")
+
+    def arrival_key(self, key: str) -> str:
+        """Return what this rank sets, and signs before, when it comes to a meeting."""
+        return key if self.place.is_rank_zero else f"{key}/{self.place.rank}"
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up a tensor over the ranks, in place, and return it."""
@@ -107,8 +130,10 @@ class Group:
         return values
 
 
-def join(place: Place, device: torch.device, *, listen_fd: int | None = None, timeout_s: float = 1800.0) -> Group:
-    """Meet the other ranks; a world of one is normal.
+def join(
+    place: Place, device: torch.device, *, token: str = "", listen_fd: int | None = None, timeout_s: float = 1800.0
+) -> Group:
+    """Meet the other ranks; a world of one is normal. All keys begin with what only who has the attempt's `token` knows.
 
     `listen_fd` is rank zero's socket, bound and listening by whoever chose the port, so that nobody can take it. After
     `timeout_s` in a collective, NCCL writes down what it waits for (its flight recorder); gloo fails a minute later, so
@@ -116,7 +141,8 @@ def join(place: Place, device: torch.device, *, listen_fd: int | None = None, ti
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, side_store = (dist.PrefixStore(f"start-{place.restart}", one) for one in _connect(place, listen_fd))
+    prefix = f"{prefix_of(token)}/start-{place.restart}"
+    store, side_store = (dist.PrefixStore(prefix, one) for one in _connect(place, listen_fd))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -125,7 +151,12 @@ def join(place: Place, device: torch.device, *, listen_fd: int | None = None, ti
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s + (0 if device.type == "cuda" else _GLOO_LAG_S)),
     )
-    return Group(place, device, dist.PrefixStore("main", store), dist.PrefixStore("side", side_store))
+    return Group(
+        place,
+        device,
+        SealedStore(dist.PrefixStore("main", store), token, silence_s=timeout_s),
+        SealedStore(dist.PrefixStore("side", side_store), token, silence_s=timeout_s),
+    )
 
 
 def _connect(place: Place, listen_fd: int | None) -> tuple[dist.Store, dist.Store]:

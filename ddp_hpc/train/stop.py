@@ -18,6 +18,7 @@ from types import FrameType
 import torch
 
 from ddp_hpc.errors import FencedError
+from ddp_hpc.patience import known
 from ddp_hpc.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.train.process_group import Group
 
@@ -45,7 +46,9 @@ class StopFlag:
             self._signalled = True
 
     def is_set(self, *, look_at_file: bool) -> bool:
-        return self._signalled or (look_at_file and self._stop_file.exists())
+        if self._signalled or not look_at_file:
+            return self._signalled
+        return known(self._stop_file, self._stop_file.exists, unknown=False)
 
 
 class Meetings:

@@ -141,7 +141,9 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         ema=_averaged(spec, bare),
     )
     journal = Journal(run, spec, is_writer=group.place.is_rank_zero, attempt=attempt, total_steps=total_steps)
-    checkpointer = Checkpointer(run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved)
+    checkpointer = Checkpointer(
+        run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved, on_progress=watchdog.feed
+    )
     checkpointer.check(state)
     policy = spec.train.on_nonfinite
     return Training(

@@ -19,7 +19,7 @@ from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.errors import ConfigError, DdpHpcError, DivergedError
 from ddp_hpc.exit_codes import FAILED, FINISHED, STOPPED
-from ddp_hpc.records import WorkerFailure
+from ddp_hpc.records import WorkerFailure, read_rendezvous_token
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import process_group, rng
@@ -69,7 +69,9 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     try:
         spec = load_resolved(run.config)
         watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero)
-        group = _join(spec, place, listen_fd)  # which has its own patience: others may start more slowly
+        group = _join(
+            run, spec, place, attempt=attempt, listen_fd=listen_fd
+        )  # which has its own patience: others may start more slowly
         watchdog.feed()
         training = prepare(spec, _recipe(spec), run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         if place.is_rank_zero:
@@ -86,9 +88,10 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     return code
 
 
-def _join(spec: RunSpec, place: Place, listen_fd: int | None) -> Group:
+def _join(run: RunDir, spec: RunSpec, place: Place, *, attempt: int, listen_fd: int | None) -> Group:
     device = process_group.choose_device(place, spec.resources.gpus_per_node)
-    return process_group.join(place, device, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)
+    token = read_rendezvous_token(run.rendezvous_token(attempt)) if place.world_size > 1 else ""
+    return process_group.join(place, device, token=token, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)
 
 
 def _recipe(spec: RunSpec) -> Recipe:

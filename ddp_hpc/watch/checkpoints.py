@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc import checkpoint_store
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.run_dir import RunDir
 
 
@@ -24,7 +24,7 @@ class CheckpointInfo:
     metrics: Mapping[str, float]
     """The evaluation made at this step, where there was one."""
     problem: str | None
-    """Why it does not hold; always None for what was not looked at."""
+    """Why it does not hold, or cannot be read now; always None for what was not looked at."""
 
 
 def list_checkpoints(run: RunDir, *, verify: bool) -> list[CheckpointInfo]:
@@ -36,7 +36,7 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
     try:
         manifest = checkpoint_store.verify(path) if verify else checkpoint_store.read_manifest(path)
         committed_at = (path / checkpoint_store.MANIFEST).stat().st_mtime
-    except (CorruptCheckpointError, FileNotFoundError) as error:  # the latter: pruned while we looked
+    except (CorruptCheckpointError, UnreadableError, OSError) as error:  # the latter two: pruned while we looked, too
         return CheckpointInfo(
             step=step,
             path=str(path),

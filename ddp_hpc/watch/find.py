@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.errors import RunNotFoundError
@@ -20,12 +22,30 @@ def is_run(path: Path) -> bool:
 
 
 def list_runs(runs_dir: Path) -> list[RunDir]:
-    """Return the runs in a directory, the one that was touched last at the end."""
+    """Return the runs in a directory, the one that was touched last at the end; those that cannot be read are left out."""
+    return look_for_runs(runs_dir)[0]
+
+
+def look_for_runs(runs_dir: Path) -> tuple[list[RunDir], int]:
+    """Return the runs in a directory, the one that was touched last at the end, and how many entries cannot be read.
+
+    Another user's run, in a directory that several share, may be closed to us.
+    """
+    found, num_unreadable = [], 0
     try:
-        paths = [path for path in runs_dir.iterdir() if not path.name.startswith(".") and is_run(path)]
+        paths = [path for path in runs_dir.iterdir() if not path.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted((_run_at(path) for path in paths), key=lambda run: (_touched_at(run), run.name))
+        return [], 0
+    for path in paths:
+        try:
+            if is_run(path):
+                run = _run_at(path)
+                if not os.access(run.config, os.R_OK, effective_ids=True):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run.config))  # counted below
+                found.append((_touched_at(run), run.name, run))
+        except OSError:
+            num_unreadable += 1
+    return [run for _, _, run in sorted(found, key=lambda entry: entry[:2])], num_unreadable
 
 
 def find_run(text: str, runs_dir: Path) -> RunDir:
@@ -40,8 +60,9 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
             return _run_at(path)
     if _JOB.fullmatch(text):
         for run in reversed(list_runs(runs_dir)):
-            if text in _jobs_of(run):
-                return run
+            with suppress(OSError):  # another user's
+                if text in _jobs_of(run):
+                    return run
     raise _not_found(text, runs_dir)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddp_hpc import processes
+from ddp_hpc.patience import known
 from ddp_hpc.records import Attempt, Ending, Next, Progress, QueuedJob, read_attempts, read_progress, read_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
@@ -133,9 +134,9 @@ def observe(run: RunDir, *, now: float, host: str) -> Observation:
         progress=read_progress(run),
         committed=checkpoint_store.committed_steps(run),
         is_held=True if len(after) > len(before) else is_held,
-        wants_stop=run.stop_request.exists(),
-        is_done=run.done.exists(),
-        is_rendered=run.job_script.exists(),
+        wants_stop=known(run.stop_request, run.stop_request.exists, unknown=False),
+        is_done=known(run.done, run.done.exists, unknown=False),
+        is_rendered=known(run.job_script, run.job_script.exists, unknown=False),
         host=host,
         now=now,
         queued=read_queued_job(run),

@@ -17,6 +17,7 @@ from ddp_hpc.train import rng
 from ddp_hpc.train.checkpoint import Checkpointer, SaveResult
 from ddp_hpc.train.data_order import Position
 from ddp_hpc.train.process_group import Group, Place
+from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.training_state import TrainingState
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def make_group(store: HashStore, *, rank: int = 0, world_size: int = 1) -> Group
         master_addr="127.0.0.1",
         master_port=0,
     )
-    return Group(place, CPU, store, store)
+    return Group(place, CPU, SealedStore(store, ""), SealedStore(store, ""))
 
 
 def alone() -> Group:

@@ -36,7 +36,7 @@ from ddp_hpc.checkpoint_store import (
     write_shard,
 )
 from ddp_hpc.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from ddp_hpc.ownership import remove_leftovers
+from ddp_hpc.ownership import claim, remove_leftovers
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.train import rng
 from ddp_hpc.train.checkpoint import SaveResult
@@ -193,15 +193,6 @@ def test_bit_flips_pass_a_reader_that_looks_at_sizes_alone(run: RunDir) -> None:
     assert load_file(path)
 
 
-def test_where_nothing_holds_the_training_begins_anew(run: RunDir) -> None:
-    for step in (OLDER, NEWEST):
-        flip(checkpoint_path(run, step) / shard_name(1, 2), 100)
-
-    (checkpointer,) = make_checkpointers(run)
-
-    assert checkpointer.restore_newest(make_state(), seed=SEED) is None
-
-
 def test_what_does_not_hold_is_set_aside_and_told(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     flip(checkpoint_path(run, NEWEST) / shard_name(1, 2), 100)
     (checkpointer,) = make_checkpointers(run)
@@ -327,11 +318,12 @@ def test_the_newest_and_the_best_are_kept(
     for step, loss in enumerate(losses, start=1):
         add_checkpoint(run, step, **({} if loss is None else {"loss": loss}))
 
-    doomed = prune(run, **{"keep_best": 0, "metric": "loss", "lowest_is_best": True, **keep})
+    claim(run, 1)
+    doomed = prune(run, attempt=1, **{"keep_best": 0, "metric": "loss", "lowest_is_best": True, **keep})
 
     assert committed_steps(run) == kept
     assert sorted([*kept, *doomed]) == list(range(1, len(losses) + 1))
-    assert len(list(run.checkpoints.iterdir())) == len(kept)
+    assert len(list(run.checkpoints.iterdir())) == len(kept) + 1  # the claim
 
 
 def test_a_best_one_that_cannot_be_read_is_not_the_best(tmp_path: Path) -> None:
@@ -340,7 +332,8 @@ def test_a_best_one_that_cannot_be_read_is_not_the_best(tmp_path: Path) -> None:
         add_checkpoint(run, step, loss=float(step))
     flip(checkpoint_path(run, 1) / MANIFEST, 30)
 
-    prune(run, keep_last=1, keep_best=1, metric="loss", lowest_is_best=True)
+    claim(run, 1)
+    prune(run, attempt=1, keep_last=1, keep_best=1, metric="loss", lowest_is_best=True)
 
     assert committed_steps(run) == [2, 3]
 

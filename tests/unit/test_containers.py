@@ -173,7 +173,7 @@ def test_the_runs_own_variables_are_set_inside_over_the_images(monkeypatch: pyte
 @pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
 def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
     housing = Housing(python="/opt/python", prefix=("runtime", "image"), srun_args=("--of-the-runtime",))
-    start = Start(spec=spec(), run=RUN, attempt=0, job_id="7", meeting=Meeting("10.0.0.1", 29500), housing=housing)
+    start = Start(spec=spec(), run=RUN, attempt=0, meeting=Meeting("10.0.0.1", 29500), housing=housing)
 
     argv = step_of_agents(spec(), RUN, housing) if launcher == "agent" else STEPS[launcher](start)
 

@@ -28,7 +28,7 @@ def start(*, address: str = "10.0.0.1", launcher: str = "agent") -> list[str]:
     )
     if launcher == "agent":
         return step_of_agents(spec, RUN)
-    asked = Start(spec=spec, run=RUN, attempt=2, job_id="17", meeting=Meeting(address, 29500))
+    asked = Start(spec=spec, run=RUN, attempt=2, meeting=Meeting(address, 29500))
     return STEPS[launcher](asked)
 
 
@@ -102,13 +102,12 @@ def test_the_task_is_told_its_run_worker_and_attempt(launcher: str) -> None:
 def test_torchrun_gets_its_options_and_the_task_as_a_module(address: str, endpoint: str) -> None:
     argv = start(launcher="torchrun", address=address)
 
-    options, task = argv[argv.index("--") + 1 :][:6], argv[argv.index("--") + 7 :]
+    options, task = argv[argv.index("--") + 1 :][:5], argv[argv.index("--") + 6 :]
     assert options == [
         "--nnodes=2",
         "--nproc-per-node=4",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint}",
-        "--rdzv-id=17-2",
         "--max-restarts=3",
     ]
     assert task[:2] == ["-m", "ddp_hpc.job.task"]

@@ -20,6 +20,7 @@ from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, word_for
 from ddp_hpc.cli.summary import exit_code, print_summary
 from ddp_hpc.cli.words import as_json
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.patience import known
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(_dry_run(resolved, cluster, import_paths, environment, args), end="")
         return 0
     changed = _changes(run_dir, resolved)
-    if run_dir.stop_request.exists() and read_status(run_dir, now=time.time()).state == "stopping":
+    is_told = known(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
+    if is_told and read_status(run_dir, now=time.time()).state == "stopping":
         print(f"{run_dir.name} was told to stop; waiting for it to leave ...", file=sys.stderr)
     aside: Path | None = None
     if args.fresh:

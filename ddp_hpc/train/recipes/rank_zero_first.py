@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -32,19 +33,27 @@ def _lead(make: Callable[[bool], T]) -> T:
         made = make(True)
     except Exception as error:
         failure = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        _tell([failure])  # or else the others would wait until they time out
+        _tell(failure)  # or else the others would wait until they time out
         raise ConfigError(failure) from error
-    _tell([None])
+    _tell(None)
     return made
 
 
 def _follow(make: Callable[[bool], T]) -> T:
-    told: list[str | None] = [None]
-    _tell(told)
-    if told[0] is not None:
-        raise ConfigError(told[0])
+    failure = _tell(None)
+    if failure is not None:
+        raise ConfigError(failure)
     return make(False)
 
 
-def _tell(failure: list[str | None]) -> None:
-    dist.broadcast_object_list(failure, src=0, device=torch.device("cpu"))
+def _tell(failure: str | None) -> str | None:
+    """Return, on every rank, what rank zero was given. As JSON: PyTorch's way for objects unpickles what it receives."""
+    text = json.dumps(failure).encode()
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, src=0)
+    body = torch.zeros(int(size), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        body = torch.tensor(list(text), dtype=torch.uint8)
+    dist.broadcast(body, src=0)
+    told: str | None = json.loads(bytes(body.tolist()))
+    return told

@@ -1,0 +1,321 @@
+"""Runs on a file system that at times does not answer: nothing is lost, and nothing begins anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc import patience
+from ddp_hpc.checkpoint_store import MANIFEST, checkpoint_path, committed_steps, prune, shard_name, verify
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
+from ddp_hpc.job import predecessors
+from ddp_hpc.job.vigil import Vigil
+from ddp_hpc.ownership import claim, claim_path, has_claim, is_ousted
+from ddp_hpc.records import End, read_failures, read_stop_request, record_end, record_start
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.train.data_order import Position
+from ddp_hpc.train.journal import Journal
+from ddp_hpc.train.stop import StopFlag
+from tests.distributed.whole_runs import make_workplace
+from tests.made_run import add_metrics, add_progress, make_run
+from tests.unit.made_state import SEED, make_checkpointers, make_state, save
+
+STEPS = (2, 4)
+CONFIG = """
+recipe: {target: "trial_recipe:build", args: {num_samples: 100, width: 8}}
+train: {epochs: 9, global_batch_size: 10, micro_batch_size: 10, lr: 0.01}
+resources: {workers_per_node: 1}
+checkpoint: {every_steps: 2, keep_last: 20}
+log: {every_steps: 1}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of one rank with two checkpoints."""
+    run = make_run(tmp_path)
+    save(run, *STEPS)
+    return run
+
+
+@pytest.fixture
+def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
+
+
+def make_unreadable(path: Path) -> None:
+    """Have every look at a file end with an error that does not say what is there: a link that leads to itself."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def restore(run: RunDir, attempt: int = 1) -> int | None:
+    (checkpointer,) = make_checkpointers(run, attempt=attempt)
+    return checkpointer.restore_newest(make_state(), seed=SEED)
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it makes the errors")
+def test_a_run_whose_reads_fail_now_and_then_goes_on_where_it_was(tmp_path: Path) -> None:
+    place = make_workplace(tmp_path, CONFIG)
+    place.finish("flaky", f"train.max_steps={STEPS[-1]}")
+    run = place.run("flaky")
+    shards = [checkpoint_path(run, step) / shard_name(0, 1) for step in STEPS]
+
+    watched = [*shards, run.stop_request, claim_path(run, 1)]
+    strace = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-qq",
+        "-o",
+        str(tmp_path / "strace.txt"),
+        *(f"-P{path}" for path in watched),
+    ]
+    strace += ["-e", "trace=openat,newfstatat", "-e", "inject=openat:error=EIO:when=1..2"]
+    strace += ["-e", "inject=newfstatat:error=ESTALE:when=1+3"]
+    submit = [
+        sys.executable,
+        "-m",
+        "ddp_hpc",
+        "submit",
+        str(place.config),
+        "name=flaky",
+        "--wait",
+        "train.max_steps=40",
+    ]
+    done = subprocess.run(
+        [*strace, *submit], cwd=place.path, env=place.environ, capture_output=True, text=True, check=False
+    )
+
+    said = run.console.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + said
+    assert "(INJECTED)" in (tmp_path / "strace.txt").read_text()
+    assert f"resumed at step {STEPS[-1]} of 40" in said
+    assert re.search(r"Input/output error: '.*shard-00000-of-00001.safetensors'\)\. It is tried again for 60 s", said)
+    assert list(run.checkpoints.glob("*.corrupt-*")) == []
+    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines() if '"train"' in line]
+    assert steps == list(range(1, 41))
+
+
+# --- what cannot be read is left alone -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_little_patience")
+@pytest.mark.parametrize("file", [shard_name(0, 1), MANIFEST])
+def test_a_checkpoint_that_cannot_be_read_fails_the_attempt_and_is_not_set_aside(file: str, run: RunDir) -> None:
+    path = checkpoint_path(run, STEPS[-1]) / file
+    original = path.read_bytes()
+    make_unreadable(path)
+
+    with pytest.raises(UnreadableError, match=r"Too many levels of symbolic links.*Nothing was changed"):
+        restore(run)
+
+    path.unlink()
+    path.write_bytes(original)
+    assert restore(run) == STEPS[-1]
+
+
+def test_what_cannot_be_read_for_a_while_is_read_then(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint_path(run, STEPS[-1]) / MANIFEST
+    original = path.read_bytes()
+    make_unreadable(path)
+
+    def mend(_: float) -> None:
+        path.unlink()
+        path.write_bytes(original)
+
+    monkeypatch.setattr("time.sleep", mend)
+
+    assert restore(run) == STEPS[-1]
+
+
+@pytest.mark.usefixtures("_little_patience")
+def test_a_file_is_missing_only_where_its_directory_says_so(run: RunDir) -> None:
+    path = checkpoint_path(run, STEPS[-1])
+    (path / shard_name(0, 1)).unlink()
+    with pytest.raises(CorruptCheckpointError, match="cannot be read"):
+        verify(path)
+
+    shutil.rmtree(path)
+
+    with pytest.raises(UnreadableError):
+        verify(path)
+
+
+# --- nothing begins anew by itself -----------------------------------------------------------------------------------
+
+
+def note_commit(run: RunDir, how: str) -> None:
+    """Have the run's records say that step 4 was committed."""
+    if how == "progress":
+        add_progress(run, last_checkpoint=4)
+        return
+    record_start(run, attempt=0, job_id="1")
+    record_end(run, attempt=0, ending="failed", exit_code=1, end=End(last_step=4))
+
+
+@pytest.mark.usefixtures("_little_patience")
+@pytest.mark.parametrize("how", ["progress", "ledger"])
+def test_a_directory_of_checkpoints_that_is_not_there_is_waited_for(how: str, run: RunDir) -> None:
+    note_commit(run, how)
+    (checkpointer,) = make_checkpointers(run, attempt=1)
+    away = run.checkpoints.rename(run.path / "away")
+
+    with pytest.raises(UnreadableError, match="has no checkpoint, but one of step 4 was committed"):
+        checkpointer.restore_newest(make_state(), seed=SEED)
+
+    assert not run.checkpoints.exists()
+    away.rename(run.checkpoints)
+    assert checkpointer.restore_newest(make_state(), seed=SEED) == STEPS[-1]
+
+
+@pytest.mark.usefixtures("_little_patience")
+def test_a_run_directory_that_is_not_there_is_no_new_run(run: RunDir) -> None:
+    (checkpointer,) = make_checkpointers(run, attempt=1)
+    away = run.path.rename(run.path.with_name("away"))
+
+    with pytest.raises(UnreadableError, match="perhaps its file system is away"):
+        checkpointer.restore_newest(make_state(), seed=SEED)
+    with pytest.raises(FileNotFoundError):
+        claim(run, 2)
+
+    assert not run.path.exists()
+    assert away.exists()
+
+
+def test_a_run_whose_checkpoints_are_surely_gone_is_refused_with_what_to_do(run: RunDir) -> None:
+    note_commit(run, "ledger")
+    shutil.rmtree(run.checkpoints)
+
+    with pytest.raises(ConfigError, match=r"one of step 4 was committed.*checkpoints digits --verify.*submit --fresh"):
+        restore(run)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_each_time(run: RunDir) -> None:
+    for step in STEPS:
+        path = checkpoint_path(run, step) / shard_name(0, 1)
+        path.write_bytes(path.read_bytes()[:-1])
+
+    for attempt in (1, 2):
+        with pytest.raises(ConfigError, match=r"those of step 2, 4 are damaged"):
+            restore(run, attempt)
+
+    assert committed_steps(run) == []
+
+
+def test_a_run_that_never_had_a_checkpoint_begins(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record_start(run, attempt=0, job_id="1")
+
+    assert restore(run) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_user_who_may_not_read_for_a_while_is_told_which_file_it_is(run: RunDir) -> None:
+    """As with a ticket that has run out."""
+    path = checkpoint_path(run, STEPS[-1])
+    run.path.parent.parent.chmod(0o755)
+    run.path.parent.chmod(0o755)
+    path.chmod(0o700)
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setegid(65534)
+            os.seteuid(65534)
+            verify(path)
+        except BaseException as error:  # noqa: BLE001  a forked child must never return into pytest
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+
+    with os.fdopen(read) as told:
+        said = told.read()
+    assert said.startswith("UnreadableError")
+    assert str(path) in said
+
+
+# --- looks that come again -------------------------------------------------------------------------------------------
+
+UNKNOWABLE = RunDir(Path("n" * 300) / "run")
+"""A run of which nothing can be known: each look ends with "File name too long", which is no "no such file"."""
+
+
+def test_a_look_without_an_answer_asks_nobody_to_stop_and_ousts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    flag = StopFlag(UNKNOWABLE.stop_request)
+
+    asked = [flag.is_set(look_at_file=True) for _ in range(3)]
+
+    assert asked == [False] * 3
+    assert read_stop_request(UNKNOWABLE) is None
+    assert not is_ousted(UNKNOWABLE, 0)
+    assert not has_claim(UNKNOWABLE, 0)
+    assert read_failures(UNKNOWABLE, 0) == []
+    told = [record.getMessage() for record in caplog.records if str(UNKNOWABLE.stop_request) in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].endswith("It is looked at again.")
+
+
+def test_a_supervisor_goes_on_where_the_first_sign_of_the_workers_cannot_be_looked_at() -> None:
+    vigil = Vigil(
+        ends_at=None,
+        lead_s=60,
+        hang_timeout_s=60,
+        signs_of_life=(UNKNOWABLE.progress,),
+        first_sign=UNKNOWABLE.rank_log(0, 0),
+    )
+
+    assert vigil.look(None, 0.0) == ""
+
+
+def test_a_supervisor_takes_what_the_records_say_of_checkpoints_that_cannot_be_listed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predecessors, "LISTING_PATIENCE_S", 0.0)
+    note_commit(run, "ledger")
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.symlink_to(run.checkpoints.name)
+
+    assert predecessors.newest_step(run) == 4
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_steps_that_are_taken_again_are_kept_beside(run: RunDir) -> None:
+    add_metrics(run, [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, 7)])
+    journal = Journal(run, RunSpec(name="digits"), is_writer=True, attempt=1, total_steps=8)
+
+    journal.open(Position(step=4))
+    journal.close()
+
+    steps = [[json.loads(line)["step"] for line in path.read_text().splitlines()] for path in (
+        run.metrics, run.superseded_metrics,
+    )]  # fmt: skip
+    assert steps == [[1, 2, 3, 4], [5, 6]]
+
+
+# --- pruning ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_has_lost_the_claim_deletes_nothing(run: RunDir) -> None:
+    """A stale rank zero that was suspended between its commit and its clearing up."""
+    claim(run, 1)
+    claim(run, 2)
+
+    deleted = prune(run, attempt=1, keep_last=1, keep_best=0, metric="loss", lowest_is_best=True)
+
+    assert deleted == []
+    assert committed_steps(run) == list(STEPS)
