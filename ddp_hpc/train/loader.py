@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
+from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.processes import deaths_held_back, die_with_parent, ignore_stop_signals, unblock_signals
 from ddp_hpc.spec import DataSpec
 from ddp_hpc.train.data_order import MicroBatch, Walk, Window, derive_seed
@@ -45,7 +46,17 @@ class SeededFetch(Dataset[Any]):
         seed = derive_seed("sample", self._seed, epoch, index)
         torch.default_generator.manual_seed(seed)
         seed_host_libraries(seed)
-        return self._dataset[index]
+        try:
+            return self._dataset[index]
+        except DdpHpcError:
+            raise
+        except Exception as error:
+            data = "eval_data" if epoch < 0 else "train_data"
+            raise SampleError(f"`{data}[{index}]` raised {type(error).__name__}: {error}") from error
+
+
+class SampleError(RuntimeError):
+    """A sample could not be read; the message names it. It is no error of input: another attempt may well read it."""
 
 
 class _MicroBatches:

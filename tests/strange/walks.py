@@ -130,11 +130,11 @@ def weights(found: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix("model/"): value for name, value in found.items() if name.startswith("model/")}
 
 
-def sample_ids(path: Path, world_size: int) -> list[list[int]]:
+def sample_ids(path: Path, world_size: int, *, attempt: int = 0) -> list[list[int]]:
     """Return the samples of every step as the run has written them down, those of all ranks dealt back together."""
     steps: dict[int, list[list[int]]] = {}
     for rank in range(world_size):
-        for line in RunDir(path).rank_samples(0, rank).read_text().splitlines():
+        for line in RunDir(path).rank_samples(attempt, rank).read_text().splitlines():
             record = json.loads(line)
             steps.setdefault(record["step"], []).append(record["samples"])
     return [_dealt_back(steps[step]) for step in sorted(steps)]
