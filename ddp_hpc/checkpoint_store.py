@@ -312,6 +312,15 @@ def read_tensors(
     return tensors
 
 
+def read_safetensors(path: Path) -> dict[str, RawTensor]:
+    """Read a safetensors file of anybody's.
+
+    Raises:
+        CorruptCheckpointError: where it is none.
+    """
+    return _parse_shard(path, bytearray(path.read_bytes()))
+
+
 def verify(path: Path) -> Manifest:
     """Read every byte of the checkpoint at `path`; return its manifest if it holds.
 

@@ -138,6 +138,10 @@ class TrainSpec(_Checked):
     on_nonfinite: OnNonfinite = "stop"
     """When the loss is not finite: `stop` ends the run as failed after 5 such steps in a row; `skip` leaves out updates whose
     gradients are not finite, which waits for the GPU at each step, and ends the run after 50 in a row; `ignore` goes on."""
+    init_from: str | None = None
+    """Weights to begin with, at step 0 only: a `.safetensors` or `.pt` file, another run's name or directory, or a checkpoint's."""
+    init_strict: bool = True
+    """Refuse `init_from` where a weight is missing, unknown or of another shape; else only those that fit are taken."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate with it."""
     sync_batch_norm: bool = False
@@ -334,8 +338,8 @@ class CheckpointSpec(_Checked):
     """Best checkpoints, by `best_metric`, to keep besides."""
     best_metric: str = "loss"
     """The evaluation's number that says which is best."""
-    best_is: Literal["lowest", "highest"] = "lowest"
-    """Whether the lowest or the highest is best."""
+    best_is: Literal["lowest", "highest"] | None = None
+    """Whether the lowest or the highest is best. Unset: the lowest `loss`; for any other number it must be given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,6 +347,11 @@ class CheckpointSpec(_Checked):
         _require(
             self.keep_best >= 0,
             f"`checkpoint.keep_best` is {self.keep_best!r}, but it must not be negative.",
+        )
+        _require(
+            self.keep_best == 0 or self.best_metric == "loss" or self.best_is is not None,
+            f"`checkpoint.best_metric` is {self.best_metric!r}, but nothing says which of two is better. "
+            "Set `checkpoint.best_is` to `highest` or `lowest`.",
         )
 
 

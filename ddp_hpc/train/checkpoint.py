@@ -243,7 +243,7 @@ class Checkpointer:
             moved = partial(self._read_on, self._group.arrival_key(_RESTORED))
             found = patiently(str(path), partial(_read, path, moved), on_wait=moved)
         manifest, raw = found
-        saved = {name: _to_torch(tensor) for name, tensor in raw.items()}
+        saved = {name: to_torch(tensor) for name, tensor in raw.items()}
         training_state.restore(state, saved, manifest.state, seed=seed)
         self._restored = self._last_saved = int(step)
         return self._restored
@@ -458,7 +458,7 @@ class Checkpointer:
                 keep_last=keep.keep_last,
                 keep_best=keep.keep_best,
                 metric=keep.best_metric,
-                lowest_is_best=keep.best_is == "lowest",
+                lowest_is_best=keep.best_is != "highest",
             )
         except (OSError, UnreadableError) as error:
             log.warning("old checkpoints could not be deleted: %s", error)
@@ -478,7 +478,8 @@ def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:
     return ShardRecord(**report)
 
 
-def _to_torch(raw: RawTensor) -> Tensor:
+def to_torch(raw: RawTensor) -> Tensor:
+    """Return a tensor that shares the bytes as read."""
     dtype = _TORCH_DTYPES[raw.dtype]
     if not len(raw.data):
         return torch.empty(raw.shape, dtype=dtype)

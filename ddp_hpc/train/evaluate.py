@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import rng
 from ddp_hpc.train.data_order import MicroBatch
@@ -19,9 +19,11 @@ from ddp_hpc.train.precision import Precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 
+_TRIAL_SIZE = 2
+
 
 class _HeldOut:
-    """This rank's part of the held-out set: every world_size-th sample, nothing padded; empty until it is wanted."""
+    """This rank's part of the held-out set: every world_size-th sample, nothing padded; two for a trial until it is wanted."""
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int, world_size: int) -> None:
         self._mine = range(rank, num_samples, world_size)
@@ -29,10 +31,9 @@ class _HeldOut:
         self.is_wanted = False
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        if not self.is_wanted:
-            return
-        for first in range(0, len(self._mine), self._batch_size):
-            indices = tuple(self._mine[first : first + self._batch_size])
+        wanted = self._mine if self.is_wanted else self._mine[:_TRIAL_SIZE]
+        for first in range(0, len(wanted), self._batch_size):
+            indices = tuple(wanted[first : first + self._batch_size])
             yield [MicroBatch(-1, indices, len(indices))]
 
 
@@ -63,18 +64,35 @@ class Evaluator:
                 world_size=place.world_size,
             )
             self._loader = make_loader(
-                SeededFetch(recipe.eval_data, spec.seed),
+                SeededFetch(recipe.eval_data, spec.seed, recipe.collate_fn),
                 self._held_out,
                 data=spec.data,
                 pin_memory=group.device.type == "cuda",
                 is_kept=True,
             )
 
-    def start(self) -> None:
-        """Start the loader's processes, to be kept: later, threads would be running, and forking beside them is risky."""
-        if self._loader is not None:
-            list(begin(self._loader))
-            self._held_out.is_wanted = True
+    def start(self, model: nn.Module) -> None:
+        """Start the loader's processes, to be kept: later, threads would be running, and forking beside them is risky.
+
+        Two samples are evaluated for a trial, which leaves no trace, so that a metric of another shape is refused at once.
+
+        Raises:
+            ConfigError: where a metric is not one value a sample.
+        """
+        if self._loader is None:
+            return
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        with torch.no_grad(), rng.preserved(self._group.device):
+            for fetched in begin(self._loader):
+                batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
+                self._score(model, batch, len(fetched.indices))
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, mode in modes:
+            module.training = mode
+        self._held_out.is_wanted = True
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the mean of the loss and of each metric over the held-out samples, the same on every rank.
@@ -100,10 +118,12 @@ class Evaluator:
             outputs = model(inputs)
             scores = [self._recipe.loss(outputs, targets).double() * num_samples]
         for name, metric in self._recipe.metrics.items():
-            values = metric(outputs, targets)
-            if values.shape != (num_samples,):
-                raise ConfigError(
-                    f"Metric {name!r} returned shape {tuple(values.shape)} for {num_samples} samples, "
+            values: object = metric(outputs, targets)
+            if not isinstance(values, Tensor) or values.shape != (num_samples,):
+                got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+                kind = WorkerError if self._held_out.is_wanted else ConfigError  # nothing was trained at the trial
+                raise kind(
+                    f"Metric {name!r} returned {got} for {num_samples} samples, "
                     f"but must return one value a sample, shape ({num_samples},)."
                 )
             scores.append(values.double().sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from ddp_hpc.spec import DataSpec
 from ddp_hpc.train.data_order import MicroBatch, Walk, Window, derive_seed
 from ddp_hpc.train.rng import HostGenerators, seed_host_libraries
 
+Collate = Callable[[list[Any]], Any]
+"""A list of samples -> one batch of them."""
+
 
 class Fetched(NamedTuple):
     """A micro batch with the ids of the samples that it was made from."""
@@ -27,20 +30,23 @@ class Fetched(NamedTuple):
 class SeededFetch(Dataset[Any]):
     """A map-style dataset whose randomness follows from (seed, epoch, index), whichever process does the work."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._collate = collate
 
     def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
         """Fetch one micro batch; the loader hands over a list of one."""
         (wanted,) = micro_batch
-        if type(self._dataset) is TensorDataset:  # no code of the user's runs, as in a subclass: take all rows at once
+        if self._collate is None and type(self._dataset) is TensorDataset:
+            # No code of the user's runs, as it does in a subclass: take all rows at once.
             return Fetched(wanted.indices, self._dataset[torch.tensor(wanted.indices)])
         generators = HostGenerators() if get_worker_info() is None else None
         samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
+        batch = (self._collate or default_collate)(samples)
         if generators is not None:
             generators.put_back()
-        return Fetched(wanted.indices, default_collate(samples))
+        return Fetched(wanted.indices, batch)
 
     def _fetch(self, epoch: int, index: int) -> Any:
         seed = derive_seed("sample", self._seed, epoch, index)
@@ -78,11 +84,12 @@ class LoadedWindow(NamedTuple):
     fetched: Iterator[Fetched]
 
 
-def training_windows(dataset: Dataset[Any], walk: Walk, *, data: DataSpec, pin_memory: bool) -> Iterator[LoadedWindow]:
+def training_windows(
+    dataset: Dataset[Any], walk: Walk, *, data: DataSpec, pin_memory: bool, collate: Collate | None = None
+) -> Iterator[LoadedWindow]:
     """Yield the windows of `walk` with their samples; loading runs ahead over the ends of epochs."""
-    fetched = begin(
-        make_loader(SeededFetch(dataset, walk.order.seed), _MicroBatches(walk), data=data, pin_memory=pin_memory)
-    )
+    fetch = SeededFetch(dataset, walk.order.seed, collate)
+    fetched = begin(make_loader(fetch, _MicroBatches(walk), data=data, pin_memory=pin_memory))
     for plan in walk:
         yield LoadedWindow(plan, (next(fetched) for _ in plan.micro_batches))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_hpc.train.data_order import MicroBatch, Window
+from ddp_hpc.train.initial_weights import take_initial_weights
 from ddp_hpc.train.loader import Fetched, LoadedWindow, to_device
 from ddp_hpc.train.lr_schedule import lr_factor
 from ddp_hpc.train.optimizer import trained_parameters
@@ -62,7 +63,9 @@ def restore(t: Training) -> None:
     step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
     t.plan_steps()
     t.checkpointer.await_all_restored()
+    t.evaluator.start(t.evaluated_model)
     if step is None:
+        take_initial_weights(t.spec, t.state)
         log.info("training from the beginning, to step %d", t.total_steps)
     else:
         log.info("resumed at step %d of %d", step, t.total_steps)
@@ -70,7 +73,6 @@ def restore(t: Training) -> None:
     t.journal.open(t.state.position)
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)
-    t.evaluator.start()
     t.watchdog.feed()
 
 

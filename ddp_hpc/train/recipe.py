@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +24,15 @@ BUILT_IN = {
     "drill": "ddp_hpc.train.recipes.drill:build",
 }
 """Recipes known by a short name."""
+
+_OTHERS_CODE = (
+    f"{os.sep}site-packages{os.sep}",
+    f"{os.sep}dist-packages{os.sep}",
+    sysconfig.get_path("stdlib"),
+    str(Path(__file__).parents[1]),
+    "<frozen ",
+)
+"""In paths of code that is not the user's."""
 
 Scorer = Callable[[Any, Any], Tensor]
 """(outputs, targets) -> one value a sample, shape (num_samples,); averaged over the held-out set."""
@@ -49,6 +62,8 @@ class Recipe:
     """(model, lr) -> optimizer; default: what the configuration's `optimizer` section says."""
     metrics: Mapping[str, Scorer] = field(default_factory=dict)
     """Numbers of the evaluation besides `loss`, by name."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Makes one batch of a list of samples, in training and evaluation; default: torch's `default_collate`."""
     inputs_and_targets: Callable[[Any], tuple[Any, Any]] = _pair
     """Splits what the data yields, collated; default: a pair. The model is called with the inputs."""
 
@@ -116,16 +131,38 @@ def build_recipe(target: str, args: Mapping[str, Any]) -> Recipe:
     """Call the builder and check that it returned a `Recipe`.
 
     Raises:
-        ConfigError: where there is no such builder, it does not take these arguments, or returns something else.
+        ConfigError: where there is no such builder, it does not take these arguments, cannot use them, or returns something
+            else.
     """
     builder = load_builder(target)
     _check_args(target, builder, args)
-    recipe = builder(**args)
+    recipe = _call(target, builder, args)
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"`{target}` returned {type(recipe).__name__}, but must return a `ddp_hpc.train.recipe.Recipe`."
         )
     return recipe
+
+
+def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> Recipe:
+    """Call the builder; what it raises of wrong values is told with its arguments and its own lines.
+
+    Any other exception (a disk that cannot be read, a GPU that fails) may be gone in the next attempt, and stays as it is.
+    """
+    try:
+        return builder(**args)
+    except (TypeError, ValueError, AttributeError, LookupError, AssertionError, NameError) as error:
+        raise ConfigError(
+            f"`{target}` was called with `recipe.args` {dict(args)!r} and raised {type(error).__name__}: {error}\n"
+            f"{_own_lines(error)}Change the arguments, or the function; the log has the whole traceback."
+        ) from error
+
+
+def _own_lines(error: BaseException) -> str:
+    """Return the last lines of the user's own code in a traceback: no library's, and not ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in _OTHERS_CODE)]
+    return "".join(f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}\n" for frame in own[-3:])
 
 
 def _check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from ddp_hpc.train.loader import LoadedWindow, training_windows
 from ddp_hpc.train.optimizer import build_optimizer, trained_parameters
 from ddp_hpc.train.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.recipe import Recipe, nearest_names
 from ddp_hpc.train.samples import SampleRecorder
 from ddp_hpc.train.single_samples import warn_of_single_samples
 from ddp_hpc.train.stop import Meetings, StopFlag
@@ -74,7 +74,13 @@ class Training:
             rank=self.group.place.rank,
         )
         pin_memory = self.group.device.type == "cuda"
-        return training_windows(self.recipe.train_data, walk, data=self.spec.data, pin_memory=pin_memory)
+        return training_windows(
+            self.recipe.train_data,
+            walk,
+            data=self.spec.data,
+            pin_memory=pin_memory,
+            collate=self.recipe.collate_fn,
+        )
 
     def plan_steps(self) -> None:
         """Find the last step anew from the position that was restored.
@@ -116,6 +122,7 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         ConfigError: where the recipe and the spec do not fit.
     """
     watchdog = watchdog or Watchdog(None)
+    _check_best(spec, recipe)
     order = _order(spec, recipe, group)
     total_steps = min(spec.train.max_steps or _NO_END, order.last_step(Position(), epochs=spec.train.epochs))
     precision = Precision(spec.train.precision, group.device)
@@ -184,6 +191,23 @@ def _order(spec: RunSpec, recipe: Recipe, group: Group) -> Order:
             "samples and `data.drop_last` leaves out what does not fill a batch. Choose a smaller batch."
         )
     return order
+
+
+def _check_best(spec: RunSpec, recipe: Recipe) -> None:
+    """Refuse to keep the best of what no evaluation measures."""
+    if not spec.checkpoint.keep_best:
+        return
+    if recipe.eval_data is None:
+        raise ConfigError(
+            f"`checkpoint.keep_best` is {spec.checkpoint.keep_best}, but the recipe has no `eval_data`, so nothing says which "
+            "checkpoint is best. Add held-out samples, or leave `checkpoint.keep_best` out."
+        )
+    names = ["loss", *recipe.metrics]
+    if spec.checkpoint.best_metric not in names:
+        raise ConfigError(
+            f"`checkpoint.best_metric` is {spec.checkpoint.best_metric!r}, but the evaluation has no such number. "
+            f"{nearest_names(spec.checkpoint.best_metric, names)}"
+        )
 
 
 def _untrained(bare: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -8,7 +8,7 @@ generators and meters are each rank's own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.train import rng
 from ddp_hpc.train.data_order import Position
+
+_MOST_NAMES = 5
+"""Weights that a message names."""
 
 
 class NamedTensor(NamedTuple):
@@ -166,8 +169,27 @@ def _load_weights(module: nn.Module, saved: Mapping[str, Tensor], prefix: str) -
         module.load_state_dict(found)
     except RuntimeError as error:
         raise ConfigError(
-            f"The checkpoint is of another model: {error}. Undo the change of the recipe, or give the run a new `name`."
+            f"The checkpoint is of another model: {differences(module.state_dict(), found) or error}. Undo the change of the "
+            "recipe, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
         ) from error
+
+
+def differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """Return in which names and shapes `found` is not of the model that `own` is of; empty where it is."""
+    shapes = [
+        f"{name} {tuple(found[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & found.keys())
+        if own[name].shape != found[name].shape
+    ]
+    missing, unknown = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+    parts = [_some("missing", missing), _some("unknown", unknown), _some("of another shape", shapes)]
+    return "; ".join(filter(None, parts))
+
+
+def _some(what: str, names: Sequence[str]) -> str:
+    """Return the first names in words, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
 
 
 # --- optimizer -------------------------------------------------------------------------------------------------------

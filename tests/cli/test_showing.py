@@ -148,7 +148,10 @@ def test_without_a_checkpoint_nothing_is_said_of_exporting_one() -> None:
 def test_the_headline_has_the_newest_metrics() -> None:
     told = headline(status("stopped"))
 
-    assert told == "digits stopped with a committed checkpoint: step 20 of 100  loss 0.2500  accuracy 0.9833"
+    assert (
+        told
+        == "digits stopped with a committed checkpoint: step 20 of 100; training loss 0.5000; evaluation: loss 0.2500  accuracy 0.9833"
+    )
 
 
 def test_the_cause_names_the_first_to_fail_and_ends_its_log(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def a_recipe(num_samples: int = NUM_SAMPLES) -> Recipe:
 def an_evaluator(group: Group, recipe: Recipe, *, batch_size: int = 4, num_workers: int = 0) -> Evaluator:
     spec = RunSpec(name="held-out", eval=EvalSpec(batch_size=batch_size), data=DataSpec(num_workers=num_workers))
     evaluator = Evaluator(recipe, spec, group, Precision("fp32", group.device))
-    evaluator.start()
+    evaluator.start(recipe.model)
     return evaluator
 
 
@@ -159,7 +159,7 @@ def _evaluate_wrongly(group: Group) -> str:
 def test_a_metric_that_averages_by_itself_is_refused(tmp_path: Path) -> None:
     (told,) = in_group(1, _evaluate_wrongly, tmp_path)
 
-    assert told.startswith("Metric 'mean' returned shape () for 4 samples, but must return one value a sample")
+    assert told.startswith("Metric 'mean' returned shape () for 2 samples, but must return one value a sample")
 
 
 def _evaluate_nothing(group: Group) -> dict[str, float]:

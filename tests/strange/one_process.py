@@ -35,6 +35,7 @@ def prepared(folder: Path, recipe: Recipe, **keys: Any) -> Training:
     spec = RunSpec(name=folder.name, runs_dir=str(folder.parent), **made, **plain)
     run = RunDir(folder)
     run.console.parent.mkdir(parents=True, exist_ok=True)
+    run.config.write_text(f"name: {run.name}\n")
     attempt = ownership.next_attempt(run)
     ownership.claim(run, attempt)
     rng.seed_everything("rank", spec.seed, 0, 0)

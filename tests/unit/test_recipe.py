@@ -107,10 +107,25 @@ def test_a_missing_argument_is_named(write_module: WriteModule) -> None:
         build_recipe("mine:build", {"width": 1})
 
 
-def test_a_type_error_inside_the_function_stays_the_users_own(write_module: WriteModule) -> None:
-    write_module("mine", "def build():\n    return len(3)")
+def test_what_the_function_cannot_use_is_told_with_its_arguments_and_the_users_own_lines(
+    write_module: WriteModule,
+) -> None:
+    """The exception comes from torch's code, where no user looks."""
+    write_module("mine", "import torch\n\n\ndef build(width):\n    return torch.nn.Linear(4, width)")
 
-    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+    with pytest.raises(ConfigError) as refused:
+        build_recipe("mine:build", {"width": "wide"})
+
+    told = str(refused.value)
+    assert told.startswith("`mine:build` was called with `recipe.args` {'width': 'wide'} and raised TypeError: ")
+    assert "mine.py:5, in build: return torch.nn.Linear(4, width)\n" in told
+    assert "site-packages" not in told
+
+
+def test_an_error_that_may_be_gone_next_time_stays_the_users_own(write_module: WriteModule) -> None:
+    write_module("mine", "def build():\n    raise OSError(5, 'Input/output error')")
+
+    with pytest.raises(OSError, match="Input/output error"):
         build_recipe("mine:build", {})
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.train.training_state import TrainingState, numbers, restore, tensors
+from ddp_hpc.train.training_state import TrainingState, _load_weights, numbers, restore, tensors
 from tests.unit.made_state import SEED, make_state, take_step
 
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
@@ -182,3 +182,19 @@ def test_a_checkpoint_of_another_optimizer_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"optimizer is Other, this one is"):
         restore(make_state(), named, {**plain, "optimizer": {**plain["optimizer"], "type": "Other"}}, seed=SEED)
+
+
+def test_a_checkpoint_of_another_model_is_told_in_one_line_with_a_few_names_and_a_way_on() -> None:
+    """Thirteen weights differ; five are named."""
+    own = {f"layer.{index:02}": torch.zeros(1) for index in range(13)}
+    other = nn.Module()
+    for index in range(13):
+        other.register_buffer(f"other_{index:02}", torch.zeros(1))
+
+    with pytest.raises(ConfigError) as refused:
+        _load_weights(other, {f"model/{name}": one for name, one in own.items()}, "model")
+
+    told = str(refused.value)
+    assert "\n" not in told
+    assert "unknown: layer.00, layer.01, layer.02, layer.03, layer.04 and 8 more." in told
+    assert "`ddp-hpc submit --fresh`" in told
