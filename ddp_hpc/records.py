@@ -49,6 +49,7 @@ Cause = Literal[
     "diverged",
     "unexplained",
     "supervisor died",
+    "suspended",
 ]
 """Why it ended."""
 Next = Literal["", "in place", "requeue", "successor", "slurm"]

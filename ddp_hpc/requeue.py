@@ -47,6 +47,7 @@ TABLE: Mapping[Cause, Row] = {
     "diverged": Row("failed", "end"),
     "unexplained": Row("failed", "away", is_failure=True),
     "supervisor died": Row("failed", "in place", is_failure=True),
+    "suspended": Row("failed", "in place"),
 }
 """A preemption is the cluster's doing, so it counts for nothing; whoever cannot commit between two time limits never
 will, so that counts."""

@@ -412,6 +412,11 @@ class SlurmSpec(_Checked):
                 f"`slurm.extra` has {flag!r}, but a flag of sbatch is made of letters, digits and `-`, "
                 "without the dashes before it (`switches`).",
             )
+            _require(
+                str(flag) not in {"clusters", "M"},
+                f"`slurm.extra.{flag}` asks for another cluster, but a run's job is looked for on the cluster of this login "
+                "node alone. Submit it from a login node of that cluster.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,6 +432,9 @@ class TorchrunSpec(_Checked):
             self.max_restarts >= 0,
             f"`torchrun.max_restarts` is {self.max_restarts!r}, but it must not be negative.",
         )
+
+
+_LEAST_BUILD_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,6 +464,11 @@ class RestartSpec(_Checked):
             exclude_after=self.exclude_after,
             forget_h=self.forget_h,
         )
+
+    @property
+    def build_timeout_s(self) -> int:
+        """How long the recipe may take to be built on the slowest rank: listing a large data set is no hang."""
+        return max(self.hang_timeout_s, _LEAST_BUILD_TIMEOUT_S)
 
 
 @dataclass(frozen=True, kw_only=True)

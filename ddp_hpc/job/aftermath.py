@@ -54,6 +54,9 @@ _EXIT_CODES = {
     "fenced": exit_codes.FENCED,
 }
 _BY_SIGNAL = "killed by "
+_BUILDING = "in build_recipe"
+"""In the stacks of a rank that builds its recipe."""
+_NOT_BUILT = "the recipe was not built"
 _BY_HARDWARE = ("CUDA error", "NCCL error", "ECC error", "cuDNN error")
 
 
@@ -156,6 +159,7 @@ def _evidence(assignment: Assignment, attempt: int, outcome: Outcome) -> Evidenc
         stop_request=read_stop_request(run),
         is_out_of_time=outcome.is_out_of_time,
         is_wedged=outcome.is_wedged,
+        was_suspended=outcome.was_suspended,
         has_stacks=stacks.has_stacks(run, attempt, spec.resources.world_size),
         lost_nodes=[*outcome.lost_nodes, *outcome.avoided_nodes],
         now=time.time(),
@@ -182,7 +186,7 @@ def _job(assignment: Assignment) -> JobRecord | None:
 
 
 def _accounted_end(assignment: Assignment) -> str:
-    return accounted_end(read_attempts(assignment.run)[-1], assignment.environ)
+    return accounted_end(assignment.run, read_attempts(assignment.run)[-1], assignment.environ)
 
 
 def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
@@ -205,12 +209,19 @@ def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
         host=node or "",
         at=time.time(),
         step=0,
-        exception=f"no rank moved for {assignment.spec.restart.hang_timeout_s} s; {who}{stands_how}; all stacks: {path}",
+        exception=f"{_stood_still(assignment, stands)}; {who}{stands_how}; all stacks: {path}",
         log=str(run.rank_log(attempt, max(rank, 0))),
     )
     with _told_where_the_disk_is_full():
         replace_text(run.rank_error(attempt, max(rank, 0)), json.dumps(failure.__dict__, indent=1))
     return failure
+
+
+def _stood_still(assignment: Assignment, stands: Sequence[stacks.Stand]) -> str:
+    restart = assignment.spec.restart
+    if any(_BUILDING in stand.stacks for stand in stands):
+        return f"{_NOT_BUILT} within {restart.build_timeout_s} s"
+    return f"no rank moved for {restart.hang_timeout_s} s"
 
 
 def _failed_nodes(
@@ -222,7 +233,11 @@ def _failed_nodes(
     if failure is None or cause not in {"hang", "worker crashed"}:
         return ()
     said = failure.exception
-    is_nodes = cause == "hang" or said.startswith(_BY_SIGNAL) or any(text in said for text in _BY_HARDWARE)
+    is_nodes = (
+        (cause == "hang" and not said.startswith(_NOT_BUILT))
+        or said.startswith(_BY_SIGNAL)
+        or any(text in said for text in _BY_HARDWARE)
+    )
     node = assignment.node_of(failure.rank) if failure.rank >= 0 else None
     return (node,) if is_nodes and node is not None else ()
 
@@ -264,6 +279,7 @@ def _told(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
         "time limit": "the job's time was over",
         "node failed": f"lost {', '.join(outcome.lost_nodes) or 'a node'}",
         "hang": "nothing was heard of the workers for long",
+        "suspended": "the job was suspended for longer than `restart.hang_timeout_s`, and the workers had to begin again",
         "unexplained": "told to leave before anybody could listen",
     }.get(cause, cause)
 

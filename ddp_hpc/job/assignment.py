@@ -46,6 +46,8 @@ class Outcome:
     """Whether they were told to leave because the time limit was near."""
     is_wedged: bool = False
     """Whether they had to be ended because nothing was heard of them."""
+    was_suspended: bool = False
+    """Whether the whole job stood still for longer than the workers may, and went on a moment ago."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes that did not answer."""
     avoided_nodes: tuple[str, ...] = ()

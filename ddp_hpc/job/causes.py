@@ -25,6 +25,8 @@ class Evidence:
     is_out_of_time: bool = False
     """Whether the deadline clock told them."""
     is_wedged: bool = False
+    was_suspended: bool = False
+    """Whether the whole job, the supervisor too, stood still for longer than the workers may."""
     has_stacks: bool = False
     """Whether a watchdog has bitten."""
     lost_nodes: Sequence[str] = ()
@@ -136,7 +138,7 @@ def _by_leave(evidence: Evidence) -> Cause | None:
 
 def _by_death(evidence: Evidence) -> Cause | None:
     if evidence.has_stacks or evidence.is_wedged:
-        return "hang"
+        return "suspended" if evidence.was_suspended else "hang"
     return "node failed" if evidence.lost_nodes else "worker crashed"
 
 

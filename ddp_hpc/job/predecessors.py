@@ -43,6 +43,10 @@ def newest_step(run: RunDir) -> int:
     return steps[-1] if steps else 0
 
 
+OLD_S = 24 * 3600.0
+"""A job that ended so long before the first attempt of ours is not ours: clusters begin anew to number their jobs."""
+
+
 def is_anothers(newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> bool:
     """Tell whether another job works on the run: file systems that lock each node by itself do not say."""
     if newest.ending is not None or newest.cluster != "slurm" or newest.job_id == allocation.job_id:
@@ -59,7 +63,7 @@ def bury(run: RunDir, environ: Mapping[str, str]) -> None:
     newest = next(reversed(read_attempts(run)), None)
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
-    said = accounted_end(newest, environ)
+    said = accounted_end(run, newest, environ)
     cause = _CAUSES.get(states.word(said), "unexplained")
     failed = _failed_nodes(newest, environ) if cause == "node failed" else ()
     reason = f"ended without a word; Slurm says {said}" if said else "ended without a word"
@@ -68,9 +72,14 @@ def bury(run: RunDir, environ: Mapping[str, str]) -> None:
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} {reason}\n")
 
 
-def accounted_end(attempt: Attempt, environ: Mapping[str, str]) -> str:
+def accounted_end(run: RunDir, attempt: Attempt, environ: Mapping[str, str]) -> str:
     """Return the state in which accounting saw this start of the job end; empty where it does not say."""
-    starts = client.accounting([attempt.job_id], environ)
+    first = min(one.started_at for one in [*read_attempts(run), attempt] if one.job_id == attempt.job_id)
+    starts = [
+        start
+        for start in client.accounting([attempt.job_id], environ)
+        if start.ends_at is None or start.ends_at > first - OLD_S  # else an older job had the same number
+    ]
     if len(starts) > attempt.restart and states.has_ended(starts[attempt.restart].state):
         return starts[attempt.restart].state
     if len(starts) > attempt.restart and states.word(starts[attempt.restart].state) == "requeued":

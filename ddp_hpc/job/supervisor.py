@@ -23,7 +23,7 @@ from ddp_hpc.containers import Housing
 from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
-from ddp_hpc.job import last_resort, predecessors, takeover
+from ddp_hpc.job import last_resort, node_probe, predecessors, takeover
 from ddp_hpc.job.aftermath import ENDED_BY_USER, attempts_since_submit, has_worked
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.housing import housing_of, moved
@@ -245,6 +245,8 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
         while True:
             attempt = _begin(assignment, housing.image)
             outcome = _see_through(assignment, workers, attempt)
+            if assignment.allocation is not None:
+                outcome = node_probe.blame(assignment, housing, attempt, outcome)
             conclusion = last_resort.conclude(assignment, attempt, outcome)
             if conclusion.decision.next != "in place":
                 break
@@ -405,6 +407,7 @@ def _watch_over(assignment: Assignment, workers: Workers, attempt: int, meeting:
         reason=_CUT_SHORT if vigil.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
         is_out_of_time=vigil.is_out_of_time,
         is_wedged=vigil.is_wedged,
+        was_suspended=vigil.has_just_slept(time.time()),
         lost_nodes=tuple(names_of(workers.silent_nodes(), assignment.nodes)),
     )
 

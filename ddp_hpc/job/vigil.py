@@ -38,6 +38,8 @@ class Vigil:
     is_wedged: bool = False
     is_cut_short: bool = False
     """Whether they were ended because they had not left when the job had to."""
+    slept_until: float | None = None
+    """When this process went on after it had stood still for longer than the workers may: the job was suspended."""
     _silence_s: float = 0.0
     _newest_sign: float = 0.0
     _looked_at: float | None = None
@@ -59,6 +61,10 @@ class Vigil:
             self.is_wedged = True
             return "end"
         return "stop" if self._was_told_too_early() else ""
+
+    def has_just_slept(self, now: float) -> bool:
+        """Tell whether the job was suspended, and woken so lately that the workers' watchdogs may have ended them for it."""
+        return self.slept_until is not None and now - self.slept_until < SILENCE_LAG_S
 
     def patience_s(self, now: float) -> float:
         """Return how long to wait at most before the next look."""
@@ -97,10 +103,15 @@ class Vigil:
         return self.is_signalled
 
     def _silence(self, now: float) -> float:
-        """Return how long nobody has written anything; the time in which this process slept too does not count."""
+        """Return how long nobody has written anything; the time in which this process slept too does not count.
+
+        A sign may be dated ahead: so long the workers are allowed to be silent (`Watchdog.allow`).
+        """
+        if self._looked_at is not None and now - self._looked_at > self.hang_timeout_s:
+            self.slept_until = now
         newest = max((_written_at(path) for path in self.signs_of_life), default=0.0)
         since = 0.0 if self._looked_at is None else min(max(now - self._looked_at, 0.0), 2 * LOOK_S)
-        self._silence_s = 0.0 if newest != self._newest_sign else self._silence_s + since
+        self._silence_s = 0.0 if newest != self._newest_sign or newest > now else self._silence_s + since
         self._newest_sign, self._looked_at = newest, now
         return self._silence_s
 

@@ -235,6 +235,16 @@ def cancel(job_id: str, environ: Mapping[str, str]) -> None:
     _order(queries.cancel_argv(job_id), environ, f"to cancel job {job_id}")
 
 
+def release(job_id: str, environ: Mapping[str, str]) -> None:
+    """Let a held job go on.
+
+    Raises:
+        ConfigError: where Slurm refuses: an administrator holds it.
+        SlurmUnavailableError: where it does not answer.
+    """
+    _order(queries.release_argv(job_id), environ, f"to release job {job_id}")
+
+
 def steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
     """Return the steps of a job that run, without its batch script.
 

@@ -446,6 +446,11 @@ def takes_jobs(node_state: str) -> bool:
     return not is_lost(node_state) and not node_state.lower().startswith("drain")
 
 
+def release_argv(job_id: str) -> list[str]:
+    """Let a held job go on."""
+    return ["scontrol", "release", job_id]
+
+
 def steps_argv(job_id: str) -> list[str]:
     """Ask for the steps of a job that run."""
     return ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ddp_hpc import requeue
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.records import QueuedJob, read_attempts, read_queued_job
+from ddp_hpc.records import Attempt, QueuedJob, read_attempts, read_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.hostlist import expand_hostlist
@@ -21,6 +21,9 @@ _SAFE_AFTER_S = 2
 """A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
 launch it: then Slurm fails the job for good (measured: 22.05, "Job credential revoked"). So Slurm holds requeued ones back."""
 _NODES_GONE = "ReqNodeNotAvail"
+_LAUNCH_FAILED = "launch_failed_requeued_held"
+MOST_RELEASES = 3
+"""How often a job is released that Slurm could not launch and holds: a prolog or a node may fail once."""
 
 
 def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
@@ -61,6 +64,12 @@ def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
     return {"ExcNodeList": ",".join(sorted(excluded.difference(let_in)))}
 
 
+def is_to_be_released(job: JobRecord, newest: Attempt | None) -> bool:
+    """Tell whether Slurm holds a job because it could not launch it, a few times at the most since it last began."""
+    is_held = states.word(job.state) == "pending" and job.reason.lower().replace(" ", "_") == _LAUNCH_FAILED
+    return is_held and (job.restarts or 0) - (newest.restart if newest else 0) <= MOST_RELEASES
+
+
 def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) -> set[str]:
     """Return the nodes on which the run failed, but that it cannot do without as the cluster is now, or need not."""
     spec = load_resolved(run.config)
@@ -76,6 +85,9 @@ def hasten_job(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[
         change = hastening(queued, job, time.time())
         if not change and job.excluded_nodes and job.reason.startswith(_NODES_GONE):
             change = letting_in(job, _nodes_to_let_in(run, job, environ))
+        if is_to_be_released(job, next(reversed(read_attempts(run)), None)):
+            client.release(queued.job_id, environ)
+            return True
         if change:
             client.update(queued.job_id, environ, **change)
     except (ConfigError, SlurmUnavailableError):

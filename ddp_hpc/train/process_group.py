@@ -104,11 +104,14 @@ class Group:
             return value
         return json.loads(self.store.get(key, on_sign=on_sign))
 
-    def meet(self, key: str, *, on_sign: Callable[[], object] = lambda: None) -> None:
-        """Wait until every rank has come here, as long as those who have not yet sign `arrival_key(key)`."""
+    def meet(self, key: str, *, on_sign: Callable[[], object] = lambda: None, silence_s: float | None = None) -> None:
+        """Wait until every rank has come here, as long as those who have not yet sign `arrival_key(key)`.
+
+        Without their signs it waits for `silence_s`, or the store's own patience.
+        """
         if not self.place.is_rank_zero:
             self.store.set(self.arrival_key(key), "")
-            self.store.get(key, on_sign=on_sign)
+            self.store.get(key, on_sign=on_sign, silence_s=silence_s)
             return
 
         def go_on() -> None:
@@ -116,7 +119,7 @@ class Group:
             self.store.sign(key)
 
         for rank in range(1, self.place.world_size):
-            self.store.get(f"{key}/{rank}", on_sign=go_on)
+            self.store.get(f"{key}/{rank}", on_sign=go_on, silence_s=silence_s)
         self.store.set(key, "")
 
     def arrival_key(self, key: str) -> str:

@@ -53,6 +53,17 @@ class Watchdog:
             with suppress(OSError):  # no file, or a full disk
                 os.utime(sys.stderr.fileno())
 
+    def allow(self, seconds: float) -> None:
+        """Let this rank stand still for so long, once: until it is fed again. Rank zero's log is dated to that moment."""
+        if self._timeout_s is None:
+            return
+        self._fed_at = self._signed_at = float("-inf")
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
+        if self._gives_sign:
+            until = time.time() + seconds
+            with suppress(OSError):
+                os.utime(sys.stderr.fileno(), (until, until))
+
     def dismiss(self) -> None:
         """Watch no more."""
         faulthandler.cancel_dump_traceback_later()

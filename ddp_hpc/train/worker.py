@@ -69,11 +69,12 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     try:
         spec = load_resolved(run.config)
         watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero)
-        group = _join(
-            run, spec, place, attempt=attempt, listen_fd=listen_fd
-        )  # which has its own patience: others may start more slowly
+        group = _join(run, spec, place, attempt=attempt, listen_fd=listen_fd)
+        watchdog.allow(spec.restart.build_timeout_s)  # joining has its own patience: others may start more slowly
+        recipe = _recipe(spec)
+        group.meet("built", silence_s=spec.restart.build_timeout_s)  # collectives have less patience
         watchdog.feed()
-        training = prepare(spec, _recipe(spec), run, group, attempt=attempt, stop=flag, watchdog=watchdog)
+        training = prepare(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         if place.is_rank_zero:
             _note_environment(run, attempt, environ)
         finished = _walk(training)

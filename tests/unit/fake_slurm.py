@@ -55,7 +55,7 @@ class FakeSlurm:
     def accounts(self, *ends: str) -> None:
         """Have sacct list how the starts of job 7 ended."""
         rows = [
-            f"7|{state}|0:0|2026-01-01T00:00:0{number}|2026-01-01T00:00:0{number}|2026-01-01T00:00:0{number}|1|10|node1|None"
+            f"7|{state}|0:0|2099-01-01T00:00:0{number}|2099-01-01T00:00:0{number}|2099-01-01T00:00:0{number}|1|10|node1|None"
             for number, state in enumerate(ends)
         ]
         self.has("sacct", "\n".join(f"printf '%s\\n' '{row}' | tr '|' '\\037'" for row in rows))

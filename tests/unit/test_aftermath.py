@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ddp_hpc import exit_codes, ownership
-from ddp_hpc.job import aftermath, last_resort, predecessors
+from ddp_hpc.containers import BARE
+from ddp_hpc.job import aftermath, last_resort, node_probe, predecessors
 from ddp_hpc.job.aftermath import conclude, leave
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.records import (
@@ -553,6 +554,81 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
 
     assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
     assert f"the end of attempt {attempt} could not be written down" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("unable", "blamed"), [(["node2"], ("node2",)), (["node1", "node2"], ()), ([], ())], ids=["one", "all", "none"]
+)
+def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice(
+    supervised: Make, unable: list[str], blamed: tuple[str, ...]
+) -> None:
+    one = supervised()
+    broken = " | ".join(f"*--nodelist={node}*" for node in unable or ["nowhere"])
+    one.slurm.has("srun", f'case "$*" in {broken}) exit 1;; esac\nshift 8; exec "$@"')
+    (one.run.path / "python").write_text("#!/bin/sh\necho a greeting of the site\necho ddp-hpc-can-start\n")
+    (one.run.path / "python").chmod(0o755)
+    housing = replace(BARE, python=str(one.run.path / "python"))
+
+    def fails() -> aftermath.Conclusion:
+        attempt = one.begin()
+        return conclude(one.assignment, attempt, node_probe.blame(one.assignment, housing, attempt, CRASHED))
+
+    fails()
+    concluded = fails()
+
+    first, second = read_attempts(one.run)
+    assert (first.cause, first.next, first.failed_nodes) == ("worker crashed", "in place", ())
+    assert (second.cause, second.next) == ("node failed" if blamed else "worker crashed", "requeue")
+    assert second.failed_nodes == concluded.decision.exclude == blamed
+    assert ("node2 cannot start a worker's Python; 1 other nodes can" in second.reason) is bool(blamed)
+
+
+def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_stacks(one.run, attempt, "stand_still")
+
+    concluded = conclude(one.assignment, attempt, replace(CRASHED, was_suspended=True))
+
+    assert (concluded.cause, one.last.next, one.last.failed_nodes) == ("suspended", "in place", ())
+    assert "suspended for longer than `restart.hang_timeout_s`" in one.last.reason
+
+
+@pytest.mark.parametrize(("function", "is_built"), [("build_recipe", False), ("accumulate_gradients", True)])
+def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(
+    supervised: Make, function: str, *, is_built: bool
+) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_stacks(one.run, attempt, function, rank=1)  # rank 0 says nothing
+
+    concluded = conclude(one.assignment, attempt, CRASHED)
+
+    assert concluded.cause == "hang"
+    assert one.last.reason.startswith(
+        "no rank moved for 900 s" if is_built else "the recipe was not built within 1800 s"
+    )
+    assert bool(one.last.failed_nodes) is is_built
+
+
+def add_stacks(run: RunDir, attempt: int, function: str, *, rank: int = 0) -> None:
+    """Write what a rank's watchdog leaves in its log."""
+    log = run.rank_log(attempt, rank)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    frame = f'  File "/x/y.py", line 7 in {function}\n'
+    log.write_text(f"Timeout (0:15:00)!\nThread 0x00007f (most recent call first):\n{frame}")
+
+
+def test_an_older_job_of_the_same_number_says_nothing(supervised: Make) -> None:
+    one = supervised()
+    one.begin()
+    old = "7|TIMEOUT|0:0|2001-01-01T00:00:00|2001-01-01T00:00:00|2001-01-01T00:00:09|1|10|node1|None"
+    new = "7|PREEMPTED|0:0|2099-01-01T00:00:00|2099-01-01T00:00:00|2099-01-01T00:00:09|1|10|node1|None"
+    one.slurm.has("sacct", "\n".join(f"printf '%s\\n' '{row}' | tr '|' '\\037'" for row in (old, new)))
+
+    predecessors.bury(one.run, one.slurm.environ)
+
+    assert one.last.cause == "preempted"
 
 
 def test_a_hang_that_cannot_be_written_down_is_a_hang_all_the_same(supervised: Make) -> None:

@@ -17,7 +17,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import ResourcesSpec, RunSpec
 from ddp_hpc.submission import slurm_executor
-from ddp_hpc.submission.hastening import hasten, hastening, letting_in
+from ddp_hpc.submission.hastening import MOST_RELEASES, hasten, hasten_job, hastening, letting_in
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 
@@ -132,3 +132,26 @@ def test_a_job_that_waits_for_its_turn_cannot_be_hastened_and_that_is_said(
     assert code == exit_codes.FAILED
     assert "waits for something that cannot be hastened" in capsys.readouterr().err
     assert slurm.orders("scontrol") == []
+
+
+HELD = JobRecord(job_id="7", state="PENDING", reason="launch_failed_requeued_held", restarts=2)
+
+
+@pytest.mark.parametrize(
+    ("job", "is_released"),
+    [
+        (HELD, True),
+        (replace(HELD, reason="launch failed requeued held"), True),  # as squeue writes it
+        (replace(HELD, restarts=MOST_RELEASES + 1), False),
+        (replace(HELD, reason="JobHeldUser"), False),
+        (replace(HELD, state="RUNNING"), False),
+    ],
+)
+def test_a_job_that_slurm_could_not_launch_is_released_a_few_times(
+    job: JobRecord, is_released: bool, tmp_path: Path
+) -> None:
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    queued = QueuedJob(job_id="7", attempt=1, at=0.0)
+
+    assert hasten_job(run, queued, job, slurm.environ) is is_released
+    assert slurm.orders() == (["scontrol release 7"] if is_released else [])

@@ -271,6 +271,12 @@ def test_a_flag_that_is_none_is_refused(flag: str) -> None:
         SlurmSpec(extra={flag: 1})
 
 
+@pytest.mark.parametrize("flag", ["clusters", "M"])
+def test_a_job_for_another_cluster_is_refused_for_nobody_would_find_it(flag: str) -> None:
+    with pytest.raises(ConfigError, match="Submit it from a login node of that cluster"):
+        SlurmSpec(extra={flag: "other"})
+
+
 @pytest.mark.parametrize(
     ("template", "told"), [("{% for", "line 1"), ("one\n{{ nobody }}\n", "nobody"), (None, "No such file")]
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.processes import is_listening, is_locked, kill, send, take_lock
+from ddp_hpc.processes import is_listening, is_locked, kill, send, start_ticks, take_lock
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -281,3 +281,20 @@ def _await(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# --- which process is it ---------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_known_by_its_number_and_start_and_a_dead_one_is_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    started = start_ticks(child.pid)
+    assert started is not None
+    assert start_ticks(child.pid) == started
+
+    child.kill()
+
+    until = time.monotonic() + 60
+    while start_ticks(child.pid) is not None:  # though nobody has reaped it
+        assert time.monotonic() < until
+    child.wait()

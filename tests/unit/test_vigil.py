@@ -274,3 +274,31 @@ def test_looks_that_come_fast_count_no_faster_than_the_clock(tmp_path: Path) -> 
     watching = vigil(signs_of_life=(tmp_path / "progress.json",))
 
     assert looks(watching, [NOW + number / 1000 for number in range(5000)]) == []
+
+
+# --- what only looks like silence ------------------------------------------------------------------------------------
+
+
+def test_a_sign_that_is_dated_ahead_allows_silence_until_then(tmp_path: Path) -> None:
+    sign, until = tmp_path / "rank-0.log", NOW + 1800
+    sign.touch()
+    os.utime(sign, (until, until))
+
+    told = looks(vigil(signs_of_life=(sign,)), every(LOOK_S, 1800 + HANG_S + SILENCE_LAG_S + 3 * LOOK_S))
+
+    assert [deed for _, deed in told] == ["end"]
+    assert told[0][0] >= until + HANG_S + SILENCE_LAG_S
+
+
+@pytest.mark.parametrize(("asleep_s", "is_seen"), [(HANG_S + 1, True), (HANG_S / 2, False)])
+def test_a_job_that_was_suspended_for_longer_than_a_hang_is_told_from_one_that_hangs(
+    asleep_s: float, *, is_seen: bool
+) -> None:
+    watching = vigil()
+
+    told = looks(watching, [NOW, NOW + LOOK_S, NOW + LOOK_S + asleep_s])
+    woken = NOW + LOOK_S + asleep_s
+
+    assert told == []
+    assert watching.has_just_slept(woken + 10) is is_seen
+    assert not watching.has_just_slept(woken + 10 * SILENCE_LAG_S)  # a hang from then on is one

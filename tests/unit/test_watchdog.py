@@ -174,3 +174,50 @@ def test_who_waits_for_others_to_start_is_not_bitten(tmp_path: Path) -> None:
 
     assert done.returncode == exit_codes.REFUSED, done.stderr
     assert "the others have come" in run.rank_log(0, 0).read_text()
+
+
+def test_who_is_allowed_to_stand_still_is_not_ended_for_it_until_he_is_fed_again(log: Path) -> None:
+    code = run_python(
+        """
+dog = Watchdog(1.0, gives_sign=True)
+dog.feed()
+dog.allow(600.0)
+print(os.stat(sys.stderr.fileno()).st_mtime > time.time() + 500, flush=True)
+time.sleep(3.0)
+dog.feed()
+print(os.stat(sys.stderr.fileno()).st_mtime > time.time() + 500, flush=True)
+stand_still()
+""",
+        log,
+    )
+
+    assert code == 1
+    assert log.read_text().startswith("True\nFalse\nTimeout (0:00:01)!\n")
+
+
+SLOW_BUILD = """
+import os, sys, time
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.train import worker
+
+def recipe(spec):
+    time.sleep(4.0)
+    raise ConfigError("it is built")
+
+worker._recipe = recipe
+environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+os._exit(worker.main(sys.argv[1], environ, attempt=0))
+"""
+
+
+def test_a_recipe_that_takes_longer_to_build_than_a_step_may_is_no_hang(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: digits\nrestart: {hang_timeout_s: 1}\n")
+
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_BUILD, str(run.path)], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == exit_codes.REFUSED, done.stderr
+    assert "it is built" in run.rank_log(0, 0).read_text()

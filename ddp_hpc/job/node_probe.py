@@ -1,0 +1,62 @@
+"""Which nodes cannot even start a worker: asked one by one where attempts end and no process says why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from ddp_hpc import exit_codes
+from ddp_hpc.containers import Housing
+from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.children import printed_by
+from ddp_hpc.job.launcher import WORKER
+from ddp_hpc.records import first_failure, read_attempts
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.steps import probe_argv
+
+TIMEOUT_S = 180.0
+"""How long a node may take to start Python and to import what a worker needs, others at it as well."""
+_AT_A_TIME = 16
+_CAN = "ddp-hpc-can-start"
+_CODE = f"import importlib, sys; importlib.import_module(sys.argv[2]).preload(sys.argv[1]); print('\\n{_CAN}')"
+
+
+def blame(assignment: Assignment, housing: Housing, attempt: int, outcome: Outcome) -> Outcome:
+    """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before said nothing."""
+    if not _is_mute(assignment.run, attempt, outcome) or len(assignment.nodes) < 2:
+        return outcome
+    before = next((one for one in reversed(read_attempts(assignment.run)) if one.attempt < attempt), None)
+    if before is None or before.cause != "worker crashed" or first_failure(assignment.run, before.attempt) is not None:
+        return outcome
+    sys.stderr.write(
+        "note: two attempts ended and no process said why; each node is asked to start a worker's Python\n"
+    )
+    unable = unable_nodes(assignment.nodes, assignment.run, housing, assignment.environ)
+    if not unable or len(unable) == len(assignment.nodes):
+        return outcome  # what holds for all is no node's fault
+    reason = (
+        f"{', '.join(unable)} cannot start a worker's Python; {len(assignment.nodes) - len(unable)} other nodes can"
+    )
+    return replace(outcome, lost_nodes=unable, reason=reason)
+
+
+def _is_mute(run: RunDir, attempt: int, outcome: Outcome) -> bool:
+    """Tell whether an attempt failed and nothing is known of why."""
+    is_explained = outcome.reason or outcome.lost_nodes or outcome.is_wedged or outcome.is_out_of_time
+    return outcome.code == exit_codes.FAILED and not is_explained and first_failure(run, attempt) is None
+
+
+def unable_nodes(nodes: Sequence[str], run: RunDir, housing: Housing, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the nodes on which a step of one task does not import what a worker needs."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        answers = pool.map(partial(_answer, run=run, housing=housing, environ=environ), nodes)
+        return tuple(node for node, answer in zip(nodes, answers, strict=True) if _CAN not in answer)
+
+
+def _answer(node: str, *, run: RunDir, housing: Housing, environ: Mapping[str, str]) -> str:
+    command = [*housing.srun_args, *housing.command, "-c", _CODE, str(run.path), WORKER]
+    printed, _ = printed_by([*probe_argv(1), f"--nodelist={node}", *command], environ=environ, timeout_s=TIMEOUT_S)
+    return printed

@@ -1,0 +1,78 @@
+"""Which process of a run on this machine is whose."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc import processes
+from ddp_hpc.durable import append_json_line
+from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.records import read_attempts
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.submission import local_executor
+from tests.made_run import make_run
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[RunDir]:
+    """Return a run that somebody works on."""
+    run = make_run(tmp_path)
+    fd = processes.take_lock(run.lock)
+    assert fd is not None
+    yield run
+    os.close(fd)
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+def add(run: RunDir, *, host: str, pid: int, pid_start: int | None) -> None:
+    known = {"attempt": 0, "job_id": "1", "host": host, "pid": pid, "pid_start": pid_start, "started_at": 1.0}
+    append_json_line(run.attempts, known)
+
+
+def test_a_run_of_another_host_is_not_cancelled_by_killing_a_process_of_that_number_here(
+    held: RunDir, stranger: subprocess.Popen[bytes]
+) -> None:
+    add(held, host="elsewhere", pid=stranger.pid, pid_start=None)
+
+    with pytest.raises(ConfigError, match=r"its supervisor is process \d+ on elsewhere. Cancel it there"):
+        local_executor.cancel(held)
+
+    assert stranger.poll() is None
+    assert read_attempts(held)[0].ending is None
+
+
+def test_a_process_that_has_the_number_of_a_dead_supervisor_is_not_killed(
+    held: RunDir, stranger: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_executor, "VANISH_PATIENCE_S", 0.2)
+    start = processes.start_ticks(stranger.pid)
+    assert start is not None
+    add(held, host=socket.gethostname(), pid=stranger.pid, pid_start=start - 1)
+
+    local_executor.cancel(held)
+
+    assert stranger.poll() is None
+    assert read_attempts(held)[0].ending == "cancelled"
+
+
+def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    add(run, host=socket.gethostname(), pid=dead.pid, pid_start=1)
+
+    with pytest.raises(WorkerError, match="its supervisor and its guardian were killed"):
+        local_executor._await_training(run, 0, dead)  # it would wait for two minutes
