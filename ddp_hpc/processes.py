@@ -62,7 +62,11 @@ _AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
 
 
 def block_awaited_signals() -> None:
-    """Keep stop signals, children's deaths and news of input for `await_signal`; call before any thread is started."""
+    """Keep stop signals, children's deaths and news of input for `await_signal`; call before any thread is started.
+
+    Who started this process may ignore the deaths of children. Then the kernel would keep no exit codes for us.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
 
 

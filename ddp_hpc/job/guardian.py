@@ -58,9 +58,9 @@ def _guard(run: RunDir, words: Sequence[str]) -> int:
         more = [*(["--told"] if is_told else []), *([f"--after={after}"] if after else [])]
         after, heard = _see_through([*words, *more])
         is_told = is_told or heard
-        _end_what_lives()
-        if after in exit_codes.DECISIONS:
+        if after in exit_codes.DECISIONS:  # what users' code has left running, such as an upload, may go on
             return exit_codes.FAILED if after == exit_codes.GAVE_UP else after
+        _end_what_lives()
         if _is_cancelled(run):
             return exit_codes.FAILED
         num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1

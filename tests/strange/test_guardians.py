@@ -1,0 +1,49 @@
+"""Guardians of supervisors in the surroundings that sites and users make."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc import exit_codes
+from ddp_hpc.render import JobScript, render
+from ddp_hpc.spec import RunSpec, SlurmSpec
+from tests.made_run import make_run
+
+IGNORING = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, "-m", "ddp_hpc.job.guardian", sys.argv[1]])
+"""
+
+
+def test_a_guardian_whose_parent_ignores_deaths_of_children_sees_its_supervisor_end(tmp_path: Path) -> None:
+    """As some daemons that start users' commands do."""
+    run = make_run(tmp_path)
+    run.config.write_text("name: [")
+
+    done = subprocess.run([sys.executable, "-c", IGNORING, str(run.path)], check=False, timeout=120)
+
+    assert done.returncode == exit_codes.REFUSED
+
+
+@pytest.mark.parametrize(
+    "setup", ["set -euo pipefail", "IFS=,", "set -m", "trap 'echo bye' EXIT", "sleep 600 & sleeper=$!", "set -o posix"]
+)
+def test_a_supervisor_that_dies_is_replaced_whatever_the_shell_was_told_before(tmp_path: Path, setup: str) -> None:
+    run, python, died = make_run(tmp_path), tmp_path / "python", tmp_path / "died"
+    python.write_text(f"#!/bin/sh\n[ -e {died} ] && exit 99\ntouch {died}\nkill -9 $$\n")
+    python.chmod(0o755)
+    ending = ("trap 'kill $sleeper' EXIT",) if "sleeper" in setup else ()
+    spec = RunSpec(name="digits", runs_dir=str(tmp_path), slurm=SlurmSpec(setup=(setup, *ending)))
+    made = render(JobScript(spec=spec, run=run, chdir=tmp_path, python=str(python)))
+    environ = {**os.environ, "SLURM_JOB_ID": "7"}
+
+    done = subprocess.run(["bash", "-c", made], env=environ, capture_output=True, text=True, check=False, timeout=120)
+
+    assert done.returncode == exit_codes.STOPPED, done.stderr
+    assert "ended with code 137, undecided" in done.stderr
