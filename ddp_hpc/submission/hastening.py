@@ -22,6 +22,8 @@ _SAFE_AFTER_S = 2
 launch it: then Slurm fails the job for good (measured: 22.05, "Job credential revoked"). So Slurm holds requeued ones back."""
 _NODES_GONE = "ReqNodeNotAvail"
 _LAUNCH_FAILED = "launch_failed_requeued_held"
+_KILLED = ":9"
+"""The end of a job's `ExitCode` where its shell was killed by SIGKILL."""
 MOST_RELEASES = 3
 """How often a job is released that Slurm could not launch and holds: a prolog or a node may fail once."""
 
@@ -93,6 +95,22 @@ def hasten_job(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[
     except (ConfigError, SlurmUnavailableError):
         return False
     return bool(change)
+
+
+def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
+    """Requeue a job that ended because somebody killed its shell, which is the guardian; return whether that was done.
+
+    Slurm calls such a job FAILED, and knows it for some minutes more (`MinJobAge`).
+    """
+    newest = next(reversed(read_attempts(run)), None)
+    is_open = newest is not None and newest.ending is None and newest.job_id == queued.job_id
+    if not is_open or states.word(job.state) != "failed" or not job.exit_code.endswith(_KILLED):
+        return False
+    try:
+        client.requeue(queued.job_id, environ)
+    except (ConfigError, SlurmUnavailableError):
+        return False
+    return True
 
 
 def spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Spared:

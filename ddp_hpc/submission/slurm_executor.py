@@ -34,7 +34,7 @@ from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import reality
 from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, note_on_parents, refuse_file_in_the_way
-from ddp_hpc.submission.hastening import hasten_job, spared_nodes
+from ddp_hpc.submission.hastening import call_back, hasten_job, spared_nodes
 from ddp_hpc.submission.image import look_at_image
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
 from ddp_hpc.submission.user_code import code_dir_of, module_in
@@ -254,6 +254,8 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
         return  # it may be back soon; the job does not mind
     if job is not None and not states.has_ended(job.state):
         hasten_job(run, queued, job, environ)
+        return
+    if job is not None and queued.cancelled_at is None and call_back(run, queued, job, environ):
         return
     if _last_attempt(run, attempt) is None and read_queued_job(run) == queued:
         raise WorkerError(reality.silent_end(run, queued.job_id, job))

@@ -12,12 +12,21 @@ from ddp_hpc import exit_codes
 from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
-from ddp_hpc.records import End, JobFacts, QueuedJob, read_queued_job, record_end, record_start, write_queued_job
+from ddp_hpc.records import (
+    End,
+    Ending,
+    JobFacts,
+    QueuedJob,
+    read_queued_job,
+    record_end,
+    record_start,
+    write_queued_job,
+)
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import ResourcesSpec, RunSpec
 from ddp_hpc.submission import slurm_executor
-from ddp_hpc.submission.hastening import MOST_RELEASES, hasten, hasten_job, hastening, letting_in
+from ddp_hpc.submission.hastening import MOST_RELEASES, call_back, hasten, hasten_job, hastening, letting_in
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 
@@ -126,6 +135,7 @@ def test_a_job_that_waits_for_its_turn_cannot_be_hastened_and_that_is_said(
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0))
     monkeypatch.setattr(requeue, "END_PATIENCE_S", 0.1)
     monkeypatch.setenv("PATH", slurm.environ["PATH"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what Slurm said to others of a job 7 is kept for a while
 
     code = main(["requeue", str(run.path), "--now"])
 
@@ -155,3 +165,27 @@ def test_a_job_that_slurm_could_not_launch_is_released_a_few_times(
 
     assert hasten_job(run, queued, job, slurm.environ) is is_released
     assert slurm.orders() == (["scontrol release 7"] if is_released else [])
+
+
+KILLED = JobRecord(job_id="7", state="FAILED", exit_code="0:9")
+
+
+@pytest.mark.parametrize(
+    ("job", "ending", "is_called"),
+    [
+        (KILLED, None, True),
+        (KILLED, "failed", False),  # its supervisor has decided
+        (replace(KILLED, exit_code="1:0"), None, False),
+        (replace(KILLED, state="CANCELLED"), None, False),
+    ],
+)
+def test_a_job_whose_shell_was_killed_is_called_back_by_who_waits_for_it(
+    job: JobRecord, ending: Ending | None, is_called: bool, tmp_path: Path
+) -> None:
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1",)))
+    if ending is not None:
+        record_end(run, attempt=0, ending=ending, exit_code=1)
+
+    assert call_back(run, QueuedJob(job_id="7", attempt=0, at=0.0), job, slurm.environ) is is_called
+    assert slurm.orders() == (["scontrol requeue 7"] if is_called else [])
