@@ -94,7 +94,8 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     if situation.is_requeued_by_slurm and row.way != "end":
         return Decision(ending=ending, next="slurm", exclude=tuple(situation.bad_nodes))
     if row.way == "end" or not situation.is_on_slurm:
-        return Decision(ending=row.ending)
+        has_failed = situation.cause != "suspended"  # that is nothing for the user to see to
+        return Decision(ending=row.ending, next="" if has_failed else "in place")
     if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
         return Decision(ending="failed", why=_gave_up(situation.num_without_progress))
     is_worth_trying = not situation.is_mute or situation.num_without_progress <= 1

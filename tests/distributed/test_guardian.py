@@ -109,3 +109,25 @@ def test_a_cancelled_run_is_not_started_again(workplace: Workplace, tmp_path: Pa
 
     until(lambda: not processes.is_locked(run.lock))
     assert [one.ending for one in read_attempts(run)] == ["cancelled"]
+
+
+@pytest.mark.long
+def test_a_run_that_is_suspended_for_longer_than_a_hang_and_woken_goes_on_and_has_not_hung(
+    workplace: Workplace,
+) -> None:
+    words = (*WORDS, "recipe.args.load_s=0.02", "restart.hang_timeout_s=15")
+    assert workplace.submit("suspended", *words).returncode == 0
+    run = workplace.run("suspended")
+    until(lambda: committed_steps(run))
+    everybody = [process for group in live_processes(run).values() for process in group]
+
+    for process in everybody:
+        process.suspend()
+    time.sleep(20.0)
+    for process in everybody:
+        process.resume()
+    last = local_executor.wait(run, 0)
+
+    assert last.ending == "finished"
+    assert {one.cause for one in read_attempts(run)} <= {"suspended", "finished"}
+    assert workplace.digest("suspended") == workplace.finish("awake", *WORDS)
