@@ -7,9 +7,11 @@ import errno
 import fcntl
 import os
 import signal
+import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -223,3 +225,37 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def lasting_threads() -> list[str]:
+    """Return the names of this process's other threads, which a forked process would not have.
+
+    A library that ends its threads before a fork, and starts them again later, is safe (OpenBLAS): so a fork is made, and
+    what is left after it counts. So is one that starts them again in the child.
+    """
+    folder = Path("/proc/self/task")
+    if len(list(folder.iterdir())) == 1:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # what Python 3.12 and newer say of a fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    known = {
+        thread.native_id: f"{thread.name} ({type(thread).__module__}.{type(thread).__qualname__})"
+        for thread in threading.enumerate()
+    }
+    names = []
+    for task in folder.iterdir():
+        if int(task.name) == os.getpid():
+            continue
+        with suppress(OSError):  # it has ended meanwhile
+            command = (task / "comm").read_text(errors="replace").strip()
+            if command not in _STARTED_AGAIN_AFTER_FORK:
+                names.append(known.get(int(task.name)) or f"{command!r} of a library")
+    return names
+
+
+_STARTED_AGAIN_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
+"""Threads that their library starts again in a forked process: jemalloc's, which pyarrow brings, and so pandas."""

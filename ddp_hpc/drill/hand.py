@@ -25,7 +25,7 @@ from ddp_hpc.slurm.answers import framed
 
 HAND = "ddp_hpc.drill.hand"
 AGENTS = ("ddp_hpc.job.agent", "torch.distributed.run")
-TASK = "ddp_hpc.job.task"
+TASKS = ("ddp_hpc.job.task", "ddp_hpc.job.spawned")
 BURSTS, BURST_S = 8, 0.3
 """How often, and for how long at a time, a slow worker stands still."""
 
@@ -60,7 +60,7 @@ def sort_out(seen: Sequence[Seen], run_path: str) -> Mapping[str, list[int]]:
         return modules.get(one.parent) != modules[one.pid]
 
     agents = [one for one in ours.values() if modules[one.pid] in AGENTS and is_first(one)]
-    tasks = [one for one in ours.values() if modules[one.pid] == TASK and is_first(one)]
+    tasks = [one for one in ours.values() if modules[one.pid] in TASKS and is_first(one)]
     forked = [one for one in ours.values() if modules[one.pid] == AGENTS[0] and one.parent in {a.pid for a in agents}]
     starters = [one for one in ours.values() if modules[one.pid] == "srun" and is_first(one)]
     found = {"agent": agents, "worker": [*forked, *tasks], "srun": starters}

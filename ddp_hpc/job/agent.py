@@ -8,7 +8,8 @@ until the line is closed. With `--in-step`, srun has started one on each node of
 Slurm; else it is a world of its own.
 
 The worker is a module named on the command line, so that this one stays free of torch. It offers `preload(run)`, called
-once before the first fork, and `main(run, environ, attempt=, listen_fd=)`, which returns the worker's exit code.
+once before the first fork, and `main(run, environ, attempt=, listen_fd=)`, which returns the worker's exit code. Where
+`preload` returns a reason not to fork, workers are new processes (`spawned`), which import everything themselves.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Agent:
         if self._share.note and self._node_rank == 0:
             sys.stderr.write(f"note: {self._share.note}\n")
         self._worker: ModuleType | None = None
+        self._must_not_fork = False
         self._shift: Shift | None = None
         self._is_told = False
         """Whether a stop signal came while there was nobody to tell."""
@@ -132,9 +134,12 @@ class Agent:
         try:
             with imports_for_good():
                 self._worker = importlib.import_module(self._arguments.worker)
-                self._worker.preload(str(self._run.path))
+                reason = self._worker.preload(str(self._run.path))
         except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
             return error
+        self._must_not_fork = bool(reason)
+        if reason and self._node_rank == 0:
+            sys.stderr.write(f"note: each worker is a new process and imports everything itself, because {reason}\n")
         return None
 
     def _crew(self, attempt: int, meeting: Meeting) -> Crew:
@@ -167,7 +172,10 @@ class Agent:
         try:
             with ExitStack() as resources:
                 meeting_point = resources.enter_context(listen(crew.meeting)) if crew.node_rank == 0 else None
-                self._shift = Shift(crew, _fork(crew, self._worker, meeting_point))
+                name = self._arguments.worker
+                is_forked = not self._must_not_fork
+                ranks = _fork(crew, self._worker, meeting_point) if is_forked else _spawn(crew, name, meeting_point)
+                self._shift = Shift(crew, ranks)
             if self._is_told:
                 self._pass_on(signal.SIGUSR2)
         except PortTakenError:
@@ -244,6 +252,30 @@ def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -
             os.environ.update(rank_environ(crew, local_rank, port))
             _become_worker(crew, worker, rank, meeting_point, agent_pid)
         ranks[pid] = rank
+    return ranks
+
+
+def _spawn(crew: Crew, worker: str, meeting_point: socket.socket | None) -> dict[int, int]:
+    """Start the workers as processes of their own; return their ranks by pid."""
+    sys.stdout.flush()
+    port = meeting_point.getsockname()[1] if meeting_point else crew.meeting.port
+    ranks: dict[int, int] = {}
+    for local_rank in range(crew.num_workers):
+        rank = crew.node_rank * crew.num_workers + local_rank
+        cpus = ",".join(map(str, crew.share.cpu_sets[local_rank]))
+        options = [f"--worker={worker}", f"--attempt={crew.attempt}", f"--agent={os.getpid()}", f"--cpus={cpus}"]
+        if meeting_point and rank == 0:
+            meeting_point.set_inheritable(True)
+            options.append(f"--listen-fd={meeting_point.fileno()}")
+        argv = [sys.executable, "-m", "ddp_hpc.job.spawned", str(crew.run.path), *options]
+        try:
+            ranks[os.posix_spawn(sys.executable, argv, {**os.environ, **rank_environ(crew, local_rank, port)})] = rank
+        except OSError:
+            processes.kill(ranks)
+            raise
+        finally:
+            if meeting_point:
+                meeting_point.set_inheritable(False)
     return ranks
 
 

@@ -23,6 +23,7 @@ from ddp_hpc.records import WorkerFailure, read_rendezvous_token
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import process_group, rng
+from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.loop import train
 from ddp_hpc.train.process_group import Group, Place
 from ddp_hpc.train.rank_log import open_rank_log
@@ -37,20 +38,17 @@ _MOST_TOLD = 8
 """Changes of the environment that are told one by one."""
 
 
-def preload(run_path: str) -> None:
-    """Import what every worker will need, before they are forked.
+def preload(run_path: str) -> str:
+    """Import what every worker will need; return why they must not be forked from this process then, or nothing.
 
     Raises:
-        ConfigError: where the recipe cannot be imported, or touches a GPU while it is.
+        ConfigError: where the recipe cannot be imported.
     """
     spec = load_resolved(RunDir(Path(run_path)).config)
-    load_builder(spec.recipe.target)
-    _import_what_optimizers_import()
-    if torch.cuda.is_initialized():
-        raise ConfigError(
-            f"Importing `recipe.target` {spec.recipe.target!r} initialised CUDA, but workers are forked after the import "
-            "and could not use it then. Move what touches the GPU into the function."
-        )
+    with no_openmp_pool():
+        load_builder(spec.recipe.target)
+        _import_what_optimizers_import()
+    return why_not_fork(spec.recipe.target)
 
 
 def _import_what_optimizers_import() -> None:

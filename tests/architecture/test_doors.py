@@ -18,6 +18,7 @@ DOORS: dict[str, set[str]] = {
         "cli/__init__.py",
         "drill/hand.py",
         "job/agent.py",
+        "job/spawned.py",
         "job/supervisor.py",
         "job/task.py",
         "job/torchrun_node.py",

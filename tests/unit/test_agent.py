@@ -36,6 +36,7 @@ if (folder / "broken").exists():
 
 def preload(run):
     note(f"preloaded by {os.getpid()}")
+    return "it left a thread running" if (folder / "unforkable").exists() else ""
 
 def main(run, environ, *, attempt, listen_fd):
     signal.signal(signal.SIGUSR2, lambda *_: os._exit(99))
@@ -129,6 +130,29 @@ def test_after_a_worker_was_killed_the_same_agent_begins_again_and_imports_nothi
     assert notes(run, "preloaded") == [f"preloaded by {agent}"]
     assert set(pids(run, 1).values()).isdisjoint(first.values())
     assert read_failures(run, 1) == []
+
+
+def test_workers_that_must_not_be_forked_are_processes_that_import_everything_themselves(
+    run: RunDir, workers: ByAgents, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (run.path.parent / "unforkable").touch()
+    plan(run, 1, 99, 0)
+
+    workers.begin(0, None)
+    first = pids(run, 0)
+    agents = {psutil.Process(pid).ppid() for pid in first.values()}
+    os.kill(first[0], signal.SIGKILL)
+    after_the_kill = await_news(workers)
+    workers.begin(1, None)
+    in_the_end = await_news(workers)
+
+    assert (after_the_kill, in_the_end) == (exit_codes.FAILED, exit_codes.STOPPED)
+    assert not any(psutil.pid_exists(pid) for pid in first.values())
+    importers = {int(line.split()[-1]) for line in notes(run, "imported")}
+    assert importers == {*agents, *first.values(), *pids(run, 1).values()}
+    assert len(agents) == 1
+    assert "each worker is a new process" in (said := capfd.readouterr().err)
+    assert "it left a thread running" in said
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,39 @@ print("alive")
     assert _output(script) == "alive\n"
 
 
+def test_threads_that_a_forked_process_would_not_have_are_named() -> None:
+    script = """
+import threading
+from ddp_hpc.processes import lasting_threads
+
+before, end = lasting_threads(), threading.Event()
+class Uploader(threading.Thread):
+    pass
+thread = Uploader(name="upload", target=end.wait)
+thread.start()
+while_it_runs = lasting_threads()
+end.set()
+thread.join()
+print(before, while_it_runs, lasting_threads())
+"""
+
+    assert _output(script) == "[] ['upload (__main__.Uploader)'] []\n"
+
+
+def test_threads_that_their_library_ends_before_a_fork_do_not_count() -> None:
+    """As OpenBLAS does, which numpy brings."""
+    script = """
+import os
+os.environ["OPENBLAS_NUM_THREADS"] = "4"
+import numpy
+from ddp_hpc.processes import lasting_threads
+numpy.ones((500, 500)) @ numpy.ones((500, 500))
+print(len(os.listdir("/proc/self/task")) > 1, lasting_threads())
+"""
+
+    assert _output(script) in {"True []\n", "False []\n"}  # built without OpenBLAS, it has no threads
+
+
 def _python(script: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
