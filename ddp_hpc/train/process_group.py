@@ -66,8 +66,10 @@ def place_from_environ(environ: Mapping[str, str]) -> Place:
         ) from error
 
 
-def choose_device(place: Place, gpus_per_node: int) -> torch.device:
-    """Return this worker's device; Slurm may show each task all of a node's GPUs, or just its own.
+def choose_device(
+    place: Place, gpus_per_node: int, *, visible: str | None = None, may_be_alone: bool = False
+) -> torch.device:
+    """Return this worker's device. `visible` is CUDA_VISIBLE_DEVICES, for `may_be_alone` see `device_index`.
 
     Raises:
         ConfigError: where GPUs are asked for and PyTorch sees too few.
@@ -75,12 +77,31 @@ def choose_device(place: Place, gpus_per_node: int) -> torch.device:
     if gpus_per_node == 0:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 0 or (1 < count < place.local_world_size):
-        raise ConfigError(
-            f"`resources.gpus_per_node` is {gpus_per_node}, but PyTorch {torch.__version__} sees {count} GPUs here. "
-            "Ask for no more, or for `resources.gpus_per_node=0`."
-        )
-    return torch.device("cuda", place.local_rank if place.local_rank < count else 0)
+    return torch.device("cuda", device_index(place, count, visible=visible, may_be_alone=may_be_alone))
+
+
+def device_index(place: Place, count: int, *, visible: str | None, may_be_alone: bool) -> int:
+    """Return which of the GPUs that this process sees is its own.
+
+    With `may_be_alone`, Slurm has started this worker by itself and may show it just its own GPU. Else all workers of a
+    node see the same ones, and one GPU for several is too few.
+
+    Raises:
+        ConfigError: where there are too few for the workers of this node.
+    """
+    if count >= place.local_world_size or (may_be_alone and count == 1):
+        return place.local_rank if place.local_rank < count else 0
+    num_mig = sum(name.strip().startswith("MIG-") for name in (visible or "").split(","))
+    advice = (
+        f"{num_mig} of these are MIG devices, each of which is one GPU, but CUDA shows a process only one of them. Give "
+        "each worker one of its own: `launcher=srun` with `slurm.srun_args=[--gpus-per-task=1]`. Or train with one worker."
+        if num_mig
+        else "Ask for no more workers than there are GPUs, or for `resources.gpus_per_node=0`."
+    )
+    raise ConfigError(
+        f"This node has {place.local_world_size} workers with a GPU each, but PyTorch {torch.__version__} sees {count} GPUs "
+        f"here (CUDA_VISIBLE_DEVICES is {'not set' if visible is None else repr(visible)}). {advice}"
+    )
 
 
 @dataclass(frozen=True)

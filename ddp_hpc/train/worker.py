@@ -67,7 +67,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     try:
         spec = load_resolved(run.config)
         watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero)
-        group = _join(run, spec, place, attempt=attempt, listen_fd=listen_fd)
+        device = _device(spec, place, environ)
+        group = _join(run, place, device, attempt=attempt, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)
         watchdog.allow(spec.restart.build_timeout_s)  # joining has its own patience: others may start more slowly
         recipe = _recipe(spec)
         group.meet("built", silence_s=spec.restart.build_timeout_s)  # collectives have less patience
@@ -87,10 +88,16 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     return code
 
 
-def _join(run: RunDir, spec: RunSpec, place: Place, *, attempt: int, listen_fd: int | None) -> Group:
-    device = process_group.choose_device(place, spec.resources.gpus_per_node)
+def _device(spec: RunSpec, place: Place, environ: Mapping[str, str]) -> torch.device:
+    visible, is_task = environ.get("CUDA_VISIBLE_DEVICES"), spec.launcher == "srun"
+    return process_group.choose_device(place, spec.resources.gpus_per_node, visible=visible, may_be_alone=is_task)
+
+
+def _join(  # noqa: PLR0913  a rank, and what it needs to find the others
+    run: RunDir, place: Place, device: torch.device, *, attempt: int, listen_fd: int | None, timeout_s: float
+) -> Group:
     token = read_rendezvous_token(run.rendezvous_token(attempt)) if place.world_size > 1 else ""
-    return process_group.join(place, device, token=token, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)
+    return process_group.join(place, device, token=token, listen_fd=listen_fd, timeout_s=timeout_s)
 
 
 def _recipe(spec: RunSpec) -> Recipe:
