@@ -418,8 +418,9 @@ def submit_argv(script: Path, options: Sequence[str] = ()) -> list[str]:
 
 
 def parse_submitted(text: str) -> str:
-    """Return the job's number from `12` or `12;cluster`."""
-    return text.strip().split(";")[0]
+    """Return the job's number from `12` or `12;cluster`, the last such line: a site's wrapper of sbatch may greet before."""
+    lines = re.findall(r"^(\d+)(?:;.*)?$", text, re.MULTILINE | re.ASCII)
+    return lines[-1] if lines else text.strip().split(";")[0]
 
 
 def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> list[str]:

@@ -362,7 +362,7 @@ def test_orders_and_questions_are_in_slurms_words(argv: list[str], words: str) -
     assert [word.replace("%N %T", "%N_%T") for word in argv] == words.split()
 
 
-@pytest.mark.parametrize("text", ["12\n", "12;lab\n", " 12 "])
+@pytest.mark.parametrize("text", ["12\n", "12;lab\n", " 12 ", "Welcome!\n12\n"])
 def test_the_number_of_a_submitted_job_is_told_with_or_without_its_cluster(text: str) -> None:
     assert queries.parse_submitted(text) == "12"
 
