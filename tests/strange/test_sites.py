@@ -80,3 +80,25 @@ def test_where_nobody_knows_an_address_of_rank_zeros_node_the_attempt_fails_with
 
     with pytest.raises(WorkerError, match="Set MASTER_ADDR"):
         first_place(found)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces")
+def test_nodes_with_twenty_interfaces_meet_where_all_of_them_are(
+    put_srun: PutSrun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each node has a network namespace; its answer is three times as long as a line that srun passes on."""
+    nodes = []
+    for number in (1, 2):
+        words = ["ip link set lo up"]
+        for one in range(10):
+            address = f"10.77.0.{number}" if one == 7 else f"10.{100 + one}.{number}.1"
+            words.append(f"ip link add hca{one} type veth peer name hcb{one}; ip addr add {address}/24 dev hca{one}")
+            words.append(f"ip link set hca{one} up; ip link set hcb{one} up")
+        run = f'SLURMD_NODENAME=node{number} unshare --net sh -c \'{"; ".join(words)}; exec "$@"\' sh "$@"'
+        nodes.append(f"{GREETING}; {run}")
+    put_srun("; ".join(nodes))
+
+    place = first_place(allocation(on="node2"))
+
+    assert place == "10.77.0.1"
+    assert "the fastest network that all 2 nodes are on: 10.77.0.0/24" in capfd.readouterr().err
