@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 from ddp_hpc import __version__
+from ddp_hpc.cli.terminal import guarded_terminal
 from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.exit_codes import FAILED
 
@@ -51,6 +52,11 @@ class Verb(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
+    with guarded_terminal():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv), os.environ)
         sys.stdout.flush()

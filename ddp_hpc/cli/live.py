@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ddp_hpc.cli.attach import evaluation
 from ddp_hpc.cli.standing import rate, steps
+from ddp_hpc.cli.terminal import unguarded, visible
 from ddp_hpc.cli.words import number, numbers
 from ddp_hpc.watch.follow import Look
 from ddp_hpc.watch.status import RunStatus
@@ -20,11 +21,11 @@ from ddp_hpc.watch.status import RunStatus
 
 def show_live(looks: Iterable[Look], out: TextIO) -> None:
     """Redraw a bar and the newest numbers until the looks end; evaluations stay as lines above."""
-    console = Console(file=out, highlight=False)
+    console = Console(file=unguarded(out), highlight=False)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for look in looks:
             for line in look.evaluations:
-                live.console.print(Text(evaluation(line)))
+                live.console.print(_text(evaluation(line)))
             live.update(view(look.status), refresh=True)
 
 
@@ -32,13 +33,18 @@ def view(status: RunStatus) -> Group:
     """Return what is drawn of one status."""
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
-        Text(f"{status.run} {status.state}", style="bold"),
+        _text(f"{status.run} {status.state}", style="bold"),
         ProgressBar(total=status.total_steps or 1, completed=status.step, width=30),
-        f"step {steps(status)}",
-        "" if status.epoch is None else f"epoch {status.epoch} of {status.epochs}",
+        _text(f"step {steps(status)}"),
+        _text("" if status.epoch is None else f"epoch {status.epoch} of {status.epochs}"),
     )
     now = "  ".join(filter(None, ["" if status.loss is None else f"loss {number(status.loss)}", rate(status)]))
     saved = "" if status.last_checkpoint is None else f"checkpoint at step {status.last_checkpoint}"
     problem = "" if status.save_error is None else f"the newest checkpoint could not be written: {status.save_error}"
     newest = "  ".join(filter(None, [f"evaluation {numbers(status.metrics)}" if status.metrics else "", saved]))
-    return Group(bar, Text(now), Text(newest), *([Text(problem, style="red")] if problem else []))
+    return Group(bar, _text(now), _text(newest), *([_text(problem, style="red")] if problem else []))
+
+
+def _text(words: str, *, style: str = "") -> Text:
+    """Return words as they are: neither markup of rich nor commands to the terminal."""
+    return Text(visible(words), style=style)

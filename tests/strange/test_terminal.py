@@ -1,0 +1,107 @@
+"""Text that would command a terminal: it is shown there, and goes to files and pipes as it is."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ddp_hpc.cli import main
+from ddp_hpc.cli.live import view
+from ddp_hpc.cli.terminal import visible
+from ddp_hpc.watch.status import read_status
+from tests.made_run import add_attempt, add_failure, add_progress, make_run
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31mred\u202egnp.exe\x1b[1;31mcolour\x1b[0m[bold]markup[/bold]\rover"
+SHOWN = r"\x1b]0;title\x07\x1b[2J\x9b31mred\u202egnp.execolour[bold]markup[/bold]\rover"
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Return what a command shows on a terminal."""
+    master, slave = pty.openpty()
+
+    def run(*words: str) -> str:
+        with os.fdopen(os.dup(slave), "w", encoding="utf-8") as terminal:
+            monkeypatch.setattr(sys, "stdout", terminal)
+            monkeypatch.setattr(sys, "stderr", terminal)
+            main(list(words))
+            monkeypatch.undo()
+        return os.read(master, 65536).decode()
+
+    yield run
+    os.close(master)
+    os.close(slave)
+
+
+def test_neither_status_nor_logs_nor_list_nor_an_error_commands_the_terminal(
+    typed: Callable[..., str], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, f"evil{HOSTILE}".replace("/", "_"))
+    add_attempt(run, ending="failed", reason=f"RuntimeError: {HOSTILE}")
+    run.console.parent.mkdir()
+    run.console.write_text(f"loss {HOSTILE}\n")
+    shown = SHOWN.replace("/", "_")
+
+    status = typed("status", str(run.path))
+    logs = typed("logs", str(run.path))
+    listed = typed("list", "--runs-dir", str(tmp_path))
+    error = typed("status", f"{tmp_path}/none{HOSTILE}")
+
+    assert f"RuntimeError: {SHOWN}" in status
+    assert f"loss {SHOWN}\r\n" in logs
+    assert f"evil{shown}" in listed
+    assert r"none\x1b]0;title" in error
+    together = status + logs + listed + error
+    assert not any(character in together for character in "\x1b\x07\x9b\u202e")
+
+
+def test_a_pipe_gets_every_byte(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    run = make_run(tmp_path)
+    run.console.parent.mkdir()
+    run.console.write_text(f"loss {HOSTILE}\n", newline="")
+
+    assert main(["logs", str(run.path)]) == 0
+
+    assert capfdbinary.readouterr().out == f"loss {HOSTILE}\n".encode()
+
+
+def test_the_live_view_draws_and_text_in_it_does_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "evil\x1b[2J[red]")
+    add_attempt(run)
+    add_progress(run, save_error=HOSTILE)
+    add_failure(run)
+    out = io.StringIO()
+
+    Console(file=out, force_terminal=True, width=200).print(view(read_status(run, now=1001.0)))
+
+    assert r"evil\x1b[2J[red]" in out.getvalue()
+    assert "[bold]markup[/bold]" in out.getvalue()
+    assert not any(text in out.getvalue() for text in ("\x1b[2J", "\x1b]0", "\x07", "\x9b"))
+
+
+def test_words_of_all_languages_stay_as_they_are() -> None:
+    text = "Ungültig\t世界 \U0001f600 e\u0301 עברית\n"
+
+    assert visible(text) == text
+
+
+def test_a_terminal_that_does_not_know_a_letter_shows_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, "世")
+    add_attempt(run, ending="failed", reason="schön 世")
+    written = io.BytesIO()
+    latin = io.TextIOWrapper(written, encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", latin)
+
+    assert main(["status", str(run.path)]) == 0
+
+    latin.flush()
+    assert b"sch\xf6n \\u4e16" in written.getvalue()
