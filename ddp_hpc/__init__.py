@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+
+# `python -m ddp_hpc...` puts the working directory first, where a `json.py` would be imported in the place of Python's. This
+# is the first line of ours that runs, so nothing of that can have happened. (From Python 3.11 on, the option -P does the same.)
+_words = {word.partition(".")[0] for word in sys.orig_argv} if sys.argv[:1] == ["-m"] else set()
+if "ddp_hpc" in _words and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]
+
+from typing import TYPE_CHECKING, Any  # noqa: E402  after the path is what it should be
 
 __version__ = "0.1.0"
 

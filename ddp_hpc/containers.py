@@ -115,7 +115,7 @@ def inside_of(
         binds=tuple(_binds(spec, run, import_paths, work_dir)),
         environ={
             **spec.environ,  # else the image's own PATH and LD_LIBRARY_PATH win, and with pyxis all of its variables
-            "PYTHONPATH": os.pathsep.join([str(INSIDE), *import_paths]),
+            "PYTHONPATH": str(INSIDE),  # the user's code is the workers' own to find
             "PYTHONNOUSERSITE": "1",  # else ~/.local, which is mounted, comes before the image's packages
         },
         work_dir=str(work_dir),

@@ -36,7 +36,7 @@ from ddp_hpc.job.cpus import Share, share_here
 from ddp_hpc.job.deaths import report, report_killed
 from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen, network_defaults
-from ddp_hpc.job.surroundings import import_by_pythonpath_alone, imports_for_good, leave_at_once, torch_defaults
+from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable, torch_defaults
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_place
 
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     processes.die_with_parent(os.getppid())
     processes.block_awaited_signals()
-    import_by_pythonpath_alone()
+    make_users_code_importable(os.environ)
     Agent(arguments, Line.of_agent()).serve()
     return exit_codes.FINISHED
 

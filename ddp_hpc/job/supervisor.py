@@ -31,6 +31,7 @@ from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.meeting_place import meetings
 from ddp_hpc.job.staging import stage, unstage
+from ddp_hpc.job.surroundings import IMPORT_PATH
 from ddp_hpc.job.vigil import Vigil
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.records import (
@@ -64,9 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--cluster", choices=("local", "slurm"), default="local")
     parser.add_argument("--told", action="store_true", help="to leave, before this process could listen")
-    parser.add_argument(
-        "--import-path", action="append", default=[], help="where an image's Python finds the user's code"
-    )
+    parser.add_argument("--import-path", action="append", default=[], help="where workers find the user's code")
     parser.add_argument("--guarded", action="store_true", help="somebody starts another one if this one dies")
     parser.add_argument("--after", type=int, help="how the one before died: its exit code")
     parser.add_argument(
@@ -88,8 +87,7 @@ def _main(arguments: argparse.Namespace) -> int:
         processes.tell_to_stop([os.getpid()])
     allocation: Allocation | None = None
     try:
-        if is_for_slurm and run.console.exists():
-            run.console.chmod(private_mode(run.console))  # Slurm has made it, by the umask
+        _settle(run, arguments)
         allocation = read_allocation(os.environ) if is_for_slurm else None
         return _work(arguments, run, allocation)
     except DdpHpcError as error:
@@ -160,6 +158,14 @@ def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is
 
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
 """Errors of a disk that somebody has to mend."""
+
+
+def _settle(run: RunDir, arguments: argparse.Namespace) -> None:
+    """Tell the workers where the user's code is; close the log, which Slurm has made by the umask."""
+    if arguments.import_path:
+        os.environ[IMPORT_PATH] = os.pathsep.join(arguments.import_path)
+    if arguments.cluster == "slurm" and run.console.exists():
+        run.console.chmod(private_mode(run.console))
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:

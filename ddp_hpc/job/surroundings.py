@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -19,13 +21,33 @@ def torch_defaults(num_threads: int) -> dict[str, str]:
     }
 
 
-def import_by_pythonpath_alone() -> None:
-    """Drop the working directory that `python -m` puts first: what lies there may be newer than the job's copy of it.
+IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
+"""Variable: where the user's code is imported from, by workers alone, as PYTHONPATH has it."""
+SAFE_PATH = {"PYTHONSAFEPATH": "ddp_hpc"}
+"""Keeps Python 3.11 and newer from importing what lies in the working directory; the value tells ours from a user's own."""
 
-    Whoever wants it imported from has it in PYTHONPATH. (From Python 3.11 on, the option -P does the same.)
+
+def make_users_code_importable(environ: MutableMapping[str, str]) -> None:
+    """Have this process import the user's code after Python's own modules, before all others, those of PYTHONPATH too.
+
+    In PYTHONPATH itself, a `socket.py` of the user's would be imported in the place of Python's. What this process starts is
+    the user's, and finds it there all the same.
     """
-    if not getattr(sys.flags, "safe_path", False) and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as Python has it
-        del sys.path[0]
+    if environ.get("PYTHONSAFEPATH") == SAFE_PATH["PYTHONSAFEPATH"]:
+        del environ["PYTHONSAFEPATH"]
+    paths = [path for path in environ.pop(IMPORT_PATH, "").split(os.pathsep) if path]
+    if paths:
+        pythons = [path for path in sys.path if _is_pythons(path)]
+        sys.path[:] = [*pythons, *paths, *(path for path in sys.path if path not in pythons)]
+        environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environ.get("PYTHONPATH")])])
+
+
+def _is_pythons(path: str) -> bool:
+    """Tell whether a path is of the standard library: its directory, its extensions, its archive."""
+    library = Path(sysconfig.get_path("stdlib"))
+    return Path(path) in {library, Path(sysconfig.get_path("platstdlib"))} or (
+        Path(path).parent in {library, library.parent} and Path(path).name.endswith(("lib-dynload", ".zip"))
+    )
 
 
 @contextmanager

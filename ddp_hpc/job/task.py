@@ -21,7 +21,7 @@ from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.deaths import report
 from ddp_hpc.job.meeting import Meeting, PortTakenError, listen, network_defaults
-from ddp_hpc.job.surroundings import import_by_pythonpath_alone, imports_for_good, leave_at_once, torch_defaults
+from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable, torch_defaults
 from ddp_hpc.records import write_verdict
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import StepPlace, step_place
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()  # until the worker listens: one that comes while it imports is not lost
     run, meeting = RunDir(arguments.run), arguments.meet
-    import_by_pythonpath_alone()
+    make_users_code_importable(os.environ)
     if meeting is not None:
         place = step_place(os.environ)
         surroundings = {**torch_defaults(_num_threads(place)), **network_defaults(meeting.address)}

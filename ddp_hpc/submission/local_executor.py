@@ -108,8 +108,7 @@ def _patience_s(run: RunDir) -> float:
 def _start_guardian(run: RunDir, import_paths: Sequence[Path]) -> subprocess.Popen[bytes]:
     """Start the supervisor's guardian in a session of its own, so that both outlive this terminal."""
     paths = [str(path) for path in import_paths]
-    inherited = os.environ.get("PYTHONPATH")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *([inherited] if inherited else [])])}
+    environ = {"PYTHONSAFEPATH": "ddp_hpc", **os.environ}  # else a `json.py` here would be taken for Python's
     with open_private(run.console, "ab") as console:
         return subprocess.Popen(
             [*supervisor_argv(run), *(f"--import-path={path}" for path in paths)],

@@ -64,7 +64,7 @@ def test_a_dry_run_prints_the_script_alone_and_makes_nothing(slurm: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert {"#SBATCH --nodes=2", "#SBATCH --partition=gpu", "#SBATCH --account=lab"} <= set(lines)
-    assert f'export PYTHONPATH={slurm}/runs/run/snapshot"${{PYTHONPATH:+:$PYTHONPATH}}"' in lines
+    assert any(line.startswith(f"export _DDP_HPC_IMPORT_PATH={slurm}/runs/run/snapshot #") for line in lines)
     assert any(f"-m ddp_hpc.job.supervisor {slurm}/runs/run --cluster slurm --guarded " in line for line in lines)
     assert sorted(path.name for path in slurm.iterdir()) == ["bin", "run.yaml", "tiny.py"]
 

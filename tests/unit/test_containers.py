@@ -48,7 +48,7 @@ def inside(monkeypatch: pytest.MonkeyPatch, one: RunSpec | None = None) -> conta
     return found
 
 
-VALUES = {"_DDP_HPC_INSIDE_PYTHONPATH": f"/opt/ddp_hpc:{CODE}", "_DDP_HPC_INSIDE_PYTHONNOUSERSITE": "1"}
+VALUES = {"_DDP_HPC_INSIDE_PYTHONPATH": "/opt/ddp_hpc", "_DDP_HPC_INSIDE_PYTHONNOUSERSITE": "1"}
 SCRIPT = (
     'export PYTHONPATH="$_DDP_HPC_INSIDE_PYTHONPATH"; export PYTHONNOUSERSITE="$_DDP_HPC_INSIDE_PYTHONNOUSERSITE"; '
     'unset _DDP_HPC_INSIDE_PYTHONPATH _DDP_HPC_INSIDE_PYTHONNOUSERSITE; exec "$@"'
@@ -165,7 +165,7 @@ def test_the_runs_own_variables_are_set_inside_over_the_images(monkeypatch: pyte
     assert dict(found.environ) == {
         "LD_LIBRARY_PATH": "/opt/ofi",
         "N": "3",
-        "PYTHONPATH": f"/opt/ddp_hpc:{CODE}",
+        "PYTHONPATH": "/opt/ddp_hpc",
         "PYTHONNOUSERSITE": "1",
     }
 

@@ -136,15 +136,16 @@ def test_setup_runs_before_anything_of_ours_and_as_it_was_written() -> None:
     ("paths", "line"),
     [
         ([], None),
-        ([Path("/code")], 'export PYTHONPATH=/code"${PYTHONPATH:+:$PYTHONPATH}"'),
-        ([Path("/my code"), Path("/b")], "export PYTHONPATH='/my code:/b'\"${PYTHONPATH:+:$PYTHONPATH}\""),
+        ([Path("/code")], "export _DDP_HPC_IMPORT_PATH=/code"),
+        ([Path("/my code"), Path("/b")], "export _DDP_HPC_IMPORT_PATH='/my code:/b'"),
     ],
     ids=["none", "one", "two"],
 )
-def test_code_is_imported_from_its_snapshot_before_what_the_user_exports(paths: list[Path], line: str | None) -> None:
+def test_workers_are_told_where_the_snapshot_of_the_code_is(paths: list[Path], line: str | None) -> None:
     made = script(make_spec(), import_paths=paths)
 
-    assert [found for found in made.splitlines() if "PYTHONPATH" in found] == ([] if line is None else [line])
+    found = [found.partition(" #")[0] for found in made.splitlines() if "IMPORT_PATH" in found]
+    assert found == ([] if line is None else [line])
 
 
 def test_a_job_that_does_not_see_its_directory_says_so_and_leaves(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_job_starts_the_supervisor_whatever_its_directories_are_called(before:
     run, python = RunDir(spec.path), odd / "python"
     run.path.mkdir(parents=True)
     run.config.touch()
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$PYTHONPATH" "$@"\n')
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$_DDP_HPC_IMPORT_PATH" "$PYTHONPATH" "$@"\n')
     python.chmod(0o755)
     made = render(JobScript(spec=spec, run=run, chdir=odd, import_paths=[run.snapshot], python=str(python)))
     (tmp_path / "job.sbatch").write_text(made)
@@ -175,17 +176,9 @@ def test_a_job_starts_the_supervisor_whatever_its_directories_are_called(before:
         ["bash", tmp_path / "job.sbatch"], env={**environ, **own}, capture_output=True, text=True, check=False
     )
 
-    path = str(run.snapshot) if before is None else f"{run.snapshot}:{before}"
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        path,
-        "-m",
-        "ddp_hpc.job.supervisor",
-        str(run.path),
-        "--cluster",
-        "slurm",
-        "--guarded",
-    ]
+    words = ["-m", "ddp_hpc.job.supervisor", str(run.path), "--cluster", "slurm", "--guarded"]
+    assert done.stdout.splitlines() == [str(run.snapshot), before or "", *words]
 
 
 @pytest.mark.parametrize("filtered", [quote, quote_for_sbatch])
