@@ -22,7 +22,8 @@ from ddp_hpc.config.sources import (
 )
 from ddp_hpc.config.values import convert
 from ddp_hpc.discretion import is_key_shown
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, UnreadableError
+from ddp_hpc.patience import patiently
 from ddp_hpc.spec import RunSpec
 
 
@@ -74,9 +75,24 @@ def _of_partition(profile: Profile | None, settings: Sequence[Setting]) -> Seque
     return profile.partitions.get(chosen, ()) if profile is not None and isinstance(chosen, str) else ()
 
 
-def load_resolved(path: Path) -> RunSpec:
-    """Read the resolved configuration of a run, as `render_resolved` wrote it; nothing else has a say."""
-    return _build([*from_defaults(), *from_file(path, f"file {path.name}")]).spec
+def load_resolved(path: Path, *, is_patient: bool = False) -> RunSpec:
+    """Read the resolved configuration of a run, as `render_resolved` wrote it; nothing else has a say.
+
+    A process of the run `is_patient`: it knows that the file is there, and waits for a file system that does not show it.
+
+    Raises:
+        UnreadableError: where that stays so.
+    """
+    return patiently(str(path), lambda: _load(path, is_known=not is_patient))
+
+
+def _load(path: Path, *, is_known: bool) -> RunSpec:
+    try:
+        return _build([*from_defaults(), *from_file(path, f"file {path.name}")]).spec
+    except ConfigError as error:
+        if is_known or not isinstance(error.__cause__, OSError):
+            raise
+        raise UnreadableError(str(error)) from error
 
 
 def resolve_key(name: str, environment: Mapping[str, str]) -> Any:

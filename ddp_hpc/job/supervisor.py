@@ -123,7 +123,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         _note_unbegun(run, allocation, cause=word, reason=f"{ENDED_BY_USER[word]} before it came back")
         return exit_codes.STOPPED
     try:
-        spec = load_resolved(run.config)
+        spec = load_resolved(run.config, is_patient=True)
         _set_variables(spec.environ)
     except ConfigError as error:
         _note_unbegun(run, allocation, cause="refused", reason=str(error))

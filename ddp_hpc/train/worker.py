@@ -44,7 +44,7 @@ def preload(run_path: str) -> str:
     Raises:
         ConfigError: where the recipe cannot be imported.
     """
-    spec = load_resolved(RunDir(Path(run_path)).config)
+    spec = load_resolved(RunDir(Path(run_path)).config, is_patient=True)
     with no_openmp_pool():
         load_builder(spec.recipe.target)
         _import_what_optimizers_import()
@@ -65,7 +65,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     flag.listen()
     training: Training | None = None
     try:
-        spec = load_resolved(run.config)
+        spec = load_resolved(run.config, is_patient=True)
         watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero)
         device = _device(spec, place, environ)
         group = _join(run, place, device, attempt=attempt, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)

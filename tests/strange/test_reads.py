@@ -14,6 +14,7 @@ import pytest
 
 from ddp_hpc import patience
 from ddp_hpc.checkpoint_store import MANIFEST, checkpoint_path, committed_steps, prune, shard_name, verify
+from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.job import predecessors
 from ddp_hpc.job.vigil import Vigil
@@ -151,6 +152,29 @@ def test_a_file_is_missing_only_where_its_directory_says_so(run: RunDir) -> None
 
     with pytest.raises(UnreadableError):
         verify(path)
+
+
+def test_a_process_of_a_run_waits_for_its_configuration_and_refuses_nothing_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    away = run.config.rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_resolved(run.config)
+
+    monkeypatch.setattr("time.sleep", lambda _: away.rename(run.config))
+
+    assert load_resolved(run.config, is_patient=True).name == run.name
+
+
+@pytest.mark.usefixtures("_little_patience")
+def test_a_configuration_that_cannot_be_read_is_no_input_that_cannot_be(tmp_path: Path) -> None:
+    """A refusal would end the run for good; this fails the attempt."""
+    run = make_run(tmp_path)
+    make_unreadable(run.config)
+
+    with pytest.raises(UnreadableError, match="Nothing was changed"):
+        load_resolved(run.config, is_patient=True)
 
 
 # --- nothing begins anew by itself -----------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ import os, sys, time
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.train import worker
 
-def join(*_):
+def join(*_, **__):
     time.sleep(4.0)
     raise ConfigError("the others have come")
 
