@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -25,6 +26,9 @@ def open_rank_log(path: Path, *, is_rank_zero: bool) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whatever the locale of a node: what a recipe prints must not end it
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     handlers.append(logging.StreamHandler(sys.stderr))
     logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=handlers, force=True)
     logging.captureWarnings(capture=True)
