@@ -71,10 +71,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
         return in_slurm
     if is_finished(run, spec):
         return Submission(run, "finished", newest_attempt(run))
-    notes = (
-        *look_at_image(spec, run, import_paths, os.environ, is_for_slurm=False),
-        *note_on_parents(run.path),
-    )
+    notes = tuple(look(spec, import_paths))
     make_run_dir(run, resolved_text, is_new=is_new)
     attempt = ownership.next_attempt(run)
     guardian = _start_guardian(run, import_paths)
@@ -84,6 +81,16 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
             shutil.rmtree(run.path, ignore_errors=True)
         raise ConfigError(ended.reason)
     return Submission(run, "started", attempt, is_new=is_new, notes=notes)
+
+
+def look(spec: RunSpec, import_paths: Sequence[Path]) -> list[str]:
+    """Return what the user should know of a run before it is made; also for a dry run.
+
+    Raises:
+        ConfigError: where its image, or a path that it is to see, cannot be used.
+    """
+    run = RunDir(spec.path)
+    return [*look_at_image(spec, run, import_paths, os.environ, is_for_slurm=False), *note_on_parents(run.path)]
 
 
 def _is_busy(run: RunDir) -> bool:

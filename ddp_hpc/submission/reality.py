@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -33,18 +33,41 @@ def refuse_private_directory(path: Path) -> None:
     Raises:
         ConfigError: where the path, or the file system it lies on, is a node's own.
     """
-    resolved = path.resolve()
-    place = next((place for place in PRIVATE_PLACES if resolved.is_relative_to(place)), None)
-    mounts = [one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)]
-    mount = max(mounts, key=lambda one: len(one.mountpoint), default=None)
-    is_private = place is not None and (mount is None or Path(place) not in Path(mount.mountpoint).parents)
-    if mount is not None and mount.fstype in _PRIVATE_FILE_SYSTEMS:
-        place, is_private = f"{mount.mountpoint} ({mount.fstype})", True
-    if is_private:
+    place = _private_place(path)
+    if place is not None:
         raise ConfigError(
             f"The run's directory would be {path}, but each node has a {place} of its own, so the job could not find it. "
             "Choose a directory on a file system that all nodes share with `runs_dir=...`."
         )
+
+
+def refuse_private_python(run_path: Path, pythons: Sequence[Path]) -> None:
+    """Refuse a Python, or its packages, that other nodes would not see.
+
+    Raises:
+        ConfigError: where one is a node's own, and the run's directory is not.
+    """
+    if _private_place(run_path) is not None:
+        return  # it was allowed, so this host's own files are the nodes' too
+    for path in pythons:
+        place = _private_place(path)
+        if place is not None and not place.startswith("/ "):  # a node without a disk has all of its system in memory
+            raise ConfigError(
+                f"This Python uses {path}, but each node has a {place} of its own, so the job could not start. Make the "
+                "environment on a file system that all nodes share, and submit with the `ddp-hpc` that is there."
+            )
+
+
+def _private_place(path: Path) -> str | None:
+    """Return which place of each node's own a path lies in; None where it is in none."""
+    resolved = path.resolve()
+    place = next((place for place in PRIVATE_PLACES if resolved.is_relative_to(place)), None)
+    mounts = [one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)]
+    mount = max(mounts, key=lambda one: len(one.mountpoint), default=None)
+    if mount is not None and mount.fstype in _PRIVATE_FILE_SYSTEMS:
+        return f"{mount.mountpoint} ({mount.fstype})"
+    is_private = place is not None and (mount is None or Path(place) not in Path(mount.mountpoint).parents)
+    return place if is_private else None
 
 
 def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:

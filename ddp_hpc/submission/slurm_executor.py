@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_hpc import ownership, processes
+from ddp_hpc.containers import PACKAGE_DIR
 from ddp_hpc.durable import make_directories, private_mode, replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
 from ddp_hpc.records import (
@@ -65,6 +67,17 @@ def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
     return replace(spec, slurm=replace(spec.slurm, exclude=",".join([*asked, *nodes])))
 
 
+def look(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+    """Return what the user should know of a run before it is made; also for a dry run.
+
+    Raises:
+        ConfigError: where its image, or a path that it is to see, cannot be used.
+    """
+    run = RunDir(spec.path)
+    paths = _job_import_paths(spec, run, import_paths)
+    return [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
+
+
 def prepare(
     resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
 ) -> tuple[RunDir, list[str]]:
@@ -77,8 +90,8 @@ def prepare(
     refuse_file_in_the_way(run)
     is_new = not run.config.exists()
     reality.refuse_private_directory(run.path)
-    import_paths_of_job = _job_import_paths(spec, run, import_paths)
-    notes = [*look_at_image(spec, run, import_paths_of_job, environ, is_for_slurm=True), *note_on_parents(run.path)]
+    reality.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
+    notes = look(spec, import_paths, environ)
     text = job_script(spec, import_paths, environ)
     make_run_dir(run, resolved_text, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):

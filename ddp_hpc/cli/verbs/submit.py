@@ -182,9 +182,14 @@ def _dry_run(
     from ddp_hpc.discretion import is_key_shown
     from ddp_hpc.submission import local_executor, slurm_executor
 
-    script = slurm_executor.job_script(resolved.spec, import_paths, environment) if cluster == "slurm" else None
-    if cluster == "local":
-        local_executor.refuse_several_nodes(resolved.spec)
+    script, spec = None, resolved.spec
+    if cluster == "slurm":
+        notes = slurm_executor.look(spec, import_paths, environment)
+        script = slurm_executor.job_script(spec, import_paths, environment)
+    else:
+        local_executor.refuse_several_nodes(spec)
+        notes = local_executor.look(spec, import_paths)
+    print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
     argv = local_executor.supervisor_argv(RunDir(resolved.spec.path))
     plan = _plan(resolved, cluster, import_paths, environment) if args.explain else None
     if args.json:
