@@ -28,7 +28,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "image").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    has_runtime(tmp_path, 'while [ "$1" != env ]; do shift; done; exec "$@"')
+    has_runtime(tmp_path, 'while [ "$1" != sh ]; do shift; done; exec "$@"')
     return tmp_path
 
 
@@ -55,7 +55,7 @@ def test_an_image_with_all_that_is_needed_is_good(place: Path, capsys: pytest.Ca
 
 
 def test_what_is_missing_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    has_runtime(place, 'while [ "$1" != env ]; do shift; done; shift 4; exec /usr/bin/env "$0.python" -S -E "$@"')
+    has_runtime(place, 'while [ "$1" != sh ]; do shift; done; shift 5; exec /usr/bin/env "$0.python" -S -E "$@"')
     (place / "bin" / "apptainer.python").symlink_to(sys.executable)
 
     code = check()
