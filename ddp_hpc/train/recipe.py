@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -120,9 +121,11 @@ def load_builder(target: str) -> Callable[..., Recipe]:
         ) from error
     builder = getattr(module, function_name, None)
     if not callable(builder):
+        is_pythons = module_name.partition(".")[0] in sys.stdlib_module_names
+        advice = f" Python's own {module_name!r} comes first: give your module another name." if is_pythons else ""
         raise ConfigError(
-            f"`recipe.target` is {target!r}, but module {module_name!r} ({module.__file__}) "
-            f"has no function {function_name!r}."
+            f"`recipe.target` is {target!r}, but module {module_name!r} ({getattr(module, '__file__', 'built in')}) "
+            f"has no function {function_name!r}.{advice}"
         )
     return builder  # type: ignore[no-any-return]  # what it returns is checked by build_recipe
 

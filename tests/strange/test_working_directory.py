@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.surroundings import IMPORT_PATH, SAFE_PATH, make_users_code_importable
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.train.recipe import load_builder
 
 NAMES = ("argparse", "json", "random", "socket", "subprocess", "yaml_of_mine", "ddp_hpc_of_mine")
 RECIPE = """
@@ -77,6 +79,12 @@ def test_the_copy_of_the_code_comes_before_what_the_user_exports_and_what_is_ins
     assert places == sorted(places)
     assert places[-1] < sys.path.index(installed[0])
     assert environ == {"PYTHONPATH": f"{tmp_path}/snapshot:/users/own"}
+
+
+@pytest.mark.parametrize("target", ["code:build", "sys:build"])
+def test_a_recipe_called_as_a_module_of_pythons_is_told_to_take_another_name(target: str) -> None:
+    with pytest.raises(ConfigError, match="comes first: give your module another name"):
+        load_builder(target)
 
 
 def test_a_users_own_word_on_safe_paths_stays() -> None:
