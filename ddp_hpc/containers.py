@@ -292,6 +292,12 @@ def _apptainer(inside: Inside, python: str, *, program: RuntimeName) -> Housing:
     `APPTAINERENV_...` carry is evaluated by a shell there. Neither `--cleanenv` nor `--containall`: the ranks come from
     Slurm's variables, and share memory with those beside them.
     """
+    cleaning = [word for word in inside.options if word in {"--cleanenv", "-e", "--containall", "-C"}]
+    if cleaning:
+        raise ConfigError(
+            f"`container.options` has {cleaning[0]!r}, but ranks, addresses and the run's own `env` reach the workers by the "
+            "environment. Leave it out; `env.NAME=` sets a variable that the image must not see to nothing."
+        )
     gpus = {"nvidia": ["--nv"], "rocm": ["--rocm"], "none": []}[inside.gpus]
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind))]
     where = ["--pwd", inside.work_dir]

@@ -78,7 +78,8 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
     try:
         with open_private(beside, "w") as file:
             if is_secret:
-                os.fchmod(file.fileno(), 0o600)
+                with suppress(OSError):  # a file system without modes
+                    os.fchmod(file.fileno(), 0o600)
             file.write(text)
             if durable:
                 file.flush()

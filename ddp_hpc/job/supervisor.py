@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc import exit_codes, ownership, processes
@@ -164,8 +165,9 @@ def _settle(run: RunDir, arguments: argparse.Namespace) -> None:
     """Tell the workers where the user's code is; close the log, which Slurm has made by the umask."""
     if arguments.import_path:
         os.environ[IMPORT_PATH] = os.pathsep.join(arguments.import_path)
-    if arguments.cluster == "slurm" and run.console.exists():
-        run.console.chmod(private_mode(run.console))
+    if arguments.cluster == "slurm":
+        with suppress(OSError):  # there is none, or the file system knows no modes
+            run.console.chmod(private_mode(run.console))
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:

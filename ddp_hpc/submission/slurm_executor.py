@@ -226,8 +226,9 @@ def _send(run: RunDir, environ: Mapping[str, str]) -> str:
     except (FailedJobError, FailedSubmissionError) as error:
         raise ConfigError(f"sbatch refuses the job: {error}") from error
     finally:
-        for path in run.submitit.iterdir():  # made by the umask
-            path.chmod(private_mode(path))
+        with contextlib.suppress(OSError):  # a file system without modes
+            for path in run.submitit.iterdir():  # made by the umask
+                path.chmod(private_mode(path))
     return str(job.job_id)
 
 

@@ -15,6 +15,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import Bind, Inside, house
 from ddp_hpc.environment import capture
+from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.supervisor import _set_variables
 from ddp_hpc.run_dir import RunDir
 
@@ -113,6 +114,14 @@ def test_no_runtimes_words_hold_a_value(name: Any) -> None:
 
     assert "s3cr3t" not in " ".join([*housing.prefix, *housing.srun_args])
     assert values.items() <= json.loads(done.stdout).items()
+
+
+@pytest.mark.parametrize("word", ["--cleanenv", "-e", "--containall", "-C"])
+def test_a_word_that_keeps_the_environment_out_is_refused(word: str) -> None:
+    inside = Inside(image="/i.sif", binds=(), environ={}, work_dir="/w", options=("--fakeroot", word))
+
+    with pytest.raises(ConfigError, match=f"`container.options` has '{word}'"):
+        house(inside, "apptainer", "python3")
 
 
 def test_displays_name_a_secret_and_its_source_without_its_value(
