@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rounds import Benchmark, Samples
+from benchmarks.rounds import MIN_ROUNDS, Benchmark, Samples
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -72,7 +72,7 @@ def text_of(content: Content) -> str:
     return "\n\n".join(
         [
             markdown_table(["", *table["headings"]], rows),
-            markdown_table(["measured against", "target", "median", "95 % between", "met"], judged),
+            markdown_table(["measured against", "target", "median", _spread(content["rounds"]), "met"], judged),
             _where(content),
         ]
     )
@@ -104,6 +104,11 @@ def _measured(verdict: Content) -> str:
 def _between(verdict: Content) -> str:
     low, high = verdict["between"]
     return f"{low:.3g} and {high:.3g}"
+
+
+def _spread(rounds: int) -> str:
+    """Return what two numbers say of the rounds: too few have no interval worth the name."""
+    return "95 % between" if rounds >= MIN_ROUNDS else "least and most"
 
 
 def _where(content: Content) -> str:

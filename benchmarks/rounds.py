@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 PACKAGES = ("ddp_hpc", "torch", "lightning", "accelerate", "safetensors", "xxhash", "msgspec")
 NUM_RESAMPLES = 2000
+MIN_ROUNDS = 10
+"""Rounds from which on an interval of medians says something; below, the least and the most of all rounds are told."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Verdict:
     measured: float
     """The median over the rounds."""
     between: tuple[float, float]
-    """95 % of the medians of rounds drawn anew (bootstrap) lie in here."""
+    """95 % of the medians of rounds drawn anew (bootstrap) lie in here; below `MIN_ROUNDS`, all rounds do."""
     unit: str
     target: str | None = None
     """`at least 5 x`."""
@@ -87,6 +89,8 @@ def judge(
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < MIN_ROUNDS:
+        return min(values), max(values)
     chance = random.Random(0)
     medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
     return medians[NUM_RESAMPLES // 40], medians[-1 - NUM_RESAMPLES // 40]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
 import shlex
 import subprocess
@@ -9,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ddp_hpc.cli import VERBS
+from ddp_hpc.config.keys import all_keys, is_section, key_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -53,7 +58,51 @@ def test_the_readmes_recipe_and_commands_work_one_after_the_other(here: Path) ->
     subprocess.run([sys.executable, "-m", "ddp_hpc", "cancel", "longer"], check=False)  # it may have finished
 
 
-@pytest.mark.parametrize("path", sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")}), ids=lambda path: path.name)
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")})
+NO_KEYS = {"train.lrr", "train.batch_size", "optimizer.lr"}
+"""What pages show as mistakes."""
+
+
+def _options(verb: str) -> set[str]:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"ddp_hpc.cli.verbs.{verb}").add_arguments(parser)
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_command_option_and_key_in_the_documentation_exists(path: Path) -> None:
+    text = path.read_text()
+    sections = "|".join({name.partition(".")[0] for name in all_keys() if "." in name})
+
+    for verb, words in re.findall(r"ddp-hpc ([a-z]+)((?: [^`\n#|&)]*)?)", text):
+        assert verb in VERBS, f"ddp-hpc {verb}"
+        unknown = set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)(?=[\s=]|$)", words)) - _options(verb) - {"--help"}
+        assert not unknown, f"ddp-hpc {verb} {words}"
+    for name in {one.rstrip(".") for one in re.findall(rf"`((?:{sections})\.[a-z_.]+)", text)} - NO_KEYS:
+        assert key_of(name) or is_section(name), name
+
+
+@pytest.mark.long
+def test_a_run_that_the_quickstart_breaks_ends_with_the_digest_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    console = re.findall(r"```console\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), flags=re.DOTALL)[1]
+    ours = f"{shlex.quote(sys.executable)} -m ddp_hpc"
+
+    printed = []
+    for line in re.sub(r" +#.*", "", console).splitlines():
+        command = line.removeprefix("$ ").replace("ddp-hpc", ours)
+        done = subprocess.run(command, shell=True, check=True, capture_output=True, text=True)  # noqa: S602  a reader's shell
+        printed.append(done.stdout.splitlines()[-1])
+
+    assert len(printed) == 4
+    assert re.fullmatch(r"[0-9a-f]{16,}", printed[0])
+    assert printed[3] == printed[0]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_in_the_documentation_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
 
