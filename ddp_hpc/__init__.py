@@ -15,12 +15,61 @@ from typing import TYPE_CHECKING, Any  # noqa: E402  after the path is what it s
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ddp_hpc.api import Job, submit
-    from ddp_hpc.spec import RecipeSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
+    from ddp_hpc.api import Job, load, submit
+    from ddp_hpc.errors import ConfigError, DdpHpcError
+    from ddp_hpc.spec import (
+        CheckpointSpec,
+        ContainerSpec,
+        DataSpec,
+        EvalSpec,
+        LogSpec,
+        LrScheduleSpec,
+        NetworkSpec,
+        OptimizerSpec,
+        RecipeSpec,
+        ResourcesSpec,
+        RestartSpec,
+        RunSpec,
+        SlurmSpec,
+        SnapshotSpec,
+        StageSpec,
+        TorchrunSpec,
+        TrainSpec,
+    )
+    from ddp_hpc.train.recipe import Recipe
 
-__all__ = ["Job", "RecipeSpec", "ResourcesSpec", "RunSpec", "SlurmSpec", "TrainSpec", "submit"]
+__all__ = [
+    "CheckpointSpec",
+    "ConfigError",
+    "ContainerSpec",
+    "DataSpec",
+    "DdpHpcError",
+    "EvalSpec",
+    "Job",
+    "LogSpec",
+    "LrScheduleSpec",
+    "NetworkSpec",
+    "OptimizerSpec",
+    "Recipe",
+    "RecipeSpec",
+    "ResourcesSpec",
+    "RestartSpec",
+    "RunSpec",
+    "SlurmSpec",
+    "SnapshotSpec",
+    "StageSpec",
+    "TorchrunSpec",
+    "TrainSpec",
+    "load",
+    "submit",
+]
 
-_HOMES = {"Job": "ddp_hpc.api", "submit": "ddp_hpc.api"}
+_HOMES = {
+    **dict.fromkeys(("Job", "load", "submit"), "ddp_hpc.api"),
+    **dict.fromkeys(("ConfigError", "DdpHpcError"), "ddp_hpc.errors"),
+    "Recipe": "ddp_hpc.train.recipe",
+}
+"""Name -> its module, where that is not `ddp_hpc.spec`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -30,3 +79,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES.get(name, "ddp_hpc.spec")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ddp_hpc.config import Resolved, flat, render_resolved
+from ddp_hpc.config import Resolved, flat, render_resolved, resolve
 from ddp_hpc.errors import WorkerError
 from ddp_hpc.records import Cluster
 from ddp_hpc.run_dir import RunDir
@@ -86,6 +86,29 @@ class Job:
             slurm_executor.cancel(self.run, os.environ)
         else:
             local_executor.cancel(self.run)
+
+
+def load(
+    path: str | Path,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    cluster: Literal["auto", "local", "slurm"] = "auto",
+    site: str | None = None,
+) -> RunSpec:
+    """Return the spec of a configuration file, by the sources and the precedence of `ddp-hpc submit`.
+
+    Args:
+        path: The YAML file.
+        settings: Values that win over all others, by key: `{"train.lr": 0.05, "recipe.args.width": 8}`.
+        cluster: Where the run is to go; on Slurm, what a site profile says of its partition counts.
+        site: A site profile, or its file; unset: the one for this host.
+
+    Raises:
+        ConfigError: for the first value that cannot be, with its key, its source and what is wanted.
+    """
+    plain = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in (settings or {}).items()}
+    is_for_slurm = choose_cluster(cluster, os.environ) == "slurm"
+    return resolve(Path(path), plain, os.environ, site=site, is_for_slurm=is_for_slurm).spec
 
 
 def submit(

@@ -16,6 +16,7 @@ from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.exit_codes import FAILED
 
 VERBS = {
+    "init": "write a first recipe and its configuration, which run at once",
     "submit": "start a run, or resume it",
     "render": "write the job script that plain sbatch starts",
     "status": "tell where a run stands",
@@ -31,6 +32,7 @@ VERBS = {
     "config": "print the reference of all keys",
     "container": "look into the image of a run: has it what the workers need",
     "site": "show the site profile that counts here, list all, or propose one",
+    "completion": "print what makes a shell complete verbs, options, keys and runs",
     "env": "print every value derived from the allocation, and why",
 }
 """Verb -> what it does; each is a module of `verbs`, imported when it is asked for."""

@@ -13,12 +13,14 @@ from ddp_hpc.config.paths import filled
 from ddp_hpc.config.site import Profile, find_profile, refuse_unwelcome
 from ddp_hpc.config.sources import (
     DEFAULT,
+    Origin,
     Setting,
     flatten_free,
     from_defaults,
     from_environment,
     from_file,
     from_overrides,
+    settings_in,
 )
 from ddp_hpc.config.values import convert
 from ddp_hpc.discretion import is_key_shown
@@ -40,7 +42,7 @@ class Resolved:
 
 def resolve(
     path: Path,
-    overrides: Sequence[str],
+    overrides: Sequence[str] | Mapping[str, Any],
     environment: Mapping[str, str],
     *,
     site: str | None = None,
@@ -60,7 +62,7 @@ def resolve(
         [
             *from_file(path, f"file {path.name}"),
             *from_environment(environment),
-            *from_overrides(overrides),
+            *_overriding(overrides),
         ],
         environment,
     )
@@ -68,6 +70,11 @@ def resolve(
     resolved = replace(_build([*before, *between, *after]), profile=profile)
     refuse_unwelcome(resolved.spec.path, profile)
     return resolved
+
+
+def _overriding(given: Sequence[str] | Mapping[str, Any]) -> list[Setting]:
+    """Return words of the command line, or keys and values from Python, as settings."""
+    return settings_in(given, Origin("Python", "Python")) if isinstance(given, Mapping) else from_overrides(given)
 
 
 def _of_partition(profile: Profile | None, settings: Sequence[Setting]) -> Sequence[Setting]:

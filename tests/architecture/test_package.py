@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -90,3 +91,25 @@ def test_the_wheel_brings_the_command(wheel: zipfile.ZipFile) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_says_what_it_is_for(module: str) -> None:
     assert ast.get_docstring(ast.parse((ROOT / module).read_text(encoding="utf-8")))
+
+
+@pytest.mark.long
+def test_the_wheel_trains_in_an_environment_of_ones_own(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """What it needs lies below, as with `--system-site-packages`; pip takes nothing from a network."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "own"], check=True)
+    python = tmp_path / "own" / "bin" / "python"
+    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
+    subprocess.run([python, *install, str(wheel.filename)], check=True)
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "own")}))
+    (own / "below.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+
+    command = [tmp_path / "own" / "bin" / "ddp-hpc"]
+    subprocess.run([*command, "init", "first"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [*command, "submit", "my_run.yaml", "--wait", "--cluster", "local"], cwd=tmp_path / "first", check=True
+    )
+
+    where = [str(python), "-c", "import ddp_hpc; print(ddp_hpc.__file__)"]
+    done = subprocess.run(where, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith(str(own))
+    assert (tmp_path / "first/runs/my_run/DONE").exists()

@@ -1,17 +1,23 @@
-"""List the runs, the newest last."""
+"""List the runs, the newest last.
+
+ddp-hpc list --filter state=finished --filter train.epochs=20 --sort accuracy --keys
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.standing import steps
 from ddp_hpc.cli.words import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.errors import UnreadableError
+from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.find import look_for_runs
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -21,7 +27,18 @@ HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_runs_dir(parser)
+    parser.add_argument(
+        "--filter", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or state=STATE"
+    )
+    parser.add_argument(
+        "--sort", metavar="WHAT", help="by a column, a number of the evaluation, or a key; default: age"
+    )
+    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    parser.add_argument(
+        "--keys", action="store_true", help="also the keys of the configuration that differ between them"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of what `status --json` prints")
 
 
@@ -38,13 +55,38 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             num_unreadable += 1
     if num_unreadable:
         print(f"note: {num_unreadable} in {str(runs_dir)!r} cannot be read, so left out", file=sys.stderr)
+    differing: list[dict[str, Any]] = []
+    if args.filter or args.sort or args.keys:
+        statuses, differing = _compared(statuses, args)
+    elif args.reverse:
+        statuses.reverse()
     if args.json:
-        print(as_json([asdict(status) for status in statuses]))
+        more = [{"differs": values} for values in differing] if args.keys else [{} for _ in statuses]
+        print(as_json([{**asdict(status), **one} for status, one in zip(statuses, more, strict=True)]))
     elif statuses:
-        print(table(HEADER, map(_row, statuses)))
+        names = list(differing[0]) if args.keys else []
+        rows = [
+            (*_row(status), *(or_dash(differing[number][name]) for name in names))
+            for number, status in enumerate(statuses)
+        ]
+        print(table((*HEADER, *names), rows))
     else:
-        print(f"There are no runs in {str(runs_dir)!r}.")
+        such = f" with {' and '.join(args.filter)}" if args.filter else ""
+        print(f"There are no runs{such} in {str(runs_dir)!r}.")
     return 0
+
+
+def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
+    """Return those that were asked for, in the order that was asked for, each with its values of the keys that differ."""
+    from ddp_hpc.watch.compare import Listed, chosen, differing, in_order, values_of  # late: they read configurations
+
+    runs = chosen([Listed(status, values_of(RunDir(Path(status.path)))) for status in statuses], args.filter)
+    if args.sort:
+        runs = in_order(runs, args.sort, is_reversed=args.reverse)
+    elif args.reverse:
+        runs.reverse()
+    names = differing(runs)
+    return [run.status for run in runs], [{name: run.values.get(name) for name in names} for run in runs]
 
 
 def _row(status: RunStatus) -> tuple[str, ...]:

@@ -1,0 +1,86 @@
+"""What may stand where the user presses the tab key."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, get_args, get_origin
+
+from ddp_hpc.cli import VERBS
+from ddp_hpc.cli.runs import chosen_runs_dir
+from ddp_hpc.watch.find import list_runs
+
+_TAKE_SETTINGS = frozenset({"submit", "render", "drill", "container"})
+
+
+def candidates(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return what the last word may become; none where it may be a file.
+
+    Words are those after `ddp-hpc`. bash takes the `=` of a setting for a word of its own, zsh and fish do not.
+    """
+    *before, word = words or [""]
+    if not before:
+        return _beginning(word, VERBS)
+    if before[0] not in VERBS:
+        return []
+    if word == "=" or before[-1] == "=":
+        key = before[-1] if word == "=" else before[-2]
+        return _beginning(word.removeprefix("="), _values(key.removeprefix("--")))
+    return _beginning(word, _that_fit(before, word, environment))
+
+
+def _that_fit(before: Sequence[str], word: str, environment: Mapping[str, str]) -> Iterable[str]:
+    """Return what may stand where `word` begins, whatever it begins with."""
+    actions = _actions(before[0])
+    key, equals, _ = word.partition("=")
+    asked = next((action for action in actions if before[-1] in action.option_strings and action.nargs != 0), None)
+    if equals:
+        return [f"{key}={value}" for value in _values(key.removeprefix("--"))]
+    if asked is not None:
+        return map(str, asked.choices or ())
+    if word.startswith("-"):
+        return [option for action in actions for option in action.option_strings]
+    return _positional(before, word, actions, environment)
+
+
+def _beginning(word: str, found: Iterable[str]) -> list[str]:
+    return [one for one in found if one.startswith(word)]
+
+
+def _actions(verb: str) -> list[argparse.Action]:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"ddp_hpc.cli.verbs.{verb}").add_arguments(parser)
+    return parser._actions  # noqa: SLF001  # argparse tells it in no other way
+
+
+def _positional(
+    before: Sequence[str], word: str, actions: Sequence[argparse.Action], environment: Mapping[str, str]
+) -> Iterable[str]:
+    places = [action for action in actions if not action.option_strings]
+    named = [str(choice) for action in places for choice in action.choices or ()]
+    if any(action.metavar == "RUN" for action in places):
+        named += [run.name for run in list_runs(chosen_runs_dir(None, environment))]
+    if before[0] == "config":
+        named += _keys()
+    is_file = not word and not any(one.endswith((".yaml", ".yml")) for one in before)
+    if before[0] in _TAKE_SETTINGS and not is_file:
+        named += [f"{key}=" for key in _keys()]
+    return named
+
+
+def _keys() -> list[str]:
+    from ddp_hpc.config.keys import all_keys  # late: the spec's classes take 30 ms to make
+
+    return list(all_keys())
+
+
+def _values(name: str) -> list[str]:
+    from ddp_hpc.config.keys import key_of
+    from ddp_hpc.field_types import without_none
+
+    key = key_of(name)
+    wanted = None if key is None else without_none(key.annotation)
+    if get_origin(wanted) is Literal:
+        return list(map(str, get_args(wanted)))
+    return ["true", "false"] if wanted is bool else []

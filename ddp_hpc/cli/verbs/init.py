@@ -1,0 +1,35 @@
+"""Write a first recipe and its configuration: `my_recipe.py` and `my_run.yaml`, which run at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_hpc.cli.first_files import FILES
+from ddp_hpc.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("dir", metavar="DIR", nargs="?", type=Path, default=Path(), help="where; default: here")
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:  # noqa: ARG001  # every verb's signature
+    """Write both, or neither where one is there already."""
+    paths = {args.dir / name: text for name, text in FILES.items()}
+    there = [str(path) for path in paths if os.path.lexists(path)]
+    if there:
+        raise ConfigError(f"{' and '.join(there)} would be overwritten. Name another directory: `ddp-hpc init DIR`.")
+    try:
+        args.dir.mkdir(parents=True, exist_ok=True)
+        for path, text in paths.items():
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{args.dir} cannot be written: {error.strerror}. Name another directory.") from error
+    where = "" if args.dir == Path() else f"cd {shlex.quote(str(args.dir))} && "
+    print("\n".join([*(f"wrote   {path}" for path in paths), f"start   {where}ddp-hpc submit my_run.yaml --follow"]))
+    return 0

@@ -1,0 +1,59 @@
+"""What `import ddp_hpc` offers: everything by its name, nothing imported before it is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import ddp_hpc
+from ddp_hpc.spec import RunSpec
+
+
+def test_dir_lists_every_section_and_each_name_leads_somewhere() -> None:
+    kinds: list[Any] = [kind for kind in get_type_hints(RunSpec).values() if dataclasses.is_dataclass(kind)]
+    sections = {kind.__name__ for kind in kinds}
+
+    assert {*sections, "RunSpec", "Recipe", "submit", "load", "Job"} <= set(dir(ddp_hpc))
+    assert all(getattr(ddp_hpc, name) is not None for name in ddp_hpc.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Recpie'"):
+        _ = ddp_hpc.Recpie
+
+
+def test_the_package_imports_torch_only_when_a_recipe_is_asked_for() -> None:
+    program = (
+        "import sys, ddp_hpc; dir(ddp_hpc); ddp_hpc.RunSpec; assert 'torch' not in sys.modules;"
+        "from ddp_hpc import Recipe; from ddp_hpc.train.recipe import Recipe as same; assert Recipe is same"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_file_becomes_a_spec_by_the_precedence_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "net.yaml"
+    path.write_text("train: {lr: 0.1, epochs: 2, global_batch_size: 8}\nrecipe: {args: {width: 4}}\n")
+    monkeypatch.setenv("DDP_HPC__TRAIN__EPOCHS", "3")
+
+    spec = ddp_hpc.load(path, {"train.lr": 0.5, "recipe.args": {"depth": 2}, "runs_dir": tmp_path}, cluster="local")
+
+    assert (spec.name, spec.train.lr, spec.train.epochs, spec.train.global_batch_size) == ("net", 0.5, 3, 8)
+    assert (spec.recipe.args, spec.runs_dir) == ({"width": 4, "depth": 2}, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"train.batch_size": 1}, "Did you mean `train.global_batch_size`"),
+        ({"train.lr": "x"}, "`train.lr` is 'x' .Python."),
+    ],
+)
+def test_a_setting_from_python_that_cannot_be_is_named(settings: dict[str, object], told: str, tmp_path: Path) -> None:
+    (tmp_path / "net.yaml").write_text("")
+
+    with pytest.raises(ddp_hpc.ConfigError, match=told):
+        ddp_hpc.load(tmp_path / "net.yaml", settings, cluster="local")
