@@ -430,6 +430,17 @@ def test_a_job_that_was_given_a_bad_node_again_is_told_to_ask_for_another(superv
     assert predecessors.nodes_to_avoid(one.assignment) == ("node2",)
 
 
+def test_a_node_that_an_attempt_was_not_begun_on_has_not_failed_once_more(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(max_no_progress=9))
+    for _ in range(2):
+        one.killed_on(rank=1)
+
+    one.ends(replace(CRASHED, reason="node2 failed before", avoided_nodes=("node2",)))
+
+    assert (one.last.cause, one.last.next, one.last.failed_nodes) == ("node failed", "requeue", ())
+    assert excluded(one) == ["node2", "node2"]
+
+
 def test_only_nodes_of_the_jobs_partition_count(supervised: Make) -> None:
     one = supervised(restart=RestartSpec(exclude_after=1))
     one.slurm.has(

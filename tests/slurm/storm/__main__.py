@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
             asked = Asked(seed=seed, minutes=arguments.minutes, num_runs=arguments.runs, faults=faults)
             login = fresh_login(cluster, f"storm-{seed}")
             try:
-                results.append(storm(cluster, login, asked, say))
+                left_out = {"left_out": [kind for kind in KINDS if kind not in kinds]}
+                results.append(storm(cluster, login, asked, say) | left_out)
             except BaseException:
                 say(f"the evidence is in {keep(cluster, login, seed)}")
                 raise
