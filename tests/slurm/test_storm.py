@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.drill.hand import Seen
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.records import End, record_end, record_start
 from ddp_hpc.run_dir import RunDir
@@ -16,6 +17,7 @@ from tests.slurm.runs import LoginNode
 from tests.slurm.storm.check import problems_of
 from tests.slurm.storm.course import Asked, storm
 from tests.slurm.storm.deeds import Done
+from tests.slurm.storm.hand import processes_of
 from tests.slurm.storm.plan import KINDS, kinds_of, plan
 from tests.slurm.storm.results import add_result, as_table
 
@@ -35,6 +37,27 @@ def test_kinds_are_left_out_or_chosen_by_their_whole_name_or_its_last_word() -> 
     assert kinds_of(only=["kill shell", "power"]) == ["kill shell", "power"]
     with pytest.raises(ValueError, match="no kind 'lightning'"):
         kinds_of(without=["lightning"])
+
+
+def test_a_runs_processes_are_told_apart_by_what_they_are() -> None:
+    run = "/runs/digits"
+    agent = ["python", "-m", "ddp_hpc.job.agent", run, "0"]
+    seen = [
+        Seen(1, 0, ["/sbin/init"]),
+        Seen(10, 1, ["/bin/bash", "/var/spool/slurmd/job00012/slurm_script"]),
+        Seen(11, 10, ["python", "-m", "ddp_hpc.job.supervisor", run, "--cluster", "slurm"]),
+        Seen(12, 11, ["srun", "--nodes=2", *agent]),
+        Seen(13, 12, ["srun", "--nodes=2", *agent]),
+        Seen(20, 1, agent),
+        Seen(21, 20, agent),
+        Seen(22, 21, agent),
+        Seen(30, 1, ["/bin/bash", "/var/spool/slurmd/job00013/slurm_script"]),
+        Seen(31, 1, ["python", "-m", "ddp_hpc.job.agent", "/runs/other", "0"]),
+    ]
+
+    found = processes_of(seen, run, "12")
+
+    assert found == {"rank": [21], "agent": [20], "srun": [12], "loader": [22], "supervisor": [11], "shell": [10]}
 
 
 def finished_run(folder: Path, name: str, *, attempt: int = 0, **line: object) -> RunDir:
