@@ -36,7 +36,13 @@ from ddp_hpc.job.cpus import Share, share_here
 from ddp_hpc.job.deaths import report, report_killed
 from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen, network_defaults
-from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable, torch_defaults
+from ddp_hpc.job.surroundings import (
+    imports_for_good,
+    leave_at_once,
+    make_users_code_importable,
+    python_environ,
+    torch_defaults,
+)
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_place
 
@@ -90,11 +96,13 @@ class Shift:
 class Agent:
     """One node's agent: serves orders until the line is closed."""
 
-    def __init__(self, arguments: argparse.Namespace, line: Line) -> None:
+    def __init__(self, arguments: argparse.Namespace, line: Line, python: Mapping[str, str]) -> None:
         self._run = RunDir(arguments.run)
         self._arguments = arguments
         self._line = line
         self._users_environ = dict(os.environ)
+        self._python = python
+        """What decides where another Python of ours imports from."""
         place = step_place(os.environ) if arguments.in_step else None
         self._node_rank = place.node_rank if place else 0
         self._num_nodes = place.num_nodes if place else 1
@@ -172,9 +180,10 @@ class Agent:
         try:
             with ExitStack() as resources:
                 meeting_point = resources.enter_context(listen(crew.meeting)) if crew.node_rank == 0 else None
-                name = self._arguments.worker
-                is_forked = not self._must_not_fork
-                ranks = _fork(crew, self._worker, meeting_point) if is_forked else _spawn(crew, name, meeting_point)
+                if self._must_not_fork:
+                    ranks = self._spawn(crew, meeting_point)
+                else:
+                    ranks = _fork(crew, self._worker, meeting_point)
                 self._shift = Shift(crew, ranks)
             if self._is_told:
                 self._pass_on(signal.SIGUSR2)
@@ -182,6 +191,31 @@ class Agent:
             self._tell(crew.attempt, exit_codes.PORT_TAKEN)
         except OSError as error:
             self._tell_failure(crew, error)
+
+    def _spawn(self, crew: Crew, meeting_point: socket.socket | None) -> dict[int, int]:
+        """Start the workers as processes of their own; return their ranks by pid."""
+        sys.stdout.flush()
+        port = meeting_point.getsockname()[1] if meeting_point else crew.meeting.port
+        ranks: dict[int, int] = {}
+        for local_rank in range(crew.num_workers):
+            rank = crew.node_rank * crew.num_workers + local_rank
+            cpus = ",".join(map(str, crew.share.cpu_sets[local_rank]))
+            options = [f"--worker={self._arguments.worker}", f"--attempt={crew.attempt}", f"--agent={os.getpid()}"]
+            options.append(f"--cpus={cpus}")
+            if meeting_point and rank == 0:
+                meeting_point.set_inheritable(True)
+                options.append(f"--listen-fd={meeting_point.fileno()}")
+            argv = [sys.executable, "-m", "ddp_hpc.job.spawned", str(crew.run.path), *options]
+            environ = {**os.environ, **self._python, **rank_environ(crew, local_rank, port)}
+            try:
+                ranks[os.posix_spawn(sys.executable, argv, environ)] = rank
+            except OSError:
+                processes.kill(ranks)
+                raise
+            finally:
+                if meeting_point:
+                    meeting_point.set_inheritable(False)
+        return ranks
 
     def _tell_failure(self, crew: Crew, error: BaseException | None) -> None:
         """Write down what kept the workers from being started."""
@@ -218,8 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     processes.die_with_parent(os.getppid())
     processes.block_awaited_signals()
+    python = python_environ(os.environ)
     make_users_code_importable(os.environ)
-    Agent(arguments, Line.of_agent()).serve()
+    Agent(arguments, Line.of_agent(), python).serve()
     return exit_codes.FINISHED
 
 
@@ -252,30 +287,6 @@ def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -
             os.environ.update(rank_environ(crew, local_rank, port))
             _become_worker(crew, worker, rank, meeting_point, agent_pid)
         ranks[pid] = rank
-    return ranks
-
-
-def _spawn(crew: Crew, worker: str, meeting_point: socket.socket | None) -> dict[int, int]:
-    """Start the workers as processes of their own; return their ranks by pid."""
-    sys.stdout.flush()
-    port = meeting_point.getsockname()[1] if meeting_point else crew.meeting.port
-    ranks: dict[int, int] = {}
-    for local_rank in range(crew.num_workers):
-        rank = crew.node_rank * crew.num_workers + local_rank
-        cpus = ",".join(map(str, crew.share.cpu_sets[local_rank]))
-        options = [f"--worker={worker}", f"--attempt={crew.attempt}", f"--agent={os.getpid()}", f"--cpus={cpus}"]
-        if meeting_point and rank == 0:
-            meeting_point.set_inheritable(True)
-            options.append(f"--listen-fd={meeting_point.fileno()}")
-        argv = [sys.executable, "-m", "ddp_hpc.job.spawned", str(crew.run.path), *options]
-        try:
-            ranks[os.posix_spawn(sys.executable, argv, {**os.environ, **rank_environ(crew, local_rank, port)})] = rank
-        except OSError:
-            processes.kill(ranks)
-            raise
-        finally:
-            if meeting_point:
-                meeting_point.set_inheritable(False)
     return ranks
 
 

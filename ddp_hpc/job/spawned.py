@@ -17,7 +17,7 @@ from pathlib import Path
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.deaths import report
-from ddp_hpc.job.surroundings import import_by_pythonpath_alone, imports_for_good, leave_at_once
+from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.run_dir import RunDir
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.die_with_parent(arguments.agent)
     processes.block_awaited_signals()  # until the worker listens
     os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
-    import_by_pythonpath_alone()
+    make_users_code_importable(os.environ)
     run, rank = RunDir(arguments.run), int(os.environ["RANK"])
     try:
         with imports_for_good():

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +25,11 @@ IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
 """Variable: where the user's code is imported from, by workers alone, as PYTHONPATH has it."""
 SAFE_PATH = {"PYTHONSAFEPATH": "ddp_hpc"}
 """Keeps Python 3.11 and newer from importing what lies in the working directory; the value tells ours from a user's own."""
+
+
+def python_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what of an environment decides where a Python of ours imports from, before `make_users_code_importable`."""
+    return {name: environ.get(name, "") for name in (IMPORT_PATH, "PYTHONSAFEPATH", "PYTHONPATH")}  # "" is as unset
 
 
 def make_users_code_importable(environ: MutableMapping[str, str]) -> None:
