@@ -12,7 +12,7 @@ class DdpHpcError(Exception):
 
 
 class ConfigError(DdpHpcError):
-    """The user asked for something that cannot be; nothing was started."""
+    """The user asked for something that cannot be; nothing was trained."""
 
     exit_code = 2
 

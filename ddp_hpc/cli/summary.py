@@ -26,7 +26,7 @@ def exit_code(status: RunStatus) -> int:
 def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> None:
     """Print how the run stands; `word` is what to type for it, `again` what to type to submit it again."""
     failure = first_failure(run, status.attempt) if status.state == "failed" and status.attempt is not None else None
-    if failure is not None and not failure.is_diverged:
+    if failure is not None and not (failure.is_diverged or failure.is_input_error):  # else the reason says all
         print(cause(run, failure), file=sys.stderr)
     elif status.reason:
         print(f"{status.state}: {status.reason}", file=sys.stderr)

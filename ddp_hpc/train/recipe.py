@@ -157,7 +157,7 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
     except (TypeError, ValueError, AttributeError, LookupError, AssertionError, NameError) as error:
         raise ConfigError(
             f"`{target}` was called with `recipe.args` {dict(args)!r} and raised {type(error).__name__}: {error}\n"
-            f"{_own_lines(error)}Change the arguments, or the function; the log has the whole traceback."
+            f"{_own_lines(error)}Change the arguments, or the function."
         ) from error
 
 

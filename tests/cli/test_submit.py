@@ -212,3 +212,14 @@ def test_fresh_starts_a_finished_run_over_and_keeps_what_there_was(here: Path) -
     assert f"what there was of run lies in {here / 'runs/run.old-1'}" in fresh.stdout
     assert (here / "runs/run.old-1/metrics.jsonl").read_bytes() == before
     assert [entry.attempt for entry in read_attempts(RunDir(here / "runs/run"))] == [0]
+
+
+def test_a_changed_model_is_told_once_with_a_way_on(here: Path) -> None:
+    submit("run.yaml", "--wait")
+    (here / "tiny.py").write_text(RECIPE.replace("super().__init__(4, 2)", "super().__init__(4, 3)"))
+
+    again = submit("run.yaml", "--wait", "train.epochs=2")
+
+    assert again.returncode != 0
+    assert (again.stdout + again.stderr).count("weight (2, 4) instead of (3, 4)") == 1
+    assert "`ddp-hpc submit --fresh`" in again.stderr

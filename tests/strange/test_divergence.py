@@ -152,6 +152,20 @@ def test_skip_leaves_out_the_updates_of_bad_batches_and_nothing_of_them_stays(
     assert losses.count(None) == 2, "the sample comes once an epoch"
 
 
+def test_skip_knows_sparse_gradients(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    recipe = Recipe(
+        model=nn.Embedding(5, 1, sparse=True),
+        train_data=TensorDataset(torch.arange(8) % 5, torch.tensor([1.0] * 7 + [float("nan")]).unsqueeze(1)),
+        loss=mean_square,
+        optimizer=lambda model, lr: torch.optim.SparseAdam(model.parameters(), lr=lr),
+    )
+
+    training = trained(tmp_path / "run", recipe, train__on_nonfinite="skip", train__max_steps=6)
+
+    assert all(bool(one.isfinite().all()) for one in training.state.model.parameters())
+
+
 def test_skip_ends_a_run_that_skips_everything(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"not finite since step 1\."):
         trained(tmp_path / "run", a_recipe(Poisoned(4, {0})), train__on_nonfinite="skip", train__max_steps=10_000)
