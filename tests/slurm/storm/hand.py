@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hpc.drill.hand import AGENTS, TASK, Seen, look, sort_out
+from ddp_hpc.drill.hand import Seen, look, sort_out
 
 SUPERVISOR = "ddp_hpc.job.supervisor"
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "freeze": signal.SIGSTOP}
@@ -27,7 +27,7 @@ def processes_of(seen: Sequence[Seen], run_path: str, job_id: str) -> Mapping[st
     """Return the processes of a run by what they are."""
     found = sort_out(seen, run_path)
     ours = [one for one in seen if run_path in one.argv]
-    loaders = [one for one in ours if one.parent in found["worker"] and one.module in (*AGENTS, TASK)]
+    loaders = [one for one in ours if one.parent in found["worker"]]
     shells = [one for one in seen if any(Path(word).parent.name == f"job{int(job_id):05d}" for word in one.argv)]
     return {
         "rank": found["worker"],
