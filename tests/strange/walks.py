@@ -18,6 +18,7 @@ from ddp_hpc.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, LrSchedule
 from ddp_hpc.train import training_state
 from ddp_hpc.train.loop import train
 from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.stop import StopFlag
 from ddp_hpc.train.training import Training, prepare
@@ -81,7 +82,10 @@ def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: in
 
 def group_of(group: Group, attempt: int) -> Group:
     """Return the group with stores of the attempt's own, as processes that are started anew have."""
-    stores = [torch.distributed.PrefixStore(f"attempt-{attempt}", store) for store in (group.store, group.side_store)]
+    stores = [
+        SealedStore(torch.distributed.PrefixStore(f"attempt-{attempt}", sealed._store), "")
+        for sealed in (group.store, group.side_store)
+    ]
     return Group(group.place, group.device, *stores)
 
 

@@ -49,7 +49,7 @@ def test_arguments_of_srun_reach_the_step_of_every_launcher(launcher: str, tmp_p
     spec = made_of(tmp_path, "slurm.srun_args=[--cpu-bind=none, --mpi=none]", f"launcher={launcher}")
     run = RunDir(spec.path)
 
-    made = Start(spec=spec, run=run, attempt=0, job_id="1", meeting=Meeting("10.0.0.1", 29500))
+    made = Start(spec=spec, run=run, attempt=0, meeting=Meeting("10.0.0.1", 29500))
     argv = step_of_agents(spec, run) if launcher == "agent" else STEPS[launcher](made)
 
     assert argv[argv.index("--cpu-bind=none") + 1] == "--mpi=none"
@@ -58,6 +58,6 @@ def test_arguments_of_srun_reach_the_step_of_every_launcher(launcher: str, tmp_p
 @pytest.mark.parametrize("count", [0, 4])
 def test_restarts_of_torchrun_are_what_the_key_says(count: int, tmp_path: Path) -> None:
     spec = made_of(tmp_path, f"torchrun.max_restarts={count}", "launcher=torchrun")
-    start = Start(spec=spec, run=RunDir(spec.path), attempt=0, job_id="1", meeting=Meeting("10.0.0.1", 29500))
+    start = Start(spec=spec, run=RunDir(spec.path), attempt=0, meeting=Meeting("10.0.0.1", 29500))
 
     assert f"--max-restarts={count}" in STEPS["torchrun"](start)
