@@ -159,6 +159,7 @@ class PlainLoop:
         """Train on; return the rate of the timed steps."""
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = self._tuned
+        torch.backends.cudnn.allow_tf32 = True  # as PyTorch has it; our loop, in this same process, may turn it off
         self._walk(self._case.lead)
         seconds = seconds_of(self._device, lambda: self._walk(self._case.steps))
         return {RATE: self._case.steps * self._case.batch / seconds}
