@@ -378,9 +378,12 @@ def _setting(inside: Inside) -> list[str]:
     """
     lines = [f'export {name}="${_CARRIER}{name}"' for name in inside.environ if name not in _SHELLS_OWN]
     by_env = [f'{name}="${_CARRIER}{name}"' for name in inside.environ if name in _SHELLS_OWN]
-    command = " ".join(["exec", *(["env", *by_env] if by_env else []), '"$@"'])
-    clean = "unset " + " ".join(_carried(inside)) if inside.environ and not by_env else ":"
-    return ["sh", "-c", "; ".join([*lines, clean, command]), "sh"]
+    carriers = _carried(inside)
+    if by_env:
+        by_env = ["env", *(f"-u {name}" for name in carriers), *by_env]
+    elif carriers:
+        lines.append(f"unset {' '.join(carriers)}")
+    return ["sh", "-c", "; ".join([*lines, " ".join(["exec", *by_env, '"$@"'])]), "sh"]
 
 
 _RUNTIMES: Mapping[RuntimeName, Callable[[Inside, str], Housing]] = {
