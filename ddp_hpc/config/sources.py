@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.config.foreign import ours_for
 from ddp_hpc.config.keys import all_keys, is_free, is_section, key_of, unknown_key
 from ddp_hpc.config.values import parse_text
 from ddp_hpc.errors import ConfigError
@@ -175,7 +176,9 @@ def _flatten_section(name: str, value: Any, origin: Origin) -> Iterator[Setting]
     if value is None:
         return  # `train:` with nothing below it
     if not isinstance(value, dict):
-        raise ConfigError(f"`{name}` is {value!r} ({origin}), but it is a section: set the keys below it.")
+        ours = ours_for(name) or ""
+        such = f", such as `{ours}`" if ours.startswith(f"{name}.") else ""
+        raise ConfigError(f"`{name}` is {value!r} ({origin}), but it is a section: set the keys below it{such}.")
     if not value and name in all_keys():
         yield Setting(name, {}, origin)  # `recipe.args={}` takes back what earlier sources put there
     yield from _flatten_mapping(name, value, origin)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from ddp_hpc.config import resolve
 from ddp_hpc.config.foreign import FOREIGN
 from ddp_hpc.config.keys import all_keys, key_of, unknown_key
+from ddp_hpc.errors import ConfigError
 
 
 def suggested(name: str) -> list[str]:
@@ -52,3 +55,12 @@ def test_the_key_that_was_meant_is_named(typed: str, meant: list[str]) -> None:
 def test_every_word_of_another_tool_leads_to_a_key_and_none_is_a_key_itself() -> None:
     assert all(key in all_keys() and key_of(key) for key in FOREIGN.values())
     assert not FOREIGN.keys() & all_keys().keys()
+
+
+def test_a_word_where_a_section_stands_is_told_the_key_below_it(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("")
+
+    with pytest.raises(
+        ConfigError, match=r"`optimizer` is 'adamw' .* set the keys below it, such as `optimizer\.name`\."
+    ):
+        resolve(tmp_path / "run.yaml", ["optimizer=adamw"], {"DDP_HPC_SITE_PROFILE": ""})
