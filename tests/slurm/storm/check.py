@@ -14,7 +14,17 @@ from tests.slurm.storm.deeds import Done
 BELONGS = frozenset(
     {
         *("config.yaml", "run.lock", "attempts.jsonl", "submission.json", "job.sbatch", "snapshots", "snapshot"),
-        *("submitit", "progress.json", "metrics.jsonl", "checkpoints", "logs", "errors", "samples", "DONE"),
+        *(
+            "submitit",
+            "progress.json",
+            "metrics.jsonl",
+            "metrics.superseded.jsonl",
+            "checkpoints",
+            "logs",
+            "errors",
+            "samples",
+            "DONE",
+        ),
     }
 )
 """What may lie in the directory of a run that has finished."""
