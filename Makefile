@@ -34,7 +34,7 @@ test: check ## All checks, then the tests in random order, those on the Slurm cl
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
-	$(BIN)/python -m pytest -n 2 -m long $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'long and not campaign' $(ARGS)
 
 test-all: test test-long ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)

@@ -60,6 +60,7 @@ def housed(program: Apptainer, image: Path) -> list[str]:
     return [setup, f"container.image={image}", f"container.python={PYTHON_INSIDE}", f"container.binds={program.binds}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("sandbox", marks=pytest.mark.campaign), "sif"])
 def test_a_run_in_an_image_is_preempted_and_comes_to_the_bits_of_one_in_none(
     cluster: Cluster, login: LoginNode, program: Apptainer, images: dict[str, Path], kind: str
@@ -108,6 +109,7 @@ def test_workers_in_an_image_start_again_in_place(
     assert_unbroken(login, "once", world_size=4, may_lose=MAY_LOSE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["agent", pytest.param("srun", marks=pytest.mark.campaign)])
 def test_an_image_on_the_nodes_own_disks_is_used_there_and_taken_away(
     cluster: Cluster, login: LoginNode, program: Apptainer, images: dict[str, Path], launcher: str
@@ -126,6 +128,7 @@ def test_an_image_on_the_nodes_own_disks_is_used_there_and_taken_away(
     cluster.wait_for(lambda: not list(local.iterdir()), 60)
 
 
+@pytest.mark.long
 def test_a_packed_environment_is_unpacked_on_each_node_and_runs_the_workers(cluster: Cluster, login: LoginNode) -> None:
     """A small one: its Python and its packages are links."""
     root = login.folder / "env"

@@ -69,6 +69,7 @@ def test_a_controller_that_is_away_while_the_workers_die_costs_one_attempt(clust
     assert_unbroken(place, "patient", world_size=2, may_lose=STEPS)
 
 
+@pytest.mark.long
 def test_a_recipe_that_always_fails_ends_after_the_attempts_it_is_allowed(place: LoginNode) -> None:
     always = ("recipe.args.raises_at=100", "restart.max_no_progress=2", "checkpoint.every_steps=1")
     said = place.type(
@@ -129,6 +130,7 @@ def test_a_killed_supervisor_is_replaced_by_the_shell_of_its_job(
     assert_unbroken(place, "headless", world_size=4, may_lose=MAY_LOSE)
 
 
+@pytest.mark.long
 def test_a_frozen_worker_is_named_and_replaced(cluster: Cluster, place: LoginNode) -> None:
     slow = slow_file(place)
     asked = [*FAULTY, *world(2, 2), "restart.hang_timeout_s=20", "slurm.nodelist=node[3-4]"]
@@ -215,6 +217,7 @@ def excluded_nodes(cluster: Cluster, job: str) -> str:
     return next(word for word in shown.split() if word.startswith("ExcNodeList=")).removeprefix("ExcNodeList=(null)")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_lost_nodes_cost_no_more_than_a_checkpoint_interval(cluster: Cluster, place: LoginNode) -> None:
     slow = slow_file(place)
@@ -240,6 +243,7 @@ def test_lost_nodes_cost_no_more_than_a_checkpoint_interval(cluster: Cluster, pl
     assert_unbroken(place, "batch-host", world_size=1, may_lose=MAY_LOSE)
 
 
+@pytest.mark.long
 def test_an_attempt_that_slurm_believes_dead_writes_nothing_any_more(cluster: Cluster, place: LoginNode) -> None:
     slow = slow_file(place)  # else it would have finished before Slurm gives it up
     every = ("checkpoint.every_steps=2", f"recipe.args.slow_while={slow}")
@@ -264,6 +268,7 @@ def test_an_attempt_that_slurm_believes_dead_writes_nothing_any_more(cluster: Cl
     assert_unbroken(place, "owned", world_size=2, may_lose=10)
 
 
+@pytest.mark.long
 def test_nothing_of_a_job_is_left_on_any_node(cluster: Cluster, place: LoginNode) -> None:
     place.submit("left", *FAULTY, *world(2, 2), "data.num_workers=1", "--wait")
 

@@ -25,6 +25,7 @@ def unbroken() -> dict[str, str]:
     return {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     ["preempt", *(pytest.param(fault, marks=pytest.mark.campaign) for fault in ("kill-worker", "hang"))],
@@ -39,6 +40,7 @@ def test_a_run_passes_its_drill(cluster: Cluster, login: LoginNode, unbroken: di
     unbroken.setdefault("run", str(report["unbroken"]))
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_come_back_fails_its_drill_with_what_is_known(login: LoginNode) -> None:
     ways_back = ("restart.in_place=false", "slurm.requeue=false")
 

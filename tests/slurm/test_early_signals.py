@@ -43,6 +43,7 @@ def await_held_back(cluster: Cluster, wait: Path, *tasks: str) -> None:
     cluster.wait_for(lambda: {path.name for path in wait.parent.iterdir()} == {*tasks, wait.name}, 60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [
@@ -88,6 +89,7 @@ def test_workers_of_torchrun_are_not_told_before_they_can_listen(cluster: Cluste
     assert_unbroken(place, "early", world_size=2)
 
 
+@pytest.mark.long
 def test_a_job_that_is_told_to_leave_while_it_sets_up_leaves(cluster: Cluster, place: LoginNode) -> None:
     setting_up = place.folder / "setting-up"
     once = f"[[ -e {setting_up} ]] || {{ touch {setting_up}; sleep 3; }}"

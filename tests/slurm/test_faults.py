@@ -14,6 +14,7 @@ LONG = ("train.epochs=400", "checkpoint.every_steps=50", "eval.every_epochs=400"
 """Settings of a run that outlasts a test."""
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_the_accounting_database(cluster: Cluster, login: LoginNode) -> None:
     cluster.stop_dbd()
 
@@ -23,6 +24,7 @@ def test_a_run_goes_on_without_the_accounting_database(cluster: Cluster, login: 
     assert (status["state"], status["source"]) == ("finished", "run directory")
 
 
+@pytest.mark.long
 def test_a_controller_that_is_away_harms_no_run_and_status_says_what_it_knows(
     cluster: Cluster, login: LoginNode
 ) -> None:
@@ -50,6 +52,7 @@ def test_a_controller_that_is_away_harms_no_run_and_status_says_what_it_knows(
     assert login.status("digits")["state"] == "cancelled"
 
 
+@pytest.mark.long
 def test_a_queued_job_runs_the_code_as_it_was_at_submit(cluster: Cluster, login: LoginNode) -> None:
     recipe = login.add_recipe(TRIAL_RECIPE)
     mine = ["recipe.target=trial_recipe:build", "recipe.args={}", *SMALL, *world(2, 1)]
@@ -102,6 +105,7 @@ def test_what_the_cluster_refuses_is_one_error_that_says_what_it_has_and_leaves_
     assert not login.run("wrong").path.exists()
 
 
+@pytest.mark.long
 def test_a_worker_that_fails_on_another_node_is_named_with_its_exception(login: LoginNode) -> None:
     (login.folder / "breaks.py").write_text(
         "import os, torch\n"
@@ -120,6 +124,7 @@ def test_a_worker_that_fails_on_another_node_is_named_with_its_exception(login: 
     assert "ValueError: broken on purpose" in done.stderr
 
 
+@pytest.mark.long
 def test_a_node_that_does_not_see_the_runs_directory_is_told_of(cluster: Cluster, login: LoginNode) -> None:
     runs = login.folder / "runs"
     login.submit("first", *SMALL, "slurm.nodelist=node1", "--wait")

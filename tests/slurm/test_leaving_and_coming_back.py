@@ -80,6 +80,7 @@ def test_a_preempted_run_loses_no_step(cluster: Cluster, place: LoginNode, way: 
     assert_unbroken(place, "low", world_size=4)
 
 
+@pytest.mark.long
 def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(place: LoginNode) -> None:
     four = ("train.max_steps=4", "train.epochs=1", "recipe.args.load_s=0.04", *world(1, 1))  # a second a step
     limits = ("resources.time_limit_min=1", "slurm.signal_lead_s=55")  # time for a step or two
@@ -139,6 +140,7 @@ def test_a_run_that_was_asked_to_stop_does_not_go_on_when_slurm_brings_it_back(
     assert place.status("enough")["state"] == "stopped"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["running", "stopping", "requeued"])
 def test_a_cancelled_run_never_comes_back(cluster: Cluster, place: LoginNode, when: str) -> None:
     if when == "requeued":
@@ -181,6 +183,7 @@ def test_a_run_that_is_cancelled_while_it_is_preempted_never_comes_back(cluster:
     place.await_state("gone", "cancelled")
 
 
+@pytest.mark.long
 def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluster, place: LoginNode) -> None:
     slow = slow_file(place)
     cluster.reconfig(AuthInfo="cred_expire=120")  # Slurm's default: a requeued job waits as long
@@ -204,6 +207,7 @@ def test_a_requeued_run_that_somebody_waits_for_is_not_held_back(cluster: Cluste
     assert_unbroken(place, "awaited", world_size=1)
 
 
+@pytest.mark.long
 def test_a_requeued_job_that_is_hastened_at_once_begins_every_time(cluster: Cluster, place: LoginNode) -> None:
     """In the very second of its requeue, Slurm would start it, refuse to launch it, and fail it for good."""
     cluster.reconfig(AuthInfo="cred_expire=120")

@@ -67,6 +67,7 @@ def test_an_interactive_task_is_a_world_of_one(cluster: Cluster, login: LoginNod
     assert found["MASTER_ADDR"] in NODE1
 
 
+@pytest.mark.long
 def test_a_script_of_ones_own_trains_by_the_exported_values(cluster: Cluster, login: LoginNode) -> None:
     """Plain PyTorch, started with srun: `init_process_group` finds everything in the environment."""
     (login.folder / "own.py").write_text(

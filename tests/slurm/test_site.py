@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ddp_hpc.config import load_resolved
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
@@ -48,6 +50,7 @@ def test_a_proposed_profile_knows_the_cluster_and_is_one(cluster: Cluster, login
     assert "gpus_per_node" in shown.stdout
 
 
+@pytest.mark.long
 def test_a_profile_chooses_network_modules_and_variables_of_a_run(login: LoginNode) -> None:
     login.add_recipe(TRIAL_RECIPE)
     give(login.folder, "told.py", RECIPE)
@@ -78,6 +81,7 @@ def test_a_profile_chooses_network_modules_and_variables_of_a_run(login: LoginNo
     assert load_resolved(run.config).network.interfaces == ("eth*",)
 
 
+@pytest.mark.long
 def test_a_job_without_its_module_ends_with_its_name(login: LoginNode) -> None:
     give(login.folder / "bin", "module", MODULE, 0o755)
     path = {"PATH": f"{login.folder / 'bin'}:/usr/bin:/bin"}

@@ -31,6 +31,7 @@ def test_digits_train_on_two_nodes_to_the_bits_of_the_local_run_over_the_fast_ne
     assert login.digest("digits") == login.digest("local")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_every_launcher_comes_to_the_same_bits(login: LoginNode, launcher: str) -> None:
     login.submit("agent", *SMALL, *world(2, 2), "--wait")
@@ -40,6 +41,7 @@ def test_every_launcher_comes_to_the_same_bits(login: LoginNode, launcher: str) 
     assert login.digest(launcher) == login.digest("agent")
 
 
+@pytest.mark.long
 def test_a_rendered_script_does_the_same_by_plain_sbatch(cluster: Cluster, login: LoginNode) -> None:
     login.submit("submitted", *SMALL, *world(2, 1), "--wait")
     rendered = login.type("render", "digits.yaml", "name=rendered", "-o", "job.sbatch", *SMALL, *world(2, 1))
@@ -73,6 +75,7 @@ def test_a_comment_reaches_slurm_as_it_was_written(cluster: Cluster, login: Logi
     assert listed == comment
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # of twenty jobs, forty processes import torch on the cores of one machine
 @pytest.mark.parametrize("num_jobs", [4, pytest.param(20, marks=pytest.mark.campaign)])
 def test_jobs_at_once_on_a_pair_of_nodes_do_not_disturb_each_other(
@@ -96,6 +99,7 @@ def test_jobs_at_once_on_a_pair_of_nodes_do_not_disturb_each_other(
     assert len({port[1] for port in ports if port}) == len(names)
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_is_passed_over(cluster: Cluster, login: LoginNode) -> None:
     login.submit("first", *SMALL, *world(2, 1), "slurm.nodelist=node1,node2", "--wait")
     found = re.search(r"ranks meet at (\S+) port (\d+)", login.console("first"))

@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.runs import SMALL, LoginNode, world
 
@@ -70,6 +72,7 @@ def test_a_running_job_is_read_from_its_directory_alone(cluster: Cluster, login:
     assert "time limit  ends the job in" in screen
 
 
+@pytest.mark.long
 def test_a_run_is_named_by_its_job_and_its_logs_are_followed_to_the_end(cluster: Cluster, login: LoginNode) -> None:
     login.submit("digits", *SMALL, *world(2, 1))
     job = login.status("digits")["job_id"]
@@ -82,6 +85,7 @@ def test_a_run_is_named_by_its_job_and_its_logs_are_followed_to_the_end(cluster:
     assert {line[:8] for line in all_ranks.splitlines() if line.startswith("[rank")} == {"[rank 0]", "[rank 1]"}
 
 
+@pytest.mark.long
 def test_following_a_queued_run_shows_it_wait_and_train(login: LoginNode) -> None:
     said = login.submit("digits", *SMALL, *world(2, 1), "slurm.extra.begin=now+20", "--follow")
 
@@ -104,6 +108,7 @@ def test_a_waiting_job_is_cancelled_and_can_be_submitted_again(cluster: Cluster,
     assert "job" in login.submit("digits", *SMALL, "slurm.extra.begin=now+1hour")
 
 
+@pytest.mark.long
 def test_the_python_interface_submits_waits_and_returns_the_last_evaluation(cluster: Cluster, login: LoginNode) -> None:
     code = (
         "import ddp_hpc\n"
@@ -118,6 +123,7 @@ def test_the_python_interface_submits_waits_and_returns_the_last_evaluation(clus
     assert done.stdout == "True finished ['accuracy', 'loss']\n"
 
 
+@pytest.mark.long
 def test_a_cancelled_job_stays_cancelled_whatever_its_processes_say_on_their_way_out(
     cluster: Cluster, login: LoginNode
 ) -> None:
@@ -130,6 +136,7 @@ def test_a_cancelled_job_stays_cancelled_whatever_its_processes_say_on_their_way
     assert login.status("digits")["state"] == "cancelled"
 
 
+@pytest.mark.long
 def test_a_job_that_plain_sbatch_submitted_is_known_once_it_begins(cluster: Cluster, login: LoginNode) -> None:
     assert login.type("render", "digits.yaml", "name=plain", "train.epochs=400", *world(2, 1)).returncode == 0
     before = login.status("plain")["state"]
