@@ -71,6 +71,8 @@ def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: in
     """Prepare an attempt, seeded as a worker is."""
     run = RunDir(path)
     if group.place.is_rank_zero:
+        path.mkdir(parents=True, exist_ok=True)
+        run.config.touch()
         ownership.claim(run, attempt)
     spec = case.spec(group.place.world_size)
     torch.manual_seed(1)
