@@ -18,8 +18,8 @@ from ddp_hpc.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, LrSchedule
 from ddp_hpc.train import training_state
 from ddp_hpc.train.loop import train
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.stop import StopFlag
 from ddp_hpc.train.training import Training, prepare
 
