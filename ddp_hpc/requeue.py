@@ -148,17 +148,25 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
     """Return how many failures in a row made no new checkpoint, the newest attempt, which ended of `cause`, included.
 
     `newest_step` is that of the newest checkpoint now, 0 without one. Attempts that ended of no failure neither count
-    nor break the row.
+    nor break the row. Nor does an earlier one that was not begun on nodes that had failed before, where Slurm gave other
+    nodes then.
     """
     count = 0
     step_after = newest_step
-    for index, attempt in enumerate(reversed(attempts)):
+    newest_first = attempts[::-1]
+    for index, attempt in enumerate(newest_first):
         if step_after > attempt.first_step:
             break
         ended_of = cause if index == 0 else attempt.cause or "unexplained"
-        count += TABLE[ended_of].is_failure
+        only_avoided = index > 0 and _avoided(attempt) and not any(map(_avoided, newest_first[index + 1 : index + 2]))
+        count += TABLE[ended_of].is_failure and not only_avoided
         step_after = attempt.first_step
     return count
+
+
+def _avoided(attempt: Attempt) -> bool:
+    """Tell whether an attempt was not begun because of nodes that had failed before: no node failed in it."""
+    return attempt.cause == "node failed" and not attempt.failed_nodes
 
 
 def bad_nodes(attempts: Sequence[Attempt], policy: RestartSpec, *, now: float) -> list[str]:

@@ -257,6 +257,26 @@ def test_the_newest_attempt_counts_by_the_cause_that_the_ledger_does_not_have_ye
     }
 
 
+@pytest.mark.parametrize(
+    ("failed_nodes", "count"),
+    [
+        ([("node1",), (), ()], 2),
+        ([("node1",), (), (), ()], 3),
+        ([("node1",), ("node2",), ()], 3),
+    ],
+    ids=["one was not begun", "two in a row were not begun", "two nodes failed"],
+)
+def test_an_attempt_that_was_not_begun_on_bad_nodes_counts_only_where_the_next_gets_them_again(
+    failed_nodes: list[tuple[str, ...]], count: int
+) -> None:
+    *before, _ = [
+        replace(attempt(number, cause="node failed"), failed_nodes=f) for number, f in enumerate(failed_nodes)
+    ]
+    attempts = [*before, attempt(len(before), cause=None)]
+
+    assert num_without_progress(attempts, 0, "worker crashed") == count
+
+
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 HOUR_S = 3600.0

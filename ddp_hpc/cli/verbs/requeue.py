@@ -42,7 +42,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if status.state != "waiting":
         print(slurm_executor.stop(run_dir, then="requeue"), flush=True)
     elif not args.now:
-        raise ConfigError(f"{run_dir.name} waits in the queue already: {status.reason}. `--now` has it begin at once.")
+        why = f" ({status.reason})" if status.reason else ""
+        raise ConfigError(f"{run_dir.name} waits in the queue already{why}. `--now` has it begin at once.")
     if args.now:
         _begin(run_dir, status, environment)
     return 0
