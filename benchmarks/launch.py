@@ -69,7 +69,7 @@ def _lead(agent: subprocess.Popen[bytes]) -> int:
         assert agent.stdout is not None
         agent.stdin.write(b'{"do": "start", "attempt": 0}\n')
         agent.stdin.flush()
-        report = agent.stdout.readline()
+        report = next((line for line in agent.stdout if line.strip()), b"")  # the agent begins on a new line
     return int(json.loads(report)["code"]) if report else agent.returncode or 1
 
 

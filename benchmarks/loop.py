@@ -182,6 +182,8 @@ def _log_file(run: RunDir) -> Iterator[None]:
 
 
 def _training(run: RunDir) -> Training:
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.config.touch()
     ownership.claim(run, 0)
     spec = RunSpec(
         name="run",

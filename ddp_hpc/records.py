@@ -314,7 +314,7 @@ def take_verdict(run: RunDir, attempt: int) -> int | None:
 def write_rendezvous_token(run: RunDir, attempt: int) -> None:
     """Make the secret by which the ranks of an attempt know each other's words in the store; only the user can read it."""
     path = run.rendezvous_token(attempt)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

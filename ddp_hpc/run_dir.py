@@ -120,6 +120,10 @@ class RunDir:
     def attempt_logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt}"
 
+    def allowance(self, attempt: int) -> Path:
+        """Dated to when rank zero has to move again, while it builds its recipe."""
+        return self.attempt_logs(attempt) / "building"
+
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
 

@@ -10,7 +10,15 @@ from string import Template
 from ddp_hpc.config.sources import Setting
 from ddp_hpc.errors import ConfigError
 
-_PATHS = ("runs_dir", "container.image", "container.binds", "stage.archive", "site.scratch", "site.no_write")
+_PATHS = (
+    "runs_dir",
+    "container.image",
+    "container.binds",
+    "stage.archive",
+    "train.init_from",
+    "site.scratch",
+    "site.no_write",
+)
 """Values in which `$NAME` stands for a variable of whoever submits; elsewhere it is the job's to read."""
 _OWN_HOME = re.compile(r"~(?=/|$)")
 

@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {run.path} is being worked on by another process.\n")
         return exit_codes.REFUSED
     words = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]
-    return _guard(run, [*words, *(f"--import-path={path}" for path in arguments.import_path)])
+    return _guard(run, [*words, *(f"--import-path={path}" for path in arguments.import_path)], since=since)
 
 
-def _guard(run: RunDir, words: Sequence[str]) -> int:
+def _guard(run: RunDir, words: Sequence[str], *, since: int) -> int:
     """Start supervisors until one decides, or too many died one after another."""
     num_deaths, is_told, after = 0, False, 0
     while True:
@@ -61,7 +61,7 @@ def _guard(run: RunDir, words: Sequence[str]) -> int:
         if after in exit_codes.DECISIONS:  # what users' code has left running, such as an upload, may go on
             return exit_codes.FAILED if after == exit_codes.GAVE_UP else after
         _end_what_lives()
-        if _is_cancelled(run):
+        if _is_cancelled(run, since):
             return exit_codes.FAILED
         num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
         if num_deaths > len(exit_codes.GUARD_PAUSES_S):
@@ -74,10 +74,11 @@ def _guard(run: RunDir, words: Sequence[str]) -> int:
         is_told = _pause(pause_s) or is_told
 
 
-def _is_cancelled(run: RunDir) -> bool:
-    """Tell whether the user has ended the run, by killing its supervisor."""
+def _is_cancelled(run: RunDir, since: int) -> bool:
+    """Tell whether the user has ended an attempt of ours, from `since` on, by killing its supervisor."""
     try:
-        return next((one.ending == "cancelled" for one in reversed(read_attempts(run))), False)
+        newest = next(reversed(read_attempts(run)), None)
+        return newest is not None and newest.attempt >= since and newest.ending == "cancelled"
     except OSError:  # the next supervisor looks again
         return False
 

@@ -21,7 +21,11 @@ TIMEOUT_S = 180.0
 """How long a node may take to start Python and to import what a worker needs, others at it as well."""
 _AT_A_TIME = 16
 _CAN = "ddp-hpc-can-start"
-_CODE = f"import importlib, sys; importlib.import_module(sys.argv[2]).preload(sys.argv[1]); print('\\n{_CAN}')"
+_CODE = (
+    "import importlib, os, sys; from ddp_hpc.job.surroundings import make_users_code_importable; "
+    "make_users_code_importable(os.environ); "
+    f"importlib.import_module(sys.argv[2]).preload(sys.argv[1]); print('\\n{_CAN}')"
+)
 
 
 def blame(assignment: Assignment, housing: Housing, attempt: int, outcome: Outcome) -> Outcome:
@@ -34,7 +38,8 @@ def blame(assignment: Assignment, housing: Housing, attempt: int, outcome: Outco
     sys.stderr.write(
         "note: two attempts ended and no process said why; each node is asked to start a worker's Python\n"
     )
-    unable = unable_nodes(assignment.nodes, assignment.run, housing, assignment.environ)
+    environ = {**assignment.environ, **housing.environ}
+    unable = unable_nodes(assignment.nodes, assignment.run, housing, environ)
     if not unable or len(unable) == len(assignment.nodes):
         return outcome  # what holds for all is no node's fault
     reason = (

@@ -441,7 +441,7 @@ def _vigil(assignment: Assignment, attempt: int) -> Vigil:
         ends_at=newest.ends_at,
         lead_s=spec.slurm.signal_lead_s,
         hang_timeout_s=spec.restart.hang_timeout_s,
-        signs_of_life=(run.progress, run.rank_log(attempt, 0)),
+        signs_of_life=(run.progress, run.rank_log(attempt, 0), run.allowance(attempt)),
         first_sign=run.rank_log(attempt, 0),
         ask_end=lambda: _ask_end(allocation) if allocation else None,
         ask_preempted=lambda: _is_preempted(assignment),

@@ -67,7 +67,8 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
     try:
         if not is_new:
             refuse_strangers(run.path)
-            run.done.unlink(missing_ok=True)
+            for word in (run.done, run.gave_up, run.stop_request):  # of earlier jobs
+                word.unlink(missing_ok=True)
             replace_text(run.config, resolved_text, is_secret=True)
             return
         make_directories(run.path.parent)

@@ -304,7 +304,8 @@ def stop(run: RunDir, *, then: Literal["end", "requeue"] = "end") -> str:
     """
     job = read_queued_job(run)
     newest = next(reversed(read_attempts(run)), None)
-    if job is None or newest is None or newest.attempt < job.attempt or newest.ending is not None:
+    is_over = newest is None or (newest.ending is not None and newest.next != "in place")
+    if job is None or newest is None or newest.attempt < job.attempt or is_over:
         raise ConfigError(
             f"{run.name} is not running, so there is nothing to stop. A job that waits is taken out of the queue by "
             f"`ddp-hpc cancel {run.name}`."

@@ -421,11 +421,11 @@ class Checkpointer:
             name = checkpoint_store.shard_name(place.rank, place.world_size)
             if not all(math.isfinite(loss.item()) for loss in losses):
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  it is reported like others
+            parts = self._staging.parts()  # waits for the copy from the GPU, which the next line reads
             nonfinite = self._staging.first_nonfinite(self._watched)
             if nonfinite:
                 report = {"nonfinite": nonfinite}
             else:
-                parts = self._staging.parts()
                 report = asdict(checkpoint_store.write_shard(staging / name, parts, on_progress=get_on))
         except Exception as error:  # noqa: BLE001
             report = {"error": f"rank {place.rank}: {type(error).__name__}: {error}"}

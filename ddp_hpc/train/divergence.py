@@ -146,5 +146,5 @@ class UpdateGuard:
 
 def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
     gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-    numbers = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    numbers = [one.coalesce().values() if one.is_sparse else one for one in gradients if one.numel()]
     return bool(torch.nn.utils.get_total_norm(numbers, float("inf")).isfinite())

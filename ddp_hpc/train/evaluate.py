@@ -18,12 +18,11 @@ from ddp_hpc.train.modes import evaluation_mode
 from ddp_hpc.train.precision import Precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
-
-_TRIAL_SIZE = 2
+from ddp_hpc.train.traces import put_back
 
 
 class _HeldOut:
-    """This rank's part of the held-out set: every world_size-th sample, nothing padded; two for a trial until it is wanted."""
+    """This rank's part of the held-out set: every world_size-th sample, nothing padded; one batch for a trial until it is wanted."""
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int, world_size: int) -> None:
         self._mine = range(rank, num_samples, world_size)
@@ -31,7 +30,7 @@ class _HeldOut:
         self.is_wanted = False
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        wanted = self._mine if self.is_wanted else self._mine[:_TRIAL_SIZE]
+        wanted = self._mine if self.is_wanted else self._mine[: self._batch_size]
         for first in range(0, len(wanted), self._batch_size):
             indices = tuple(wanted[first : first + self._batch_size])
             yield [MicroBatch(-1, indices, len(indices))]
@@ -74,24 +73,19 @@ class Evaluator:
     def start(self, model: nn.Module) -> None:
         """Start the loader's processes, to be kept: later, threads would be running, and forking beside them is risky.
 
-        Two samples are evaluated for a trial, which leaves no trace, so that a metric of another shape is refused at once.
+        One batch is evaluated for a trial, which leaves no trace, so that a metric of another shape is refused at once.
 
         Raises:
             ConfigError: where a metric is not one value a sample.
         """
         if self._loader is None:
             return
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        with torch.no_grad(), rng.preserved(self._group.device):
+        # A layer may fold its weights for evaluation, and come back from that with other last bits.
+        quietly = put_back(model, with_parameters=True)
+        with quietly, evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
             for fetched in begin(self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._score(model, batch, len(fetched.indices))
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for module, mode in modes:
-            module.training = mode
         self._held_out.is_wanted = True
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

@@ -16,6 +16,7 @@ from ddp_hpc.errors import ConfigError, CorruptCheckpointError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.checkpoint import to_torch
+from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.training_state import TrainingState, differences
 
 log = logging.getLogger(__name__)
@@ -26,15 +27,18 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 """Under which name others' training scripts put the weights into a file with more in it."""
 
 
-def take_initial_weights(spec: RunSpec, state: TrainingState) -> None:
+def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> None:
     """Put the weights that `train.init_from` names into the model, and its average; call at step 0 only.
+
+    Rank zero says which file: the run that is named may commit a newer checkpoint meanwhile.
 
     Raises:
         ConfigError: where they cannot be read, or do not fit.
     """
     if spec.train.init_from is None:
         return
-    source = _find(spec.train.init_from, runs_dir=spec.path.parent)
+    found_here = str(_find(spec.train.init_from, runs_dir=spec.path.parent)) if group.place.is_rank_zero else None
+    source = Path(group.share("init_from", found_here))
     found = _unwrapped(_read(source))
     own = state.model.state_dict()
     fitting = {name: found[name] for name in own if name in found and own[name].shape == found[name].shape}

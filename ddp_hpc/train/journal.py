@@ -68,7 +68,8 @@ class Journal:
         lines = list(read_json_lines(self._run.metrics)) if text else []
         kept = [line for line in lines if _step_of(line) <= position.step]
         if _as_lines(kept) != text:
-            self._set_aside([line for line in lines if _step_of(line) > position.step])
+            if len(kept) < len(lines):  # else only a torn line is mended
+                self._set_aside([line for line in lines if _step_of(line) > position.step])
             replace_text(self._run.metrics, _as_lines(kept))
         self._recall(kept)
         self._file = open_private(self._run.metrics, "ab", buffering=0)

@@ -65,7 +65,7 @@ def restore(t: Training) -> None:
     t.checkpointer.await_all_restored()
     t.evaluator.start(t.evaluated_model)
     if step is None:
-        take_initial_weights(t.spec, t.state)
+        take_initial_weights(t.spec, t.state, t.group)
         log.info("training from the beginning, to step %d", t.total_steps)
     else:
         log.info("resumed at step %d of %d", step, t.total_steps)

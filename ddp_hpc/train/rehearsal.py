@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ddp_hpc.train import rng
+from ddp_hpc.train.traces import put_back
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +45,7 @@ def copied(batch: T) -> T:
 
 def rehearse(model: nn.Module, device: torch.device, backward: Callable[[], object]) -> None:
     """Run `backward` (a forward and a backward with gradient synchronisation) and leave no trace of it."""
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    with rng.preserved(device):
-        backward()
-    model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for module, name, buffer, before in buffers:
-            setattr(module, name, buffer)  # the forward may have put another tensor in its place
-            buffer.copy_(before)
+    with put_back(model, with_parameters=False):
+        with rng.preserved(device):
+            backward()
+        model.zero_grad(set_to_none=True)

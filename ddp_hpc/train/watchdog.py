@@ -14,6 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+
+from ddp_hpc.durable import open_private
 
 FEED_INTERVAL_S = 0.5
 """Feeding costs a thread, some 50 us, so it is done no more often."""
@@ -33,10 +36,13 @@ class Watchdog:
         timeout_s: float | None,
         *,
         gives_sign: bool = False,
+        allowance: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = timeout_s
         self._gives_sign = gives_sign
+        self._allowance = allowance
+        self._is_allowed = False
         self._clock = clock
         self._fed_at = self._signed_at = float("-inf")
 
@@ -48,21 +54,32 @@ class Watchdog:
         if now - self._fed_at >= FEED_INTERVAL_S:
             self._fed_at = now
             faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=sys.stderr)
+            self._withdraw_allowance()
         if self._gives_sign and now - self._signed_at >= SIGN_INTERVAL_S:
             self._signed_at = now
             with suppress(OSError):  # no file, or a full disk
                 os.utime(sys.stderr.fileno())
 
     def allow(self, seconds: float) -> None:
-        """Let this rank stand still for so long, once: until it is fed again. Rank zero's log is dated to that moment."""
+        """Let this rank stand still for so long, once: until it is fed again.
+
+        The supervisor sees it by a file that is dated ahead; a log would get another date by each line that is printed.
+        """
         if self._timeout_s is None:
             return
         self._fed_at = self._signed_at = float("-inf")
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
-        if self._gives_sign:
-            until = time.time() + seconds
+        if self._allowance is not None:
+            until, self._is_allowed = time.time() + seconds, True
             with suppress(OSError):
-                os.utime(sys.stderr.fileno(), (until, until))
+                open_private(self._allowance, "w").close()
+                os.utime(self._allowance, (until, until))
+
+    def _withdraw_allowance(self) -> None:
+        if self._allowance is not None and self._is_allowed:
+            self._is_allowed = False
+            with suppress(OSError):
+                self._allowance.unlink(missing_ok=True)
 
     def dismiss(self) -> None:
         """Watch no more."""

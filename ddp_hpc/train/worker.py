@@ -66,7 +66,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     training: Training | None = None
     try:
         spec = load_resolved(run.config, is_patient=True)
-        watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero)
+        allowance = run.allowance(attempt) if place.is_rank_zero else None
+        watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero, allowance=allowance)
         device = _device(spec, place, environ)
         group = _join(run, place, device, attempt=attempt, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)
         watchdog.allow(spec.restart.build_timeout_s)  # joining has its own patience: others may start more slowly

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddp_hpc.patience import patiently
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.metrics import read_metrics
@@ -27,7 +28,8 @@ def follow(
     """Yield looks at a run from one attempt on, the last one when no other follows; `pause` is called between them."""
     seen_until = next((one.started_at for one in read_attempts(run) if one.attempt == attempt), 0.0)
     while True:
-        status = read_status(run, now=clock(), ask=ask)  # first, so that the last look has all evaluations
+        # First, so that the last look has all evaluations; a file system that does not answer ends no look at a run.
+        status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask))
         evaluations = list(read_metrics(run, "eval", after=seen_until))
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
         yield Look(status, evaluations)

@@ -230,9 +230,10 @@ def _state(seen: Observation) -> State:
         return "cancelled" if seen.queued is not None and seen.queued.cancelled_at else "waiting"
     if last is None and seen.is_rendered and not seen.is_held:
         return "prepared"
-    if last is not None and last.ending is not None:
-        return _ON_THE_WAY.get(last.next, last.ending)
     is_alive = _is_alive(seen, last)
+    if last is not None and last.ending is not None:
+        is_dead = last.next == "in place" and is_alive is False  # whoever was to begin the next attempt is gone
+        return "interrupted" if is_dead else _ON_THE_WAY.get(last.next, last.ending)
     if not is_alive:
         return "finished" if seen.is_done else "interrupted" if is_alive is False else "unknown"
     return "stopping" if seen.wants_stop else _state_of_living(seen)

@@ -165,7 +165,8 @@ def test_a_recipes_own_collation_makes_the_batches_of_training_and_evaluation(tm
         orders.append(seen)
 
     assert orders[0] == orders[1]
-    assert sorted(orders[0][2:22]) == list(range(20)), "after the trial of two, an epoch has each sample once"
-    assert orders[0][2:22] != list(range(20))
-    assert sorted(orders[0][22:]) == list(range(20)), "and so has the evaluation"
+    epoch, evaluation = orders[0][-40:-20], orders[0][-20:]
+    assert sorted(epoch) == list(range(20)), "after the trial, an epoch has each sample once"
+    assert epoch != list(range(20))
+    assert sorted(evaluation) == list(range(20)), "and so has the evaluation"
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

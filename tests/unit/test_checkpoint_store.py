@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -536,14 +537,13 @@ def test_who_waits_for_a_save_that_fails_is_told_on_every_rank(rank: int, tmp_pa
     checkpointers = make_checkpointers(run, world_size=2)
     states = [make_state(rank=rank, world_size=2, steps=3) for rank in range(2)]
     block_shard(run, 3, rank)
-    for checkpointer, state in zip(checkpointers, states, strict=True):
-        checkpointer.save(state)
 
-    for checkpointer, state in reversed(
-        list(zip(checkpointers, states, strict=True))
-    ):  # rank zero waits for the others
+    with ThreadPoolExecutor(2) as ranks:
+        ends = [ranks.submit(one.save_and_wait, state) for one, state in zip(checkpointers, states, strict=True)]
+
+    for end in ends:
         with pytest.raises(CheckpointError, match=f"The checkpoint of step 3 could not be committed: rank {rank}: Is"):
-            checkpointer.save_and_wait(state)
+            end.result()
 
 
 def test_the_save_after_one_that_failed_is_made(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ PATIENCE_S = 100.0
 
 BEGIN = """
 import ctypes, os, signal, sys, threading, time
+from pathlib import Path
 from ddp_hpc.train.watchdog import Watchdog, leave_within
 
 def stand_still():
@@ -26,7 +27,11 @@ def run_python(text: str, log: Path) -> int:
     """Run this with its error output in a log, as a rank's is; return the exit code."""
     with log.open("wb") as file:
         done = subprocess.run(
-            [sys.executable, "-c", BEGIN + text], stderr=file, stdout=file, check=False, timeout=PATIENCE_S
+            [sys.executable, "-c", BEGIN + text, str(log.with_name("building"))],
+            stderr=file,
+            stdout=file,
+            check=False,
+            timeout=PATIENCE_S,
         )
     return done.returncode
 
@@ -179,20 +184,24 @@ def test_who_waits_for_others_to_start_is_not_bitten(tmp_path: Path) -> None:
 def test_who_is_allowed_to_stand_still_is_not_ended_for_it_until_he_is_fed_again(log: Path) -> None:
     code = run_python(
         """
-dog = Watchdog(1.0, gives_sign=True)
+allowance = Path(sys.argv[1])
+dog = Watchdog(1.0, gives_sign=True, allowance=allowance)
 dog.feed()
 dog.allow(600.0)
-print(os.stat(sys.stderr.fileno()).st_mtime > time.time() + 500, flush=True)
+print("what a recipe prints dates the log, and nothing else", file=sys.stderr, flush=True)
+print(allowance.stat().st_mtime > time.time() + 500, flush=True)
 time.sleep(3.0)
 dog.feed()
-print(os.stat(sys.stderr.fileno()).st_mtime > time.time() + 500, flush=True)
+print(allowance.exists(), flush=True)
 stand_still()
 """,
         log,
     )
 
     assert code == 1
-    assert log.read_text().startswith("True\nFalse\nTimeout (0:00:01)!\n")
+    assert log.read_text().startswith(
+        "what a recipe prints dates the log, and nothing else\nTrue\nFalse\nTimeout (0:00:01)!\n"
+    )
 
 
 SLOW_BUILD = """

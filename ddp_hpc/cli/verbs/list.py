@@ -78,7 +78,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return those that were asked for, in the order that was asked for, each with its values of the keys that differ."""
-    from ddp_hpc.watch.compare import Listed, chosen, differing, in_order, values_of  # late: they read configurations
+    from ddp_hpc.config import HIDDEN  # late: what compares runs reads configurations
+    from ddp_hpc.discretion import is_key_shown
+    from ddp_hpc.watch.compare import Listed, chosen, differing, in_order, values_of
 
     runs = chosen([Listed(status, values_of(RunDir(Path(status.path)))) for status in statuses], args.filter)
     if args.sort:
@@ -86,7 +88,10 @@ def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[
     elif args.reverse:
         runs.reverse()
     names = differing(runs)
-    return [run.status for run in runs], [{name: run.values.get(name) for name in names} for run in runs]
+    shown = [
+        {name: one if is_key_shown(name, one := run.values.get(name)) else HIDDEN for name in names} for run in runs
+    ]
+    return [run.status for run in runs], shown
 
 
 def _row(status: RunStatus) -> tuple[str, ...]:

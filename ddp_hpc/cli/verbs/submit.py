@@ -158,7 +158,9 @@ def _shown(setting: str) -> str:
     from ddp_hpc.discretion import is_key_shown
 
     key, _, value = setting.partition("=")
-    return setting if is_key_shown(key, value) else f"{key}=..."
+    if is_key_shown(key, value):
+        return setting
+    return f'{key}="${name}"' if (name := key.partition("env.")[2]) else f"{key}=..."
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:

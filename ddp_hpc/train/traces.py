@@ -1,0 +1,27 @@
+"""Trying a model out and leaving no trace: the very tensors, with their values, are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
+    """Put back buffers, and parameters where asked, afterwards; needs memory for a copy of them meanwhile."""
+    named = [
+        (module, name, tensor, tensor.detach().clone())
+        for module in model.modules()
+        for name, tensor in chain(
+            module.named_buffers(recurse=False), module.named_parameters(recurse=False) if with_parameters else ()
+        )
+    ]
+    yield
+    with torch.no_grad():
+        for module, name, tensor, before in named:
+            setattr(module, name, tensor)  # the forward may have put another tensor in its place
+            tensor.copy_(before)
