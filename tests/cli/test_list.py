@@ -89,3 +89,16 @@ def test_what_cannot_be_asked_is_an_error_that_says_what_can(
 ) -> None:
     assert main([*LISTED, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_secret_that_differs_is_no_column_to_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        config = tmp_path / "runs" / name / "config.yaml"
+        config.write_text(config.read_text() + f"env: {{HF_TOKEN: secret-of-{name}}}\n")
+
+    assert main([*LISTED, "--keys"]) == 0
+    assert main([*LISTED, "--keys", "--json"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "env.HF_TOKEN" in printed
+    assert "secret-of" not in printed

@@ -17,6 +17,7 @@ from ddp_hpc.errors import DivergedError
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.train import divergence
 from ddp_hpc.train.checkpoint import Checkpointer
 from ddp_hpc.train.divergence import LossWatch
 from ddp_hpc.train.process_group import Group
@@ -246,3 +247,10 @@ def test_all_ranks_end_with_the_same_words_though_one_alone_saw_it(tmp_path: Pat
 
 def made_checkpointer(run: RunDir, group: Group) -> Checkpointer:
     return Checkpointer(run, group, attempt=0, keep=CheckpointSpec())
+
+
+def test_gradients_without_elements_are_finite() -> None:
+    empty = nn.Parameter(torch.zeros(0, 3))
+    empty.sum().backward()
+
+    assert divergence._are_finite(torch.optim.SGD([empty]))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import exit_codes
+from ddp_hpc.job import guardian
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.spec import RunSpec, SlurmSpec
-from tests.made_run import make_run
+from tests.made_run import add_attempt, make_run
 
 IGNORING = """
 import os, signal, sys
@@ -47,3 +48,10 @@ def test_a_supervisor_that_dies_is_replaced_whatever_the_shell_was_told_before(t
 
     assert done.returncode == exit_codes.STOPPED, done.stderr
     assert "ended with code 137, undecided" in done.stderr
+
+
+def test_what_was_cancelled_before_a_submission_does_not_end_its_guardian(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run, ending="cancelled")
+
+    assert [guardian._is_cancelled(run, since) for since in (0, 1)] == [True, False]

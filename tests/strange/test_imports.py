@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.job import node_probe
+from ddp_hpc.job.launcher import WORKER
+from ddp_hpc.job.surroundings import IMPORT_PATH
 from tests.distributed.whole_runs import Workplace, make_workplace
+from tests.made_run import make_run
 
 CONFIG = """
 recipe: {target: "strange_recipe:build"}
@@ -73,3 +77,23 @@ def test_runs_whose_recipes_start_threads_at_import_come_to_the_weights_of_one_t
         assert ("each worker is a new process" in console) is (name == "waits")
 
     assert len(set(digests.values())) == 1
+
+
+def test_a_node_is_asked_to_import_the_users_own_recipe(tmp_path: Path) -> None:
+    (tmp_path / "my_own.py").write_text("def build():\n    raise NotImplementedError\n")
+    run = make_run(tmp_path / "runs")
+    run.config.write_text("name: run\nrecipe: {target: 'my_own:build'}\n")
+
+    answers = [
+        subprocess.run(
+            [sys.executable, "-c", node_probe._CODE, str(run.path), WORKER],
+            env={**os.environ, IMPORT_PATH: path},
+            cwd=run.path,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+        for path in (str(tmp_path), "")
+    ]
+
+    assert [node_probe._CAN in answer for answer in answers] == [True, False]

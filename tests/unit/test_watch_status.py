@@ -164,3 +164,10 @@ def test_a_progress_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> No
     run.progress.write_text(text)
 
     assert read_status(run, now=time.time()).total_steps is None
+
+
+@pytest.mark.parametrize(("is_held", "state"), [(True, "starting"), (False, "interrupted")])
+def test_an_attempt_that_another_is_to_follow_in_place_has_none_where_nobody_lives(is_held: bool, state: str) -> None:
+    between = replace(attempt(0, "failed"), next="in place")
+
+    assert status_of(RUN, seen([between], is_held=is_held)).state == state
