@@ -9,7 +9,7 @@ from dataclasses import replace
 from ddp_hpc import requeue
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.records import Attempt, QueuedJob, read_attempts, read_queued_job
+from ddp_hpc.records import Attempt, QueuedJob, newest_committed, read_attempts, read_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.hostlist import expand_hostlist
@@ -100,11 +100,16 @@ def hasten_job(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[
 def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
     """Requeue a job that ended because somebody killed its shell, which is the guardian; return whether that was done.
 
-    Slurm calls such a job FAILED, and knows it for some minutes more (`MinJobAge`).
+    Slurm calls such a job FAILED, and knows it for some minutes more (`MinJobAge`). Deaths without progress are limited, as
+    those of a supervisor are: a site's watchdog may kill the shell each time.
     """
-    newest = next(reversed(read_attempts(run)), None)
+    attempts = [one for one in read_attempts(run) if one.attempt >= queued.since]
+    newest = next(reversed(attempts), None)
     is_open = newest is not None and newest.ending is None and newest.job_id == queued.job_id
     if not is_open or states.word(job.state) != "failed" or not job.exit_code.endswith(_KILLED):
+        return False
+    num_deaths = requeue.num_without_progress(attempts, newest_committed(run), "unexplained")
+    if num_deaths >= load_resolved(run.config).restart.max_no_progress:
         return False
     try:
         client.requeue(queued.job_id, environ)

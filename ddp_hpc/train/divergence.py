@@ -104,8 +104,9 @@ class UpdateGuard:
     It waits for the device once a step. With fp16 the loss scaler does the same, and finds its scale by it.
     """
 
-    def __init__(self, run: RunDir, model: nn.Module, *, is_active: bool) -> None:
+    def __init__(self, run: RunDir, model: nn.Module, checkpointer: Checkpointer, *, is_active: bool) -> None:
         self._run = run
+        self._checkpointer = checkpointer
         self._buffers = [one for one in model.buffers() if one.is_floating_point()] if is_active else []
         self._kept = [one.clone() for one in self._buffers]
         self._is_active = is_active
@@ -138,6 +139,7 @@ class UpdateGuard:
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._kept)
         if self._num_in_a_row >= MOST_IN_A_ROW["skip"]:
+            self._checkpointer.wait()  # what was finite is still to be committed
             raise DivergedError(
                 diverged(self._run, f"the gradients are not finite since step {step - self._num_in_a_row + 1}")
             )

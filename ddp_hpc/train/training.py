@@ -168,7 +168,7 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         meetings=Meetings(group, stop, is_ousted=partial(ownership.is_ousted, run, attempt)),
         checkpointer=checkpointer,
         losses=LossWatch(run, group, checkpointer, policy=policy),
-        guard=UpdateGuard(run, bare, is_active=policy == "skip" and state.scaler is None),
+        guard=UpdateGuard(run, bare, checkpointer, is_active=policy == "skip" and state.scaler is None),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         journal=journal,
         samples=SampleRecorder(run.rank_samples(attempt, group.place.rank) if spec.train.record_samples else None),

@@ -183,9 +183,21 @@ def test_a_job_whose_shell_was_killed_is_called_back_by_who_waits_for_it(
     job: JobRecord, ending: Ending | None, is_called: bool, tmp_path: Path
 ) -> None:
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    run.config.write_text("name: run\nrecipe: {target: 'a:b'}\n")
     record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1",)))
     if ending is not None:
         record_end(run, attempt=0, ending=ending, exit_code=1)
 
     assert call_back(run, QueuedJob(job_id="7", attempt=0, at=0.0), job, slurm.environ) is is_called
     assert slurm.orders() == (["scontrol requeue 7"] if is_called else [])
+
+
+def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_path: Path) -> None:
+    slurm, run, called = FakeSlurm(tmp_path), make_run(tmp_path), []
+    run.config.write_text("name: run\nrecipe: {target: 'a:b'}\n")
+    for attempt in range(3):
+        record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1",)))
+        called.append(call_back(run, QueuedJob(job_id="7", attempt=0, at=0.0), KILLED, slurm.environ))
+        record_end(run, attempt=attempt, ending="failed", exit_code=-9, end=End(cause="unexplained", next="slurm"))
+
+    assert called == [True, True, False]

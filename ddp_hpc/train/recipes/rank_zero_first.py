@@ -18,7 +18,7 @@ def rank_zero_first(make: Callable[[bool], T]) -> T:
     """Call `make(True)` on rank zero of the run and, when that is done, `make(False)` on every other rank.
 
     True means: this is the one that may download, unpack and write. Without a process group this process is it.
-    The others wait for as long as the process group's timeout allows: `restart.hang_timeout_s` and a minute.
+    The others wait for as long as the process group's timeout allows: `restart.hang_timeout_s`, on CPUs a minute more.
 
     Raises:
         ConfigError: on every rank, with the same words, where rank zero's call raised.
