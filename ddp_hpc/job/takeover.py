@@ -29,15 +29,18 @@ CANCEL_S = 30.0
 def end_what_lives(run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
     """Wait until the job steps of the dead supervisor are gone; cancel those that stay: a frozen agent hears nothing.
 
-    They hold the run's lock. Where a file system knows no locks, the attempt's claim keeps them out (`ownership`).
+    srun holds the run's lock, but its tasks do not: where srun was killed as well, they may train on. Some file systems know
+    no locks at all. So Slurm is asked in any case.
     """
-    if not _is_held(run, LEAVE_S):
-        return
-    sys.stderr.write("note: job steps of the dead supervisor are still there; they are cancelled\n")
+    is_held = _is_held(run, LEAVE_S)
     with suppress(DdpHpcError):
-        for step in client.steps(allocation.job_id, environ):
+        steps = client.steps(allocation.job_id, environ)
+        if steps:
+            sys.stderr.write("note: job steps of the dead supervisor are still there; they are cancelled\n")
+        for step in steps:
             client.cancel(step, environ)
-    _is_held(run, CANCEL_S)
+    if is_held:
+        _is_held(run, CANCEL_S)
 
 
 def _is_held(run: RunDir, patience_s: float) -> bool:
