@@ -89,10 +89,10 @@ def prepare(
     run = RunDir(spec.path)
     refuse_file_in_the_way(run)
     is_new = not run.config.exists()
+    text = job_script(spec, import_paths, environ)
     reality.refuse_private_directory(run.path)
     reality.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
     notes = look(spec, import_paths, environ)
-    text = job_script(spec, import_paths, environ)
     make_run_dir(run, resolved_text, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):
         notes += _freeze_code(spec, run, import_paths)

@@ -206,6 +206,7 @@ def test_a_mask_of_minus_infinities_is_no_divergence(tmp_path: Path) -> None:
 
 def test_the_search_of_fp16_for_its_scale_is_no_divergence(tmp_path: Path) -> None:
     """The scaler begins so high that the first gradients overflow: many updates in a row are left out by it."""
+    torch.manual_seed(0)  # how high is too high depends on the gradients
     data = TensorDataset(torch.randn(40, 3), torch.full((40, 1), 30.0))
     recipe = a_recipe(data)
 

@@ -125,9 +125,11 @@ def test_rows_of_tensors_taken_at_once_are_those_taken_one_by_one() -> None:
 
 
 def test_loader_processes_leave_stop_signals_to_their_parent() -> None:
+    others = set(psutil.Process().children())
     loaded = load(NoisyImages(NUM_SAMPLES, 0.0), num_workers=2)
     list(next(loaded).fetched)
-    loaders = [child.pid for child in psutil.Process().children() if _ignores(child.pid, signal.SIGTERM)]
+    children = set(psutil.Process().children()) - others
+    loaders = [child.pid for child in children if _ignores(child.pid, signal.SIGTERM)]
 
     for pid in loaders:
         os.kill(pid, signal.SIGTERM)
