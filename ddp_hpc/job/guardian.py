@@ -24,6 +24,8 @@ from ddp_hpc.run_dir import RunDir
 
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to vanish."""
+STUCK_S = 60.0
+"""How long to wait for processes that were killed."""
 GOOD_WHILE_S = 600.0
 """A supervisor that lived for so long is no sign that the next one dies at once."""
 
@@ -60,7 +62,7 @@ def _guard(run: RunDir, words: Sequence[str], *, since: int) -> int:
         is_told = is_told or heard
         if after in exit_codes.DECISIONS:  # what users' code has left running, such as an upload, may go on
             return exit_codes.FAILED if after == exit_codes.GAVE_UP else after
-        _end_what_lives()
+        is_told = _end_what_lives() or is_told
         if _is_cancelled(run, since):
             return exit_codes.FAILED
         num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
@@ -115,12 +117,22 @@ def _become_supervisor(words: Sequence[str]) -> None:
         os._exit(code)
 
 
-def _end_what_lives() -> None:
-    """Kill what a dead supervisor has left. Its agent and workers die with it; this is for what they started."""
+def _end_what_lives() -> bool:
+    """Kill what a dead supervisor has left; return whether a stop signal came meanwhile.
+
+    Its agent and workers die with it; this is for what they started. A process that waits for a device or a file system
+    cannot be killed until that answers, so it is not waited for without end.
+    """
+    deadline, is_told = time.monotonic() + STUCK_S, False
     while left := psutil.Process().children(recursive=True):
         processes.kill(process.pid for process in left)
-        processes.await_signal(0.1)
+        is_told = processes.await_signal(0.1) in processes.STOP_SIGNALS or is_told
         processes.reap()
+        if time.monotonic() > deadline:
+            numbers = ", ".join(str(process.pid) for process in left)
+            sys.stderr.write(f"note: processes {numbers} were killed and have not ended for {STUCK_S:.0f} s\n")
+            break
+    return is_told
 
 
 def _pause(seconds: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +15,7 @@ from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.children import printed_by
 from ddp_hpc.job.launcher import WORKER
 from ddp_hpc.records import first_failure, read_attempts
+from ddp_hpc.requeue import reserve_s
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 
@@ -32,6 +34,10 @@ def blame(assignment: Assignment, housing: Housing, attempt: int, outcome: Outco
     """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before said nothing."""
     if not _is_mute(assignment.run, attempt, outcome) or len(assignment.nodes) < 2:
         return outcome
+    newest = next(reversed(read_attempts(assignment.run)), None)
+    ends_at = newest.ends_at if newest else None
+    if ends_at is not None and time.time() > ends_at - TIMEOUT_S - reserve_s(assignment.spec.slurm.signal_lead_s):
+        return outcome  # the job's time would be over before the nodes have answered, and such a job does not come back
     before = next((one for one in reversed(read_attempts(assignment.run)) if one.attempt < attempt), None)
     if before is None or before.cause != "worker crashed" or first_failure(assignment.run, before.attempt) is not None:
         return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -592,6 +593,19 @@ def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice
     assert (second.cause, second.next) == ("node failed" if blamed else "worker crashed", "requeue")
     assert second.failed_nodes == concluded.decision.exclude == blamed
     assert ("node2 cannot start a worker's Python; 1 other nodes can" in second.reason) is bool(blamed)
+
+
+def test_nodes_are_not_asked_where_the_jobs_time_would_be_over_before_they_answer(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.has("srun", "exit 1")
+    for _ in range(2):
+        attempt = ownership.next_attempt(one.run)
+        ownership.claim(one.run, attempt)
+        facts = JobFacts(nodes=NODES, restart=0, ends_at=time.time() + 60)
+        record_start(one.run, attempt=attempt, job_id="7", job=facts)
+        conclude(one.assignment, attempt, node_probe.blame(one.assignment, BARE, attempt, CRASHED))
+
+    assert one.slurm.orders("srun") == []
 
 
 def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -> None:
