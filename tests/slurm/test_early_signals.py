@@ -38,6 +38,11 @@ def hold_back(place: LoginNode, *modules: str) -> Path:
     return late / "wait"
 
 
+def with_shim(place: LoginNode) -> str:
+    """Return the setting by which the interpreters of a job find what `hold_back` has made."""
+    return f"slurm.setup={json.dumps([f'export PYTHONPATH={place.folder}'])}"
+
+
 def await_held_back(cluster: Cluster, wait: Path, *tasks: str) -> None:
     """Return once an interpreter of each of Slurm's tasks is held back."""
     cluster.wait_for(lambda: {path.name for path in wait.parent.iterdir()} == {*tasks, wait.name}, 60)
@@ -59,7 +64,7 @@ def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
     cluster: Cluster, place: LoginNode, launcher: str, number: str
 ) -> None:
     wait = hold_back(place, "ddp_hpc.job.agent", "ddp_hpc.job.task", "ddp_hpc.job.torchrun_node")
-    place.submit("early", *FAULTY, *world(2, 1), f"launcher={launcher}")
+    place.submit("early", *FAULTY, *world(2, 1), with_shim(place), f"launcher={launcher}")
     await_held_back(cluster, wait, "0", "1")
 
     cluster.run("scancel", f"--signal={number}", job_id(place, "early"))
@@ -76,7 +81,7 @@ def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
 @pytest.mark.campaign
 def test_workers_of_torchrun_are_not_told_before_they_can_listen(cluster: Cluster, place: LoginNode) -> None:
     wait = hold_back(place, "ddp_hpc.job.task")
-    place.submit("early", *FAULTY, *world(2, 1), "launcher=torchrun")
+    place.submit("early", *FAULTY, *world(2, 1), with_shim(place), "launcher=torchrun")
     await_held_back(cluster, wait, "0", "1")
 
     cluster.run("scancel", "--signal=USR2", job_id(place, "early"))
@@ -107,7 +112,7 @@ def test_a_job_that_is_told_to_leave_while_it_sets_up_leaves(cluster: Cluster, p
 @pytest.mark.campaign
 def test_a_job_outlives_a_signal_that_nobody_can_hear_yet(cluster: Cluster, place: LoginNode) -> None:
     wait = hold_back(place, "ddp_hpc.job.supervisor")
-    place.submit("early", *FAULTY, *world(2, 1), "slurm.signal_to=batch")
+    place.submit("early", *FAULTY, *world(2, 1), with_shim(place), "slurm.signal_to=batch")
     await_held_back(cluster, wait, "0")
 
     cluster.run("scancel", "--batch", "--signal=USR2", job_id(place, "early"))
