@@ -112,7 +112,7 @@ def test_a_worker_that_fails_on_another_node_is_named_with_its_exception(login: 
         "from ddp_hpc.train.recipes import image_classification\n"
         "def build():\n"
         "    if os.environ['RANK'] == '1':\n"
-        "        raise ValueError('broken on purpose')\n"
+        "        raise RuntimeError('broken on purpose')\n"
         "    return image_classification.build()\n"
     )
     words = ["recipe.target=breaks:build", "recipe.args={}", *SMALL, *world(2, 1)]
@@ -121,7 +121,7 @@ def test_a_worker_that_fails_on_another_node_is_named_with_its_exception(login: 
 
     assert done.returncode == 1
     assert "rank 1 on node2 failed first" in done.stderr
-    assert "ValueError: broken on purpose" in done.stderr
+    assert "RuntimeError: broken on purpose" in done.stderr
 
 
 @pytest.mark.long
