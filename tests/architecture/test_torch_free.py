@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +14,6 @@ from ddp_hpc.records import record_start
 from ddp_hpc.run_dir import RunDir
 
 HEAVY = {"numpy", "submitit", "torch", "torchvision"}
-ANSWER_S = 0.15
-BARE_S = 0.012
-"""What Python alone takes on the machine that this was measured on, when it is idle."""
-ATTEMPTS = 20
 
 THEN_SAY_WHAT_IS_LOADED = """
 import sys
@@ -77,21 +72,7 @@ def test_the_guard_sees_torch_where_it_is_imported(directory: Path) -> None:
     assert "torch" in loaded
 
 
-def seconds_to_answer(args: list[str], cwd: Path) -> float:
-    """Return the CPU time that Python takes for something: on an idle machine, the time until it is done."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *args], cwd=cwd, capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-@pytest.mark.parametrize("verb", ["--help", "status"])
-def test_it_answers_at_once(verb: str, directory: Path) -> None:
-    """The best of some attempts counts: other work on the machine may slow down any of them."""
-    commands = (["-c", "pass"], ["-m", "ddp_hpc", *VERBS[verb]])
-
-    taken = [[seconds_to_answer(command, directory) for command in commands] for _ in range(ATTEMPTS)]
-
-    bare, answer = (min(column) for column in zip(*taken, strict=True))
-    limit = ANSWER_S * max(1.0, bare / BARE_S)  # a machine that is slow now is slow at everything
-    assert answer < limit, f"{verb} took {answer:.3f} s, and Python alone {bare:.3f}"
+@pytest.mark.parametrize(("verb", "most"), [("--help", 100), ("status", 170)])
+def test_what_is_asked_often_imports_little(verb: str, most: int, directory: Path) -> None:
+    """Imports are nearly all that an answer takes: 0.1 s of CPU time for `status`; a clock would measure the machine."""
+    assert len(loaded_by(THEN_SAY_WHAT_IS_LOADED, *VERBS[verb], cwd=directory)) < most
