@@ -83,9 +83,8 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     cause, attempts = cause_of(evidence), attempts_since_submit(run)
     failure = _write_down_hang(assignment, attempt) if cause == "hang" else first_failure(run, attempt)
     failed_nodes = _failed_nodes(assignment, cause, failure, evidence)
-    if (
-        outcome.avoided_nodes
-    ):  # one that failed often enough before has not failed once more: else it is never forgotten
+    if outcome.avoided_nodes:
+        # A node that is avoided for its earlier failures has not failed once more: else it is never forgotten.
         known = requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
         failed_nodes = tuple(node for node in failed_nodes if node not in known)
     if cause == "refused" and has_worked(attempts):
