@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import select
 import signal
 import threading
 import time
@@ -157,6 +158,26 @@ def start_ticks(pid: int) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()  # the second field, its name, may hold anything
     return None if fields[0] in {"Z", "X"} else int(fields[19])
+
+
+def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
+    """Return once a process of this host has ended, or after `timeout_s`; at once where it is gone.
+
+    `started` is what `start_ticks` said of it, where that is known: a later process of its number is not waited for.
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except (ProcessLookupError, PermissionError):
+        return
+    except OSError:  # a kernel without pidfd (before Linux 5.3), or no descriptor left
+        time.sleep(timeout_s)
+        return
+    try:
+        # Asked after the descriptor was opened, so that both mean the same process.
+        if started in (None, start_ticks(pid)):
+            select.select([fd], [], [], timeout_s)
+    finally:
+        os.close(fd)
 
 
 def is_listening(pid: int) -> bool:

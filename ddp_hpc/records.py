@@ -88,6 +88,18 @@ class Attempt:
     image: str = ""
     """What tells the image that it ran in from others; empty without one, or where nothing tells."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether it has ended, and no other is to follow."""
+        return self.ending is not None and not self.next
+
+    def lives(self, host: str) -> bool:
+        """Return whether its supervisor is a process of this `host`; a later process of the same number is not it."""
+        if self.host != host:
+            return False
+        started = start_ticks(self.pid)
+        return started is not None and self.pid_start in (None, started)
+
 
 @dataclass(frozen=True)
 class JobFacts:

@@ -8,13 +8,13 @@ from typing import TextIO
 
 from ddp_hpc.cli.standing import rate, steps
 from ddp_hpc.cli.words import number, numbers
+from ddp_hpc.rereading import await_news
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.follow import Look, follow
 from ddp_hpc.watch.metrics import numbers_of
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus
 
-LOOK_INTERVAL_S = 0.25
 LINE_INTERVAL_S = 2.0
 WAITING_INTERVALS_S = (1.0, 60.0)
 """At first, and at the longest."""
@@ -32,7 +32,7 @@ def show(
 
     `on_waiting` is called from time to time, ever more seldom, while the run waits for another attempt.
     """
-    looks = follow(run, attempt, clock=time.time, pause=lambda: time.sleep(LOOK_INTERVAL_S), ask=ask)
+    looks = follow(run, attempt, clock=time.time, pause=await_news, ask=ask)
     looks = _calling(on_waiting, looks, clock=time.monotonic)
     if out.isatty():
         from ddp_hpc.cli.live import show_live  # late: rich is for eyes only

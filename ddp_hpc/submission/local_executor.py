@@ -15,8 +15,9 @@ from pathlib import Path
 from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.durable import open_private
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
-from ddp_hpc.patience import known
+from ddp_hpc.patience import known, patiently
 from ddp_hpc.records import Attempt, End, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
+from ddp_hpc.rereading import LastRead, await_news
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
@@ -107,7 +108,7 @@ def _patience_s(run: RunDir) -> float:
     newest = next(reversed(read_attempts(run)), None)
     if newest is None:
         return 0.0
-    if newest.ending is not None or not _lives(newest):
+    if newest.ending is not None or not newest.lives(socket.gethostname()):
         return VANISH_PATIENCE_S
     return STOP_PATIENCE_S if known(run.stop_request, run.stop_request.exists, unknown=False) else 0.0
 
@@ -133,14 +134,14 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
     while time.monotonic() < deadline:
         is_guarded = guardian.poll() is None  # asked first, so that the last entry is not missed
         entry = _newest_since(run, attempt)
-        if entry is not None and _is_over(entry):
+        if entry is not None and entry.is_last:
             return entry
         progress = read_progress(run)
         if progress is not None and progress.attempt >= attempt:
             return None
         if not is_guarded and entry is None:
             raise RunBusyError(f"{run.path} could not be started; {run.console} ends: {_last_line(run.console)}")
-        if not is_guarded and entry is not None and not _lives(entry):
+        if not is_guarded and entry is not None and not entry.lives(socket.gethostname()):
             raise WorkerError(_gone(run, entry.attempt))
         time.sleep(_POLL_S)
     return None
@@ -152,14 +153,16 @@ def wait(run: RunDir, attempt: int) -> Attempt:
     Raises:
         WorkerError: where all processes of the run are gone, and none wrote down how it ended.
     """
+    files = LastRead()
     while True:
         is_alive = processes.is_locked(run.lock)
-        entry = _newest_since(run, attempt)
-        if entry is not None and _is_over(entry):
+        attempts = patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: read_attempts(run)))
+        entry = attempts[-1] if attempts and attempts[-1].attempt >= attempt else None
+        if entry is not None and entry.is_last:
             return entry
         if not is_alive:
             raise WorkerError(_gone(run, attempt if entry is None else entry.attempt))
-        time.sleep(_POLL_S)
+        await_news(entry)
 
 
 def _gone(run: RunDir, attempt: int) -> str:
@@ -216,23 +219,13 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
         end = End(cause="cancelled", last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)
         code, reason = -signal.SIGKILL, "cancelled by the user"
         record_end(run, attempt=attempt.attempt, ending="cancelled", exit_code=code, reason=reason, end=end)
-    if _lives(attempt):
+    if attempt.lives(here):
         processes.kill([attempt.pid])
 
 
 def _newest_since(run: RunDir, attempt: int) -> Attempt | None:
     newest = next(reversed(read_attempts(run)), None)
     return newest if newest is not None and newest.attempt >= attempt else None
-
-
-def _is_over(attempt: Attempt) -> bool:
-    return attempt.ending is not None and not attempt.next
-
-
-def _lives(attempt: Attempt) -> bool:
-    """Tell whether the attempt's supervisor is there: no other process that has its number now."""
-    started = processes.start_ticks(attempt.pid)
-    return started is not None and attempt.pid_start in (None, started)
 
 
 def _last_line(path: Path) -> str:

@@ -20,6 +20,7 @@ from ddp_hpc import ownership, processes
 from ddp_hpc.containers import PACKAGE_DIR
 from ddp_hpc.durable import make_directories, private_mode, replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
+from ddp_hpc.patience import patiently
 from ddp_hpc.records import (
     Attempt,
     QueuedJob,
@@ -31,6 +32,7 @@ from ddp_hpc.records import (
     write_queued_job,
 )
 from ddp_hpc.render import JobScript, render
+from ddp_hpc.rereading import LastRead, await_news
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
@@ -41,9 +43,8 @@ from ddp_hpc.submission.image import look_at_image
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
 from ddp_hpc.submission.user_code import code_dir_of, module_in
 
-_POLL_S = 0.3
 _ASK_S = (2.0, 30.0)
-"""How long to wait between questions to Slurm, at first and at most; the run's directory is looked at all the time."""
+"""How long to wait between questions to Slurm, at first and at most."""
 
 
 def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> str:
@@ -240,25 +241,25 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     Raises:
         WorkerError: where the job left Slurm without a word in the run's directory.
     """
-    pause, longest = _ASK_S
+    (pause, longest), files = _ASK_S, LastRead()
     asked_at, seen = time.monotonic(), read_queued_job(run)
     while True:
-        ended = _last_attempt(run, attempt)
-        if ended is not None:
-            return ended
-        queued = read_queued_job(run)
+        attempts = patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: read_attempts(run)))
+        newest = attempts[-1] if attempts else None
+        if newest is not None and newest.attempt >= attempt and newest.is_last:
+            return newest
+        queued = patiently(str(run.submission), lambda: files.read(run.submission, lambda: read_queued_job(run)))
         if queued != seen:
             (pause, _), seen = _ASK_S, queued
         if queued is not None and time.monotonic() - asked_at > pause:
             asked_at, pause = time.monotonic(), min(pause * 1.5, longest)
             _require_alive(run, attempt, queued, environ)
-        time.sleep(_POLL_S)
+        await_news(newest)
 
 
 def _last_attempt(run: RunDir, first: int) -> Attempt | None:
     newest = next(reversed(read_attempts(run)), None)
-    is_over = newest is not None and newest.attempt >= first and newest.ending is not None and not newest.next
-    return newest if is_over else None
+    return newest if newest is not None and newest.attempt >= first and newest.is_last else None
 
 
 def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mapping[str, str]) -> None:

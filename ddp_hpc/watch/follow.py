@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_hpc.patience import patiently
-from ddp_hpc.records import read_attempts
+from ddp_hpc.records import Attempt, read_attempts
+from ddp_hpc.rereading import LastRead, Tail
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.metrics import read_metrics
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus, read_status
 
@@ -23,16 +23,26 @@ class Look:
 
 
 def follow(
-    run: RunDir, attempt: int, *, clock: Callable[[], float], pause: Callable[[], None], ask: Ask | None = None
+    run: RunDir,
+    attempt: int,
+    *,
+    clock: Callable[[], float],
+    pause: Callable[[Attempt | None], object],
+    ask: Ask | None = None,
 ) -> Iterator[Look]:
-    """Yield looks at a run from one attempt on, the last one when no other follows; `pause` is called between them."""
+    """Yield looks at a run from one attempt on, the last one when no other follows.
+
+    `pause` is called between them, with the newest attempt.
+    """
+    files, metrics = LastRead(), Tail(run.metrics)
     seen_until = next((one.started_at for one in read_attempts(run) if one.attempt == attempt), 0.0)
     while True:
         # First, so that the last look has all evaluations; a file system that does not answer ends no look at a run.
-        status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask))
-        evaluations = list(read_metrics(run, "eval", after=seen_until))
+        status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
+        lines = patiently(str(run.metrics), metrics.new_lines)
+        evaluations = [line for line in lines if line.get("kind") == "eval" and line.get("at", 0.0) > seen_until]
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
         yield Look(status, evaluations)
         if not status.is_alive:
             return
-        pause()
+        pause(next(reversed(files.read(run.attempts, lambda: read_attempts(run))), None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Literal
 from ddp_hpc import processes
 from ddp_hpc.patience import known
 from ddp_hpc.records import Attempt, Ending, Next, Progress, QueuedJob, read_attempts, read_progress, read_queued_job
+from ddp_hpc.rereading import LastRead
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
 from ddp_hpc.watch.queue import Ask, JobWord
@@ -101,9 +103,14 @@ class RunStatus:
         return self.state in ALIVE
 
 
-def read_status(run: RunDir, *, now: float, host: str | None = None, ask: Ask | None = None) -> RunStatus:
-    """Read where a run stands; Slurm is asked, where `ask` can, of a job that waits or has been silent for a while."""
-    seen = observe(run, now=now, host=host or socket.gethostname())
+def read_status(
+    run: RunDir, *, now: float, host: str | None = None, ask: Ask | None = None, files: LastRead | None = None
+) -> RunStatus:
+    """Read where a run stands; Slurm is asked, where `ask` can, of a job that waits or has been silent for a while.
+
+    Whoever looks again and again hands in the same `files` each time: what has not changed is not read again.
+    """
+    seen = observe(run, now=now, host=host or socket.gethostname(), files=files or LastRead())
     if ask is not None and seen.queued is not None and _is_for_slurm(seen):
         seen = replace(seen, word=ask(seen.queued.job_id, seen.queued.at))
     return status_of(run, seen)
@@ -118,7 +125,7 @@ def _is_for_slurm(seen: Observation) -> bool:
     return last.cluster == "slurm" and last.ending is None and is_silent and not seen.is_held
 
 
-def observe(run: RunDir, *, now: float, host: str) -> Observation:
+def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observation:
     """Look at the run directory once.
 
     The ledger is read before and after the lock is tried: an attempt that neither look saw end, and that nobody holds
@@ -126,29 +133,35 @@ def observe(run: RunDir, *, now: float, host: str) -> Observation:
     """
     from ddp_hpc import checkpoint_store  # late: a checksum library, which a plain import of this module need not load
 
-    before = read_attempts(run)
-    is_held = is_held_here(run)
-    after = read_attempts(run)
+    before = files.read(run.attempts, lambda: read_attempts(run))
+    is_held = is_held_here(run, before[-1] if before else None, host)
+    after = files.read(run.attempts, lambda: read_attempts(run))
     return Observation(
         attempts=after,
-        progress=read_progress(run),
-        committed=checkpoint_store.committed_steps(run),
+        progress=files.read(run.progress, lambda: read_progress(run)),
+        committed=files.read(run.checkpoints, lambda: checkpoint_store.committed_steps(run)),
         is_held=True if len(after) > len(before) else is_held,
         wants_stop=known(run.stop_request, run.stop_request.exists, unknown=False),
         is_done=known(run.done, run.done.exists, unknown=False),
         is_rendered=known(run.job_script, run.job_script.exists, unknown=False),
         host=host,
         now=now,
-        queued=read_queued_job(run),
+        queued=files.read(run.submission, lambda: read_queued_job(run)),
     )
 
 
-def is_held_here(run: RunDir) -> bool | None:
+def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
     """Return whether a process of this host works on the run; None where that cannot be told."""
     try:
-        return processes.is_locked(run.lock)
-    except OSError:  # a file system without locks, or another user's run
+        if run.lock.stat().st_uid == os.geteuid():
+            return processes.is_locked(run.lock)
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file system without locks
         return None
+    # Another user's run. Trying its lock would take it for a moment, in which that user could not start the run. And
+    # /proc may hide that user's processes (`hidepid`, proc(5)), so one that is not seen may live all the same.
+    return True if newest is not None and newest.lives(host) else None
 
 
 def status_of(run: RunDir, seen: Observation) -> RunStatus:

@@ -39,7 +39,7 @@ def test_a_run_is_looked_at_until_its_attempt_ends(tmp_path: Path) -> None:
         ]
     )
 
-    def pause() -> None:
+    def pause(_: object) -> None:
         next(acts)()
 
     looks = list(follow(run, 0, clock=lambda: LATER, pause=pause))
@@ -52,7 +52,7 @@ def test_following_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     add_attempt(run)
 
-    (look,) = follow(run, 0, clock=lambda: LATER, pause=lambda: None)
+    (look,) = follow(run, 0, clock=lambda: LATER, pause=lambda _: None)
 
     assert look.status.state == "interrupted"
 
@@ -63,7 +63,7 @@ def test_following_goes_on_over_the_attempts_that_follow(tmp_path: Path) -> None
     add_attempt(run, 1)
     assert processes.take_lock(run.lock) is not None
 
-    def pause() -> None:
+    def pause(_: object) -> None:
         record_end(run, attempt=1, ending="finished", exit_code=0)
 
     looks = list(follow(run, 0, clock=lambda: LATER, pause=pause))

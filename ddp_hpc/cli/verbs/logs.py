@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 
 from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.records import read_attempts
+from ddp_hpc.rereading import LastRead, await_news
 from ddp_hpc.watch.logs import Choice, follow_lines, read_lines
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
-
-LOOK_INTERVAL_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +28,16 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the lines."""
     run_dir = chosen_run(args, environment)
     ask = asker(environment, clock=time.time)
+    files = LastRead()
     choice = Choice(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
     lines = (
         follow_lines(
             run_dir,
             choice,
-            is_over=lambda: not read_status(run_dir, now=time.time(), ask=ask).is_alive,
-            pause=lambda: time.sleep(LOOK_INTERVAL_S),
+            is_over=lambda: not read_status(run_dir, now=time.time(), ask=ask, files=files).is_alive,
+            pause=lambda: await_news(
+                next(reversed(files.read(run_dir.attempts, lambda: read_attempts(run_dir))), None)
+            ),
         )
         if args.follow
         else read_lines(run_dir, choice)

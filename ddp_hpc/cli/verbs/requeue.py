@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ddp_hpc.cli.runs import add_run, chosen_run, is_slurms
 from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.rereading import LOOK_INTERVAL_S
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -17,7 +18,6 @@ END_PATIENCE_S = 60.0
 """How long a job that waits in the queue already may take to be rid of its last start."""
 BEGIN_PATIENCE_S = 10.0
 """Slurm may begin it by itself before it is asked twice."""
-_POLL_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def _begin(run_dir: RunDir, status: RunStatus, environment: Mapping[str, str]) -
             return
         if not has_waited and newest is not None and newest.ending is not None and not newest.next:
             raise WorkerError(f"{run_dir.name} has ended: {newest.reason or newest.ending}.")
-        time.sleep(_POLL_S)
+        time.sleep(LOOK_INTERVAL_S)
     if not times_asked and has_waited:
         raise WorkerError(f"{run_dir.name} waits for something that cannot be hastened: {status.reason}.")
     if not times_asked:

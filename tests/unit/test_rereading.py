@@ -1,0 +1,254 @@
+"""Looking again and again: what has not changed is not read again, and nothing that changes is missed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc import processes
+from ddp_hpc.durable import append_json_line, replace_text
+from ddp_hpc.records import read_attempts
+from ddp_hpc.rereading import LOOK_INTERVAL_S, SETTLED_S, LastRead, Tail, await_news
+from ddp_hpc.watch import status as status_module
+from ddp_hpc.watch.follow import follow
+from tests.made_run import add_attempt, add_checkpoint, add_metrics, add_progress, make_run
+
+
+class Looks:
+    """Looks at one file, `LOOK_INTERVAL_S` apart, that count how often it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.now, self.num_reads = path, 0.0, 0
+        self._files = LastRead(clock=lambda: self.now)
+
+    def look(self, *, later_s: float = LOOK_INTERVAL_S) -> str | None:
+        self.now += later_s
+        return self._files.read(self.path, self._read)
+
+    def _read(self) -> str | None:
+        self.num_reads += 1
+        return self.path.read_text() if self.path.exists() else None
+
+
+def test_a_file_that_stays_as_it_is_is_read_twice_and_then_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    path.write_text("one")
+    looks = Looks(path)
+
+    assert [looks.look() for _ in range(10)] == ["one"] * 10
+    assert looks.num_reads == 2
+
+
+def test_a_file_that_is_not_there_is_looked_for_at_every_look_and_read_as_soon_as_it_comes(tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    looks = Looks(path)
+
+    before = [looks.look() for _ in range(5)]
+    path.write_text("one")
+
+    assert (before, looks.look()) == ([None] * 5, "one")
+
+
+def append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("+")
+
+
+@pytest.mark.parametrize("change", [append, lambda path: replace_text(path, "two"), Path.unlink])
+def test_a_file_that_grows_or_is_replaced_or_goes_is_read_again(change: object, tmp_path: Path) -> None:
+    assert callable(change)
+    path = tmp_path / "progress.json"
+    path.write_text("one")
+    looks = Looks(path)
+    for _ in range(5):
+        looks.look()
+
+    change(path)
+
+    assert looks.look() == (path.read_text() if path.exists() else None)
+
+
+def test_a_change_that_the_clock_of_the_file_system_is_too_coarse_for_is_seen_a_look_later(tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    path.write_text("one")
+    looks = Looks(path)
+    assert looks.look() == "one"
+    found = path.stat()
+
+    path.write_text("two")  # of the same length, and within the same tick
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+    assert looks.look(later_s=2 * SETTLED_S) == "two"
+
+
+def test_a_new_entry_of_a_directory_is_a_change(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    now = [0.0]
+    files, counts = LastRead(clock=lambda: now[0]), []
+
+    def look() -> list[str]:
+        now[0] += LOOK_INTERVAL_S
+        return files.read(run.checkpoints, names)
+
+    def names() -> list[str]:
+        counts.append(1)
+        return sorted(os.listdir(run.checkpoints))  # noqa: PTH208  names
+
+    add_checkpoint(run, 20)
+    for _ in range(4):
+        look()
+    add_checkpoint(run, 40)
+
+    assert (len(look()), len(counts)) == (2, 3)
+
+
+def test_a_file_system_that_does_not_answer_is_asked_by_the_reader_who_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    assert LastRead().read(tmp_path / "progress.json", lambda: "asked") == "asked"
+
+
+def test_a_file_of_lines_is_read_from_where_the_last_reading_ended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+
+    def lines() -> Iterator[list[int]]:
+        yield [line["step"] for line in tail.new_lines()]
+        for step in (1, 2):
+            append_json_line(path, {"step": step})
+        yield [line["step"] for line in tail.new_lines()]
+        yield [line["step"] for line in tail.new_lines()]
+        with path.open("a") as file:
+            file.write('{"step":')
+        yield [line["step"] for line in tail.new_lines()]
+        with path.open("a") as file:
+            file.write(' 3}\nnot one of ours\n[4]\n\0\0{"step": 5}\n')
+        yield [line["step"] for line in tail.new_lines()]
+
+    assert list(lines()) == [[], [1, 2], [], [], [3, 5]]
+
+
+def test_a_file_of_lines_that_is_replaced_or_cut_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    tail.new_lines()
+
+    replace_text(path, '{"step": 1}\n{"step": 7}\n')
+    replaced = tail.new_lines()
+    path.write_text('{"step": 8}\n')
+    cut = tail.new_lines()
+
+    assert [[line["step"] for line in lines] for lines in (replaced, cut)] == [[1, 7], [8]]
+
+
+def test_following_a_run_in_which_nothing_happens_reads_none_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run)
+    add_progress(run)
+    add_checkpoint(run, 20)
+    add_metrics(run, [{"kind": "eval", "step": 20, "epoch": 1, "loss": 0.5, "at": time.time() + 1}])
+    fd = processes.take_lock(run.lock)
+    assert fd is not None
+    reads: list[str] = []
+    monkeypatch.setattr("ddp_hpc.rereading.SETTLED_S", 0.0)
+    for name in ("read_attempts", "read_progress", "read_queued_job"):
+        monkeypatch.setattr(status_module, name, counting(name, getattr(status_module, name), reads))
+    looks = follow(run, 0, clock=time.time, pause=lambda _: None)
+    for _ in range(4):
+        next(looks)
+    reads.clear()
+
+    for _ in range(10):
+        assert next(looks).status.state == "running"
+
+    assert reads == []
+    os.close(fd)
+
+
+def counting(name: str, read: object, reads: list[str]) -> object:
+    """Return `read`, with each call noted."""
+    assert callable(read)
+
+    def counted(*args: object) -> object:
+        reads.append(name)
+        return read(*args)
+
+    return counted
+
+
+def test_the_pause_between_two_looks_ends_when_the_supervisor_does(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    code = (
+        "import sys; from tests.made_run import *; add_attempt(RunDir(Path(sys.argv[1]))); print(flush=True); input()"
+    )
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert supervisor.stdout is not None
+    supervisor.stdout.readline()
+    (attempt,) = read_attempts(run)
+    supervisor.communicate(b"\n")
+
+    began = time.monotonic()
+    processes.await_exit(supervisor.pid, attempt.pid_start, timeout_s=600)  # would stand here for ten minutes
+
+    assert not attempt.lives(attempt.host)
+    assert time.monotonic() - began < 300
+
+
+def test_a_process_that_lives_is_waited_for_until_it_ends_and_another_of_its_number_is_not() -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = processes.start_ticks(sleeper.pid)
+    assert started is not None
+
+    processes.await_exit(sleeper.pid, started + 1, timeout_s=600)
+    processes.await_exit(sleeper.pid, started, timeout_s=0.01)
+    assert sleeper.poll() is None
+    sleeper.kill()
+    processes.await_exit(sleeper.pid, started, timeout_s=600)
+
+    sleeper.communicate()
+    assert sleeper.returncode == -9
+
+
+def test_a_run_on_another_host_is_looked_at_after_the_whole_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run)
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    monkeypatch.setattr("socket.gethostname", lambda: "login")
+
+    await_news(read_attempts(run)[0])
+    await_news(None)
+
+    assert pauses == [LOOK_INTERVAL_S] * 2
+
+
+@pytest.mark.parametrize(("host", "is_held"), [("", True), ("elsewhere", None)])
+def test_another_users_lock_is_not_tried_but_its_supervisor_is_looked_for(
+    host: str, is_held: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run)  # by this process
+    run.lock.touch()
+    (attempt,) = read_attempts(run)
+    monkeypatch.setattr(os, "geteuid", lambda: run.lock.stat().st_uid + 1)
+    monkeypatch.setattr(processes, "is_locked", lambda _: pytest.fail("the lock was tried"))
+
+    assert status_module.is_held_here(run, attempt, host or attempt.host) is is_held
