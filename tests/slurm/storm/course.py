@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,8 @@ STILL_S = 300.0
 GONE_S = 45.0
 """After the storm: how long a run that has not finished may be without a job."""
 LOOK_S = 2.0
+WAITER_S = 120.0
+"""How long who waits for a run may need to see that it has finished."""
 
 Say = Callable[[str], None]
 
@@ -74,9 +77,17 @@ def storm(cluster: Cluster, login: LoginNode, asked: Asked, say: Say) -> dict[st
     steps = f"train.max_steps={asked.steps}"
     words = ["submit", "digits.yaml", "name=undisturbed", "--cluster", "local", "--wait", *COMMON, *world(1, 2), steps]
     undisturbed = cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=login.folder)
+    waiters = {}
     for number, name in enumerate(names):
-        layout = LAYOUTS[number % len(LAYOUTS)]
-        login.submit(name, *COMMON, *layout, steps, "slurm.partition=low", f"recipe.args.slow_while={hold}")
+        settings = [
+            *COMMON,
+            *LAYOUTS[number % len(LAYOUTS)],
+            steps,
+            "slurm.partition=low",
+            f"recipe.args.slow_while={hold}",
+        ]
+        login.submit(name, *settings)
+        waiters[name] = _wait_for(cluster, login, name, settings)
     stdout, stderr = undisturbed.communicate(timeout=900)
     assert undisturbed.returncode == 0, stdout + stderr
     cluster.wait_for(lambda: all(read_attempts(login.run(name)) for name in names), 180)
@@ -90,6 +101,8 @@ def storm(cluster: Cluster, login: LoginNode, asked: Asked, say: Say) -> dict[st
     states = _await_ends(cluster, login, names, say)
 
     runs = {name: _judge(cluster, login, name, states[name], weather) for name in names}
+    for name, problem in _problems_of(waiters, states).items():
+        runs[name]["problems"].append(problem)
     return {
         "seed": asked.seed,
         "minutes": asked.minutes,
@@ -100,6 +113,30 @@ def storm(cluster: Cluster, login: LoginNode, asked: Asked, say: Say) -> dict[st
         "slurm": cluster.run("sinfo", "--version").stdout.split()[-1],
         "what": [one.as_json() for one in weather.done],
     }
+
+
+def _wait_for(cluster: Cluster, login: LoginNode, name: str, settings: Sequence[str]) -> subprocess.Popen[str]:
+    """Start what a user leaves running on the login node, in tmux: it also releases jobs that Slurm could not launch."""
+    words = ["submit", "digits.yaml", f"name={name}", "--cluster", "slurm", *settings, "--wait"]
+    return cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=login.folder)
+
+
+def _problems_of(waiters: Mapping[str, subprocess.Popen[str]], states: Mapping[str, str]) -> dict[str, str]:
+    """Return, of each run, what became of who waited for it, where that is not that it saw the run finish."""
+    problems = {}
+    for name, waiter in waiters.items():
+        if states[name] != "finished":
+            waiter.kill()
+        try:
+            stdout, stderr = waiter.communicate(timeout=WAITER_S)
+        except subprocess.TimeoutExpired:
+            problems[name] = f"`submit --wait` does not see within {WAITER_S:.0f} s that it has finished"
+            waiter.kill()
+            waiter.communicate()
+            continue
+        if states[name] == "finished" and waiter.returncode:
+            problems[name] = f"`submit --wait` ended with {waiter.returncode}: {(stdout + stderr)[-1500:]}"
+    return problems
 
 
 def _await_ends(cluster: Cluster, login: LoginNode, names: Sequence[str], say: Say) -> dict[str, str]:
