@@ -177,6 +177,8 @@ def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_pa
     assert first[2][-1] == "scontrol requeue 7"
     assert not any(call.startswith("scontrol") for call in second[2])
     assert "nor in the one before: the run ends" in second[1]
+    assert "the supervisor ended with code 137, undecided; another one starts in 60 s" in first[1]
+    assert "undecided, too often: no other one starts on this node" in first[1]
 
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGUSR2, "USR2"), (signal.SIGTERM, "TERM")])
