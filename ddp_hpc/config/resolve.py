@@ -219,8 +219,14 @@ def changes(old: RunSpec, new: RunSpec) -> list[Change]:
     return [
         Change(key, before.get(key), after.get(key))
         for key in dict.fromkeys([*after, *before])
-        if before.get(key) != after.get(key)
+        if before.get(key) != after.get(key) and not _is_filled(key, before, after)
     ]
+
+
+def _is_filled(key: str, *leaves: Mapping[str, Any]) -> bool:
+    """Tell whether an empty section of one spec has keys in the other, which say all that has changed."""
+    is_empty = any(one.get(key) == {} for one in leaves)
+    return is_empty and any(other.startswith(f"{key}.") for one in leaves for other in one)
 
 
 HIDDEN = "(not shown)"

@@ -269,6 +269,17 @@ def test_changes_between_two_specs_are_told_key_by_key(tmp_path: Path) -> None:
     ]
 
 
+def test_the_first_key_of_an_open_section_is_one_change(tmp_path: Path) -> None:
+    empty = resolved(tmp_path, "recipe.args: {head: {}}").spec
+    full = resolved(tmp_path, "recipe.args: {head: {width: 3}}").spec
+    none = resolved(tmp_path, "recipe.args: {}").spec
+
+    assert list(map(str, changes(empty, full))) == ["recipe.args.head.width None -> 3"]
+    assert list(map(str, changes(full, empty))) == ["recipe.args.head.width 3 -> None"]
+    assert list(map(str, changes(none, full))) == ["recipe.args.head.width None -> 3"]
+    assert list(map(str, changes(none, empty))) == ["recipe.args.head None -> {}"]
+
+
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,8}", fullmatch=True)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
