@@ -37,6 +37,7 @@ class _Reader:
     """Reads whole lines where it left off."""
 
     file: LogFile
+    is_drawn: bool
     offset: int = 0
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
@@ -46,7 +47,8 @@ class _Reader:
                 if not raw.endswith(b"\n") and not is_over:
                     return  # half a line: its rest comes later
                 self.offset += len(raw)
-                yield self.file.prefix + raw.decode("utf-8", errors="replace").rstrip("\r\n")
+                line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+                yield self.file.prefix + (line.rpartition("\r")[2] if self.is_drawn else line)
 
 
 def log_files(run: RunDir, choice: Choice) -> list[LogFile]:
@@ -71,19 +73,26 @@ def _numbers(directory: Path, pattern: str) -> list[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
-def read_lines(run: RunDir, choice: Choice) -> Iterator[str]:
+def read_lines(run: RunDir, choice: Choice, *, is_drawn: bool = False) -> Iterator[str]:
     """Yield the chosen lines that there are; of several ranks, one rank after another.
+
+    `is_drawn`, of a line that was written over and over, as progress bars do by carriage returns, what it was in the end.
 
     Raises:
         ConfigError: where there is no such log.
     """
     if not log_files(run, choice):
         raise _no_log(run, choice)
-    yield from follow_lines(run, choice, is_over=lambda: True, pause=lambda: None)
+    yield from follow_lines(run, choice, is_over=lambda: True, pause=lambda: None, is_drawn=is_drawn)
 
 
 def follow_lines(
-    run: RunDir, choice: Choice, *, is_over: Callable[[], bool], pause: Callable[[], None]
+    run: RunDir,
+    choice: Choice,
+    *,
+    is_over: Callable[[], bool],
+    pause: Callable[[], None],
+    is_drawn: bool = False,
 ) -> Iterator[str]:
     """Yield the chosen lines and those that are added, until `is_over`; `pause` is called between looks."""
     readers: dict[Path, _Reader] = {}
@@ -91,7 +100,7 @@ def follow_lines(
     while True:
         last_look = is_over()  # asked first, so that the last look sees all that was written before
         for file in log_files(run, choice):
-            reader = readers.setdefault(file.path, _Reader(file))
+            reader = readers.setdefault(file.path, _Reader(file, is_drawn))
             for line in reader.new_lines(is_over=last_look):
                 if file.header != header:
                     yield file.header

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.cli.live import view
 from ddp_hpc.cli.terminal import visible
 from ddp_hpc.watch.status import read_status
-from tests.made_run import add_attempt, add_failure, add_progress, make_run
+from tests.made_run import add_attempt, add_failure, add_log, add_progress, make_run
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31mred\u202egnp.exe\x1b[1;31mcolour\x1b[0m[bold]markup[/bold]\rover"
 SHOWN = r"\x1b]0;title\x07\x1b[2J\x9b31mred\u202egnp.execolour[bold]markup[/bold]\rover"
@@ -33,7 +34,10 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
             monkeypatch.setattr(sys, "stderr", terminal)
             main(list(words))
             monkeypatch.undo()
-        return os.read(master, 65536).decode()
+        told = os.read(master, 65536)
+        while select.select([master], [], [], 0.2)[0]:  # the kernel hands it on line by line
+            told += os.read(master, 65536)
+        return told.decode()
 
     yield run
     os.close(master)
@@ -46,7 +50,7 @@ def test_neither_status_nor_logs_nor_list_nor_an_error_commands_the_terminal(
     run = make_run(tmp_path, f"evil{HOSTILE}".replace("/", "_"))
     add_attempt(run, ending="failed", reason=f"RuntimeError: {HOSTILE}")
     run.console.parent.mkdir()
-    run.console.write_text(f"loss {HOSTILE}\n")
+    run.console.write_text(f"10%\rloss {HOSTILE}\n".replace("\rover", "over"), newline="")
     shown = SHOWN.replace("/", "_")
 
     status = typed("status", str(run.path))
@@ -55,11 +59,22 @@ def test_neither_status_nor_logs_nor_list_nor_an_error_commands_the_terminal(
     error = typed("status", f"{tmp_path}/none{HOSTILE}")
 
     assert f"RuntimeError: {SHOWN}" in status
-    assert f"loss {SHOWN}\r\n" in logs
+    assert f"loss {SHOWN}\r\n".replace(r"\rover", "over") == logs
     assert f"evil{shown}" in listed
     assert r"none\x1b]0;title" in error
     together = status + logs + listed + error
     assert not any(character in together for character in "\x1b\x07\x9b\u202e")
+
+
+def test_of_a_progress_bar_a_terminal_shows_the_end(typed: Callable[..., str], tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_log(run, "epoch 1:  10%|#\repoch 1: 100%|####\r\nloss 0.5\r\n\r 50%\r100%\nbye\n")
+
+    shown = typed("logs", str(run.path), "--rank", "0", "--attempt", "0")
+    of_all = typed("logs", str(run.path), "--all", "--attempt", "0")
+
+    assert shown.splitlines() == ["epoch 1: 100%|####", "loss 0.5", "100%", "bye"]
+    assert of_all.splitlines() == [f"[rank 0] {line}" for line in shown.splitlines()]
 
 
 def test_a_pipe_gets_every_byte(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

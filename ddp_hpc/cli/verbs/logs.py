@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping
 
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     ask = asker(environment, clock=time.time)
     files = LastRead()
     choice = Choice(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
+    is_drawn = sys.stdout.isatty()  # what goes to a file or a pipe keeps every byte
     lines = (
         follow_lines(
             run_dir,
@@ -38,9 +40,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             pause=lambda: await_news(
                 next(reversed(files.read(run_dir.attempts, lambda: read_attempts(run_dir))), None)
             ),
+            is_drawn=is_drawn,
         )
         if args.follow
-        else read_lines(run_dir, choice)
+        else read_lines(run_dir, choice, is_drawn=is_drawn)
     )
     for line in lines:
         print(line, flush=args.follow)
