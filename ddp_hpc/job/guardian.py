@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc import exit_codes, ownership, processes
-from ddp_hpc.records import read_attempts
+from ddp_hpc.records import End, read_attempts, record_end
 from ddp_hpc.run_dir import RunDir
 
 LOCK_PATIENCE_S = 10.0
@@ -67,13 +67,26 @@ def _guard(run: RunDir, words: Sequence[str], *, since: int) -> int:
             return exit_codes.FAILED
         num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
         if num_deaths > len(exit_codes.GUARD_PAUSES_S):
-            sys.stderr.write(
-                f"error: the supervisor {exit_codes.told(after)}, {num_deaths} times in a row; submit the run again.\n"
-            )
+            reason = f"the supervisor {exit_codes.told(after)}, {num_deaths} times in a row"
+            sys.stderr.write(f"error: {reason}; submit the run again.\n")
+            _write_down(run, since, reason)
             return exit_codes.FAILED
         pause_s = exit_codes.GUARD_PAUSES_S[num_deaths - 1]
         sys.stderr.write(f"note: the supervisor {exit_codes.told(after)}; another one starts in {pause_s} s\n")
         is_told = _pause(pause_s) or is_told
+
+
+def _write_down(run: RunDir, since: int, reason: str) -> None:
+    """Say in the ledger that no supervisor goes on, if the newest attempt is one of ours, from `since` on."""
+    try:
+        newest = next(reversed(read_attempts(run)), None)
+        if newest is None or newest.attempt < since or (newest.ending is not None and not newest.next):
+            return
+        end = End(cause="supervisor died", last_step=newest.last_step, failed_nodes=newest.failed_nodes)
+        told = f"{reason}; the guardian gave up"
+        record_end(run, attempt=newest.attempt, ending="failed", exit_code=exit_codes.FAILED, reason=told, end=end)
+    except OSError as error:
+        sys.stderr.write(f"note: that was not written down: {error}\n")
 
 
 def _is_cancelled(run: RunDir, since: int) -> bool:

@@ -167,8 +167,9 @@ def wait(run: RunDir, attempt: int) -> Attempt:
 
 def _gone(run: RunDir, attempt: int) -> str:
     return (
-        f"Attempt {attempt} of {run.name} is gone without a word: its supervisor and its guardian were killed. "
-        "Submit the run again; it resumes from its newest checkpoint."
+        f"Attempt {attempt} of {run.name} has ended and the ledger does not say how: its supervisor and its guardian are gone. "
+        f"They were killed, or the guardian gave up and could not write that down. {run.console} ends: "
+        f"{_last_line(run.console)}\nSubmit the run again; it resumes from its newest checkpoint."
     )
 
 
@@ -229,5 +230,8 @@ def _newest_since(run: RunDir, attempt: int) -> Attempt | None:
 
 
 def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"({error.strerror})"
     return lines[-1] if lines else "(nothing)"

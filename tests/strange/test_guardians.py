@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import exit_codes
+from ddp_hpc.errors import WorkerError
 from ddp_hpc.job import guardian
+from ddp_hpc.records import End, Next, read_attempts, record_end
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.spec import RunSpec, SlurmSpec
+from ddp_hpc.submission import local_executor
 from tests.made_run import add_attempt, make_run
 
 IGNORING = """
@@ -48,6 +51,43 @@ def test_a_supervisor_that_dies_is_replaced_whatever_the_shell_was_told_before(t
 
     assert done.returncode == exit_codes.STOPPED, done.stderr
     assert "ended with code 137, undecided" in done.stderr
+
+
+@pytest.mark.parametrize("next_", ["", "in place"], ids=["killed amid an attempt", "killed before the next attempt"])
+def test_a_guardian_that_gives_up_says_so_in_the_ledger(tmp_path: Path, next_: Next) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run, ending="failed" if next_ else None)
+    if next_:
+        end = End(cause="supervisor died", next=next_)
+        record_end(run, attempt=0, ending="failed", exit_code=1, reason="killed", end=end)
+
+    guardian._write_down(run, 0, "the supervisor was killed by signal 9, 6 times in a row")
+
+    found = local_executor.wait(run, 0)
+    assert (found.ending, found.cause, found.next) == ("failed", "supervisor died", "")
+    assert found.reason == "the supervisor was killed by signal 9, 6 times in a row; the guardian gave up"
+
+
+def test_a_guardian_that_gives_up_says_nothing_of_attempts_before_its_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run, ending=None)
+
+    guardian._write_down(run, 1, "the supervisor was killed by signal 9, 6 times in a row")
+
+    assert read_attempts(run)[0].ending is None
+
+
+def test_a_run_whose_processes_are_gone_is_not_said_to_have_been_killed_where_nobody_knows(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run, ending=None)
+    run.console.parent.mkdir(exist_ok=True)
+    run.console.write_text("error: run was not readable; submit the run again.\n")
+
+    with pytest.raises(WorkerError) as told:
+        local_executor.wait(run, 0)
+
+    assert "were killed, or the guardian gave up and could not write that down" in str(told.value)
+    assert "ends: error: run was not readable" in str(told.value)
 
 
 def test_what_was_cancelled_before_a_submission_does_not_end_its_guardian(tmp_path: Path) -> None:

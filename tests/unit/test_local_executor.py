@@ -74,5 +74,5 @@ def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: P
     dead.wait()
     add(run, host=socket.gethostname(), pid=dead.pid, pid_start=1)
 
-    with pytest.raises(WorkerError, match="its supervisor and its guardian were killed"):
+    with pytest.raises(WorkerError, match="its supervisor and its guardian are gone"):
         local_executor._await_training(run, 0, dead)  # it would wait for two minutes
