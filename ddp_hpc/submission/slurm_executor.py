@@ -80,16 +80,23 @@ def look(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]
 
 
 def prepare(
-    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+    resolved_text: str,
+    spec: RunSpec,
+    *,
+    import_paths: Sequence[Path],
+    environ: Mapping[str, str],
+    is_new: bool | None = None,
 ) -> tuple[RunDir, list[str]]:
     """Make the run directory with everything the job needs; return it, and what the user should know.
+
+    `is_new` is what the caller has found, where it has looked: whoever looks twice may find both.
 
     Raises:
         ConfigError: where it cannot be made; a run that was new leaves nothing behind.
     """
     run = RunDir(spec.path)
     refuse_file_in_the_way(run)
-    is_new = not run.config.exists()
+    is_new = not run.config.exists() if is_new is None else is_new
     text = job_script(spec, import_paths, environ)
     reality.refuse_private_directory(run.path)
     reality.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
@@ -117,7 +124,7 @@ def submit(
     there = _already(run, spec, environ)
     if there is not None:
         return there
-    run, notes = prepare(resolved_text, spec, import_paths=import_paths, environ=environ)
+    run, notes = prepare(resolved_text, spec, import_paths=import_paths, environ=environ, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):
         notes += [*_notes_on_restarts(run, spec, environ), *reality.check(spec, run, environ)]
         attempt = ownership.next_attempt(run)

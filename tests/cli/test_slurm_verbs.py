@@ -131,6 +131,35 @@ def test_a_script_is_written_where_it_is_asked_for_too(
     os.close(reader)
 
 
+def test_a_refused_submission_deletes_no_run_whose_configuration_could_not_be_seen_for_a_moment(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a client of NFS may believe for a while that a file is not there."""
+    monkeypatch.setattr(reality, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    assert main(["render", "run.yaml"]) == 0
+    run, looks = RunDir(slurm / "runs" / "run"), []
+    (run.path / "checkpoints").mkdir(exist_ok=True)
+    exists = Path.exists
+
+    def blinks(path: Path) -> bool:
+        """Return that there is no configuration, where that is asked for the first time."""
+        if path == run.config:
+            looks.append(path)
+        return exists(path) and not (path == run.config and len(looks) == at)
+
+    found = []
+    for at in range(1, 5):
+        looks.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "exists", blinks)
+            found.append(main(["submit", "run.yaml", "--cluster", "slurm"]))
+        assert (run.path / "checkpoints").is_dir(), at
+        assert run.config.exists()
+
+    assert set(found) == {2}
+    assert "its configuration could not be seen a moment ago" in capsys.readouterr().err
+
+
 def test_a_script_that_cannot_be_where_it_is_asked_for_is_refused_before_anything_is_made(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
