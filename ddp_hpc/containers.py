@@ -147,7 +147,8 @@ def _binds(spec: RunSpec, run: RunDir, import_paths: Sequence[str], work_dir: Pa
     yield Bind(str(PACKAGE_DIR), str(INSIDE / PACKAGE_DIR.name), is_read_only=True)
     yield from asked
     seen = [Path(one.target) for one in asked]
-    wanted = [str(run.path), str(work_dir), *import_paths, *_paths_in(spec.recipe.args)]
+    inputs = [*_paths_in(spec.recipe.args), *_initial_weights(spec, work_dir)]
+    wanted = [str(run.path), str(work_dir), *import_paths, *inputs]
     for path in sorted(dict.fromkeys(Path(text) for text in wanted), key=lambda path: len(path.parts)):
         if not any(path.is_relative_to(other) for other in seen) and path != Path("/"):
             seen.append(path)
@@ -160,6 +161,15 @@ def _paths_in(args: Mapping[str, object]) -> Iterator[str]:
         is_path = isinstance(value, str) and value.startswith("/") and os.path.exists(value)  # noqa: PTH110
         if is_path and not any(Path(str(value)).is_relative_to(place) for place in _THE_MACHINES):
             yield str(value)
+
+
+def _initial_weights(spec: RunSpec, work_dir: Path) -> Iterator[str]:
+    """Return what `train.init_from` names: a path from the working directory, or a run beside this one."""
+    if spec.train.init_from is None:
+        return
+    candidates = (work_dir / Path(spec.train.init_from).expanduser(), spec.path.parent / spec.train.init_from)
+    found = next((os.path.normpath(path) for path in candidates if path.exists()), None)
+    yield from _paths_in({"init_from": found})
 
 
 def refuse_misplaced(spec: RunSpec, *, is_for_slurm: bool) -> None:

@@ -27,7 +27,7 @@ from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.records import record_start
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec
+from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.submission.image import look_at_image
 from tests.made_run import make_run
 
@@ -212,6 +212,35 @@ def test_data_that_the_recipe_names_is_seen_inside(monkeypatch: pytest.MonkeyPat
 
     assert Bind(str(tmp_path), str(tmp_path)) in found.binds
     assert not any(bind.source.startswith(("/bin", f"{tmp_path}/none")) for bind in found.binds)
+
+
+@pytest.mark.parametrize("form", ["file", "relative", "run", "checkpoint"])
+def test_the_weights_to_begin_with_are_seen_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
+    runs, work_dir = tmp_path / "runs", tmp_path / "project"
+    work_dir.mkdir()
+    other = make_run(runs, "pretrained")
+    (tmp_path / "weights.pt").touch()
+    texts = {
+        "file": (str(tmp_path / "weights.pt"), tmp_path / "weights.pt"),
+        "relative": ("../weights.pt", tmp_path / "weights.pt"),
+        "run": ("pretrained", other.path),
+        "checkpoint": (str(other.checkpoints), other.checkpoints),
+    }
+    other.checkpoints.mkdir()
+    text, place = texts[form]
+    one = replace(spec(), runs_dir=str(runs), train=TrainSpec(init_from=text))
+    monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
+
+    found = inside_of(one, RunDir(one.path), import_paths=[], work_dir=work_dir)
+
+    assert found is not None
+    assert Bind(str(place), str(place)) in found.binds
+
+
+def test_weights_that_are_not_there_are_the_workers_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inside(monkeypatch, replace(spec(), train=TrainSpec(init_from="/nowhere/weights.pt")))
+
+    assert not any("nowhere" in bind.source for bind in found.binds)
 
 
 def test_what_lies_in_a_bound_path_is_not_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
