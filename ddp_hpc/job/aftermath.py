@@ -53,6 +53,10 @@ _EXIT_CODES = {
     "refused": exit_codes.REFUSED,
     "fenced": exit_codes.FENCED,
 }
+_ENDED_EARLY = (
+    "a stop signal ended the workers before they could listen: somebody sent it to the job's steps, or srun did, as it does "
+    "where a task fails"
+)
 _BY_SIGNAL = "killed by "
 _BUILDING = "in build_recipe"
 """In the stacks of a rank that builds its recipe."""
@@ -284,7 +288,7 @@ def _told(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
         "node failed": f"lost {', '.join(outcome.lost_nodes) or 'a node'}",
         "hang": "nothing was heard of the workers for long",
         "suspended": "the job was suspended for longer than `restart.hang_timeout_s`, and the workers had to begin again",
-        "unexplained": "told to leave before anybody could listen",
+        "unexplained": "told to leave before anybody could listen" if outcome.was_told else _ENDED_EARLY,
     }.get(cause, cause)
 
 

@@ -44,6 +44,8 @@ class Outcome:
     """In words, where something else than a worker failed."""
     is_out_of_time: bool = False
     """Whether they were told to leave because the time limit was near."""
+    was_told: bool = False
+    """Whether a stop signal came for this job."""
     is_wedged: bool = False
     """Whether they had to be ended because nothing was heard of them."""
     was_suspended: bool = False

@@ -22,6 +22,9 @@ from ddp_hpc.slurm.steps import probe_argv
 TIMEOUT_S = 180.0
 """How long a node may take to start Python and to import what a worker needs, others at it as well."""
 _AT_A_TIME = 16
+_MUTE = ("worker crashed", "unexplained")
+"""As what an attempt ends of which no process says why: where one task cannot start, srun ends the others by SIGTERM, of
+which those die whose Python has just started, as if they had been told to leave."""
 _CAN = "ddp-hpc-can-start"
 _CODE = (
     "import importlib, os, sys; from ddp_hpc.job.surroundings import make_users_code_importable; "
@@ -39,7 +42,7 @@ def blame(assignment: Assignment, housing: Housing, attempt: int, outcome: Outco
     if ends_at is not None and time.time() > ends_at - TIMEOUT_S - reserve_s(assignment.spec.slurm.signal_lead_s):
         return outcome  # the job's time would be over before the nodes have answered, and such a job does not come back
     before = next((one for one in reversed(read_attempts(assignment.run)) if one.attempt < attempt), None)
-    if before is None or before.cause != "worker crashed" or first_failure(assignment.run, before.attempt) is not None:
+    if before is None or before.cause not in _MUTE or first_failure(assignment.run, before.attempt) is not None:
         return outcome
     sys.stderr.write(
         "note: two attempts ended and no process said why; each node is asked to start a worker's Python\n"
@@ -51,13 +54,15 @@ def blame(assignment: Assignment, housing: Housing, attempt: int, outcome: Outco
     reason = (
         f"{', '.join(unable)} cannot start a worker's Python; {len(assignment.nodes) - len(unable)} other nodes can"
     )
-    return replace(outcome, lost_nodes=unable, reason=reason)
+    return replace(outcome, code=exit_codes.FAILED, lost_nodes=unable, reason=reason)
 
 
 def _is_mute(run: RunDir, attempt: int, outcome: Outcome) -> bool:
     """Tell whether an attempt failed and nothing is known of why."""
-    is_explained = outcome.reason or outcome.lost_nodes or outcome.is_wedged or outcome.is_out_of_time
-    return outcome.code == exit_codes.FAILED and not is_explained and first_failure(run, attempt) is None
+    was_asked = outcome.is_out_of_time or outcome.was_told
+    is_explained = outcome.reason or outcome.lost_nodes or outcome.is_wedged or was_asked
+    has_failed = outcome.code in (exit_codes.FAILED, exit_codes.UNHEARD)
+    return has_failed and not is_explained and first_failure(run, attempt) is None
 
 
 def unable_nodes(nodes: Sequence[str], run: RunDir, housing: Housing, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -414,6 +414,7 @@ def _watch_over(assignment: Assignment, workers: Workers, attempt: int, meeting:
         step_code=workers.step_code,
         reason=_CUT_SHORT if vigil.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
         is_out_of_time=vigil.is_out_of_time,
+        was_told=vigil.is_signalled,
         is_wedged=vigil.is_wedged,
         was_suspended=vigil.has_just_slept(time.time()),
         lost_nodes=tuple(names_of(workers.silent_nodes(), assignment.nodes)),

@@ -568,11 +568,18 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
     assert f"the end of attempt {attempt} could not be written down" in capsys.readouterr().err
 
 
+UNHEARD = Outcome(code=exit_codes.UNHEARD, step_code=128 + 15)
+"""What is left where one task cannot start, and srun ends the others before they listen."""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "mute"), [(CRASHED, ("worker crashed", "in place")), (UNHEARD, ("unexplained", "requeue"))]
+)
 @pytest.mark.parametrize(
     ("unable", "blamed"), [(["node2"], ("node2",)), (["node1", "node2"], ()), ([], ())], ids=["one", "all", "none"]
 )
 def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice(
-    supervised: Make, unable: list[str], blamed: tuple[str, ...]
+    supervised: Make, unable: list[str], blamed: tuple[str, ...], outcome: Outcome, mute: tuple[str, str]
 ) -> None:
     one = supervised()
     broken = " | ".join(f"*--nodelist={node}*" for node in unable or ["nowhere"])
@@ -583,16 +590,27 @@ def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice
 
     def fails() -> aftermath.Conclusion:
         attempt = one.begin()
-        return conclude(one.assignment, attempt, node_probe.blame(one.assignment, housing, attempt, CRASHED))
+        return conclude(one.assignment, attempt, node_probe.blame(one.assignment, housing, attempt, outcome))
 
     fails()
     concluded = fails()
 
     first, second = read_attempts(one.run)
-    assert (first.cause, first.next, first.failed_nodes) == ("worker crashed", "in place", ())
-    assert (second.cause, second.next) == ("node failed" if blamed else "worker crashed", "requeue")
+    assert (first.cause, first.next, first.failed_nodes) == (*mute, ())
+    assert (second.cause, second.next) == ("node failed" if blamed else mute[0], "requeue")
     assert second.failed_nodes == concluded.decision.exclude == blamed
     assert ("node2 cannot start a worker's Python; 1 other nodes can" in second.reason) is bool(blamed)
+
+
+def test_nodes_are_not_asked_where_the_job_was_told_to_leave(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.has("srun", "exit 1")
+    told = replace(UNHEARD, was_told=True)
+    for attempt in (one.begin(), one.begin()):
+        conclude(one.assignment, attempt, node_probe.blame(one.assignment, BARE, attempt, told))
+
+    assert one.slurm.orders("srun") == []
+    assert "told to leave before anybody could listen" in one.last.reason
 
 
 def test_nodes_are_not_asked_where_the_jobs_time_would_be_over_before_they_answer(supervised: Make) -> None:
