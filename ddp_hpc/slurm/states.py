@@ -96,7 +96,10 @@ def has_ended(state: str) -> bool:
 
 
 _HELD = "held; `scontrol release` lets it go on"
-_HELD_AFTER_FAILURE = "held by Slurm after a start that failed; look at its output, then `scontrol release` it"
+_HELD_AFTER_FAILURE = (
+    "held by Slurm, which could not launch it on a node, for instance because a prolog failed there; "
+    "`ddp-hpc requeue RUN --now` or `scontrol release` lets it go on"
+)
 _NODE_MISSING = "a node it needs is down, drained or reserved, for instance for maintenance"
 
 _REASONS: dict[str, str] = {

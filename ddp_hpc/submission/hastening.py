@@ -9,7 +9,16 @@ from dataclasses import replace
 from ddp_hpc import requeue
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.records import Attempt, QueuedJob, newest_committed, read_attempts, read_queued_job
+from ddp_hpc.records import (
+    Attempt,
+    End,
+    QueuedJob,
+    newest_committed,
+    read_attempts,
+    read_queued_job,
+    record_end,
+    write_queued_job,
+)
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.hostlist import expand_hostlist
@@ -28,11 +37,12 @@ MOST_RELEASES = 3
 """How often a job is released that Slurm could not launch and holds: a prolog or a node may fail once."""
 
 
-def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
+def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
     """Have the run's job begin, if nothing but its past holds it back; return whether anything was changed in it.
 
     Either it was requeued a moment ago, which holds it back for two minutes, usually (`cred_expire`); or nodes are left out,
     where the run failed, and of the others too few are in order by now. The job's own user may change both while it waits.
+    Or Slurm holds it, as it could not launch it: it is released a few times, and each time that the user asks (`is_asked`).
     """
     queued = read_queued_job(run)
     if queued is None:
@@ -41,7 +51,7 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
         job = client.job(queued.job_id, environ)
     except SlurmUnavailableError:
         return False
-    return job is not None and hasten_job(run, queued, job, environ)
+    return job is not None and hasten_job(run, queued, job, environ, is_asked=is_asked)
 
 
 def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
@@ -66,10 +76,10 @@ def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
     return {"ExcNodeList": ",".join(sorted(excluded.difference(let_in)))}
 
 
-def is_to_be_released(job: JobRecord, newest: Attempt | None) -> bool:
+def is_to_be_released(job: JobRecord, newest: Attempt | None, *, is_asked: bool = False) -> bool:
     """Tell whether Slurm holds a job because it could not launch it, a few times at the most since it last began."""
     is_held = states.word(job.state) == "pending" and job.reason.lower().replace(" ", "_") == _LAUNCH_FAILED
-    return is_held and (job.restarts or 0) - (newest.restart if newest else 0) <= MOST_RELEASES
+    return is_held and (is_asked or (job.restarts or 0) - (newest.restart if newest else 0) <= MOST_RELEASES)
 
 
 def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) -> set[str]:
@@ -81,18 +91,30 @@ def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) ->
     return {node for attempt in read_attempts(run) for node in attempt.failed_nodes} - left_out
 
 
-def hasten_job(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
-    """Have a job begin, of which this is known; return whether anything was changed in it."""
+def hasten_job(
+    run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[str, str], *, is_asked: bool = False
+) -> bool:
+    """Have a job begin, of which this is known; return whether anything was changed in it.
+
+    Raises:
+        ConfigError: where the user has asked for it, and Slurm refuses to release it.
+    """
+    is_held = False
     try:
         change = hastening(queued, job, time.time())
         if not change and job.excluded_nodes and job.reason.startswith(_NODES_GONE):
             change = letting_in(job, _nodes_to_let_in(run, job, environ))
-        if is_to_be_released(job, next(reversed(read_attempts(run)), None)):
+        is_held = is_to_be_released(job, next(reversed(read_attempts(run)), None), is_asked=is_asked)
+        if is_held:
             client.release(queued.job_id, environ)
             return True
         if change:
             client.update(queued.job_id, environ, **change)
-    except (ConfigError, SlurmUnavailableError):
+    except ConfigError as error:
+        if is_asked and is_held:
+            raise ConfigError(f"{error}. An administrator holds it: ask them.") from error
+        return False
+    except SlurmUnavailableError:
         return False
     return bool(change)
 
@@ -105,8 +127,9 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
     """
     attempts = [one for one in read_attempts(run) if one.attempt >= queued.since]
     newest = next(reversed(attempts), None)
-    is_open = newest is not None and newest.ending is None and newest.job_id == queued.job_id
-    if not is_open or states.word(job.state) != "failed" or not job.exit_code.endswith(_KILLED):
+    if newest is None or newest.ending is not None or newest.job_id != queued.job_id:
+        return False
+    if states.word(job.state) != "failed" or not job.exit_code.endswith(_KILLED):
         return False
     num_deaths = requeue.num_without_progress(attempts, newest_committed(run), "unexplained")
     if num_deaths >= load_resolved(run.config).restart.max_no_progress:
@@ -115,7 +138,14 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
         client.requeue(queued.job_id, environ)
     except (ConfigError, SlurmUnavailableError):
         return False
+    # Accounting will call this start REQUEUED, as if somebody had wanted its end. The ledger says how it ended.
+    end = End(cause="supervisor died", last_step=newest_committed(run), next="requeue")
+    record_end(run, attempt=newest.attempt, ending="failed", exit_code=-9, reason=_SHELL_KILLED, end=end)
+    write_queued_job(run, replace(queued, attempt=newest.attempt + 1, at=time.time()))
     return True
+
+
+_SHELL_KILLED = "the shell of its job, and the supervisor with it, was killed by signal 9; the job was called back"
 
 
 def spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Spared:

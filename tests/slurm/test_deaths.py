@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import partial
 
 import pytest
@@ -128,6 +129,61 @@ def test_a_killed_supervisor_is_replaced_by_the_shell_of_its_job(
     )
     assert (second.job_id, second.restart, second.nodes) == (first.job_id, first.restart, first.nodes)
     assert_unbroken(place, "headless", world_size=4, may_lose=MAY_LOSE)
+
+
+@pytest.mark.long
+def test_a_killed_shell_of_a_job_ends_no_run_that_somebody_waits_for(cluster: Cluster, place: LoginNode) -> None:
+    """The shell is the supervisor's guardian: Slurm ends the job with it, as FAILED."""
+    slow = slow_file(place)
+    settings = [*FAULTY, *world(2, 1), f"recipe.args.slow_while={slow}"]
+    words = ("submit", "digits.yaml", "name=shell", "--cluster", "slurm", *settings, "--wait")
+    waiting = cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=place.folder)
+    cluster.wait_for(place.run("shell").submission.exists, 60)
+    await_step(place, "shell")
+    (first,) = attempts(place, "shell")
+    job, node = job_id(place, "shell"), first.nodes[0]
+    shell = cluster.run("ps", "-o", "ppid=", "-p", str(first.pid), node=node).stdout.strip()
+    assert "slurm_script" in cluster.run("ps", "-o", "args=", "-p", shell, node=node).stdout
+
+    cluster.run("kill", "-9", shell, node=node, user="root")
+    cluster.wait_for(lambda: len(attempts(place, "shell")) == 2, 120)
+    slow.unlink()
+    stdout, stderr = waiting.communicate(timeout=240)
+
+    assert waiting.returncode == 0, stdout + stderr + place.console("shell")
+    first, second = attempts(place, "shell")
+    assert (first.ending, first.cause, first.next) == ("failed", "supervisor died", "requeue")
+    assert (second.job_id, second.restart) == (job, 1)
+    assert_unbroken(place, "shell", world_size=2, may_lose=MAY_LOSE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("max_restarts", [1, 0])
+def test_torchrun_restarts_a_killed_rank_itself_as_often_as_it_may(
+    cluster: Cluster, place: LoginNode, max_restarts: int
+) -> None:
+    slow = slow_file(place)
+    asked = ("launcher=torchrun", f"torchrun.max_restarts={max_restarts}", f"recipe.args.slow_while={slow}")
+    place.submit("elastic", *FAULTY, *world(2, 1), *asked)
+    await_step(place, "elastic")
+    (first,) = attempts(place, "elastic")
+
+    cluster.run(
+        "pkill",
+        "--signal=KILL",
+        "--full",
+        f" -u -m ddp_hpc.job.task {place.run('elastic').path} ",
+        node=first.nodes[1],
+        user="root",
+    )
+    slow.unlink()
+    await_done(place, "elastic")
+
+    found = [(one.cause, one.next) for one in attempts(place, "elastic")]
+    assert found == ([("finished", "")] if max_restarts else [("worker crashed", "in place"), ("finished", "")])
+    logs = [place.run("elastic").rank_log(number, 0).read_text() for number in range(len(found))]
+    assert ["resumed at step" in log for log in logs] == ([True] if max_restarts else [False, True])
+    assert_unbroken(place, "elastic", world_size=2, may_lose=MAY_LOSE)
 
 
 @pytest.mark.long

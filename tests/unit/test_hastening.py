@@ -12,11 +12,14 @@ from ddp_hpc import exit_codes
 from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.predecessors import bury
 from ddp_hpc.records import (
     End,
     Ending,
     JobFacts,
     QueuedJob,
+    read_attempts,
     read_queued_job,
     record_end,
     record_start,
@@ -167,6 +170,28 @@ def test_a_job_that_slurm_could_not_launch_is_released_a_few_times(
     assert slurm.orders() == (["scontrol release 7"] if is_released else [])
 
 
+def test_a_job_that_slurm_could_not_launch_is_released_as_often_as_its_user_asks(tmp_path: Path) -> None:
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0))
+    slurm.knows_job(state="PENDING", reason="launch_failed_requeued_held", restarts=MOST_RELEASES + 1)
+
+    assert not hasten(run, slurm.environ)
+    assert hasten(run, slurm.environ, is_asked=True)
+    assert slurm.orders() == ["scontrol release 7"]
+
+
+def test_a_user_who_asks_is_told_that_an_administrator_holds_the_job(tmp_path: Path) -> None:
+    """Slurm goes on to say that it could not launch it."""
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0))
+    orders = "echo Access/permission denied for job 7 >&2; exit 1"
+    slurm.knows_job(state="PENDING", reason="launch_failed_requeued_held", restarts=1, orders=orders)
+
+    assert not hasten(run, slurm.environ)
+    with pytest.raises(ConfigError, match=r"Access/permission denied for job 7\. An administrator holds it: ask them"):
+        hasten(run, slurm.environ, is_asked=True)
+
+
 KILLED = JobRecord(job_id="7", state="FAILED", exit_code="0:9")
 
 
@@ -196,8 +221,29 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
     slurm, run, called = FakeSlurm(tmp_path), make_run(tmp_path), []
     run.config.write_text("name: run\nrecipe: {target: 'a:b'}\n")
     for attempt in range(3):
-        record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1",)))
+        record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1",), restart=attempt))
+        slurm.accounts(*["REQUEUED"] * (attempt + 1))
         called.append(call_back(run, QueuedJob(job_id="7", attempt=0, at=0.0), KILLED, slurm.environ))
-        record_end(run, attempt=attempt, ending="failed", exit_code=-9, end=End(cause="unexplained", next="slurm"))
+        bury(run, slurm.environ)  # accounting calls each start REQUEUED, as if somebody had wanted it
 
     assert called == [True, True, False]
+    first = read_attempts(run)[0]
+    assert (first.cause, first.ending, first.next) == ("supervisor died", "failed", "requeue")
+    assert (
+        first.reason
+        == "the shell of its job, and the supervisor with it, was killed by signal 9; the job was called back"
+    )
+
+
+def test_a_job_that_was_called_back_need_not_wait_until_slurm_lets_requeued_jobs_begin(tmp_path: Path) -> None:
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    run.config.write_text("name: run\nrecipe: {target: 'a:b'}\n")
+    record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1",)))
+
+    assert call_back(run, QueuedJob(job_id="7", attempt=0, at=0.0), KILLED, slurm.environ)
+
+    queued = read_queued_job(run)
+    assert queued is not None
+    assert (queued.job_id, queued.attempt, queued.since) == ("7", 1, 0)
+    waits = JobRecord(job_id="7", state="PENDING", reason="BeginTime", eligible_at=1000.0)
+    assert hastening(queued, waits, 900.0) == {"StartTime": "now+2"}

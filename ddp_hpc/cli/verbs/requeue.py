@@ -62,7 +62,7 @@ def _begin(run_dir: RunDir, status: RunStatus, environment: Mapping[str, str]) -
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S
     deadline, times_asked = time.monotonic() + patience_s, 0
     while time.monotonic() < deadline:
-        times_asked += hasten(run_dir, environment)
+        times_asked += hasten(run_dir, environment, is_asked=True)
         if times_asked == 1:
             deadline = min(deadline, time.monotonic() + BEGIN_PATIENCE_S)
         if times_asked > 1:  # first from a moment later on, which nodes need; then at once
