@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_hpc import ownership
@@ -123,6 +124,7 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
     """
     watchdog = watchdog or Watchdog(None)
     _check_best(spec, recipe)
+    _refuse_lazy(recipe)
     order = _order(spec, recipe, group)
     total_steps = min(spec.train.max_steps or _NO_END, order.last_step(Position(), epochs=spec.train.epochs))
     precision = Precision(spec.train.precision, group.device)
@@ -208,6 +210,21 @@ def _check_best(spec: RunSpec, recipe: Recipe) -> None:
             f"`checkpoint.best_metric` is {spec.checkpoint.best_metric!r}, but the evaluation has no such number. "
             f"{nearest_names(spec.checkpoint.best_metric, names)}"
         )
+
+
+def _refuse_lazy(recipe: Recipe) -> None:
+    """Refuse layers that have no weights before their first input: neither an optimizer nor DDP can take them."""
+    for part, module in (("model", recipe.model), ("loss", recipe.loss)):
+        if not isinstance(module, nn.Module):
+            continue
+        named = [*module.named_parameters(), *module.named_buffers()]
+        lazy = [name for name, value in named if is_lazy(value)]
+        if lazy:
+            raise ConfigError(
+                f"`Recipe.{part}` has {lazy[0]!r}, whose shape is not known before the first input (a layer like "
+                "`torch.nn.LazyLinear`), so it could be neither trained nor saved.\n"
+                "Give it one batch in the function that builds the recipe: `with torch.no_grad(): model(inputs)`."
+            )
 
 
 def _untrained(bare: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

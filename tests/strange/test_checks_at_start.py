@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,26 @@ def test_the_trial_of_the_metrics_leaves_no_trace(tmp_path: Path) -> None:
         states.append(json.dumps({key: one.tolist() for key, one in training.state.model.state_dict().items()}))
 
     assert states[0] == states[1]
+
+
+LAZY: dict[str, Callable[[], nn.Module]] = {
+    "a layer": lambda: nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 1)),
+    "a norm without weights": lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(3, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_layers_that_wait_for_their_first_input_are_refused_with_what_to_do(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"`Recipe\.model` .* '0\.\w+', .*\n.*`with torch\.no_grad\(\): model\(inputs\)`"
+    ):
+        trained(tmp_path / "run", a_recipe(model=LAZY[kind]()))
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_layers_that_have_seen_an_input_are_trained(tmp_path: Path, kind: str) -> None:
+    model = LAZY[kind]()
+    with torch.no_grad():
+        model(torch.randn(4, 3))
+
+    assert trained(tmp_path / "run", a_recipe(model=model)).state.position.step == 12
