@@ -197,7 +197,7 @@ def test_what_is_over_never_comes_back_and_what_comes_back_is_not_over(
         assert decision.ending in {"stopped", "failed"}
         assert decision.why == ""
     if decision.next == "in place":
-        assert not situation.bad_nodes
+        assert not situation.bad_nodes or not situation.is_on_slurm  # on one machine there is no other node
         assert decision.exclude == ()
     if decision.next == "requeue":
         assert situation.may_requeue
