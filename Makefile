@@ -38,7 +38,7 @@ test-long: .venv/.dev ## The tests that `make test` leaves out because they take
 
 test-all: test test-long ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)
-	DDP_HPC_SLURM_ROOTFS=$(NEXT_DEBIAN) $(BIN)/python -m pytest -m 'not campaign' tests/slurm $(ARGS)
+	$(BIN)/python -m tests.campaigns.other_slurm $(NEXT_DEBIAN) $(ARGS)
 
 check: .venv/.dev ## Format, lint, types, import contracts, shell scripts, Dockerfile
 	$(BIN)/ruff format --check --diff
