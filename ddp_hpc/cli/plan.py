@@ -10,12 +10,21 @@ from pathlib import Path
 
 from ddp_hpc.containers import BARE, Housing, candidate_runtimes, find_runtime, house, inside_of
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.agent import Crew, rank_environ
 from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
-from ddp_hpc.job.meeting import LOOPBACK, Meeting, network_defaults
-from ddp_hpc.job.surroundings import torch_defaults
+from ddp_hpc.job.meeting import LOOPBACK, Meeting
 from ddp_hpc.records import Cluster
+from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.worker_env import (
+    OURS,
+    Fact,
+    endpoint,
+    import_path,
+    node_variables,
+    ranks_by_shape,
+    settled,
+    threads,
+)
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import RunSpec
@@ -30,8 +39,8 @@ class Plan:
 
     steps: Mapping[str, str]
     """What it is for -> the command."""
-    variables: Mapping[str, str]
-    """For rank zero; the other workers' ranks differ."""
+    variables: Mapping[str, Fact]
+    """Of rank zero, as `ddp-hpc env` shows them; the other workers' ranks differ."""
     users: Sequence[str]
     """Names of the variables that the key `env` sets; values may be secrets."""
 
@@ -40,11 +49,9 @@ class Plan:
         lines = ["In the job, the supervisor starts:" if len(self.steps) > 1 else "The supervisor starts:"]
         for what, command in self.steps.items():
             lines += [f"  {what}:", f"    {command}"]
-        lines += ["ADDRESS, PORT and INTERFACE are what the supervisor and each node find when the job has its nodes."]
-        lines += [
-            "Rank zero finds these variables (the others' ranks differ; but for the ranks, what is set already stays):"
-        ]
-        lines += [f"  {name}={value}" for name, value in self.variables.items()]
+        lines += ["ADDRESS and PORT are what the supervisor finds when the job has its nodes."]
+        lines += ["Rank zero finds these variables; the others' ranks differ:"]
+        lines += [f"  {_shown(name, fact)}" for name, fact in self.variables.items()]
         lines += [f"  {name}: by the key `env.{name}`" for name in self.users]
         return "".join(f"# {' '.join(line.splitlines())}\n" for line in lines)
 
@@ -63,7 +70,7 @@ def plan_of(spec: RunSpec, cluster: Cluster, import_paths: Sequence[Path], envir
         steps = {"a look at each node's networks": shlex.join(probe), **steps}
     return Plan(
         steps=steps,
-        variables=_variables(spec, run, cluster, import_paths),
+        variables=_variables(spec, cluster, import_paths, environment),
         users=list(spec.environ),
     )
 
@@ -92,14 +99,30 @@ def _command(spec: RunSpec, run: RunDir, cluster: Cluster, housing: Housing) -> 
     )
 
 
-def _variables(spec: RunSpec, run: RunDir, cluster: Cluster, import_paths: Sequence[Path]) -> dict[str, str]:
-    resources = spec.resources
-    num_workers = resources.local_world_size
-    share = share_here({}, num_workers, resources.cpus_per_worker)
-    crew = Crew(run=run, attempt=0, num_workers=num_workers, share=share, meeting=_IN_JOB, num_nodes=resources.nodes)
-    ranks = {**rank_environ(crew, 0, 0), "MASTER_ADDR": "ADDRESS", "MASTER_PORT": "PORT"}
-    threads = torch_defaults(spec.cpus_per_task if cluster == "slurm" else share.num_threads)
-    shown = network_defaults(LOOPBACK) if cluster == "slurm" else {}
-    networks = {name: "INTERFACE" if name.endswith("_IFNAME") else value for name, value in shown.items()}
-    code = os.pathsep.join(dict.fromkeys(map(str, import_paths)))
-    return {**ranks, **threads, **networks, **({"PYTHONPATH": code} if code else {})}
+def _shown(name: str, fact: Fact) -> str:
+    if fact.value is None:
+        return f"{name} is not known yet: {fact.rule}"
+    return f"{name}={fact.value}  ({fact.source}: {fact.rule})"
+
+
+def _variables(
+    spec: RunSpec, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]
+) -> Mapping[str, Fact]:
+    """Return the table of rank zero, by the code that makes it; what only the job's nodes can tell is unknown."""
+    resources, num_workers = spec.resources, spec.resources.local_world_size
+    if cluster == "slurm":
+        where = endpoint(
+            Fact(rule="the supervisor chooses among the networks of the job's nodes"),
+            Fact(rule="the supervisor takes one that is free on the job's first node"),
+        )
+        interface = Fact(rule="each node finds its own name for the network that leads to rank zero")
+        computing = threads(spec.cpus_per_task * num_workers, num_workers, source="Slurm")
+    else:
+        address = Fact(value=LOOPBACK, source=OURS, rule="the run has this machine alone")
+        where = endpoint(address, Fact(rule="the agent takes a free one when the workers start"))
+        interface = this_host().interface_towards(LOOPBACK)
+        computing = share_here({}, num_workers, resources.cpus_per_worker).threads
+    paths = list(dict.fromkeys(map(str, import_paths)))
+    ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=num_workers, local_rank=0)
+    made = settled({**where, **node_variables(interface, computing)}, {**environment, **spec.environ})
+    return {**ranks, **made, **import_path(paths, os.pathsep.join(paths))}

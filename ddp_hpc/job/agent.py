@@ -35,13 +35,23 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.cpus import Share, share_here
 from ddp_hpc.job.deaths import report, report_killed
 from ddp_hpc.job.line import Line
-from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen, network_defaults
+from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen
 from ddp_hpc.job.surroundings import (
     imports_for_good,
     leave_at_once,
     make_users_code_importable,
     python_environ,
-    torch_defaults,
+)
+from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.worker_env import (
+    Fact,
+    WorkerEnv,
+    endpoint_of_run,
+    launched,
+    library_variables,
+    node_variables,
+    ranks_by_shape,
+    settled,
 )
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_place
@@ -64,6 +74,11 @@ class Crew:
     num_workers: int
     """On this node."""
     share: Share
+    node: Mapping[str, Fact]
+    """What all its workers' environments have alike."""
+    users_environ: Mapping[str, str]
+    """The environment without what this agent has set."""
+    import_paths: Sequence[str]
     meeting: Meeting = ALONE
     node_rank: int = 0
     num_nodes: int = 1
@@ -96,13 +111,17 @@ class Shift:
 class Agent:
     """One node's agent: serves orders until the line is closed."""
 
-    def __init__(self, arguments: argparse.Namespace, line: Line, python: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, line: Line, python: Mapping[str, str], import_paths: Sequence[str]
+    ) -> None:
         self._run = RunDir(arguments.run)
         self._arguments = arguments
         self._line = line
-        self._users_environ = dict(os.environ)
+        self._given: Mapping[str, str] = {}
+        """What this agent has set in its own environment."""
         self._python = python
         """What decides where another Python of ours imports from."""
+        self._import_paths = import_paths
         place = step_place(os.environ) if arguments.in_step else None
         self._node_rank = place.node_rank if place else 0
         self._num_nodes = place.num_nodes if place else 1
@@ -138,7 +157,9 @@ class Agent:
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; what goes wrong is told when the attempt is known."""
-        os.environ.update({**torch_defaults(self._share.num_threads), **os.environ})
+        libraries = settled(library_variables(self._share.threads), os.environ)
+        self._given = WorkerEnv(place="agent", variables=libraries).given
+        os.environ.update(self._given)
         try:
             with imports_for_good():
                 self._worker = importlib.import_module(self._arguments.worker)
@@ -156,6 +177,10 @@ class Agent:
             attempt=attempt,
             num_workers=self._arguments.num_workers,
             share=self._share,
+            node=node_variables(this_host().interface_towards(meeting.address), self._share.threads),
+            # What the recipe's import has set counts as the user's.
+            users_environ={name: value for name, value in os.environ.items() if self._given.get(name) != value},
+            import_paths=self._import_paths,
             meeting=meeting,
             node_rank=self._node_rank,
             num_nodes=self._num_nodes,
@@ -176,7 +201,6 @@ class Agent:
         if self._worker is None or failure is not None:
             self._tell_failure(crew, failure)
             return
-        os.environ.update({**defaults_for_workers(crew), **self._users_environ})
         try:
             with ExitStack() as resources:
                 meeting_point = resources.enter_context(listen(crew.meeting)) if crew.node_rank == 0 else None
@@ -206,7 +230,7 @@ class Agent:
                 meeting_point.set_inheritable(True)
                 options.append(f"--listen-fd={meeting_point.fileno()}")
             argv = [sys.executable, "-m", "ddp_hpc.job.spawned", str(crew.run.path), *options]
-            environ = {**os.environ, **self._python, **rank_environ(crew, local_rank, port)}
+            environ = {**os.environ, **worker_env(crew, local_rank, port).environ, **self._python}
             try:
                 ranks[os.posix_spawn(sys.executable, argv, environ)] = rank
             except OSError:
@@ -253,8 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.die_with_parent(os.getppid())
     processes.block_awaited_signals()
     python = python_environ(os.environ)
-    make_users_code_importable(os.environ)
-    Agent(arguments, Line.of_agent(), python).serve()
+    import_paths = make_users_code_importable(os.environ)
+    Agent(arguments, Line.of_agent(), python, import_paths).serve()
     return exit_codes.FINISHED
 
 
@@ -268,11 +292,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def defaults_for_workers(crew: Crew) -> dict[str, str]:
-    """Return the variables that libraries read when they are loaded; the user's own values win over them."""
-    return {**torch_defaults(crew.share.num_threads), **network_defaults(crew.meeting.address)}
-
-
 def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -> dict[int, int]:
     """Fork the workers; return their ranks by pid."""
     gc.freeze()  # what they share: a collection in one of them would copy its pages
@@ -282,9 +301,10 @@ def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -
     ranks: dict[int, int] = {}
     for local_rank in range(crew.num_workers):
         rank = crew.node_rank * crew.num_workers + local_rank
+        environ = worker_env(crew, local_rank, port).environ
         pid = os.fork()
         if pid == 0:
-            os.environ.update(rank_environ(crew, local_rank, port))
+            os.environ.update(environ)
             _become_worker(crew, worker, rank, meeting_point, agent_pid)
         ranks[pid] = rank
     return ranks
@@ -308,17 +328,13 @@ def _become_worker(
         leave_at_once(code)
 
 
-def rank_environ(crew: Crew, local_rank: int, port: int) -> Mapping[str, str]:
-    """Return the variables that every PyTorch launcher sets; nodes have as many workers each."""
-    return {
-        "RANK": str(crew.node_rank * crew.num_workers + local_rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(crew.num_nodes * crew.num_workers),
-        "LOCAL_WORLD_SIZE": str(crew.num_workers),
-        "NODE_RANK": str(crew.node_rank),
-        "MASTER_ADDR": crew.meeting.address,
-        "MASTER_PORT": str(port),
-    }
+def worker_env(crew: Crew, local_rank: int, port: int) -> WorkerEnv:
+    """Return what a worker finds in its environment; nodes have as many workers each."""
+    ranks = ranks_by_shape(
+        node_rank=crew.node_rank, num_nodes=crew.num_nodes, num_workers=crew.num_workers, local_rank=local_rank
+    )
+    endpoint = endpoint_of_run(crew.meeting.address, port, is_alone=crew.meeting == ALONE)
+    return launched("an agent", {**ranks, **endpoint, **crew.node}, crew.users_environ, crew.import_paths)
 
 
 def _note_death(shift: Shift, rank: int, code: int) -> None:

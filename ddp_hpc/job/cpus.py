@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from ddp_hpc.rendezvous.worker_env import Fact, threads
 from ddp_hpc.slurm.allocation import CpuGrant, cpu_grant, gpu_numbers
 
 ROOT = Path("/")
@@ -38,8 +39,8 @@ class Share:
 
     cpu_sets: tuple[tuple[int, ...], ...]
     """By local rank; all the same where workers share them."""
-    num_threads: int
-    """Of each worker."""
+    threads: Fact
+    """How many each worker computes with."""
     note: str = ""
     """What the job's log should say of it."""
 
@@ -71,14 +72,14 @@ def share_cpus(
     num_given = min(len(cpus), grant.num_of_task) if grant else len(cpus)
     each = cpus_per_worker or num_given // num_workers
     fits = 0 < each * num_workers <= num_given
-    num_threads = each if fits else max(1, num_given) if num_workers == 1 else 1
+    computing = threads(num_given, num_workers, cpus_per_worker, source="Slurm" if grant else "this host")
     is_bound = grant is None or len(cpus) <= grant.num_of_job
     sets = _deal(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
-    note = "" if is_bound or grant is None else _unbound(len(cpus), grant, num_threads)
-    return Share(cpu_sets=tuple(sets), num_threads=num_threads, note=note)
+    note = "" if is_bound or grant is None else _unbound(len(cpus), grant, computing.value)
+    return Share(cpu_sets=tuple(sets), threads=computing, note=note)
 
 
-def _unbound(num_seen: int, grant: CpuGrant, num_threads: int) -> str:
+def _unbound(num_seen: int, grant: CpuGrant, num_threads: str | None) -> str:
     return (
         f"Slurm gave this job {grant.num_of_job} CPUs of the node but does not bind it to them: it may use all "
         f"{num_seen}. Workers compute with {num_threads} threads each, and are not pinned"

@@ -1,15 +1,13 @@
-"""The port where ranks meet, and what every process is told about it by the environment."""
+"""The port where ranks meet."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddp_hpc.rendezvous.choice import by_route, source_address
-from ddp_hpc.rendezvous.interfaces import local_interfaces
+from ddp_hpc.rendezvous.choice import source_address
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 4096
@@ -58,19 +56,6 @@ def listen(meeting: Meeting) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise PortTakenError(str(meeting)) from error
         raise
-
-
-def network_defaults(address: str) -> Mapping[str, str]:
-    """Return the variables that keep gloo and NCCL on the network that leads to `address`, by this node's names.
-
-    And the resolver from waiting: PyTorch's store asks for the name of every peer (getnameinfo in c10d's socket.cpp),
-    which takes ten seconds where reverse DNS is broken. One try of one second is the least that resolv.conf(5) allows.
-    """
-    interface = by_route(address, local_interfaces())
-    resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
-    if interface is None:
-        return resolver
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **resolver}
 
 
 def own_address(address: str) -> str:

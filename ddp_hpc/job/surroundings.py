@@ -1,4 +1,4 @@
-"""What surrounds a worker, whoever starts it: variables that libraries read when they are loaded, and the way out."""
+"""What surrounds a worker, whoever starts it: where its Python imports from, its garbage collector, and the way out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-
-def torch_defaults(num_threads: int) -> dict[str, str]:
-    """Return what PyTorch and its libraries should read unless the user says otherwise."""
-    return {
-        "OMP_NUM_THREADS": str(num_threads),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what `train.deterministic` needs of cuBLAS, read when it is loaded
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
-    }
-
-
 IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
 """Variable: where the user's code is imported from, by workers alone, as PYTHONPATH has it."""
 SAFE_PATH = {"PYTHONSAFEPATH": "ddp_hpc"}
@@ -32,11 +22,11 @@ def python_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ.get(name, "") for name in (IMPORT_PATH, "PYTHONSAFEPATH", "PYTHONPATH")}  # "" is as unset
 
 
-def make_users_code_importable(environ: MutableMapping[str, str]) -> None:
+def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
     """Have this process import the user's code after Python's own modules, before all others, those of PYTHONPATH too.
 
     In PYTHONPATH itself, a `socket.py` of the user's would be imported in the place of Python's. What this process starts is
-    the user's, and finds it there all the same.
+    the user's, and finds it there all the same. Returns the paths of the user's code.
     """
     if environ.get("PYTHONSAFEPATH") == SAFE_PATH["PYTHONSAFEPATH"]:
         del environ["PYTHONSAFEPATH"]
@@ -45,6 +35,7 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> None:
         pythons = [path for path in sys.path if _is_pythons(path)]
         sys.path[:] = [*pythons, *paths, *(path for path in sys.path if path not in pythons)]
         environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environ.get("PYTHONPATH")])])
+    return paths
 
 
 def _is_pythons(path: str) -> bool:

@@ -13,18 +13,29 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.deaths import report
-from ddp_hpc.job.meeting import Meeting, PortTakenError, listen, network_defaults
-from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable, torch_defaults
+from ddp_hpc.job.meeting import Meeting, PortTakenError, listen
+from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.records import write_verdict
+from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.worker_env import (
+    WorkerEnv,
+    endpoint_of_run,
+    launched,
+    node_variables,
+    of_torchrun,
+    ranks_of_step,
+    recorded,
+)
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm.allocation import StepPlace, step_place
+from ddp_hpc.slurm.allocation import step_place
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,37 +48,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()  # until the worker listens: one that comes while it imports is not lost
     run, meeting = RunDir(arguments.run), arguments.meet
-    make_users_code_importable(os.environ)
-    if meeting is not None:
-        place = step_place(os.environ)
-        surroundings = {**torch_defaults(_num_threads(place)), **network_defaults(meeting.address)}
-        os.environ.update({**surroundings, **os.environ, **rank_environ(place, meeting)})
-    else:
+    import_paths = make_users_code_importable(os.environ)
+    if meeting is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
-        os.environ["NODE_RANK"] = os.environ["GROUP_RANK"]  # as torchrun calls it
+    worker_env = _by_torchrun(import_paths) if meeting is None else _by_srun(meeting, import_paths)
+    os.environ.update(worker_env.environ)
     code = _work(run, arguments.worker, arguments.attempt, meeting)
     if os.environ["RANK"] == "0":
         write_verdict(run, arguments.attempt, code)
     return exit_codes.FINISHED if code == exit_codes.STOPPED else code
 
 
-def _num_threads(place: StepPlace) -> int:
-    """Return the CPUs of this task: Slurm may bind it to them, or let all tasks of a node roam."""
-    num_bound = len(os.sched_getaffinity(0))
-    return min(num_bound, place.cpus_per_task or num_bound)
+def _by_srun(meeting: Meeting, import_paths: Sequence[str]) -> WorkerEnv:
+    place, interface = step_place(os.environ), this_host().interface_towards(meeting.address)
+    node = node_variables(interface, share_here(os.environ, 1, None).threads)
+    made = {**ranks_of_step(place), **endpoint_of_run(meeting.address, meeting.port), **node}
+    return launched("srun", made, os.environ, import_paths)
 
 
-def rank_environ(place: StepPlace, meeting: Meeting) -> Mapping[str, str]:
-    """Return the variables that every PyTorch launcher sets."""
-    return {
-        "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "NODE_RANK": str(place.node_rank),
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": str(meeting.port),
-    }
+def _by_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
+    """Return what torchrun gives its worker, and what `torchrun_node` gave torchrun."""
+    node = recorded(os.environ)
+    assert node is not None  # noqa: S101  `torchrun_node` sees to it
+    environ = {name: value for name, value in os.environ.items() if name not in node.given}
+    made = {**of_torchrun(os.environ), **node.variables}
+    return launched("torchrun", made, environ, import_paths)
 
 
 def _work(run: RunDir, worker_module: str, attempt: int, meeting: Meeting | None) -> int:

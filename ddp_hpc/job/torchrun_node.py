@@ -29,9 +29,10 @@ import psutil
 
 from ddp_hpc import processes
 from ddp_hpc.job.cpus import share_here
-from ddp_hpc.job.meeting import Meeting, network_defaults, own_address
-from ddp_hpc.job.surroundings import torch_defaults
+from ddp_hpc.job.meeting import Meeting, own_address
 from ddp_hpc.records import read_rendezvous_token
+from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.worker_env import WorkerEnv, node_variables, settled
 from ddp_hpc.slurm.allocation import step_place
 
 TELL_AGAIN_S = 1.0
@@ -50,13 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.block_awaited_signals()
     address = arguments.meet.address
     share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
+    made = node_variables(this_host().interface_towards(address), share.threads)
+    node = WorkerEnv(place="torchrun's agent", variables=settled(made, os.environ))
     is_host = step_place(os.environ).node_rank == 0
     told = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
     token = read_rendezvous_token(arguments.token_file)
     name = hashlib.sha256(f"torchrun {token}".encode()).hexdigest()[:32]  # it can be listed, and gives no token away
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *told, *arguments.options],
-        env={**torch_defaults(share.num_threads), **network_defaults(address), **os.environ, "PET_RDZV_ID": name},
+        env={**os.environ, **node.environ, "PET_RDZV_ID": name},
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )

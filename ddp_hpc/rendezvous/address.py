@@ -32,6 +32,7 @@ from ddp_hpc.rendezvous.choice import (
 )
 from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.rendezvous.ports import is_free
+from ddp_hpc.rendezvous.worker_env import Fact
 from ddp_hpc.slurm.allocation import Allocation
 
 _MOST_NEIGHBOURS = 3
@@ -62,30 +63,28 @@ class Host:
         """Return the interface that the kernel sends by to a numeric address."""
         return holder(self.source_address(address), self.interfaces)
 
+    def interface_towards(self, address: str) -> Fact:
+        """Return this node's name for the network that leads to rank zero."""
+        interface = self.leads_to(address)
+        if interface is None:
+            return Fact(rule=f"no route leads to {address}")
+        rule = f"this node's name for the network that leads to {address}"
+        return Fact(value=interface.name, source="kernel's routes", rule=rule)
+
 
 def this_host() -> Host:
     """Return the host this process runs on."""
     return Host(interfaces=local_interfaces(), num_cpus=len(os.sched_getaffinity(0)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """An address, or why there is none."""
-
-    address: str | None = None
-    source: str = "-"
-    rule: str
-    refused: tuple[Refused, ...] = ()
-
-
-def find_address(allocation: Allocation, host: Host) -> Found:
+def find_address(allocation: Allocation, host: Host) -> Fact:
     """Return where this process should look for rank zero."""
     step = allocation.step
     nodes = step.node_names if step else allocation.node_names
     zero = step.rank_zero_node if step else nodes[0]
     here = nodes[step.node_rank] if step else allocation.node_name
     if zero is None:
-        return Found(rule="a hostfile (`--distribution=arbitrary`) may have put rank zero on any node: set it yourself")
+        return Fact(rule="a hostfile (`--distribution=arbitrary`) may have put rank zero on any node: set it yourself")
     if here != zero:
         return _by_name(zero, host)
     if step is None or len(nodes) == 1:
@@ -93,30 +92,30 @@ def find_address(allocation: Allocation, host: Host) -> Found:
     return _towards_others([node for node in nodes if node != zero], host)
 
 
-def _fastest(zero: str, nodes: Sequence[str], host: Host) -> Found:
+def _fastest(zero: str, nodes: Sequence[str], host: Host) -> Fact:
     """Take this node's best network."""
     try:
         choice = choose_fabric({zero: host.interfaces}, [zero, *(node for node in nodes if node != zero)])
     except ConfigError as error:
-        return Found(rule=str(error))
-    return Found(
-        address=choice.address,
+        return Fact(rule=str(error))
+    return Fact(
+        value=choice.address,
         source=f"this node's {choice.interface}",
         rule=choice.rule,
         refused=choice.refused,
     )
 
 
-def _by_name(zero: str, host: Host) -> Found:
+def _by_name(zero: str, host: Host) -> Fact:
     """Take what rank zero's name means here."""
     best, refused = _best(host.resolve(zero), host)
     if best is None:
-        return Found(rule=f"no address of {zero} is known here: export MASTER_ADDR in the job script", refused=refused)
+        return Fact(rule=f"no address of {zero} is known here: export MASTER_ADDR in the job script", refused=refused)
     rule = f"what {zero} resolves to on this host; every node but {zero} asks the same, and it finds its own by route"
-    return Found(address=best, source="name service", rule=rule, refused=refused)
+    return Fact(value=best, source="name service", rule=rule, refused=refused)
 
 
-def _towards_others(neighbours: Sequence[str], host: Host) -> Found:
+def _towards_others(neighbours: Sequence[str], host: Host) -> Fact:
     """Take the address by which other nodes know this one, which is rank zero's."""
     for neighbour in neighbours[:_MOST_NEIGHBOURS]:
         theirs, refused = _best(host.resolve(neighbour), host)
@@ -124,9 +123,9 @@ def _towards_others(neighbours: Sequence[str], host: Host) -> Found:
         interface = holder(own, host.interfaces)
         if own is not None and interface is not None:
             rule = f"what this node sends from to {neighbour}; the other nodes ask for this node's name, which may mean 127.0.1.1 here"
-            return Found(address=own, source=f"this node's {interface.name}", rule=rule, refused=refused)
+            return Fact(value=own, source=f"this node's {interface.name}", rule=rule, refused=refused)
     asked = ", ".join(neighbours[:_MOST_NEIGHBOURS])
-    return Found(
+    return Fact(
         rule=f"no address of {asked} is known here, so no network of the nodes': export MASTER_ADDR in the job script"
     )
 

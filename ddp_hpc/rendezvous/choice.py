@@ -280,9 +280,3 @@ def holder(address: str | None, interfaces: Iterable[Interface]) -> Interface | 
         return None
     wanted = ipaddress.ip_address(address.partition("%")[0])
     return next((one for one in interfaces if wanted in one.ips), None)
-
-
-def by_route(address: str, interfaces: Sequence[Interface]) -> str | None:
-    """Return this node's name for the network that leads to a numeric address, or None where none does."""
-    found = holder(source_address(address), interfaces)
-    return found.name if found else None

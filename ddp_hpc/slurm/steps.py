@@ -10,6 +10,9 @@ def step_argv(spec: RunSpec, *, tasks_per_node: int) -> list[str]:
 
     Nodes and tasks are both named: `--ntasks-per-node` alone is ignored where the job has more. CPUs are named again,
     for srun does not take them from the job since Slurm 22.05. A task that fails takes the step with it.
+
+    A job submitted with `--export=NONE` leaves SLURM_EXPORT_ENV=NONE behind, and srun would start its tasks without the
+    run's `env`, its code and its image's variables (https://slurm.schedmd.com/srun.html#OPT_SLURM_EXPORT_ENV).
     """
     nodes, resources = spec.resources.nodes, spec.resources
     cpus_per_task = spec.cpus_per_task * resources.local_world_size // tasks_per_node
@@ -22,6 +25,7 @@ def step_argv(spec: RunSpec, *, tasks_per_node: int) -> list[str]:
         "--distribution=block",
         "--kill-on-bad-exit=1",
         "--wait=60",
+        "--export=ALL",
         *spec.slurm.srun_args,
     ]
 
@@ -39,5 +43,6 @@ def probe_argv(num_nodes: int, *, is_all_or_none: bool = False) -> list[str]:
         "--cpus-per-task=1",
         "--overlap",
         "--quiet",
+        "--export=ALL",
         f"--kill-on-bad-exit={int(is_all_or_none)}",
     ]

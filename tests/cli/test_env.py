@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.rendezvous.worker_env import TABLE
 from tests.unit.made_network import task
 
 NAMES = [
@@ -23,6 +24,8 @@ NAMES = [
     "NCCL_SOCKET_IFNAME",
     "GLOO_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "RES_OPTIONS",
 ]
 
@@ -31,6 +34,7 @@ NAMES = [
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(TABLE, raising=False)
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def test_each_value_is_told_with_its_source_and_why(capsys: pytest.CaptureFixtur
     lines = out.splitlines()
     assert lines[0] == "task 3 of 6 in step 7.0, on node 0 of 3"
     assert lines[2].split() == ["NAME", "VALUE", "SOURCE", "WHY"]
-    assert [line.split()[0] for line in lines[3:14]] == NAMES
+    assert [line.split()[0] for line in lines[3:16]] == NAMES
     assert lines[3].split()[:4] == ["RANK", "3", "Slurm", "(SLURM_PROCID)"]
     assert "not consecutive" in lines[3]
     assert lines[8].split()[:3] == ["MASTER_ADDR", "127.0.0.1", "environment"]

@@ -54,7 +54,8 @@ def test_the_explanation_stands_below_the_script_as_comments(here: Path, capsys:
     below = explained[len(script) :].strip().splitlines()
     assert all(line.startswith("# ") for line in below)
     assert any("srun --nodes=2 --ntasks=2" in line for line in below)
-    assert "#   WORLD_SIZE=4" in below
+    assert any(line.startswith("#   WORLD_SIZE=4  (ddp-hpc: ") for line in below)
+    assert any(line.startswith("#   MASTER_PORT is not known yet: ") for line in below)
     assert "#   WANDB_API_KEY: by the key `env.WANDB_API_KEY`" in below
     assert not any("not for others" in line for line in below)
     subprocess.run(["bash", "-n"], input=explained, text=True, check=True)

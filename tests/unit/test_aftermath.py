@@ -583,7 +583,7 @@ def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice
 ) -> None:
     one = supervised()
     broken = " | ".join(f"*--nodelist={node}*" for node in unable or ["nowhere"])
-    one.slurm.has("srun", f'case "$*" in {broken}) exit 1;; esac\nshift 8; exec "$@"')
+    one.slurm.has("srun", f'case "$*" in {broken}) exit 1;; esac\nshift 9; exec "$@"')
     (one.run.path / "python").write_text("#!/bin/sh\necho a greeting of the site\necho ddp-hpc-can-start\n")
     (one.run.path / "python").chmod(0o755)
     housing = replace(BARE, python=str(one.run.path / "python"))

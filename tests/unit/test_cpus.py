@@ -78,7 +78,7 @@ def test_cpus_of_an_unknown_machine_are_dealt_out_or_shared_where_there_are_too_
 ) -> None:
     share = share_cpus(read_cpus(range(num_cpus), tmp_path), num_workers, cpus_per_worker)
 
-    assert (list(share.cpu_sets), share.num_threads) == (sets, num_threads)
+    assert (list(share.cpu_sets), share.threads.value) == (sets, str(num_threads))
 
 
 def test_two_sockets_with_hyper_threads_give_each_worker_whole_cores_of_one_socket(
@@ -211,7 +211,7 @@ def test_threads_and_pinning_are_bounded_by_what_slurm_gave(  # noqa: PLR0917  a
     share = share_cpus(many(num_cpus), 2, asked, grant=grant)
 
     first, second = share.cpu_sets
-    assert share.num_threads == num_threads
+    assert share.threads.value == str(num_threads)
     assert set(first).isdisjoint(second) is is_pinned
     assert bool(share.note) is not is_pinned
 
@@ -256,4 +256,4 @@ def test_slurms_variables_tell_what_was_given(environ: Mapping[str, str], found:
 def test_in_a_job_that_was_given_one_cpu_one_thread_computes_on_this_machine_too() -> None:
     environ = batch("node1", "1", SLURM_CPUS_ON_NODE="1", SLURM_JOB_CPUS_PER_NODE="1")
 
-    assert share_here(environ, 1, None).num_threads == 1
+    assert share_here(environ, 1, None).threads.value == "1"

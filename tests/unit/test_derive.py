@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from ddp_hpc.rendezvous.address import Host, addresses_of, this_host
 from ddp_hpc.rendezvous.choice import Refused
-from ddp_hpc.rendezvous.derive import Derivation, Derived, derive
+from ddp_hpc.rendezvous.derive import derive
 from ddp_hpc.rendezvous.interfaces import Interface
+from ddp_hpc.rendezvous.worker_env import Fact, WorkerEnv
 from ddp_hpc.slurm.allocation import block_rank, read_allocation
 from tests.unit.made_network import DOCKER, LO, batch, host, interface, node, shell, task
 
@@ -27,12 +28,12 @@ def lab(number: int, *, interfaces: Sequence[Interface] | None = None) -> Host:
     return host(interfaces or node(number), names={**known, own: ["127.0.1.1"]}, routes=routes)
 
 
-def derived(environ: Mapping[str, str], where: Host) -> Derivation:
+def derived(environ: Mapping[str, str], where: Host) -> WorkerEnv:
     return derive(environ, read_allocation(environ), where)
 
 
-def row(environ: Mapping[str, str], where: Host, name: str) -> Derived:
-    return next(one for one in derived(environ, where).variables if one.name == name)
+def row(environ: Mapping[str, str], where: Host, name: str) -> Fact:
+    return derived(environ, where).variables[name]
 
 
 def values(environ: Mapping[str, str], where: Host, names: Sequence[str]) -> list[str | None]:
@@ -67,7 +68,7 @@ def test_tasks_name_the_network_as_their_node_does() -> None:
 
 
 def test_all_tasks_follow_what_the_batch_script_exported() -> None:
-    exported = derived(batch(), lab(1)).to_export
+    exported = derived(batch(), lab(1)).given
 
     found = [
         values({**environ, **exported}, lab(number), ["MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME", "RANK"])
@@ -80,7 +81,14 @@ def test_all_tasks_follow_what_the_batch_script_exported() -> None:
 
 
 def test_a_batch_script_exports_only_what_holds_for_every_task() -> None:
-    assert sorted(derived(batch(), lab(1)).to_export) == ["MASTER_ADDR", "MASTER_PORT", "RES_OPTIONS", "WORLD_SIZE"]
+    assert sorted(derived(batch(), lab(1)).given) == [
+        "CUBLAS_WORKSPACE_CONFIG",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "RES_OPTIONS",
+        "WORLD_SIZE",
+    ]
 
 
 def test_a_batch_script_takes_the_fastest_network_and_says_what_it_did_not_take() -> None:
@@ -251,9 +259,9 @@ def test_the_users_own_values_win() -> None:
 
     assert [found.value(name) for name in own] == ["9", "10.78.0.11", "29500", "^lo", "6"]
     assert found.value("GLOO_SOCKET_IFNAME") == "ib0"
-    assert not {"RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME"} & found.to_export.keys()
-    assert found.variables[0].source == "environment"
-    assert found.variables[0].rule == "set already, and left alone; else it would be '4' (Slurm (SLURM_PROCID))"
+    assert not {"RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME"} & found.given.keys()
+    assert found.variables["RANK"].source == "environment"
+    assert found.variables["RANK"].rule == "set already, and left alone; else it would be '4' (Slurm (SLURM_PROCID))"
 
 
 def test_an_address_that_the_user_gave_by_name_is_asked_for() -> None:
@@ -298,4 +306,8 @@ def test_this_host_answers() -> None:
 
     assert here.num_cpus > 0
     assert set(addresses_of("localhost")) <= {"127.0.0.1", "::1"}
-    assert here.leads_to("127.0.0.1") is not None
+    assert here.interface_towards("127.0.0.1").value == "lo"
+
+
+def test_an_address_that_no_interface_leads_to_has_no_name() -> None:
+    assert host((interface("eth0", "10.0.0.1/24"),)).interface_towards("127.0.0.1").value is None

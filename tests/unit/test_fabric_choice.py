@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.rendezvous.choice import Refused, accepted, by_route, choose_fabric, fabric, refusal, source_address
-from ddp_hpc.rendezvous.interfaces import Interface, Kind, local_interfaces
+from ddp_hpc.rendezvous.choice import Refused, accepted, choose_fabric, fabric, refusal, source_address
+from ddp_hpc.rendezvous.interfaces import Interface, Kind
 from tests.unit.made_network import DOCKER, LO, interface, node
 
 NODES = ["node1", "node2", "node3"]
@@ -221,8 +221,3 @@ def test_a_node_without_a_network_is_told_so() -> None:
 
 def test_the_kernel_says_where_an_address_is_reached_from() -> None:
     assert source_address("127.0.0.1") == "127.0.0.1"
-    assert by_route("127.0.0.1", local_interfaces()) == "lo"
-
-
-def test_an_address_that_no_interface_leads_to_has_no_name() -> None:
-    assert by_route("127.0.0.1", [interface("eth0", "10.0.0.1/24")]) is None

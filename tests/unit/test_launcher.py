@@ -11,6 +11,7 @@ import pytest
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting, PortTakenError, listen
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
 
 RUN = RunDir(Path("/scratch/runs/digits"))
@@ -57,6 +58,14 @@ def test_the_users_own_arguments_of_srun_come_last_and_before_the_command(launch
     command = argv.index(sys.executable)
     assert argv[command - 1] == "--cpu-bind=none"
     assert all(word.startswith("--") for word in argv[1:command])
+
+
+@pytest.mark.parametrize("step", [*SHAPES, "probe"])
+def test_a_job_that_was_submitted_without_its_environment_starts_steps_with_it(step: str) -> None:
+    """`--export=NONE` leaves SLURM_EXPORT_ENV=NONE in the job, which an option on srun's command line overrides."""
+    argv = probe_argv(2) if step == "probe" else start(launcher=step)
+
+    assert "--export=ALL" in argv
 
 
 @pytest.mark.parametrize("launcher", SHAPES)

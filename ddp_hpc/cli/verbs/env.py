@@ -1,4 +1,7 @@
-"""Print every variable that PyTorch reads of a Slurm job: its value, where that is from, and why; or export them.
+"""Print every variable that ddp_hpc gives a worker: its value, where that is from, and why; or export them.
+
+In a worker of a run, or in what it starts, the table is the one that its launcher made. Anywhere else it says what this
+process would get: a task of a Slurm job, a shell that speaks for all tasks, or a process alone.
 
 srun bash -c 'eval "$(ddp-hpc env --export)"; exec python train.py'
 
@@ -22,7 +25,7 @@ from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from ddp_hpc.environment import Environment
-    from ddp_hpc.rendezvous.derive import Derivation
+    from ddp_hpc.rendezvous.worker_env import WorkerEnv
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +50,13 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return _imports(args, environment)
     from ddp_hpc.rendezvous.address import this_host
     from ddp_hpc.rendezvous.derive import derive
+    from ddp_hpc.rendezvous.worker_env import recorded
     from ddp_hpc.slurm.allocation import read_allocation
 
-    found = derive(environment, read_allocation(environment), this_host())
+    found = recorded(environment) or derive(environment, read_allocation(environment), this_host())
     if args.json:
-        print(as_json(asdict(found)))
+        rows = [{"name": name, **asdict(fact)} for name, fact in found.variables.items()]
+        print(as_json({"place": found.place, "variables": rows}))
     elif args.export:
         _export(found)
     else:
@@ -116,12 +121,12 @@ def _facts(found: Environment) -> str:
     return table(("", ""), rows).lstrip("\n")
 
 
-def _export(found: Derivation) -> None:
-    for name, value in found.to_export.items():
+def _export(found: WorkerEnv) -> None:
+    for name, value in found.given.items():
         print(f"export {name}={_quoted(value)}")
-    for one in found.variables:
-        if one.name in {"MASTER_ADDR", "MASTER_PORT"} and one.value is None:  # the only ones that nobody can do without
-            print(f"note: {one.name} is not known: {one.rule}", file=sys.stderr)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # the only ones that nobody can do without
+        if found.value(name) is None:
+            print(f"note: {name} is not known: {found.variables[name].rule}", file=sys.stderr)
 
 
 def _quoted(value: str) -> str:
@@ -130,11 +135,11 @@ def _quoted(value: str) -> str:
     return quoted if quoted != value else f"'{value}'"
 
 
-def _explain(found: Derivation) -> None:
+def _explain(found: WorkerEnv) -> None:
     print(f"{found.place}\n")
-    rows = [(one.name, or_dash(one.value), one.source, one.rule) for one in found.variables]
+    rows = [(name, or_dash(fact.value), fact.source, fact.rule) for name, fact in found.variables.items()]
     print(table(("NAME", "VALUE", "SOURCE", "WHY"), rows))
-    refused = [(one.name, other.name, other.why) for one in found.variables for other in one.refused]
+    refused = [(name, other.name, other.why) for name, fact in found.variables.items() for other in fact.refused]
     if refused:
         print()
         print(table(("FOR", "NOT TAKEN", "WHY"), refused))

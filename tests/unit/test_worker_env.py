@@ -1,0 +1,277 @@
+"""Every variable that a worker gets from ddp_hpc: from facts to a table, and from the table to what each launcher's workers find."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.job.surroundings import IMPORT_PATH
+from ddp_hpc.job.workers import ByAgents
+from ddp_hpc.records import write_rendezvous_token
+from ddp_hpc.rendezvous.worker_env import (
+    RANKS,
+    TABLE,
+    Fact,
+    WorkerEnv,
+    endpoint_of_run,
+    launched,
+    library_variables,
+    node_variables,
+    ranks_by_shape,
+    recorded,
+    settled,
+    threads,
+)
+from ddp_hpc.run_dir import RunDir
+from tests.made_run import make_run
+from tests.unit.held_signals import signals_held_back
+from tests.unit.made_network import task
+from tests.unit.test_agent import await_news
+
+NO_ROUTE = Fact(rule="no route leads to 10.0.0.1")
+IB0 = Fact(value="ib0", source="kernel's routes", rule="this node's name for the network that leads to 10.0.0.1")
+ALL_NAMES = {
+    *RANKS, "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS",
+    "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "RES_OPTIONS", "PYTHONPATH",
+}  # fmt: skip
+
+
+def made(*, interface: Fact = IB0, environ: Mapping[str, str] | None = None) -> WorkerEnv:
+    """Return the table of the second worker on the second of three nodes with two each."""
+    ranks = ranks_by_shape(node_rank=1, num_nodes=3, num_workers=2, local_rank=1)
+    node = node_variables(interface, threads(8, 2, source="Slurm"))
+    facts = {**ranks, **endpoint_of_run("10.0.0.1", 29500), **node}
+    return launched("an agent", facts, {"PYTHONPATH": "/run/snapshot", **(environ or {})}, ["/run/snapshot"])
+
+
+ROWS = [
+    ("RANK", "3", "ddp-hpc", "worker 1 on node 1, of 2 workers on each of 3 nodes, node by node"),
+    ("LOCAL_RANK", "1", "ddp-hpc", "worker 1 on node 1"),
+    ("WORLD_SIZE", "6", "ddp-hpc", "2 workers on each of 3 nodes"),
+    ("LOCAL_WORLD_SIZE", "2", "ddp-hpc", "of 2 workers"),
+    ("NODE_RANK", "1", "ddp-hpc", "on node 1"),
+    ("MASTER_ADDR", "10.0.0.1", "supervisor", "the job's log has `ranks meet at`"),
+    ("MASTER_PORT", "29500", "supervisor", "the job's log has `ranks meet at`"),
+    ("NCCL_SOCKET_IFNAME", "=ib0", "kernel's routes", "this node's name for the network"),
+    ("GLOO_SOCKET_IFNAME", "ib0", "kernel's routes", "this node's name for the network"),
+    ("OMP_NUM_THREADS", "4", "Slurm", "of 8 CPUs here, for workers: 2"),
+    ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "ddp-hpc", "train.deterministic"),
+    ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", "ddp-hpc", "must not initialise CUDA"),
+    ("RES_OPTIONS", "timeout:1 attempts:1", "ddp-hpc", "reverse DNS"),
+    ("PYTHONPATH", "/run/snapshot", "ddp-hpc", "the user's code"),
+]
+
+
+def test_the_table_has_every_variable_of_a_worker() -> None:
+    assert {name for name, *_ in ROWS} == ALL_NAMES == made().variables.keys()
+
+
+@pytest.mark.parametrize(("name", "value", "source", "why"), ROWS, ids=[row[0] for row in ROWS])
+def test_each_variable_has_its_value_its_source_and_why(name: str, value: str, source: str, why: str) -> None:
+    fact = made().variables[name]
+
+    assert (fact.value, fact.source) == (value, source)
+    assert why in fact.rule
+
+
+@pytest.mark.parametrize(
+    ("name", "users", "value"),
+    [
+        ("NCCL_SOCKET_IFNAME", "^lo", "^lo"),
+        ("OMP_NUM_THREADS", "7", "7"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":16:8", ":16:8"),
+        ("GLOO_SOCKET_IFNAME", "", ""),  # nothing, so that gloo chooses by itself
+        ("RANK", "0", "3"),
+        ("WORLD_SIZE", "", "6"),
+        ("MASTER_ADDR", "node1", "10.0.0.1"),
+    ],
+)
+def test_what_is_set_wins_even_if_to_nothing_but_for_ranks_and_endpoint(name: str, users: str, value: str) -> None:
+    found = made(environ={name: users})
+
+    assert found.value(name) == value
+    assert {name: users, **found.environ}[name] == value
+    assert (name in found.given) == (value != users)
+
+
+def test_what_is_not_known_is_not_set() -> None:
+    found = made(interface=NO_ROUTE)
+
+    assert found.variables["NCCL_SOCKET_IFNAME"] == NO_ROUTE
+    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & found.environ.keys()
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_workers", "asked", "value", "why"),
+    [
+        (8, 2, None, "4", "of 8 CPUs here, for workers: 2"),
+        (8, 2, 3, "3", "`resources.cpus_per_worker` is 3"),
+        (8, 2, 5, "1", "`resources.cpus_per_worker` is 5"),
+        (1, 2, None, "1", "of 1 CPUs here, for workers: 2"),
+        (4, 1, 16, "4", "`resources.cpus_per_worker` is 16"),
+        (6, 1, None, "6", "of 6 CPUs here, for workers: 1"),
+    ],
+)
+def test_workers_compute_with_no_more_threads_than_they_have_cpus(
+    num_cpus: int, num_workers: int, asked: int | None, value: str, why: str
+) -> None:
+    found = threads(num_cpus, num_workers, asked, source="Slurm")
+
+    assert found.value == value
+    assert why in found.rule
+
+
+def test_a_worker_can_be_asked_for_the_table_it_was_started_with() -> None:
+    table = made(environ={"OMP_NUM_THREADS": "7"})
+
+    assert recorded({"OMP_NUM_THREADS": "7", **table.environ}) == table
+    assert recorded({"RANK": "3"}) is None
+
+
+def test_a_variable_that_the_worker_has_changed_is_shown_as_it_is_now() -> None:
+    table = made()
+
+    found = recorded({**table.environ, "OMP_NUM_THREADS": "16"})
+
+    assert found is not None
+    assert found.value("OMP_NUM_THREADS") == "16"
+    assert found.variables["OMP_NUM_THREADS"].source == "environment"
+    assert "started with '4'" in found.variables["OMP_NUM_THREADS"].rule
+
+
+def test_a_machine_alone_has_no_supervisors_endpoint() -> None:
+    found = endpoint_of_run("127.0.0.1", 40000, is_alone=True)
+
+    assert [(fact.value, fact.source) for fact in found.values()] == [("127.0.0.1", "agent"), ("40000", "agent")]
+
+
+def test_libraries_read_the_same_before_the_ranks_have_met() -> None:
+    computing = threads(8, 2, source="Slurm")
+
+    assert library_variables(computing).items() <= settled(node_variables(IB0, computing), {}).items()
+
+
+# --- what each launcher's workers find ---------------------------------------------------------------------------------
+
+WORKER = """
+import json, os
+from pathlib import Path
+
+folder = Path(__file__).parent
+os.environ["RES_OPTIONS"] = "timeout:3"  # what the user's code sets when it is imported is the user's
+
+def preload(run):
+    return "it left a thread running" if (folder / "unforkable").exists() else ""
+
+def main(run, environ, *, attempt, listen_fd):
+    found = folder / f"rank-{environ['RANK']}.json"
+    found.with_suffix(".new").write_text(json.dumps(dict(environ)))
+    found.with_suffix(".new").rename(found)
+    return 0
+"""
+TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_RDZV_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""What torchrun gives a worker beside its ranks and endpoint."""
+NOBODYS = {"LC_CTYPE", "COLUMNS", "LINES", "PYTHONSAFEPATH"}
+"""Python sets the first, pytest the next two; the last is set to nothing, which is as unset."""
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    with signals_held_back():
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "telling_worker.py").write_text(WORKER)
+    return make_run(tmp_path)
+
+
+def base_environ(run: RunDir, **more: str) -> dict[str, str]:
+    """Return what the supervisor hands down."""
+    code = str(run.path.parent / "code")
+    return {"PATH": os.environ["PATH"], IMPORT_PATH: code, "CUBLAS_WORKSPACE_CONFIG": ":16:8", **more}
+
+
+def by_agent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    environ = base_environ(run)
+    for name in [*os.environ]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    words = ["--worker", "telling_worker", "--num-workers", "2"]
+    agents = ByAgents([sys.executable, "-m", "ddp_hpc.job.agent", str(run.path), *words], num_nodes=1, lock_fds=[])
+    agents.begin(0, None)
+    assert await_news(agents) == 0
+    agents.close()
+    return environ
+
+
+def by_spawning_agent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    (run.path.parent / "code" / "unforkable").touch()
+    return by_agent(run, monkeypatch)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def by_srun(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    environ = base_environ(run)
+    meet = f"127.0.0.1 {free_port()}"
+    argv = [sys.executable, "-m", "ddp_hpc.job.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
+    for rank in range(2):
+        environ |= task(rank, 0, rank, on="node1", nodes="node1", tasks="2", SLURM_CPUS_PER_TASK="1")
+        subprocess.run([*argv, "--meet", meet], env=environ, check=True)
+    return environ
+
+
+def by_torchrun(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    slurms = task(0, 0, 0, on="node1", nodes="node1", tasks="1", SLURM_CPUS_PER_TASK="2")
+    environ = base_environ(run, **slurms)
+    port = free_port()
+    write_rendezvous_token(run, 0)
+    node = [f"--meet=127.0.0.1 {port}", f"--token-file={run.rendezvous_token(0)}", "--num-workers=2", "--"]
+    options = ["--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    worker = ["-m", "ddp_hpc.job.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
+    argv = [sys.executable, "-m", "ddp_hpc.job.torchrun_node", *node, *options, *worker]
+    subprocess.run(argv, env=environ, check=True)
+    return environ
+
+
+@pytest.mark.parametrize(
+    "start", [by_agent, by_spawning_agent, by_srun, pytest.param(by_torchrun, marks=pytest.mark.long)]
+)
+def test_workers_find_what_their_table_says_and_nothing_else_of_ours(
+    start: Callable[[RunDir, pytest.MonkeyPatch], Mapping[str, str]],
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Held against `os.environ` as the worker's code sees it: /proc/PID/environ of a forked worker is its agent's."""
+    environ = start(run, monkeypatch)
+
+    for rank in range(2):
+        found = json.loads((run.path.parent / "code" / f"rank-{rank}.json").read_text())
+        table = recorded(found)
+        assert table is not None
+        assert {name: found.get(name) for name in table.variables} == {
+            name: fact.value for name, fact in table.variables.items()
+        }
+        assert table.variables.keys() == ALL_NAMES
+        assert [table.value(name) for name in RANKS] == [str(rank), str(rank), "2", "2", "0"]
+        assert (table.value("GLOO_SOCKET_IFNAME"), table.value("NCCL_SOCKET_IFNAME")) == ("lo", "=lo")
+        assert (table.value("RES_OPTIONS"), table.value("CUBLAS_WORKSPACE_CONFIG")) == ("timeout:3", ":16:8")
+        users = {name for name, fact in table.variables.items() if fact.source == "environment"}
+        assert users == {"RES_OPTIONS", "CUBLAS_WORKSPACE_CONFIG"}
+        new = {name for name in found.keys() - environ.keys() if not name.startswith(TORCHRUNS)}
+        assert new - NOBODYS == {*table.given, "RES_OPTIONS", TABLE}
