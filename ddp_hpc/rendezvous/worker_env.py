@@ -214,9 +214,12 @@ def _ranks(rows: Iterable[tuple[str | None, str, str]]) -> dict[str, Fact]:
 
 
 def of_torchrun(environ: Mapping[str, str]) -> dict[str, Fact]:
-    """Return the ranks and the endpoint that torchrun has given; it calls the node's number GROUP_RANK."""
+    """Return the ranks and the endpoint that torchrun has given; it calls the node's number GROUP_RANK.
+
+    Its agents meet at the endpoint that the supervisor chose, and open a port of torchrun's choice for their workers there.
+    """
     theirs = {name: "GROUP_RANK" if name == "NODE_RANK" else name for name in (*RANKS, *ENDPOINT)}
-    rule = "as torchrun's agents agreed, at the endpoint that the supervisor chose"
+    rule = "as torchrun's agents agreed"
     return {name: Fact(value=environ[it], source=f"torchrun ({it})", rule=rule) for name, it in theirs.items()}
 
 
