@@ -49,7 +49,8 @@ class Plan:
         lines = ["In the job, the supervisor starts:" if len(self.steps) > 1 else "The supervisor starts:"]
         for what, command in self.steps.items():
             lines += [f"  {what}:", f"    {command}"]
-        lines += ["ADDRESS and PORT are what the supervisor finds when the job has its nodes."]
+        if any("ADDRESS" in command for command in self.steps.values()):
+            lines += ["ADDRESS and PORT are what the supervisor finds when the job has its nodes."]
         lines += ["Rank zero finds these variables; the others' ranks differ:"]
         lines += [f"  {_shown(name, fact)}" for name, fact in self.variables.items()]
         lines += [f"  {name}: by the key `env.{name}`" for name in self.users]

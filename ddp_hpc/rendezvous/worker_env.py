@@ -163,11 +163,14 @@ def import_path(paths: Sequence[str], python_path: str | None) -> dict[str, Fact
 
 def ranks_by_shape(*, node_rank: int, num_nodes: int, num_workers: int, local_rank: int) -> dict[str, Fact]:
     """Return the ranks of a worker where all nodes have as many."""
-    rule = (
-        f"worker {local_rank} on node {node_rank}, of {num_workers} workers on each of {num_nodes} nodes, node by node"
+    rows = (
+        (node_rank * num_workers + local_rank, "ranks count the workers node by node"),
+        (local_rank, "the worker's number on its node"),
+        (num_nodes * num_workers, f"nodes: {num_nodes}, workers on each: {num_workers}"),
+        (num_workers, "every node has as many"),
+        (node_rank, "the node's number"),
     )
-    world = (node_rank * num_workers + local_rank, local_rank, num_nodes * num_workers, num_workers, node_rank)
-    return _ranks((str(number), OURS, rule) for number in world)
+    return _ranks((str(number), OURS, rule) for number, rule in rows)
 
 
 def ranks_of_step(step: StepPlace) -> dict[str, Fact]:
@@ -241,4 +244,4 @@ def threads(num_cpus: int, num_workers: int = 1, cpus_per_worker: int | None = N
     if not 0 < each * num_workers <= num_cpus:
         each = max(1, num_cpus) if num_workers == 1 else 1
     asked = "" if cpus_per_worker is None else f"; `resources.cpus_per_worker` is {cpus_per_worker}"
-    return Fact(value=str(each), source=source, rule=f"of {num_cpus} CPUs here, for workers: {num_workers}{asked}")
+    return Fact(value=str(each), source=source, rule=f"CPUs here: {num_cpus}, workers: {num_workers}{asked}")

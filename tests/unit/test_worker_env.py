@@ -52,16 +52,16 @@ def made(*, interface: Fact = IB0, environ: Mapping[str, str] | None = None) -> 
 
 
 ROWS = [
-    ("RANK", "3", "ddp-hpc", "worker 1 on node 1, of 2 workers on each of 3 nodes, node by node"),
-    ("LOCAL_RANK", "1", "ddp-hpc", "worker 1 on node 1"),
-    ("WORLD_SIZE", "6", "ddp-hpc", "2 workers on each of 3 nodes"),
-    ("LOCAL_WORLD_SIZE", "2", "ddp-hpc", "of 2 workers"),
-    ("NODE_RANK", "1", "ddp-hpc", "on node 1"),
+    ("RANK", "3", "ddp-hpc", "ranks count the workers node by node"),
+    ("LOCAL_RANK", "1", "ddp-hpc", "the worker's number on its node"),
+    ("WORLD_SIZE", "6", "ddp-hpc", "nodes: 3, workers on each: 2"),
+    ("LOCAL_WORLD_SIZE", "2", "ddp-hpc", "every node has as many"),
+    ("NODE_RANK", "1", "ddp-hpc", "the node's number"),
     ("MASTER_ADDR", "10.0.0.1", "supervisor", "the job's log has `ranks meet at`"),
     ("MASTER_PORT", "29500", "supervisor", "the job's log has `ranks meet at`"),
     ("NCCL_SOCKET_IFNAME", "=ib0", "kernel's routes", "this node's name for the network"),
     ("GLOO_SOCKET_IFNAME", "ib0", "kernel's routes", "this node's name for the network"),
-    ("OMP_NUM_THREADS", "4", "Slurm", "of 8 CPUs here, for workers: 2"),
+    ("OMP_NUM_THREADS", "4", "Slurm", "CPUs here: 8, workers: 2"),
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "ddp-hpc", "train.deterministic"),
     ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", "ddp-hpc", "must not initialise CUDA"),
     ("RES_OPTIONS", "timeout:1 attempts:1", "ddp-hpc", "reverse DNS"),
@@ -111,12 +111,12 @@ def test_what_is_not_known_is_not_set() -> None:
 @pytest.mark.parametrize(
     ("num_cpus", "num_workers", "asked", "value", "why"),
     [
-        (8, 2, None, "4", "of 8 CPUs here, for workers: 2"),
+        (8, 2, None, "4", "CPUs here: 8, workers: 2"),
         (8, 2, 3, "3", "`resources.cpus_per_worker` is 3"),
         (8, 2, 5, "1", "`resources.cpus_per_worker` is 5"),
-        (1, 2, None, "1", "of 1 CPUs here, for workers: 2"),
+        (1, 2, None, "1", "CPUs here: 1, workers: 2"),
         (4, 1, 16, "4", "`resources.cpus_per_worker` is 16"),
-        (6, 1, None, "6", "of 6 CPUs here, for workers: 1"),
+        (6, 1, None, "6", "CPUs here: 6, workers: 1"),
     ],
 )
 def test_workers_compute_with_no_more_threads_than_they_have_cpus(
