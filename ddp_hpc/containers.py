@@ -168,8 +168,8 @@ def _initial_weights(spec: RunSpec, work_dir: Path) -> Iterator[str]:
     if spec.train.init_from is None:
         return
     candidates = (work_dir / Path(spec.train.init_from).expanduser(), spec.path.parent / spec.train.init_from)
-    found = next((os.path.normpath(path) for path in candidates if path.exists()), None)
-    yield from _paths_in({"init_from": found})
+    # Each that exists: which of them holds weights is for the worker to find out.
+    yield from _paths_in({str(path): os.path.normpath(path) for path in candidates})
 
 
 def refuse_misplaced(spec: RunSpec, *, is_for_slurm: bool) -> None:

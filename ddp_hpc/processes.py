@@ -150,11 +150,12 @@ def tell_to_stop(pids: Iterable[int]) -> None:
 def start_ticks(pid: int) -> int | None:
     """Return when a process of this host started, in ticks since the boot; None where it is gone, or dead and not reaped.
 
-    With its number, that tells it from a later process of the same number (proc(5), /proc/pid/stat).
+    With its number, that tells it from a later process of the same number (proc(5), /proc/pid/stat). Another user's process
+    may be hidden from us (`hidepid`, proc(5)); then it is None, too.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = stat.rpartition(")")[2].split()  # the second field, its name, may hold anything
     return None if fields[0] in {"Z", "X"} else int(fields[19])
@@ -165,17 +166,22 @@ def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
 
     `started` is what `start_ticks` said of it, where that is known: a later process of its number is not waited for.
     """
+    if not hasattr(os, "pidfd_open"):  # Python was built for kernels before Linux 5.3, as some standalone ones are
+        time.sleep(timeout_s)
+        return
     try:
         fd = os.pidfd_open(pid)
-    except (ProcessLookupError, PermissionError):
+    except ProcessLookupError:
         return
-    except OSError:  # a kernel without pidfd (before Linux 5.3), or no descriptor left
+    except OSError:  # such a kernel, a sandbox that forbids the call, or no descriptor left
         time.sleep(timeout_s)
         return
     try:
         # Asked after the descriptor was opened, so that both mean the same process.
         if started in (None, start_ticks(pid)):
-            select.select([fd], [], [], timeout_s)
+            end = select.poll()  # select(2) takes no descriptor above 1023
+            end.register(fd, select.POLLIN)
+            end.poll(timeout_s * 1000)
     finally:
         os.close(fd)
 

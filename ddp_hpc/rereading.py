@@ -22,6 +22,9 @@ LOOK_INTERVAL_S = 2.0
 SETTLED_S = 1.5
 """A file that has not changed for so long counts as read: clocks of file systems may be as coarse as a second."""
 
+_NUM_COMPARED = 256
+"""So many bytes before the newest line must be as they were, for a file to be the one that was read."""
+
 Mark = tuple[int, int, int, int]
 """Inode, size, times of the last change of what is in the file and of what is known about it."""
 T = TypeVar("T")
@@ -89,6 +92,8 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inode, self._offset = 0, 0
+        self._last = b""
+        """What stands before the offset."""
 
     def new_lines(self) -> list[dict[str, Any]]:
         """Return the objects in the lines that were added since the last call; all of a file that was replaced or cut.
@@ -104,14 +109,17 @@ class Tail:
             return []
         with stream:
             inode, size, *_ = _mark_of(stream.fileno())
-            if inode != self._inode or size < self._offset:
-                self._inode, self._offset = inode, 0
-            if size == self._offset:
+            if inode == self._inode and size == self._offset:
                 return []
-            stream.seek(self._offset)
+            stream.seek(max(0, self._offset - len(self._last)))
+            # A new file may get the inode of one that was deleted, and may have grown past the offset since.
+            if inode != self._inode or stream.read(len(self._last)) != self._last:
+                self._inode, self._offset, self._last = inode, 0, b""
+                stream.seek(0)
             text = stream.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
+        self._last = (self._last + whole)[-_NUM_COMPARED:]
         return [record for line in whole.split(b"\n") if (record := _object(line)) is not None]
 
 

@@ -16,6 +16,7 @@ from ddp_hpc.job.meeting import LOOPBACK, Meeting
 from ddp_hpc.records import Cluster
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
+    ENDPOINT,
     OURS,
     Fact,
     endpoint,
@@ -125,5 +126,8 @@ def _variables(
         computing = share_here({}, num_workers, resources.cpus_per_worker).threads
     paths = list(dict.fromkeys(map(str, import_paths)))
     ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=num_workers, local_rank=0)
-    made = settled({**where, **node_variables(interface, computing)}, {**environment, **spec.environ})
+    # A job that is submitted with `--export=NONE` gets none of the variables that are set here.
+    is_kept_out = cluster == "slurm" and str(spec.slurm.extra.get("export", "")).upper() == "NONE"
+    environ = {**({} if is_kept_out else environment), **spec.environ}
+    made = settled({**where, **node_variables(interface, computing)}, environ, fixed=ENDPOINT)
     return {**ranks, **made, **import_path(paths, os.pathsep.join(paths))}

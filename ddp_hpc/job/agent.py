@@ -178,8 +178,11 @@ class Agent:
             num_workers=self._arguments.num_workers,
             share=self._share,
             node=node_variables(this_host().interface_towards(meeting.address), self._share.threads),
-            # What the recipe's import has set counts as the user's.
-            users_environ={name: value for name, value in os.environ.items() if self._given.get(name) != value},
+            # What the recipe's import has set or removed counts as the user's.
+            users_environ={
+                **{name: "" for name in self._given if name not in os.environ},
+                **{name: value for name, value in os.environ.items() if self._given.get(name) != value},
+            },
             import_paths=self._import_paths,
             meeting=meeting,
             node_rank=self._node_rank,

@@ -82,8 +82,9 @@ def _write_down(run: RunDir, since: int, reason: str) -> None:
         newest = next(reversed(read_attempts(run)), None)
         if newest is None or newest.attempt < since or (newest.ending is not None and not newest.next):
             return
-        end = End(cause="supervisor died", last_step=newest.last_step, failed_nodes=newest.failed_nodes)
-        told = f"{reason}; the guardian gave up"
+        cause = newest.cause or "supervisor died"
+        end = End(cause=cause, last_step=newest.last_step, failed_nodes=newest.failed_nodes)
+        told = "; ".join(filter(None, [newest.reason, reason, "the guardian gave up"]))
         record_end(run, attempt=newest.attempt, ending="failed", exit_code=exit_codes.FAILED, reason=told, end=end)
     except OSError as error:
         sys.stderr.write(f"note: that was not written down: {error}\n")

@@ -64,13 +64,13 @@ class WorkerEnv:
 
 def recorded(environ: Mapping[str, str]) -> WorkerEnv | None:
     """Return the table of the worker that this process is, or descends from, as far as it still holds; None elsewhere."""
-    if TABLE not in environ:
+    try:
+        table = json.loads(environ.get(TABLE, ""))
+        rows = {name: Fact(value=row[0], source=row[1], rule=row[2]) for name, row in table["variables"].items()}
+        place = str(table["place"])
+    except (ValueError, TypeError, LookupError, AttributeError):  # none, or somebody has cut it
         return None
-    table = json.loads(environ[TABLE])
-    rows = {name: Fact(value=row[0], source=row[1], rule=row[2]) for name, row in table["variables"].items()}
-    return WorkerEnv(
-        place=table["place"], variables={name: _as_it_is_now(name, fact, environ) for name, fact in rows.items()}
-    )
+    return WorkerEnv(place=place, variables={name: _as_it_is_now(name, fact, environ) for name, fact in rows.items()})
 
 
 def _as_it_is_now(name: str, fact: Fact, environ: Mapping[str, str]) -> Fact:

@@ -79,17 +79,17 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             replace_text(beside.config, resolved_text, is_secret=True)
             make_directory(beside.console.parent)
             beside.path.rename(run.path)  # fails where there is a run after all, so that what is new is ours alone
-        except OSError:
+        except OSError as error:
             shutil.rmtree(beside.path, ignore_errors=True)
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise ConfigError(
+                    f"The run's directory {run.path} exists, but its configuration could not be seen a moment ago. Another "
+                    "submission made it meanwhile, or its file system was slow to show it: submit again. Where it holds no run, "
+                    "choose another `name=...`."
+                ) from error
             raise
         fsync_path(run.path.parent)
     except OSError as error:
-        if is_new and error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-            raise ConfigError(
-                f"The run's directory {run.path} exists, but its configuration could not be seen a moment ago. Another submission "
-                "made it meanwhile, or its file system was slow to show it: submit again. Where it holds no run, choose another "
-                "`name=...`."
-            ) from error
         raise ConfigError(
             f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
             "Choose another place with `runs_dir=...`, or free this one."

@@ -112,7 +112,9 @@ def hasten_job(
             client.update(queued.job_id, environ, **change)
     except ConfigError as error:
         if is_asked and is_held:
-            raise ConfigError(f"{error}. An administrator holds it: ask them.") from error
+            is_held_by_others = "denied" in str(error)
+            more = ". An administrator holds it: ask them." if is_held_by_others else ""
+            raise ConfigError(f"{error}{more}") from error
         return False
     except SlurmUnavailableError:
         return False
@@ -134,6 +136,9 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
     num_deaths = requeue.num_without_progress(attempts, newest_committed(run), "unexplained")
     if num_deaths >= load_resolved(run.config).restart.max_no_progress:
         return False
+    # Slurm was asked for a while: meanwhile the user may have cancelled the job, or submitted the run again.
+    if read_queued_job(run) != queued:
+        return False
     try:
         client.requeue(queued.job_id, environ)
     except (ConfigError, SlurmUnavailableError):
@@ -141,7 +146,8 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
     # Accounting will call this start REQUEUED, as if somebody had wanted its end. The ledger says how it ended.
     end = End(cause="supervisor died", last_step=newest_committed(run), next="requeue")
     record_end(run, attempt=newest.attempt, ending="failed", exit_code=-9, reason=_SHELL_KILLED, end=end)
-    write_queued_job(run, replace(queued, attempt=newest.attempt + 1, at=time.time()))
+    if read_queued_job(run) == queued:
+        write_queued_job(run, replace(queued, attempt=newest.attempt + 1, at=time.time()))
     return True
 
 

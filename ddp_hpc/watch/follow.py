@@ -45,4 +45,5 @@ def follow(
         yield Look(status, evaluations)
         if not status.is_alive:
             return
-        pause(next(reversed(files.read(run.attempts, lambda: read_attempts(run))), None))
+        attempts = patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: read_attempts(run)))
+        pause(attempts[-1] if attempts else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class _Reader:
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
         with self.file.path.open("rb") as stream:
+            if stream.seek(0, os.SEEK_END) < self.offset:  # the file was cut
+                self.offset = 0
             stream.seek(self.offset)
             for raw in stream:
                 if not raw.endswith(b"\n") and not is_over:

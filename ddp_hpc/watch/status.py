@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from ddp_hpc import processes
@@ -153,7 +154,7 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
 def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
     """Return whether a process of this host works on the run; None where that cannot be told."""
     try:
-        if run.lock.stat().st_uid == os.geteuid():
+        if _is_ours(run.lock):
             return processes.is_locked(run.lock)
     except FileNotFoundError:
         return False
@@ -162,6 +163,16 @@ def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
     # Another user's run. Trying its lock would take it for a moment, in which that user could not start the run. And
     # /proc may hide that user's processes (`hidepid`, proc(5)), so one that is not seen may live all the same.
     return True if newest is not None and newest.lives(host) else None
+
+
+def _is_ours(path: Path) -> bool:
+    """Tell whether a file, which nobody but its owner may write, is this user's.
+
+    Where a server maps owners (NFS with `all_squash` or another idmap, SMB), its number does not say so; being let in does.
+    """
+    if path.stat().st_uid == os.geteuid():
+        return True
+    return os.geteuid() != 0 and os.access(path, os.W_OK, effective_ids=True)  # root is let in everywhere
 
 
 def status_of(run: RunDir, seen: Observation) -> RunStatus:

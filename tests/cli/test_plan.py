@@ -91,3 +91,26 @@ def test_launchers_and_images_show_their_own_words(
 def test_an_explanation_alone_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "run.yaml", "--explain"]) == 2
     assert "`--explain` goes with `--dry-run`" in capsys.readouterr().err
+
+
+def test_ranks_and_endpoint_are_the_launchers_whatever_is_set(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "login1")
+
+    assert main([*DRY, "--explain", "env.MASTER_PORT=1234"]) == 0
+
+    explained = capsys.readouterr().out
+    assert "MASTER_ADDR is not known yet: " in explained
+    assert "MASTER_PORT is not known yet: " in explained
+
+
+def test_what_is_set_here_reaches_no_worker_of_a_job_without_this_environment(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+
+    assert main([*DRY, "--explain"]) == 0
+    assert "OMP_NUM_THREADS=77" in capsys.readouterr().out
+    assert main([*DRY, "--explain", "slurm.extra.export=NONE"]) == 0
+    assert "OMP_NUM_THREADS=77" not in capsys.readouterr().out

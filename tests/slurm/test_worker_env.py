@@ -56,6 +56,8 @@ def test_the_table_of_env_in_each_rank_is_the_ranks_environment(
         found = json.loads((folder / f"rank-{rank}.json").read_text())
         environ, rows = found["environ"], {row["name"]: row for row in found["env"]}
         assert {name: row["value"] for name, row in rows.items()} == {name: environ.get(name) for name in rows}
+        carried = json.loads(environ[TABLE])["variables"]  # as the launcher wrote it
+        assert {name: row[0] for name, row in carried.items()} == {name: environ.get(name) for name in rows}
         assert (rows["RANK"]["value"], rows["NODE_RANK"]["value"]) == (str(rank), str(rank // 2))
         assert rows["MASTER_ADDR"]["value"] == meeting[1]
         assert (rows["NCCL_SOCKET_IFNAME"]["value"], rows["CUBLAS_WORKSPACE_CONFIG"]["value"]) == ("=ib0", ":4096:8")

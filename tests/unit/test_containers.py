@@ -237,6 +237,20 @@ def test_the_weights_to_begin_with_are_seen_inside(monkeypatch: pytest.MonkeyPat
     assert Bind(str(place), str(place)) in found.binds
 
 
+def test_both_places_that_may_hold_the_weights_are_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker takes the run, as the folder of its name holds no weights."""
+    runs, work_dir = tmp_path / "runs", tmp_path / "work"
+    (work_dir / "pretrained").mkdir(parents=True)
+    make_run(runs, "pretrained")
+    one = replace(spec(), runs_dir=str(runs), train=TrainSpec(init_from="pretrained"))
+    monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
+
+    found = inside_of(one, RunDir(one.path), import_paths=[], work_dir=work_dir)
+
+    assert found is not None
+    assert {str(runs / "pretrained"), str(work_dir)} <= {bind.source for bind in found.binds}
+
+
 def test_weights_that_are_not_there_are_the_workers_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     found = inside(monkeypatch, replace(spec(), train=TrainSpec(init_from="/nowhere/weights.pt")))
 

@@ -213,7 +213,9 @@ def test_a_job_whose_shell_was_killed_is_called_back_by_who_waits_for_it(
     if ending is not None:
         record_end(run, attempt=0, ending=ending, exit_code=1)
 
-    assert call_back(run, QueuedJob(job_id="7", attempt=0, at=0.0), job, slurm.environ) is is_called
+    queued = QueuedJob(job_id="7", attempt=0, at=0.0)
+    write_queued_job(run, queued)
+    assert call_back(run, queued, job, slurm.environ) is is_called
     assert slurm.orders() == (["scontrol requeue 7"] if is_called else [])
 
 
@@ -223,7 +225,9 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
     for attempt in range(3):
         record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1",), restart=attempt))
         slurm.accounts(*["REQUEUED"] * (attempt + 1))
-        called.append(call_back(run, QueuedJob(job_id="7", attempt=0, at=0.0), KILLED, slurm.environ))
+        queued = QueuedJob(job_id="7", attempt=0, at=0.0)
+        write_queued_job(run, queued)
+        called.append(call_back(run, queued, KILLED, slurm.environ))
         bury(run, slurm.environ)  # accounting calls each start REQUEUED, as if somebody had wanted it
 
     assert called == [True, True, False]
@@ -235,11 +239,25 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
     )
 
 
+def test_a_job_that_was_cancelled_or_followed_by_another_meanwhile_is_not_called_back(tmp_path: Path) -> None:
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    run.config.write_text("name: run\nrecipe: {target: 'a:b'}\n")
+    record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1",)))
+    seen = QueuedJob(job_id="7", attempt=0, at=0.0)
+    for now in (replace(seen, cancelled_at=1.0), QueuedJob(job_id="8", attempt=1, at=1.0)):
+        write_queued_job(run, now)
+
+        assert not call_back(run, seen, KILLED, slurm.environ)
+        assert read_queued_job(run) == now
+    assert slurm.orders() == []
+
+
 def test_a_job_that_was_called_back_need_not_wait_until_slurm_lets_requeued_jobs_begin(tmp_path: Path) -> None:
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
     run.config.write_text("name: run\nrecipe: {target: 'a:b'}\n")
     record_start(run, attempt=0, job_id="7", job=JobFacts(nodes=("node1",)))
 
+    write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0))
     assert call_back(run, QueuedJob(job_id="7", attempt=0, at=0.0), KILLED, slurm.environ)
 
     queued = read_queued_job(run)

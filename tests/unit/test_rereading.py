@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from ddp_hpc import processes
 from ddp_hpc.durable import append_json_line, replace_text
 from ddp_hpc.records import read_attempts
 from ddp_hpc.rereading import LOOK_INTERVAL_S, SETTLED_S, LastRead, Tail, await_news
+from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch import status as status_module
 from ddp_hpc.watch.follow import follow
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, add_progress, make_run
@@ -153,6 +157,17 @@ def test_a_file_of_lines_that_is_replaced_or_cut_is_read_from_its_beginning(tmp_
     assert [[line["step"] for line in lines] for lines in (replaced, cut)] == [[1, 7], [8]]
 
 
+def test_a_new_file_that_got_the_old_ones_inode_and_grew_past_it_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    tail.new_lines()
+
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (11, 12, 13, 14)))  # in place: of the same inode
+
+    assert [line["step"] for line in tail.new_lines()] == [11, 12, 13, 14]
+
+
 def test_following_a_run_in_which_nothing_happens_reads_none_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,13 +216,86 @@ def test_the_pause_between_two_looks_ends_when_the_supervisor_does(tmp_path: Pat
     assert supervisor.stdout is not None
     supervisor.stdout.readline()
     (attempt,) = read_attempts(run)
-    supervisor.communicate(b"\n")
+    assert attempt.lives(attempt.host)
+    threading.Timer(0.3, supervisor.kill).start()
 
     began = time.monotonic()
-    processes.await_exit(supervisor.pid, attempt.pid_start, timeout_s=600)  # would stand here for ten minutes
+    processes.await_exit(attempt.pid, attempt.pid_start, timeout_s=600)  # would stand here for ten minutes
+
+    assert time.monotonic() - began < 300
+    assert not attempt.lives(attempt.host)
+    supervisor.communicate()
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.EPERM, "no"), OSError(errno.EMFILE, "no")])
+def test_where_nobody_can_say_that_a_process_ends_the_whole_pause_is_made(
+    error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python without `pidfd_open`, a sandbox that forbids it, no descriptor left: never a pause of nothing."""
+    run = make_run(tmp_path)
+    add_attempt(run)
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+
+    def refuse(_: int) -> int:
+        assert error is not None
+        raise error
+
+    if error is None:
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+
+    await_news(read_attempts(run)[0])
+
+    assert pauses == [LOOK_INTERVAL_S]
+
+
+def test_a_process_is_waited_for_by_who_has_more_than_a_thousand_files_open() -> None:
+    with ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))  # noqa: PTH123  many, and quick
+        processes.await_exit(os.getpid(), None, timeout_s=0.01)
+
+
+def test_a_process_that_proc_hides_is_not_known_to_live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`hidepid=1` of proc(5), for other users' processes."""
+    run = make_run(tmp_path)
+    add_attempt(run)
+    (attempt,) = read_attempts(run)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
 
     assert not attempt.lives(attempt.host)
-    assert time.monotonic() - began < 300
+
+
+def test_one_flaky_look_at_the_ledger_between_two_looks_ends_no_following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run)
+    fd = processes.take_lock(run.lock)
+    assert fd is not None
+    errors = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def flaky(run: RunDir) -> object:
+        if errors:
+            raise errors.pop()
+        return read_attempts(run)
+
+    monkeypatch.setattr("ddp_hpc.rereading.SETTLED_S", 1e9)  # each look reads
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("ddp_hpc.watch.status.read_attempts", read_attempts)
+    looks = follow(run, 0, clock=time.time, pause=lambda _: None)
+    next(looks)
+    monkeypatch.setattr("ddp_hpc.watch.follow.read_attempts", flaky)
+
+    assert next(looks).status.state == "starting"
+    assert errors == []
+    os.close(fd)
 
 
 def test_a_process_that_lives_is_waited_for_until_it_ends_and_another_of_its_number_is_not() -> None:
@@ -249,6 +337,23 @@ def test_another_users_lock_is_not_tried_but_its_supervisor_is_looked_for(
     run.lock.touch()
     (attempt,) = read_attempts(run)
     monkeypatch.setattr(os, "geteuid", lambda: run.lock.stat().st_uid + 1)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
     monkeypatch.setattr(processes, "is_locked", lambda _: pytest.fail("the lock was tried"))
 
     assert status_module.is_held_here(run, attempt, host or attempt.host) is is_held
+
+
+def test_a_lock_that_its_server_gives_another_owner_is_ours_where_we_may_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS with `all_squash`, an idmap that fails, SMB."""
+    run = make_run(tmp_path)
+    fd = processes.take_lock(run.lock)
+    assert fd is not None
+    monkeypatch.setattr(os, "geteuid", lambda: run.lock.stat().st_uid + 1)
+    monkeypatch.setattr(os, "access", lambda *_, **__: True)
+
+    held = status_module.is_held_here(run, None, "here")
+    os.close(fd)
+
+    assert (held, status_module.is_held_here(run, None, "here")) == (True, False)
