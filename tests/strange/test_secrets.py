@@ -17,6 +17,7 @@ from ddp_hpc.containers import Bind, Inside, house
 from ddp_hpc.environment import capture
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.supervisor import _set_variables
+from ddp_hpc.rendezvous.worker_env import TABLE
 from ddp_hpc.run_dir import RunDir
 
 HOSTILE = "s3cr3t $(id) `id` $HOME \"quoted\" 'too' \\n\nsecond line"
@@ -92,7 +93,9 @@ def test_a_secret_reaches_workers_in_an_image_and_stands_on_no_command_line_and_
     assert done.returncode == 0, done.stderr + run.console.read_text()
     seen, called = json.loads((here / "seen.json").read_text()), json.loads(record.read_text())
     assert seen["environ"]["API_KEY"] == HOSTILE
-    assert not any(variable.startswith("_DDP_HPC") for variable in seen["environ"])
+    carried = {variable for variable in seen["environ"] if variable.startswith("_DDP_HPC")}
+    assert carried == {TABLE}
+    assert "s3cr3t" not in seen["environ"][TABLE]
     assert set(seen["environ"]["PYTHONPATH"].split(":")) == {str(here), "/opt/ddp_hpc"}  # nothing else of the host's
     assert "s3cr3t" not in json.dumps([called, seen["lines"]])
     assert "--of-mine=a b" in called[: called.index(image)]
