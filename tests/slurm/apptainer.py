@@ -103,7 +103,7 @@ def get() -> Apptainer:
 def _fetch() -> None:
     """Download the package of sid, unpack it beside the cluster's files, and make it run here."""
     shutil.rmtree(FOLDER, ignore_errors=True)
-    beside = FOLDER.with_name("apptainer.new")
+    beside = _made(FOLDER.parent) / "apptainer.new"  # dpkg makes the last directory alone
     shutil.rmtree(beside, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         package = _download(Path(scratch))
