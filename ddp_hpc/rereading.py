@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ddp_hpc import processes
-from ddp_hpc.records import Attempt
+from ddp_hpc.patience import patiently
+from ddp_hpc.records import Attempt, read_attempts
+from ddp_hpc.run_dir import RunDir
 
 LOOK_INTERVAL_S = 2.0
 """From one look at a run's directory to the next, at least."""
@@ -84,6 +86,16 @@ class LastRead:
         value = read()
         self._known[path] = _Known(seen, since, now, value)
         return value
+
+
+def newest_attempt(run: RunDir, files: LastRead) -> Attempt | None:
+    """Return the newest attempt of a run, read again only where the ledger has changed; None before the first.
+
+    Raises:
+        UnreadableError: where the file system has not answered for long.
+    """
+    attempts = patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: read_attempts(run)))
+    return attempts[-1] if attempts else None
 
 
 class Tail:

@@ -12,12 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_hpc import exit_codes, ownership, processes
+from ddp_hpc import exit_codes, ownership, processes, rereading
 from ddp_hpc.durable import open_private
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
-from ddp_hpc.patience import known, patiently
+from ddp_hpc.patience import known
 from ddp_hpc.records import Attempt, End, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
-from ddp_hpc.rereading import LastRead, await_news
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
@@ -153,16 +152,15 @@ def wait(run: RunDir, attempt: int) -> Attempt:
     Raises:
         WorkerError: where all processes of the run are gone, and none wrote down how it ended.
     """
-    files = LastRead()
+    files = rereading.LastRead()
     while True:
         is_alive = processes.is_locked(run.lock)
-        attempts = patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: read_attempts(run)))
-        entry = attempts[-1] if attempts and attempts[-1].attempt >= attempt else None
-        if entry is not None and entry.is_last:
-            return entry
+        newest = rereading.newest_attempt(run, files)
+        if newest is not None and newest.attempt >= attempt and newest.is_last:
+            return newest
         if not is_alive:
-            raise WorkerError(_gone(run, attempt if entry is None else entry.attempt))
-        await_news(entry)
+            raise WorkerError(_gone(run, attempt if newest is None else max(attempt, newest.attempt)))
+        rereading.await_news(newest)
 
 
 def _gone(run: RunDir, attempt: int) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc import ownership, processes
+from ddp_hpc import ownership, processes, rereading
 from ddp_hpc.containers import PACKAGE_DIR
 from ddp_hpc.durable import make_directories, private_mode, replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
@@ -32,7 +32,6 @@ from ddp_hpc.records import (
     write_queued_job,
 )
 from ddp_hpc.render import JobScript, render
-from ddp_hpc.rereading import LastRead, await_news
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
@@ -248,11 +247,10 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     Raises:
         WorkerError: where the job left Slurm without a word in the run's directory.
     """
-    (pause, longest), files = _ASK_S, LastRead()
+    (pause, longest), files = _ASK_S, rereading.LastRead()
     asked_at, seen = time.monotonic(), read_queued_job(run)
     while True:
-        attempts = patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: read_attempts(run)))
-        newest = attempts[-1] if attempts else None
+        newest = rereading.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest
         queued = patiently(str(run.submission), lambda: files.read(run.submission, lambda: read_queued_job(run)))
@@ -261,7 +259,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
         if queued is not None and time.monotonic() - asked_at > pause:
             asked_at, pause = time.monotonic(), min(pause * 1.5, longest)
             _require_alive(run, attempt, queued, environ)
-        await_news(newest)
+        rereading.await_news(newest)
 
 
 def _last_attempt(run: RunDir, first: int) -> Attempt | None:

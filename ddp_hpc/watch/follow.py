@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_hpc.patience import patiently
 from ddp_hpc.records import Attempt, read_attempts
-from ddp_hpc.rereading import LastRead, Tail
+from ddp_hpc.rereading import LastRead, Tail, newest_attempt
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -45,5 +45,4 @@ def follow(
         yield Look(status, evaluations)
         if not status.is_alive:
             return
-        attempts = patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: read_attempts(run)))
-        pause(attempts[-1] if attempts else None)
+        pause(newest_attempt(run, files))

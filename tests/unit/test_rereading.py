@@ -291,7 +291,7 @@ def test_one_flaky_look_at_the_ledger_between_two_looks_ends_no_following(
     monkeypatch.setattr("ddp_hpc.watch.status.read_attempts", read_attempts)
     looks = follow(run, 0, clock=time.time, pause=lambda _: None)
     next(looks)
-    monkeypatch.setattr("ddp_hpc.watch.follow.read_attempts", flaky)
+    monkeypatch.setattr("ddp_hpc.rereading.read_attempts", flaky)
 
     assert next(looks).status.state == "starting"
     assert errors == []

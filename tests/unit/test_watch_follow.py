@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ddp_hpc import processes
 from ddp_hpc.records import record_end
+from ddp_hpc.rereading import Tail
 from ddp_hpc.watch.follow import follow
-from ddp_hpc.watch.metrics import numbers_of, read_metrics
+from ddp_hpc.watch.metrics import numbers_of
 from tests.made_run import add_attempt, add_metrics, add_progress, make_run
 
 LATER = 4e9
@@ -77,6 +78,6 @@ def test_a_torn_last_line_of_the_metrics_is_passed_over(tmp_path: Path) -> None:
     with run.metrics.open("a") as file:
         file.write('{"kind": "eval", "st')
 
-    (line,) = read_metrics(run, "eval")
+    (line,) = Tail(run.metrics).new_lines()
 
     assert numbers_of(line) == {"loss": 0.5, "accuracy": 0.9}

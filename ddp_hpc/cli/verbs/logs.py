@@ -8,9 +8,7 @@ import time
 from collections.abc import Mapping
 
 from ddp_hpc.cli.runs import add_run, chosen_run
-from ddp_hpc.patience import patiently
-from ddp_hpc.records import Attempt, read_attempts
-from ddp_hpc.rereading import LastRead, await_news
+from ddp_hpc.rereading import LastRead, await_news, newest_attempt
 from ddp_hpc.watch.logs import Choice, follow_lines, read_lines
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
@@ -32,20 +30,13 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     ask = asker(environment, clock=time.time)
     files = LastRead()
     choice = Choice(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
-
-    def newest() -> Attempt | None:
-        attempts = patiently(
-            str(run_dir.attempts), lambda: files.read(run_dir.attempts, lambda: read_attempts(run_dir))
-        )
-        return attempts[-1] if attempts else None
-
     is_drawn = sys.stdout.isatty()  # what goes to a file or a pipe keeps every byte
     lines = (
         follow_lines(
             run_dir,
             choice,
             is_over=lambda: not read_status(run_dir, now=time.time(), ask=ask, files=files).is_alive,
-            pause=lambda: await_news(newest()),
+            pause=lambda: await_news(newest_attempt(run_dir, files)),
             is_drawn=is_drawn,
         )
         if args.follow
