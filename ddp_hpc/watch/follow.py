@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,14 @@ def follow(
         # First, so that the last look has all evaluations; a file system that does not answer ends no look at a run.
         status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
         lines = patiently(str(run.metrics), metrics.new_lines)
-        evaluations = [line for line in lines if line.get("kind") == "eval" and line.get("at", 0.0) > seen_until]
+        evaluations = [line for line in lines if _is_evaluation(line) and line["at"] > seen_until]
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
         yield Look(status, evaluations)
         if not status.is_alive:
             return
         pause(newest_attempt(run, files))
+
+
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Tell whether a line is an evaluation as a run writes it; anything may stand in a file that users may edit."""
+    return line.get("kind") == "eval" and all(isinstance(line.get(key), (int, float)) for key in ("at", "step"))
