@@ -158,6 +158,9 @@ class Cluster:
             self._end(process)
         for daemon in sorted(self._stopped):
             self._start(daemon)
+        if self.lab.settings() != self.settings:
+            self.lab.save(self.settings)
+            self.reconfig()  # before nodes boot: while slurmctld is restarted, none can register
         for node, interface in sorted(self._unplugged):
             self.plug(node, interface)
             if self.lab.init_pid(node):  # what went on there while it was cut off must not drain it amid the next test
@@ -165,9 +168,6 @@ class Cluster:
         for node in self.settings.hostnames:
             if not self.lab.init_pid(node):
                 self.boot(node)
-        if self.lab.settings() != self.settings:
-            self.lab.save(self.settings)
-            self.reconfig()
         self.cancel_all()
         self.wait_for(self._all_idle, 120)
 

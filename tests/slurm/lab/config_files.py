@@ -196,24 +196,37 @@ def hosts(node: str, settings: Settings) -> str:
 def write_all(lab: Lab, settings: Settings) -> None:
     """Write every file of a cluster, each for those who may read it."""
     (lab.etc / "plugstack.conf.d").mkdir(parents=True, exist_ok=True)
-    (lab.etc / "slurm.conf").write_text(slurm_conf(lab, settings))
-    (lab.etc / "gres.conf").write_text(gres_conf(settings))
-    (lab.etc / "cgroup.conf").write_text(cgroup_conf(settings))
-    (lab.etc / "my.cnf").write_text(my_cnf(lab))
-    secret = lab.etc / "slurmdbd.conf"
-    secret.touch(mode=0o600)
-    secret.write_text(slurmdbd_conf(lab))
-    shutil.chown(secret, "slurm", "slurm")
+    replace(lab.etc / "slurm.conf", slurm_conf(lab, settings))
+    replace(lab.etc / "gres.conf", gres_conf(settings))
+    replace(lab.etc / "cgroup.conf", cgroup_conf(settings))
+    replace(lab.etc / "my.cnf", my_cnf(lab))
+    replace(lab.etc / "slurmdbd.conf", slurmdbd_conf(lab), owner="slurm")
     for node in settings.hostnames:
         folder = lab.folder / "etc.node" / node
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hosts").write_text(hosts(node, settings))
-        (folder / "hostname").write_text(f"{node}\n")
+        replace(folder / "hosts", hosts(node, settings))
+        replace(folder / "hostname", f"{node}\n")
     for name in ("state", "log"):
         (lab.folder / name).mkdir(exist_ok=True)
         shutil.chown(lab.folder / name, "slurm", "slurm")
     (lab.folder / "run").mkdir(exist_ok=True)
     _write_munge_key(lab.folder / "munge")
+
+
+def replace(path: Path, text: str, *, owner: str = "") -> None:
+    """Replace a file by one rename; with `owner`, only that user may read it. Leave a file alone that says the same.
+
+    A slurmd that boots meanwhile must read the old or the new text: of an empty or half-written slurm.conf it dies. A
+    file that did not change stays the same file, since nodes that are on have some of them bound to a place in /etc.
+    """
+    if path.exists() and path.read_text() == text:
+        return
+    new = path.with_name(f".{path.name}.new")
+    new.touch(mode=0o600 if owner else 0o644)
+    new.write_text(text)
+    if owner:
+        shutil.chown(new, owner, owner)
+    new.rename(path)
 
 
 def _write_munge_key(folder: Path) -> None:
