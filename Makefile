@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
+SLOWEST := --durations 20 --durations-min 1
 
 BIN := .venv/bin
 BENCH_BIN := .venv-bench/bin
@@ -31,10 +32,10 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 	@echo '(`ddp-hpc` is in .venv/bin: `source .venv/bin/activate` puts it on PATH)'
 
 test: check ## All checks, then the tests in random order, those on the Slurm cluster beside the others
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(SLOWEST) $(ARGS)
 
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
-	$(BIN)/python -m pytest -n 2 -m 'long and not campaign' $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(SLOWEST) -m 'long and not campaign' $(ARGS)
 
 test-all: test test-long ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)

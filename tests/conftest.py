@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -29,6 +30,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--stop-after-min", type=float, help="begin no test after so many minutes; skip the rest, and say so"
     )
+    parser.addoption(
+        "--keep-failures", type=Path, metavar="FILE", help="write failed tests and their output there, a JSON line each"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin the file of `--keep-failures` anew, in the one process that all reports come to."""
+    path = config.getoption("--keep-failures")
+    if path is not None and not hasattr(config, "workerinput"):
+        path.unlink(missing_ok=True)
+        config.pluginmanager.register(_FailureKeeper(path))
+
+
+class _FailureKeeper:
+    """Writes each failed report into a file, for `tests.once_more`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._keep(report, "collection")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._keep(report, str(report.when))
+
+    def _keep(self, report: pytest.CollectReport | pytest.TestReport, phase: str) -> None:
+        if report.failed:
+            sections = [f"--- {title} ---\n{text}" for title, text in report.sections]
+            output = "\n".join([f"({phase})", report.longreprtext, *sections])
+            with self._path.open("a") as file:
+                file.write(json.dumps({"test": report.nodeid, "output": output}) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture is made for the test
