@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ddp_hpc.durable import delete_directory, make_directory
 from ddp_hpc.errors import FencedError
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.patience import known
-from ddp_hpc.records import newest_attempt
 from ddp_hpc.run_dir import RunDir
 
 _CLAIM = re.compile(r"attempt-(\d+)\.writing")
@@ -43,7 +43,7 @@ def claim(run: RunDir, attempt: int) -> list[str]:
 
 def next_attempt(run: RunDir) -> int:
     """Return one more than any before; one that was killed before it wrote into the ledger has only its claim."""
-    return 1 + max([newest_attempt(run), *claims(run)])
+    return 1 + max([Ledger.read(run).newest_number, *claims(run)])
 
 
 def _oust_older(run: RunDir, attempt: int) -> list[str]:
@@ -77,7 +77,7 @@ def has_claim(run: RunDir, attempt: int) -> bool:
 
 
 def _is_newest(run: RunDir, attempt: int) -> bool:
-    return max([newest_attempt(run), *claims(run)]) <= attempt
+    return max([Ledger.read(run).newest_number, *claims(run)]) <= attempt
 
 
 def claim_again(run: RunDir, attempt: int) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from ddp_hpc.records import Attempt, Cause, Ending, Next
+from ddp_hpc.ledger import Attempt, Cause, Ending, Next
 from ddp_hpc.spec import RestartSpec
 
 SLURMS_SLOP_S = 60.0
@@ -18,36 +17,34 @@ _STOP_S = 5.0
 
 _RESERVE_S = 15.0
 
-Way = Literal["end", "in place", "away"]
-"""The run is over for now; another attempt on the same nodes; back into the queue."""
-
 
 @dataclass(frozen=True)
 class Row:
     """What follows one cause."""
 
     ending: Ending
-    way: Way
+    next: Next
+    """`REQUEUE` stands for the way back into the queue that the user has chosen (`restart.by`)."""
     is_failure: bool = False
     """Whether attempts that end so, one after another and without a new checkpoint, are counted."""
 
 
 TABLE: Mapping[Cause, Row] = {
-    "finished": Row("finished", "end"),
-    "refused": Row("refused", "end"),
-    "cancelled": Row("cancelled", "end"),
-    "fenced": Row("fenced", "end"),
-    "stop asked": Row("stopped", "end"),
-    "requeue asked": Row("stopped", "away"),
-    "preempted": Row("stopped", "away"),
-    "time limit": Row("stopped", "away", is_failure=True),
-    "worker crashed": Row("failed", "in place", is_failure=True),
-    "hang": Row("failed", "in place", is_failure=True),
-    "node failed": Row("failed", "away", is_failure=True),
-    "diverged": Row("failed", "end"),
-    "unexplained": Row("failed", "away", is_failure=True),
-    "supervisor died": Row("failed", "in place", is_failure=True),
-    "suspended": Row("failed", "in place"),
+    Cause.FINISHED: Row(Ending.FINISHED, Next.NOTHING),
+    Cause.REFUSED: Row(Ending.REFUSED, Next.NOTHING),
+    Cause.CANCELLED: Row(Ending.CANCELLED, Next.NOTHING),
+    Cause.FENCED: Row(Ending.FENCED, Next.NOTHING),
+    Cause.STOP_ASKED: Row(Ending.STOPPED, Next.NOTHING),
+    Cause.REQUEUE_ASKED: Row(Ending.STOPPED, Next.REQUEUE),
+    Cause.PREEMPTED: Row(Ending.STOPPED, Next.REQUEUE),
+    Cause.TIME_LIMIT: Row(Ending.STOPPED, Next.REQUEUE, is_failure=True),
+    Cause.WORKER_CRASHED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.HANG: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.NODE_FAILED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
+    Cause.DIVERGED: Row(Ending.FAILED, Next.NOTHING),
+    Cause.UNEXPLAINED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
+    Cause.SUPERVISOR_DIED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.SUSPENDED: Row(Ending.FAILED, Next.IN_PLACE),
 }
 """A preemption is the cluster's doing, so it counts for nothing; whoever cannot commit between two time limits never
 will, so that counts."""
@@ -80,7 +77,7 @@ class Decision:
     """What is done next."""
 
     ending: Ending
-    next: Next = ""
+    next: Next = Next.NOTHING
     exclude: tuple[str, ...] = ()
     """Nodes that the next attempt should not get."""
     why: str = ""
@@ -90,24 +87,24 @@ class Decision:
 def decide(situation: Situation, policy: RestartSpec) -> Decision:
     """Return what follows an attempt."""
     row = TABLE[situation.cause]
-    ending: Ending = "stopped" if situation.is_committed and row.way == "away" else row.ending
-    if situation.is_requeued_by_slurm and row.way != "end":
-        return Decision(ending=ending, next="slurm", exclude=tuple(situation.bad_nodes))
-    if row.way == "end" or not situation.is_on_slurm:
-        has_failed = situation.cause != "suspended"  # that is nothing for the user to see to
-        return Decision(ending=row.ending, next="" if has_failed else "in place")
+    ending = Ending.STOPPED if situation.is_committed and row.next == Next.REQUEUE else row.ending
+    if situation.is_requeued_by_slurm and row.next:
+        return Decision(ending=ending, next=Next.SLURM, exclude=tuple(situation.bad_nodes))
+    if not row.next or not situation.is_on_slurm:
+        has_failed = situation.cause != Cause.SUSPENDED  # that is nothing for the user to see to
+        return Decision(ending=row.ending, next=Next.NOTHING if has_failed else Next.IN_PLACE)
     if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
-        return Decision(ending="failed", why=_gave_up(situation.num_without_progress))
+        return Decision(ending=Ending.FAILED, why=_gave_up(situation.num_without_progress))
     is_worth_trying = not situation.is_mute or situation.num_without_progress <= 1
-    if row.way == "in place" and not situation.bad_nodes and policy.in_place and is_worth_trying:
-        return Decision(ending=ending, next="in place")
+    if row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying:
+        return Decision(ending=ending, next=Next.IN_PLACE)
     if policy.by == "requeue" and not situation.may_requeue:
         return Decision(ending=ending, why="it does not go back into the queue, as `slurm.requeue` is false")
-    return Decision(ending=ending, next=policy.by, exclude=_shunned(situation))
+    return Decision(ending=ending, next=Next(policy.by), exclude=_shunned(situation))
 
 
 def _shunned(situation: Situation) -> tuple[str, ...]:
-    lost = situation.failed_nodes if situation.cause == "node failed" else ()
+    lost = situation.failed_nodes if situation.cause == Cause.NODE_FAILED else ()
     return tuple(sorted({*situation.bad_nodes, *lost}))
 
 
@@ -157,7 +154,7 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
     for index, attempt in enumerate(newest_first):
         if step_after > attempt.first_step:
             break
-        ended_of = cause if index == 0 else attempt.cause or "unexplained"
+        ended_of = cause if index == 0 else attempt.cause or Cause.UNEXPLAINED
         only_avoided = index > 0 and _avoided(attempt) and not any(map(_avoided, newest_first[index + 1 : index + 2]))
         count += TABLE[ended_of].is_failure and not only_avoided
         step_after = attempt.first_step
@@ -166,7 +163,7 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
 
 def _avoided(attempt: Attempt) -> bool:
     """Tell whether an attempt was not begun because of nodes that had failed before: no node failed in it."""
-    return attempt.cause == "node failed" and not attempt.failed_nodes
+    return attempt.cause == Cause.NODE_FAILED and not attempt.failed_nodes
 
 
 def bad_nodes(attempts: Sequence[Attempt], policy: RestartSpec, *, now: float) -> list[str]:

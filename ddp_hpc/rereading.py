@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ddp_hpc import processes
+from ddp_hpc.ledger import Attempt, Ledger
 from ddp_hpc.patience import patiently
-from ddp_hpc.records import Attempt, read_attempts
 from ddp_hpc.run_dir import RunDir
 
 LOOK_INTERVAL_S = 2.0
@@ -94,8 +94,7 @@ def newest_attempt(run: RunDir, files: LastRead) -> Attempt | None:
     Raises:
         UnreadableError: where the file system has not answered for long.
     """
-    attempts = patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: read_attempts(run)))
-    return attempts[-1] if attempts else None
+    return patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: Ledger.read(run))).newest
 
 
 class Tail:

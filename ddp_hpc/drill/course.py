@@ -15,7 +15,8 @@ from ddp_hpc.drill.faults import FAULTS, Deed, Scene
 from ddp_hpc.drill.verdict import Check, Found, check
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
-from ddp_hpc.records import Attempt, read_attempts, read_progress
+from ddp_hpc.ledger import Attempt, Ledger
+from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission import slurm_executor
 from ddp_hpc.watch.checkpoints import choose_step, digest
@@ -104,7 +105,7 @@ def drill(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) ->
         report.reason = str(error)
     finally:
         course.leave_nothing()
-    report.causes = [_told(attempt) for attempt in read_attempts(run)]
+    report.causes = [_told(attempt) for attempt in Ledger.read(run).attempts]
     return report
 
 
@@ -166,13 +167,13 @@ class _Course:
             report.seconds_to_running = stepped_at - (deed.at or _last_sign(self.run, before))
             self.say(f"runs again after {report.seconds_to_running:.1f} s, from step {report.resumed_at}")
         self._await("it to finish", self.run.done.exists)
-        self.say(f"{self.run.name}: finished, attempts: {len(read_attempts(self.run))}")
+        self.say(f"{self.run.name}: finished, attempts: {len(Ledger.read(self.run).attempts)}")
 
     def _well_under_way(self) -> Attempt | None:
         """Return the attempt at work, once it has checkpoints to lose steps after."""
         if self.run.done.exists():
             raise WorkerError("It was over before the fault came: make it longer (`train.max_steps`).")
-        attempts, progress = read_attempts(self.run), read_progress(self.run)
+        attempts, progress = Ledger.read(self.run).attempts, read_progress(self.run)
         is_stepping = progress is not None and attempts and progress.attempt == attempts[-1].attempt
         return attempts[-1] if is_stepping and len(committed_steps(self.run)) > 1 else None
 
@@ -196,7 +197,7 @@ class _Course:
     def _first_step_after(self, before: Attempt) -> tuple[Attempt, float] | None:
         """Return the next attempt that has taken a step, and when it was seen to."""
         is_over = self.run.done.exists()  # asked first, so that its last steps are not missed
-        for attempt in read_attempts(self.run):
+        for attempt in Ledger.read(self.run).attempts:
             with suppress(FileNotFoundError):
                 path = self.run.rank_samples(attempt.attempt, 0)
                 if attempt.attempt > before.attempt and path.stat().st_size:
@@ -215,7 +216,7 @@ class _Course:
                 is_graceful=fault.is_graceful,
                 restarts=fault.restarts,
                 every_steps=self.plan.hit.spec.checkpoint.every_steps or 0,
-                more_attempts=len(read_attempts(self.run)) - (report.attempts_before or 0),
+                more_attempts=len(Ledger.read(self.run).attempts) - (report.attempts_before or 0),
                 digest=digest(self.run, choose_step(self.run, None)),
                 unbroken_digest=digest(self.unbroken, choose_step(self.unbroken, None)),
                 taken=taken,
@@ -267,13 +268,13 @@ class _Course:
 
 def _step(run: RunDir) -> int:
     """Return the newest step that rank zero has taken."""
-    paths = (run.rank_samples(attempt.attempt, 0) for attempt in read_attempts(run))
+    paths = (run.rank_samples(attempt.attempt, 0) for attempt in Ledger.read(run).attempts)
     return max((int(line["step"]) for path in paths for line in read_json_lines(path)), default=0)
 
 
 def _happened(run: RunDir) -> tuple[int, int]:
     """Return what changes while anything happens: its attempts, and its newest step."""
-    return len(read_attempts(run)), _step(run)
+    return len(Ledger.read(run).attempts), _step(run)
 
 
 def _last_sign(run: RunDir, attempt: Attempt) -> float:
@@ -283,6 +284,6 @@ def _last_sign(run: RunDir, attempt: Attempt) -> float:
 
 def _known(run: RunDir) -> str:
     """Return what its directory says: where it stands, and how its newest attempts ended."""
-    attempts = read_attempts(run)
+    attempts = Ledger.read(run).attempts
     told = [f"attempt {one.attempt}: {_told(one)} {one.reason}".rstrip() for one in attempts[-3:]]
     return f"It stands at step {_step(run)}; {'; '.join(told) or 'it has begun no attempt'}. Look at {run.console}."

@@ -17,23 +17,18 @@ from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.causes import Evidence, cause_of, is_cancelled, is_ending
 from ddp_hpc.job.deaths import silent_end
 from ddp_hpc.job.predecessors import accounted_end, nodes_to_spare
+from ddp_hpc.ledger import Attempt, Cause, End, Ledger, Next, record_end
 from ddp_hpc.records import (
-    Attempt,
-    Cause,
-    End,
     QueuedJob,
     WorkerFailure,
-    first_failure,
-    read_attempts,
     read_failures,
     read_queued_job,
     read_stop_request,
-    record_end,
+    since_submission,
     write_done,
     write_queued_job,
 )
 from ddp_hpc.requeue import Decision, Situation
-from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.queries import JobRecord, is_lost
 
@@ -44,15 +39,12 @@ SLURM_PATIENCE_S = 24 * 3600.0
 """How long to wait for a controller that does not answer, with a job to be put back into the queue: as long as it may take
 to mend it. Where it is away for this node alone, it starts the job elsewhere, which is seen once it answers."""
 
-ENDED_BY_USER: Mapping[Cause, str] = {"cancelled": "cancelled by the user", "stop asked": "stopped by the user"}
+ENDED_BY_USER: Mapping[Cause, str] = {
+    Cause.CANCELLED: "cancelled by the user",
+    Cause.STOP_ASKED: "stopped by the user",
+}
 """Why a run does not go on, though it was to, in words."""
 
-_EXIT_CODES = {
-    "finished": exit_codes.FINISHED,
-    "stopped": exit_codes.STOPPED,
-    "refused": exit_codes.REFUSED,
-    "fenced": exit_codes.FENCED,
-}
 _ENDED_EARLY = (
     "a stop signal ended the workers before they could listen: somebody sent it to the job's steps, or srun did, as it does "
     "where a task fails"
@@ -77,23 +69,26 @@ class Conclusion:
 
     @property
     def exit_code(self) -> int:
-        return _EXIT_CODES.get(self.decision.ending, exit_codes.FAILED)
+        return self.decision.ending.exit_code
 
 
 def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusion:
     """Find out why an attempt ended, decide what follows, and write both into the ledger."""
     run, spec = assignment.run, assignment.spec
-    evidence = _evidence(assignment, attempt, outcome)
-    cause, attempts = cause_of(evidence), attempts_since_submit(run)
-    failure = _write_down_hang(assignment, attempt) if cause == "hang" else first_failure(run, attempt)
+    ledger, failures = Ledger.read(run), read_failures(run, attempt)
+    evidence = _evidence(assignment, attempt, outcome, ledger)
+    cause, attempts = cause_of(evidence), since_submission(ledger, read_queued_job(run))
+    failure = next(iter(failures), None)
+    if cause == Cause.HANG:
+        failure = _write_down_hang(assignment, attempt, failures)
     failed_nodes = _failed_nodes(assignment, cause, failure, evidence)
     if outcome.avoided_nodes:
         # A node that is avoided for its earlier failures has not failed once more: else it is never forgotten.
-        known = requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
+        known = requeue.bad_nodes(ledger.attempts, spec.restart, now=time.time())
         failed_nodes = tuple(node for node in failed_nodes if node not in known)
-    if cause == "refused" and has_worked(attempts):
-        cause, failed_nodes = "worker crashed", _refusing_nodes(assignment, failure)
-    newest_step = predecessors.newest_step(run)
+    if cause == Cause.REFUSED and has_worked(attempts):
+        cause, failed_nodes = Cause.WORKER_CRASHED, _refusing_nodes(assignment, failure)
+    newest_step = predecessors.newest_step(run, ledger)
     decision = requeue.decide(
         Situation(
             cause=cause,
@@ -110,19 +105,19 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     )
     reason = _reason(cause, outcome, failure, decision)
     # Of one that is fenced, the newer attempt has written down what became of it.
-    is_told = cause != "fenced"
+    is_told = cause != Cause.FENCED
     end = End(cause=cause, last_step=newest_step, next=decision.next, failed_nodes=failed_nodes) if is_told else None
     is_away = assignment.allocation is not None and evidence.job is None
     conclusion = Conclusion(attempt=attempt, cause=cause, decision=decision, reason=reason, is_slurm_away=is_away)
-    if cause == "finished":
+    if cause == Cause.FINISHED:
         with _told_where_the_disk_is_full():
             write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
     with _told_where_the_disk_is_full():
         record_end(run, attempt=attempt, ending=decision.ending, exit_code=conclusion.exit_code, reason=reason, end=end)
     with _told_where_the_disk_is_full():
-        if cause == "stop asked":
+        if cause == Cause.STOP_ASKED:
             run.stop_request.unlink(missing_ok=True)  # it is done: the next start of the job is somebody's own wish
-        if not decision.next and cause != "fenced":
+        if not decision.next and cause != Cause.FENCED:
             ownership.release(run, attempt)
     return conclusion
 
@@ -134,12 +129,6 @@ def _told_where_the_disk_is_full() -> Iterator[None]:
         yield
     except OSError as error:
         sys.stderr.write(f"note: a record was not written: {error}\n")
-
-
-def attempts_since_submit(run: RunDir) -> list[Attempt]:
-    """Return the attempts that belong to the user's newest submission."""
-    noted = read_queued_job(run)
-    return [one for one in read_attempts(run) if noted is None or one.attempt >= noted.since]
 
 
 def has_worked(attempts: Sequence[Attempt]) -> bool:
@@ -155,7 +144,7 @@ def _refusing_nodes(assignment: Assignment, failure: WorkerFailure | None) -> tu
     return (node,) if node in assignment.nodes else ()
 
 
-def _evidence(assignment: Assignment, attempt: int, outcome: Outcome) -> Evidence:
+def _evidence(assignment: Assignment, attempt: int, outcome: Outcome, ledger: Ledger) -> Evidence:
     run, spec, allocation = assignment.run, assignment.spec, assignment.allocation
     owns_run = not ownership.is_ousted(run, attempt) and outcome.code != exit_codes.FENCED
     is_clear = outcome.code == exit_codes.FINISHED or not owns_run  # Slurm, which may not even answer, adds nothing
@@ -176,7 +165,7 @@ def _evidence(assignment: Assignment, attempt: int, outcome: Outcome) -> Evidenc
         job=job,
     )
     if evidence.is_for_accounting:
-        evidence = replace(evidence, accounted_as=_accounted_end(assignment))
+        evidence = replace(evidence, accounted_as=_accounted_end(assignment, ledger))
     if outcome.code in (exit_codes.FINISHED, exit_codes.STOPPED) or job is None:
         return evidence
     lost = [node for node, state in client.node_states(assignment.environ, assignment.nodes).items() if is_lost(state)]
@@ -193,15 +182,15 @@ def _job(assignment: Assignment) -> JobRecord | None:
         return None
 
 
-def _accounted_end(assignment: Assignment) -> str:
-    return accounted_end(assignment.run, read_attempts(assignment.run)[-1], assignment.environ)
+def _accounted_end(assignment: Assignment, ledger: Ledger) -> str:
+    return "" if ledger.newest is None else accounted_end(ledger.newest, ledger, assignment.environ)
 
 
-def _write_down_hang(assignment: Assignment, attempt: int) -> WorkerFailure:
+def _write_down_hang(assignment: Assignment, attempt: int, failures: Sequence[WorkerFailure]) -> WorkerFailure:
     """Put all ranks' stacks into one file, and write down whose fault it was."""
     run, world_size = assignment.run, assignment.spec.resources.world_size
     stands = stacks.read_stands(run, attempt, world_size)
-    bereft = {failure.rank for failure in read_failures(run, attempt) if failure.is_secondary}
+    bereft = {failure.rank for failure in failures if failure.is_secondary}
     found = stacks.laggard(stands, world_size, bereft=bereft)
     path = run.stacks(attempt)
     nodes = {stand.rank: assignment.node_of(stand.rank) or "this machine" for stand in stands}
@@ -236,13 +225,13 @@ def _failed_nodes(
     assignment: Assignment, cause: Cause, failure: WorkerFailure | None, evidence: Evidence
 ) -> tuple[str, ...]:
     """Return the nodes whose failure it may have been. An exception of the user's code is no node's fault."""
-    if cause == "node failed":
+    if cause == Cause.NODE_FAILED:
         return tuple(evidence.lost_nodes)
-    if failure is None or cause not in {"hang", "worker crashed"}:
+    if failure is None or cause not in {Cause.HANG, Cause.WORKER_CRASHED}:
         return ()
     said = failure.exception
     is_nodes = (
-        (cause == "hang" and not said.startswith(_NOT_BUILT))
+        (cause == Cause.HANG and not said.startswith(_NOT_BUILT))
         or said.startswith(_BY_SIGNAL)
         or any(text in said for text in _BY_HARDWARE)
     )
@@ -269,26 +258,26 @@ def _reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None, decis
 
 
 def _told(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
-    if cause in {"finished", "stop asked"}:
+    if cause in {Cause.FINISHED, Cause.STOP_ASKED}:
         return ""
-    if cause in {"worker crashed", "hang", "refused", "diverged"} and failure is not None:
+    if cause in {Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED} and failure is not None:
         if failure.is_secondary:
             return f"processes died without a word; rank {failure.rank} on {failure.host} lost the connection to them"
-        is_plain = failure.is_input_error or failure.is_diverged or failure.rank < 0 or cause == "hang"
+        is_plain = failure.is_input_error or failure.is_diverged or failure.rank < 0 or cause == Cause.HANG
         where = f" on {failure.host}" if failure.host else ""
         return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
-    if cause == "worker crashed":
+    if cause == Cause.WORKER_CRASHED:
         return silent_end(outcome.code, outcome.step_code)
     return {
-        "cancelled": "cancelled by the user",
-        "fenced": "another attempt has taken the run over",
-        "requeue asked": "told to make room",
-        "preempted": "preempted",
-        "time limit": "the job's time was over",
-        "node failed": f"lost {', '.join(outcome.lost_nodes) or 'a node'}",
-        "hang": "nothing was heard of the workers for long",
-        "suspended": "the job was suspended for longer than `restart.hang_timeout_s`, and the workers had to begin again",
-        "unexplained": "told to leave before anybody could listen" if outcome.was_told else _ENDED_EARLY,
+        Cause.CANCELLED: "cancelled by the user",
+        Cause.FENCED: "another attempt has taken the run over",
+        Cause.REQUEUE_ASKED: "told to make room",
+        Cause.PREEMPTED: "preempted",
+        Cause.TIME_LIMIT: "the job's time was over",
+        Cause.NODE_FAILED: f"lost {', '.join(outcome.lost_nodes) or 'a node'}",
+        Cause.HANG: "nothing was heard of the workers for long",
+        Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, and the workers had to begin again",
+        Cause.UNEXPLAINED: "told to leave before anybody could listen" if outcome.was_told else _ENDED_EARLY,
     }.get(cause, cause)
 
 
@@ -327,37 +316,38 @@ def _go_patiently(assignment: Assignment, conclusion: Conclusion) -> None:
 def _go(assignment: Assignment, conclusion: Conclusion) -> None:
     decision, allocation = conclusion.decision, assignment.allocation
     assert allocation is not None  # noqa: S101  `leave` looked
-    is_back, cause = _ask_again(assignment)
+    ledger = Ledger.read(assignment.run)
+    is_back, cause = _ask_again(assignment, ledger)
     if cause is not None:
         _end_here(assignment, conclusion, ENDED_BY_USER[cause], cause=cause)
         return
     match decision.next:
-        case "successor" if not is_back:
+        case Next.SUCCESSOR if not is_back:
             options = [f"--dependency=afterany:{allocation.job_id}"]
-            if excluded := _excluded(assignment, decision.exclude):
+            if excluded := _excluded(assignment, ledger, decision.exclude):
                 options.append(f"--exclude={excluded}")
             _note(assignment, conclusion, client.submit(assignment.run.job_script, assignment.environ, options))
-        case "requeue" if not is_back:
+        case Next.REQUEUE if not is_back:
             _note(assignment, conclusion, allocation.job_id)
-            _requeue(assignment)
-            _exclude(assignment, decision.exclude)
-        case "slurm" | "requeue" | "successor":  # Slurm has put it back by itself
+            _requeue(assignment, ledger)
+            _exclude(assignment, ledger, decision.exclude)
+        case Next.SLURM | Next.REQUEUE | Next.SUCCESSOR:  # Slurm has put it back by itself
             _note(assignment, conclusion, allocation.job_id)
-            _exclude(assignment, decision.exclude)
+            _exclude(assignment, ledger, decision.exclude)
 
 
-def _requeue(assignment: Assignment) -> None:
+def _requeue(assignment: Assignment, ledger: Ledger) -> None:
     """Put the job back; one that is back already, of an order whose answer was lost, or by Slurm itself, is not refused."""
     allocation = assignment.allocation
     assert allocation is not None  # noqa: S101  `leave` looked
     try:
         client.requeue(allocation.scontrol_id, assignment.environ)
     except ConfigError:
-        if not _ask_again(assignment)[0]:
+        if not _ask_again(assignment, ledger)[0]:
             raise
 
 
-def _ask_again(assignment: Assignment) -> tuple[bool, Cause | None]:
+def _ask_again(assignment: Assignment, ledger: Ledger) -> tuple[bool, Cause | None]:
     """Ask a last time: whether the job is back in the queue already, and whether the user has ended it meanwhile.
 
     `scontrol requeue` would call a job back that was cancelled, and end one that Slurm has started again elsewhere.
@@ -366,25 +356,25 @@ def _ask_again(assignment: Assignment) -> tuple[bool, Cause | None]:
     if allocation is None:
         return False, None
     if noted is not None and noted.job_id == allocation.job_id and noted.cancelled_at is not None:
-        return False, "cancelled"
+        return False, Cause.CANCELLED
     if job is not None and (job.restarts or 0) > allocation.restart_count:
         return True, None
     if read_stop_request(assignment.run) == "end":
-        return False, "stop asked"
+        return False, Cause.STOP_ASKED
     if job is None or not is_ending(job):
         return False, None
-    said = "" if job.preempted_at is None else _accounted_end(assignment)
-    return False, "cancelled" if is_cancelled(job, said) else None
+    said = "" if job.preempted_at is None else _accounted_end(assignment, ledger)
+    return False, Cause.CANCELLED if is_cancelled(job, said) else None
 
 
 def _end_here(assignment: Assignment, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
     """Write down that nothing follows after all; `cause` where the user wanted it so."""
     sys.stderr.write(f"note: {reason}\n")
-    newest = next((one for one in read_attempts(assignment.run) if one.attempt == conclusion.attempt), None)
+    noted = Ledger.read(assignment.run).attempt(conclusion.attempt)
     end = End(
         cause=cause or conclusion.cause,
-        last_step=newest.last_step if newest else None,
-        failed_nodes=newest.failed_nodes if newest else (),
+        last_step=noted.last_step if noted else None,
+        failed_nodes=noted.failed_nodes if noted else (),
     )
     record_end(
         assignment.run,
@@ -405,21 +395,21 @@ def _note(assignment: Assignment, conclusion: Conclusion, job_id: str) -> None:
         write_queued_job(assignment.run, job)
 
 
-def _excluded(assignment: Assignment, lost: Sequence[str]) -> str:
+def _excluded(assignment: Assignment, ledger: Ledger, lost: Sequence[str]) -> str:
     """Return the list of nodes that the next job should not get: the user's, and as many bad ones as can be spared."""
-    return ",".join(filter(None, [assignment.spec.slurm.exclude, *sorted(nodes_to_spare(assignment, lost))]))
+    return ",".join(filter(None, [assignment.spec.slurm.exclude, *sorted(nodes_to_spare(assignment, ledger, lost))]))
 
 
-def _exclude(assignment: Assignment, nodes: Sequence[str]) -> None:
+def _exclude(assignment: Assignment, ledger: Ledger, nodes: Sequence[str]) -> None:
     """Have the job come back on other nodes: Slurm takes that only from when it has begun to end this start of it.
 
     The list is made anew each time a node has ever failed, so that what is forgotten, or needed after all, is let in again.
     """
     allocation = assignment.allocation
-    has_failed = nodes or any(attempt.failed_nodes for attempt in read_attempts(assignment.run))
+    has_failed = nodes or any(attempt.failed_nodes for attempt in ledger.attempts)
     if allocation is None or not has_failed:
         return
-    text = _excluded(assignment, nodes)
+    text = _excluded(assignment, ledger, nodes)
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(ConfigError, SlurmUnavailableError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddp_hpc import exit_codes
-from ddp_hpc.records import Cause
+from ddp_hpc.ledger import Cause
 from ddp_hpc.requeue import SLURMS_SLOP_S
 from ddp_hpc.slurm import states
 from ddp_hpc.slurm.queries import JobRecord
@@ -56,15 +56,16 @@ class Evidence:
         return self.is_requeued_by_slurm or (self.is_preempted and is_ending(self.job))
 
 
-_BY_STATE: Mapping[states.State, Cause] = {
-    "preempted": "preempted",
-    "node_fail": "node failed",
-    "timeout": "time limit",
+BY_STATE: Mapping[states.State, Cause] = {
+    "preempted": Cause.PREEMPTED,
+    "node_fail": Cause.NODE_FAILED,
+    "timeout": Cause.TIME_LIMIT,
+    "requeued": Cause.REQUEUE_ASKED,
+    "cancelled": Cause.CANCELLED,
 }
-_BY_ACCOUNT: Mapping[states.State, Cause] = {**_BY_STATE, "requeued": "requeue asked"}
+"""The state in which Slurm saw a start of a job end -> why the attempt in it ended."""
 
-
-CAUSES_BY_REASON: Mapping[str, Cause] = {"TimeLimit": "time limit", "NodeDown": "node failed"}
+CAUSES_BY_REASON: Mapping[str, Cause] = {"TimeLimit": Cause.TIME_LIMIT, "NodeDown": Cause.NODE_FAILED}
 """Why Slurm ends a job -> why the attempt in it ended; of one that its user cancels it gives no reason."""
 
 
@@ -75,10 +76,10 @@ def cause_of(evidence: Evidence) -> Cause:
 
 def _by_exit_code(evidence: Evidence) -> Cause | None:
     if evidence.code == exit_codes.FINISHED:
-        return "finished"
+        return Cause.FINISHED
     if evidence.code == exit_codes.DIVERGED and evidence.owns_run:
-        return "diverged"  # all ranks have said so, whatever Slurm does to the job meanwhile
-    return "fenced" if evidence.code == exit_codes.FENCED or not evidence.owns_run else None
+        return Cause.DIVERGED  # all ranks have said so, whatever Slurm does to the job meanwhile
+    return Cause.FENCED if evidence.code == exit_codes.FENCED or not evidence.owns_run else None
 
 
 def _by_slurm(evidence: Evidence) -> Cause | None:
@@ -92,14 +93,16 @@ def _by_slurm(evidence: Evidence) -> Cause | None:
     if job is None:
         return None
     if evidence.is_requeued_by_slurm:
-        return _BY_ACCOUNT.get(
-            states.word(evidence.accounted_as), "node failed" if evidence.lost_nodes else "requeue asked"
-        )
+        cause = BY_STATE.get(states.word(evidence.accounted_as))
+        if cause is None or cause == Cause.CANCELLED:  # a job that is back was not cancelled
+            return Cause.NODE_FAILED if evidence.lost_nodes else Cause.REQUEUE_ASKED
+        return cause
     if not is_ending(job):
-        return _BY_STATE.get(states.word(job.state))
+        word = states.word(job.state)
+        return None if word == "requeued" else BY_STATE.get(word)  # it waits again, and only its count says so
     if is_cancelled(job, evidence.accounted_as):
-        return "cancelled"
-    return CAUSES_BY_REASON.get(job.reason, "preempted")
+        return Cause.CANCELLED
+    return CAUSES_BY_REASON.get(job.reason, Cause.PREEMPTED)
 
 
 def is_ending(job: JobRecord | None) -> bool:
@@ -117,13 +120,13 @@ def is_cancelled(job: JobRecord, accounted_as: str) -> bool:
 def _by_request(evidence: Evidence) -> Cause | None:
     """Return why they were told to leave, if they were."""
     if evidence.code == exit_codes.REFUSED:
-        return "refused"
+        return Cause.REFUSED
     if evidence.stop_request is not None:
-        return "stop asked" if evidence.stop_request == "end" else "requeue asked"
+        return Cause.STOP_ASKED if evidence.stop_request == "end" else Cause.REQUEUE_ASKED
     if evidence.is_preempted:
-        return "preempted"
+        return Cause.PREEMPTED
     if evidence.is_out_of_time:
-        return "time limit"
+        return Cause.TIME_LIMIT
     return None
 
 
@@ -132,14 +135,14 @@ def _by_leave(evidence: Evidence) -> Cause | None:
     if evidence.code not in (exit_codes.STOPPED, exit_codes.UNHEARD):
         return None
     if _is_near_limit(evidence):
-        return "time limit"
-    return "requeue asked" if evidence.code == exit_codes.STOPPED else "unexplained"
+        return Cause.TIME_LIMIT
+    return Cause.REQUEUE_ASKED if evidence.code == exit_codes.STOPPED else Cause.UNEXPLAINED
 
 
 def _by_death(evidence: Evidence) -> Cause | None:
     if evidence.has_stacks or evidence.is_wedged:
-        return "suspended" if evidence.was_suspended else "hang"
-    return "node failed" if evidence.lost_nodes else "worker crashed"
+        return Cause.SUSPENDED if evidence.was_suspended else Cause.HANG
+    return Cause.NODE_FAILED if evidence.lost_nodes else Cause.WORKER_CRASHED
 
 
 _READINGS = (_by_exit_code, _by_slurm, _by_request, _by_leave, _by_death)

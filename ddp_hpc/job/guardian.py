@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc import exit_codes, ownership, processes
-from ddp_hpc.records import End, read_attempts, record_end
+from ddp_hpc.ledger import Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run_dir import RunDir
 
 LOCK_PATIENCE_S = 10.0
@@ -79,13 +79,13 @@ def _guard(run: RunDir, words: Sequence[str], *, since: int) -> int:
 def _write_down(run: RunDir, since: int, reason: str) -> None:
     """Say in the ledger that no supervisor goes on, if the newest attempt is one of ours, from `since` on."""
     try:
-        newest = next(reversed(read_attempts(run)), None)
+        newest = Ledger.read(run).newest
         if newest is None or newest.attempt < since or (newest.ending is not None and not newest.next):
             return
-        cause = newest.cause or "supervisor died"
+        cause = newest.cause or Cause.SUPERVISOR_DIED
         end = End(cause=cause, last_step=newest.last_step, failed_nodes=newest.failed_nodes)
         told = "; ".join(filter(None, [newest.reason, reason, "the guardian gave up"]))
-        record_end(run, attempt=newest.attempt, ending="failed", exit_code=exit_codes.FAILED, reason=told, end=end)
+        record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=told, end=end)
     except OSError as error:
         sys.stderr.write(f"note: that was not written down: {error}\n")
 
@@ -93,8 +93,8 @@ def _write_down(run: RunDir, since: int, reason: str) -> None:
 def _is_cancelled(run: RunDir, since: int) -> bool:
     """Tell whether the user has ended an attempt of ours, from `since` on, by killing its supervisor."""
     try:
-        newest = next(reversed(read_attempts(run)), None)
-        return newest is not None and newest.attempt >= since and newest.ending == "cancelled"
+        newest = Ledger.read(run).newest
+        return newest is not None and newest.attempt >= since and newest.ending == Ending.CANCELLED
     except OSError:  # the next supervisor looks again
         return False
 

@@ -21,7 +21,7 @@ from ddp_hpc.containers import (
 )
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.staging import Staged
-from ddp_hpc.records import other_image, read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
@@ -48,7 +48,7 @@ def housing_of(
     runtime = find_runtime(spec, environ)
     sys.stderr.write(f"the workers run in {inside.image}, by {runtime}\n")
     image = identity_of(inside.image)
-    if told := other_image(read_attempts(run), image):
+    if told := Ledger.read(run).other_image(image):
         sys.stderr.write(f"note: {told}\n")
     return replace(house(inside, runtime, spec.container.python), image=image)
 

@@ -13,16 +13,17 @@ from contextlib import suppress
 from ddp_hpc import checkpoint_store, exit_codes, requeue
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.job import aftermath
-from ddp_hpc.job.aftermath import Conclusion, attempts_since_submit
+from ddp_hpc.job.aftermath import Conclusion
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.workers import Workers
-from ddp_hpc.records import Cause, End, record_end
+from ddp_hpc.ledger import Cause, End, Ledger, record_end
+from ddp_hpc.records import read_queued_job, since_submission
 from ddp_hpc.slurm import client
 
 PATIENCE_S = 600.0
 """How long to try to put a job back into the queue that cannot be put back as was decided."""
 _PAUSE_S = 5.0
-_CAUSE: Cause = "unexplained"
+_CAUSE = Cause.UNEXPLAINED
 
 
 def say(error: Exception) -> str:
@@ -48,12 +49,13 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     except Exception as error:  # noqa: BLE001  whatever it is, the job must not end of it
         reason = "; ".join(part for part in (outcome.reason, say(error)) if part)
     if outcome.code == exit_codes.FENCED:
-        decision = requeue.decide(requeue.Situation(cause="fenced"), assignment.spec.restart)
-        return Conclusion(attempt=attempt, cause="fenced", decision=decision, reason=reason)
+        decision = requeue.decide(requeue.Situation(cause=Cause.FENCED), assignment.spec.restart)
+        return Conclusion(attempt=attempt, cause=Cause.FENCED, decision=decision, reason=reason)
     num, newest_step = 1, None
     with suppress(Exception):
         newest_step = max(checkpoint_store.committed_steps(assignment.run), default=0)
-        num = requeue.num_without_progress(attempts_since_submit(assignment.run), newest_step, _CAUSE)
+        attempts = since_submission(Ledger.read(assignment.run), read_queued_job(assignment.run))
+        num = requeue.num_without_progress(attempts, newest_step, _CAUSE)
     situation = requeue.Situation(
         cause=_CAUSE,
         num_without_progress=num,

@@ -14,7 +14,8 @@ from ddp_hpc.containers import Housing
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.children import printed_by
 from ddp_hpc.job.launcher import WORKER
-from ddp_hpc.records import first_failure, read_attempts
+from ddp_hpc.ledger import Cause, Ledger
+from ddp_hpc.records import first_failure
 from ddp_hpc.requeue import reserve_s
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv
@@ -22,7 +23,7 @@ from ddp_hpc.slurm.steps import probe_argv
 TIMEOUT_S = 180.0
 """How long a node may take to start Python and to import what a worker needs, others at it as well."""
 _AT_A_TIME = 16
-_MUTE = ("worker crashed", "unexplained")
+_MUTE = (Cause.WORKER_CRASHED, Cause.UNEXPLAINED)
 """As what an attempt ends of which no process says why: where one task cannot start, srun ends the others by SIGTERM, of
 which those die whose Python has just started, as if they had been told to leave."""
 _CAN = "ddp-hpc-can-start"
@@ -37,11 +38,11 @@ def blame(assignment: Assignment, housing: Housing, attempt: int, outcome: Outco
     """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before said nothing."""
     if not _is_mute(assignment.run, attempt, outcome) or len(assignment.nodes) < 2:
         return outcome
-    newest = next(reversed(read_attempts(assignment.run)), None)
-    ends_at = newest.ends_at if newest else None
+    ledger = Ledger.read(assignment.run)
+    ends_at = ledger.newest.ends_at if ledger.newest else None
     if ends_at is not None and time.time() > ends_at - TIMEOUT_S - reserve_s(assignment.spec.slurm.signal_lead_s):
         return outcome  # the job's time would be over before the nodes have answered, and such a job does not come back
-    before = next((one for one in reversed(read_attempts(assignment.run)) if one.attempt < attempt), None)
+    before = ledger.before(attempt)
     if before is None or before.cause not in _MUTE or first_failure(assignment.run, before.attempt) is not None:
         return outcome
     sys.stderr.write(

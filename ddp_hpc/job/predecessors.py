@@ -8,30 +8,22 @@ from collections.abc import Iterable, Mapping
 
 from ddp_hpc import checkpoint_store, requeue
 from ddp_hpc.errors import DdpHpcError, UnreadableError
+from ddp_hpc.job import causes
 from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.patience import patiently
-from ddp_hpc.records import Attempt, Cause, End, newest_committed, read_attempts, record_end
+from ddp_hpc.records import newest_committed
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.slurm.nodes import spare_nodes
 from ddp_hpc.slurm.queries import is_lost
 
-_CAUSES: Mapping[states.State, Cause] = {
-    "preempted": "preempted",
-    "timeout": "time limit",
-    "node_fail": "node failed",
-    "requeued": "requeue asked",
-    "cancelled": "cancelled",
-}
-"""How accounting saw a start of a job end -> why the attempt in it ended."""
-
-
 LISTING_PATIENCE_S = 10.0
 """How long to ask a file system which checkpoints there are, before the records are believed."""
 
 
-def newest_step(run: RunDir) -> int:
+def newest_step(run: RunDir, ledger: Ledger) -> int:
     """Return the step of the newest checkpoint, 0 without one; of a file system that does not say, what the records say."""
     try:
         steps = patiently(
@@ -39,7 +31,7 @@ def newest_step(run: RunDir) -> int:
         )
     except UnreadableError as error:
         sys.stderr.write(f"note: {error} What the records say of the newest checkpoint is taken instead.\n")
-        return newest_committed(run)
+        return newest_committed(run, ledger)
     return steps[-1] if steps else 0
 
 
@@ -60,21 +52,22 @@ def is_anothers(newest: Attempt, allocation: Allocation, environ: Mapping[str, s
 
 def bury(run: RunDir, environ: Mapping[str, str]) -> None:
     """Write down for the newest attempt, if it died without a word, what Slurm knows of its end."""
-    newest = next(reversed(read_attempts(run)), None)
+    ledger = Ledger.read(run)
+    newest = ledger.newest
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
-    said = accounted_end(run, newest, environ)
-    cause = _CAUSES.get(states.word(said), "unexplained")
-    failed = _failed_nodes(newest, environ) if cause == "node failed" else ()
+    said = accounted_end(newest, ledger, environ)
+    cause = causes.BY_STATE.get(states.word(said), Cause.UNEXPLAINED)
+    failed = _failed_nodes(newest, environ) if cause == Cause.NODE_FAILED else ()
     reason = f"ended without a word; Slurm says {said}" if said else "ended without a word"
-    end = End(cause=cause, last_step=newest_step(run), next="slurm", failed_nodes=failed)
-    record_end(run, attempt=newest.attempt, ending="failed", exit_code=-9, reason=reason, end=end)
+    end = End(cause=cause, last_step=newest_step(run, ledger), next=Next.SLURM, failed_nodes=failed)
+    record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=-9, reason=reason, end=end)
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} {reason}\n")
 
 
-def accounted_end(run: RunDir, attempt: Attempt, environ: Mapping[str, str]) -> str:
+def accounted_end(attempt: Attempt, ledger: Ledger, environ: Mapping[str, str]) -> str:
     """Return the state in which accounting saw this start of the job end; empty where it does not say."""
-    first = min(one.started_at for one in [*read_attempts(run), attempt] if one.job_id == attempt.job_id)
+    first = min(one.started_at for one in [*ledger.attempts, attempt] if one.job_id == attempt.job_id)
     starts = [
         start
         for start in client.accounting([attempt.job_id], environ)
@@ -93,19 +86,19 @@ def _failed_nodes(attempt: Attempt, environ: Mapping[str, str]) -> tuple[str, ..
     return tuple(node for node, state in found.items() if is_lost(state)) or attempt.nodes[:1]
 
 
-def nodes_to_avoid(assignment: Assignment) -> tuple[str, ...]:
+def nodes_to_avoid(assignment: Assignment, ledger: Ledger) -> tuple[str, ...]:
     """Return the nodes of this job that have failed too often, as far as the cluster has enough others."""
-    spared = set(nodes_to_spare(assignment))
+    spared = set(nodes_to_spare(assignment, ledger))
     return tuple(node for node in assignment.nodes if node in spared)
 
 
-def nodes_to_spare(assignment: Assignment, lost: Iterable[str] = ()) -> tuple[str, ...]:
+def nodes_to_spare(assignment: Assignment, ledger: Ledger, lost: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the nodes that a job of this run should not get: `lost`, and those that failed too often.
 
     Where the partition has too few others, some are let in again, and that is said.
     """
     allocation = assignment.allocation
-    bad = requeue.bad_nodes(read_attempts(assignment.run), assignment.spec.restart, now=time.time())
+    bad = requeue.bad_nodes(ledger.attempts, assignment.spec.restart, now=time.time())
     spared = spare_nodes(
         [*sorted({*lost} - {*bad}), *bad],
         assignment.spec,

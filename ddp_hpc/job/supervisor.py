@@ -25,7 +25,7 @@ from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.job import last_resort, node_probe, predecessors, takeover
-from ddp_hpc.job.aftermath import ENDED_BY_USER, attempts_since_submit, has_worked
+from ddp_hpc.job.aftermath import ENDED_BY_USER, has_worked
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.housing import housing_of, moved
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
@@ -35,17 +35,13 @@ from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.surroundings import IMPORT_PATH
 from ddp_hpc.job.vigil import Vigil
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
+from ddp_hpc.ledger import Attempt, Cause, End, JobFacts, Ledger, Next, record_end, record_start
 from ddp_hpc.records import (
-    Cause,
-    End,
-    JobFacts,
     QueuedJob,
     is_done,
-    read_attempts,
     read_queued_job,
     read_stop_request,
-    record_end,
-    record_start,
+    since_submission,
     write_queued_job,
     write_rendezvous_token,
 )
@@ -121,13 +117,14 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
     if arguments.after is None or word is not None:  # what the dead supervisor was asked holds for this one
         run.stop_request.unlink(missing_ok=True)
     if word is not None:
-        _note_unbegun(run, allocation, cause=word, reason=f"{ENDED_BY_USER[word]} before it came back")
-        return exit_codes.STOPPED
+        reason, code = f"{ENDED_BY_USER[word]} before it came back", exit_codes.STOPPED
+        _note_unbegun(run, allocation, cause=word, reason=reason, exit_code=code)
+        return code
     try:
         spec = load_resolved(run.config, is_patient=True)
         _set_variables(spec.environ)
     except ConfigError as error:
-        _note_unbegun(run, allocation, cause="refused", reason=str(error))
+        _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
         raise
     assignment = Assignment(
         run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ)
@@ -135,9 +132,9 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
     try:
         housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
     except ConfigError as error:
-        if allocation is not None and has_worked(attempts_since_submit(run)):
+        if allocation is not None and has_worked(_attempts(run)):
             return _leave_node(assignment, error)
-        _note_unbegun(run, allocation, cause="refused", reason=str(error))
+        _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
         raise
     os.environ.update(housing.environ)  # for whatever starts there: no command line may show values
     return _supervise(assignment, housing, lock_fds)
@@ -146,11 +143,12 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
 def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is_guarded: bool) -> int:
     """Write down an error that nothing was meant for as the end of the attempt; return whether another may follow."""
     try:
-        newest = next(reversed(read_attempts(run)), None)
+        ledger = Ledger.read(run)
+        newest = ledger.newest
         if newest is None or newest.ending is not None or newest.pid != os.getpid():
             record_start(run, attempt=ownership.next_attempt(run), job_id=_job_id(allocation), job=_facts(allocation))
-            newest = read_attempts(run)[-1]
-        next_ = takeover.write_down_death(run, newest, allocation, reason, may_go_on=is_guarded)
+            ledger = Ledger.read(run)
+        next_ = takeover.write_down_death(run, ledger, allocation, reason, may_go_on=is_guarded)
     except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
         last_resort.say(error)
         return exit_codes.UNDECIDED
@@ -192,7 +190,7 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
         ConfigError: where another job or process works on the run.
     """
     lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
-    newest = next(reversed(read_attempts(run)), None)
+    newest = Ledger.read(run).newest
     if newest is not None and allocation is not None and predecessors.is_anothers(newest, allocation, os.environ):
         raise ConfigError(f"{run.path} is being worked on by job {newest.job_id}.")
     if lock_fd is not None:
@@ -212,19 +210,23 @@ def _users_word(run: RunDir, allocation: Allocation | None) -> Cause | None:
     if allocation is None or noted is None or noted.job_id != allocation.job_id:
         return None
     if noted.cancelled_at is not None:
-        return "cancelled"
-    is_back = bool(attempts_since_submit(run))
-    return "stop asked" if is_back and read_stop_request(run) == "end" else None
+        return Cause.CANCELLED
+    is_back = bool(since_submission(Ledger.read(run), noted))
+    return Cause.STOP_ASKED if is_back and read_stop_request(run) == "end" else None
 
 
-def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, reason: str) -> None:
+def _attempts(run: RunDir) -> Sequence[Attempt]:
+    """Return the attempts of the user's newest submission."""
+    return since_submission(Ledger.read(run), read_queued_job(run))
+
+
+def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, reason: str, exit_code: int) -> None:
     """Write down an attempt that was not even begun."""
     attempt = ownership.next_attempt(run)
     record_start(run, attempt=attempt, job_id=_job_id(allocation), job=_facts(allocation))
     ending = TABLE[cause].ending
-    code = exit_codes.REFUSED if ending == "refused" else exit_codes.STOPPED
-    record_end(run, attempt=attempt, ending=ending, exit_code=code, reason=reason, end=End(cause=cause))
-    if ending != "refused":
+    record_end(run, attempt=attempt, ending=ending, exit_code=exit_code, reason=reason, end=End(cause=cause))
+    if cause != Cause.REFUSED:
         sys.stderr.write(f"ended: {reason}\n")
 
 
@@ -256,7 +258,7 @@ def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]
             if assignment.allocation is not None:
                 outcome = node_probe.blame(assignment, housing, attempt, outcome)
             conclusion = last_resort.conclude(assignment, attempt, outcome)
-            if conclusion.decision.next != "in place":
+            if conclusion.decision.next != Next.IN_PLACE:
                 break
             sys.stderr.write(f"note: {conclusion.reason}; the workers are started again\n")
             if conclusion.is_slurm_away:
@@ -315,7 +317,7 @@ def _begin(assignment: Assignment, image: str) -> int:
     write_rendezvous_token(run, attempt)
     if read_stop_request(run) is None:
         run.stop_request.unlink(missing_ok=True)  # the supervisor's own, of the attempt before
-    first_step = predecessors.newest_step(run)
+    first_step = predecessors.newest_step(run, Ledger.read(run))
     job_id = _job_id(allocation)
     facts = _facts(allocation)
     record_start(run, attempt=attempt, job_id=job_id, job=facts, first_step=first_step, image=image)
@@ -360,7 +362,7 @@ def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outc
         if not assignment.is_for_slurm:
             return _watch_over(assignment, workers, attempt, None)
         allocation = _fitting(assignment)
-        avoided = predecessors.nodes_to_avoid(assignment)
+        avoided = predecessors.nodes_to_avoid(assignment, Ledger.read(assignment.run))
         if avoided:
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
@@ -437,9 +439,9 @@ def _is_preempted(assignment: Assignment) -> bool:
 
 def _vigil(assignment: Assignment, attempt: int) -> Vigil:
     run, spec, allocation = assignment.run, assignment.spec, assignment.allocation
-    newest = next(reversed(read_attempts(run)))
+    begun = Ledger.read(run).attempt(attempt)
     return Vigil(
-        ends_at=newest.ends_at,
+        ends_at=begun.ends_at if begun else None,
         lead_s=spec.slurm.signal_lead_s,
         hang_timeout_s=spec.restart.hang_timeout_s,
         signs_of_life=(run.progress, run.rank_log(attempt, 0), run.allowance(attempt)),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_hpc import checkpoint_store, exit_codes, processes, requeue
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError
-from ddp_hpc.job.aftermath import Conclusion, attempts_since_submit, leave
+from ddp_hpc.job.aftermath import Conclusion, leave
 from ddp_hpc.job.assignment import Assignment
-from ddp_hpc.records import Attempt, Cause, End, Next, is_done, read_attempts, read_queued_job, record_end
+from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
+from ddp_hpc.records import is_done, read_queued_job, since_submission
 from ddp_hpc.requeue import Decision
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
@@ -67,54 +68,59 @@ def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, 
 
     Returns the exit code where nothing is left to do, else None.
     """
-    newest = next(reversed(read_attempts(run)), None)
+    ledger = Ledger.read(run)
+    newest = ledger.newest
     if newest is None or newest.attempt < death.since or not _is_of_this_start(newest, allocation):
         return None
     if newest.ending is None:
-        next_ = write_down_death(run, newest, allocation, f"the supervisor {death.how}")
-        if next_ == "in place":
+        next_ = write_down_death(run, ledger, allocation, f"the supervisor {death.how}")
+        if next_ == Next.IN_PLACE:
             return None
-        newest = read_attempts(run)[-1]
-    if newest.next in {"requeue", "successor"} and allocation is not None:
+        newest = Ledger.read(run).newest or newest
+    if newest.next in {Next.REQUEUE, Next.SUCCESSOR} and allocation is not None:
         return _leave(run, newest, allocation, environ)
-    if newest.next == "in place":
+    if newest.next == Next.IN_PLACE:
         return None
     return exit_codes.FAILED if newest.exit_code is None or newest.exit_code < 0 else newest.exit_code
 
 
 def write_down_death(
-    run: RunDir, attempt: Attempt, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
+    run: RunDir, ledger: Ledger, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
 ) -> Next:
-    """Write the end of an attempt whose supervisor could not; return what follows: nothing where nobody would begin it."""
-    spec = _spec(run)
+    """Write the end of the newest attempt, whose supervisor could not; return what follows: nothing where nobody would begin it."""
+    spec, newest = _spec(run), ledger.newest
+    assert newest is not None  # noqa: S101  the callers looked
     steps = checkpoint_store.committed_steps(run)
     newest_step = steps[-1] if steps else 0
     if spec is not None and is_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps):
-        end = End(cause="finished", last_step=newest_step)
-        record_end(run, attempt=attempt.attempt, ending="finished", exit_code=exit_codes.FINISHED, end=end)
-        return ""
-    decision = _decide(run, spec, allocation, newest_step)
+        end = End(cause=Cause.FINISHED, last_step=newest_step)
+        record_end(run, attempt=newest.attempt, ending=Ending.FINISHED, exit_code=exit_codes.FINISHED, end=end)
+        return Next.NOTHING
+    attempts = since_submission(ledger, read_queued_job(run))
+    decision = _decide(attempts, spec, allocation, newest_step)
     if not may_go_on:
         decision = Decision(ending=decision.ending, why=decision.why)
     reason = "; ".join(part for part in (reason, decision.why) if part)
-    end = End(cause="supervisor died", last_step=newest_step, next=decision.next)
-    record_end(run, attempt=attempt.attempt, ending="failed", exit_code=exit_codes.FAILED, reason=reason, end=end)
-    sys.stderr.write(f"note: attempt {attempt.attempt} ended: {reason}\n")
+    end = End(cause=Cause.SUPERVISOR_DIED, last_step=newest_step, next=decision.next)
+    record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=reason, end=end)
+    sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}\n")
     return decision.next
 
 
-def _decide(run: RunDir, spec: RunSpec | None, allocation: Allocation | None, newest_step: int) -> Decision:
+def _decide(
+    attempts: Sequence[Attempt], spec: RunSpec | None, allocation: Allocation | None, newest_step: int
+) -> Decision:
     """Return what follows a supervisor's death: on this machine too, the next attempt, for a guardian is there to begin it."""
-    cause: Cause = "supervisor died"
+    cause = Cause.SUPERVISOR_DIED
     policy = RestartSpec() if spec is None else spec.restart
     situation = requeue.Situation(
         cause=cause,
-        num_without_progress=requeue.num_without_progress(attempts_since_submit(run), newest_step, cause),
+        num_without_progress=requeue.num_without_progress(attempts, newest_step, cause),
         may_requeue=True if spec is None else spec.slurm.requeue,
     )
     decision = requeue.decide(situation, policy)
     if allocation is None and decision.next:
-        return Decision(ending=decision.ending, next="in place")
+        return Decision(ending=decision.ending, next=Next.IN_PLACE)
     return decision
 
 
@@ -136,9 +142,9 @@ def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mappin
     spec, noted = _spec(run), read_queued_job(run)
     if spec is None:
         return None
-    if newest.next == "requeue" or noted is None or noted.job_id == allocation.job_id:
+    if newest.next == Next.REQUEUE or noted is None or noted.job_id == allocation.job_id:
         assignment = Assignment(run=run, spec=spec, allocation=allocation, is_for_slurm=True, environ=environ)
-        decision = Decision(ending=newest.ending or "failed", next=newest.next, exclude=newest.failed_nodes)
-        cause = newest.cause or "unexplained"
+        decision = Decision(ending=newest.ending or Ending.FAILED, next=newest.next, exclude=newest.failed_nodes)
+        cause = newest.cause or Cause.UNEXPLAINED
         leave(assignment, Conclusion(attempt=newest.attempt, cause=cause, decision=decision, reason=newest.reason))
     return exit_codes.FAILED if newest.exit_code is None else newest.exit_code

@@ -11,7 +11,10 @@ from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.records import (
     Attempt,
+    Cause,
     End,
+    Ending,
+    Next,
     QueuedJob,
     newest_committed,
     read_attempts,
@@ -133,7 +136,7 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
         return False
     if states.word(job.state) != "failed" or not job.exit_code.endswith(_KILLED):
         return False
-    num_deaths = requeue.num_without_progress(attempts, newest_committed(run), "unexplained")
+    num_deaths = requeue.num_without_progress(attempts, newest_committed(run), Cause.UNEXPLAINED)
     if num_deaths >= load_resolved(run.config).restart.max_no_progress:
         return False
     # Slurm was asked for a while: meanwhile the user may have cancelled the job, or submitted the run again.
@@ -144,8 +147,8 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
     except (ConfigError, SlurmUnavailableError):
         return False
     # Accounting will call this start REQUEUED, as if somebody had wanted its end. The ledger says how it ended.
-    end = End(cause="supervisor died", last_step=newest_committed(run), next="requeue")
-    record_end(run, attempt=newest.attempt, ending="failed", exit_code=-9, reason=_SHELL_KILLED, end=end)
+    end = End(cause=Cause.SUPERVISOR_DIED, last_step=newest_committed(run), next=Next.REQUEUE)
+    record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=-9, reason=_SHELL_KILLED, end=end)
     if read_queued_job(run) == queued:
         write_queued_job(run, replace(queued, attempt=newest.attempt + 1, at=time.time()))
     return True

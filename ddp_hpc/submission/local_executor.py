@@ -16,7 +16,17 @@ from ddp_hpc import exit_codes, ownership, processes, rereading
 from ddp_hpc.durable import open_private
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
 from ddp_hpc.patience import known
-from ddp_hpc.records import Attempt, End, ask_to_stop, newest_attempt, read_attempts, read_progress, record_end
+from ddp_hpc.records import (
+    Attempt,
+    Cause,
+    End,
+    Ending,
+    ask_to_stop,
+    newest_attempt,
+    read_attempts,
+    read_progress,
+    record_end,
+)
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
@@ -215,9 +225,9 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
             f"Cancel it there, or ask it from here to commit and leave: `ddp-hpc stop {run.name}`."
         )
     if attempt.ending is None or attempt.next:
-        end = End(cause="cancelled", last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)
+        end = End(cause=Cause.CANCELLED, last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)
         code, reason = -signal.SIGKILL, "cancelled by the user"
-        record_end(run, attempt=attempt.attempt, ending="cancelled", exit_code=code, reason=reason, end=end)
+        record_end(run, attempt=attempt.attempt, ending=Ending.CANCELLED, exit_code=code, reason=reason, end=end)
     if attempt.lives(here):
         processes.kill([attempt.pid])
 

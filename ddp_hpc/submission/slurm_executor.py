@@ -23,6 +23,7 @@ from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
 from ddp_hpc.patience import patiently
 from ddp_hpc.records import (
     Attempt,
+    Ending,
     QueuedJob,
     ask_to_stop,
     newest_attempt,
@@ -298,7 +299,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         raise
     newest = next(reversed(read_attempts(run)), None)
     if newest is not None and newest.job_id == job.job_id and newest.ending is None:
-        record_end(run, attempt=newest.attempt, ending="cancelled", exit_code=-9, reason="cancelled by the user")
+        record_end(run, attempt=newest.attempt, ending=Ending.CANCELLED, exit_code=-9, reason="cancelled by the user")
     return f"Job {job.job_id} of {run.name} was cancelled. Its newest checkpoint stays; submit it again to go on."
 
 

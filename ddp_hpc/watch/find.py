@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.errors import RunNotFoundError
-from ddp_hpc.records import read_attempts, read_queued_job
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.records import read_queued_job
 from ddp_hpc.run_dir import RunDir
 
 _JOB = re.compile(r"\d+(_\d+)?")
@@ -69,7 +70,7 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
 def _jobs_of(run: RunDir) -> set[str]:
     """Return the numbers of the Slurm jobs that a run had."""
     job = read_queued_job(run)
-    had = {attempt.job_id for attempt in read_attempts(run) if attempt.cluster == "slurm"}
+    had = {attempt.job_id for attempt in Ledger.read(run).attempts if attempt.cluster == "slurm"}
     return had if job is None else had | {job.job_id}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddp_hpc.ledger import Attempt, Ledger
 from ddp_hpc.patience import patiently
-from ddp_hpc.records import Attempt, read_attempts
 from ddp_hpc.rereading import LastRead, Tail, newest_attempt
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.queue import Ask
@@ -35,7 +35,8 @@ def follow(
     `pause` is called between them, with the newest attempt.
     """
     files, metrics = LastRead(), Tail(run.metrics)
-    seen_until = next((one.started_at for one in read_attempts(run) if one.attempt == attempt), 0.0)
+    begun = Ledger.read(run).attempt(attempt)
+    seen_until = begun.started_at if begun else 0.0
     while True:
         # First, so that the last look has all evaluations; a file system that does not answer ends no look at a run.
         status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc import processes
+from ddp_hpc.ledger import Attempt, Ledger, Next
 from ddp_hpc.patience import known
-from ddp_hpc.records import Attempt, Ending, Next, Progress, QueuedJob, read_attempts, read_progress, read_queued_job
+from ddp_hpc.records import Progress, QueuedJob, read_progress, read_queued_job
 from ddp_hpc.rereading import LastRead
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
 from ddp_hpc.watch.queue import Ask, JobWord
 
-State = Literal["prepared", "waiting", "starting", "running", "stopping", "interrupted", "unknown"] | Ending
+State = Literal[
+    "prepared", "waiting", "starting", "running", "stopping", "interrupted", "unknown",
+    "finished", "stopped", "failed", "refused", "cancelled", "fenced",
+]  # fmt: skip
 """Not started yet: rendered, for plain sbatch. Alive: in Slurm's queue; begun without a step yet; stepping; asked to stop. Not alive: killed without a last word. `unknown`: on
 another host, and silent for long. Or how the newest attempt ended."""
 
@@ -134,14 +138,14 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
     """
     from ddp_hpc import checkpoint_store  # late: a checksum library, which a plain import of this module need not load
 
-    before = files.read(run.attempts, lambda: read_attempts(run))
-    is_held = is_held_here(run, before[-1] if before else None, host)
-    after = files.read(run.attempts, lambda: read_attempts(run))
+    before = files.read(run.attempts, lambda: Ledger.read(run))
+    is_held = is_held_here(run, before.newest, host)
+    after = files.read(run.attempts, lambda: Ledger.read(run))
     return Observation(
-        attempts=after,
+        attempts=after.attempts,
         progress=files.read(run.progress, lambda: read_progress(run)),
         committed=files.read(run.checkpoints, lambda: checkpoint_store.committed_steps(run)),
-        is_held=True if len(after) > len(before) else is_held,
+        is_held=True if len(after.attempts) > len(before.attempts) else is_held,
         wants_stop=known(run.stop_request, run.stop_request.exists, unknown=False),
         is_done=known(run.done, run.done.exists, unknown=False),
         is_rendered=known(run.job_script, run.job_script.exists, unknown=False),
@@ -238,10 +242,10 @@ _BY_SLURM: Mapping[states.State, State] = {
 
 
 _ON_THE_WAY: Mapping[Next, State] = {
-    "in place": "starting",
-    "requeue": "waiting",
-    "successor": "waiting",
-    "slurm": "waiting",
+    Next.IN_PLACE: "starting",
+    Next.REQUEUE: "waiting",
+    Next.SUCCESSOR: "waiting",
+    Next.SLURM: "waiting",
 }
 """What follows an attempt that has ended -> how the run is until the next one begins."""
 
@@ -256,8 +260,8 @@ def _state(seen: Observation) -> State:
         return "prepared"
     is_alive = _is_alive(seen, last)
     if last is not None and last.ending is not None:
-        is_dead = last.next == "in place" and is_alive is False  # whoever was to begin the next attempt is gone
-        return "interrupted" if is_dead else _ON_THE_WAY.get(last.next, last.ending)
+        is_dead = last.next == Next.IN_PLACE and is_alive is False  # whoever was to begin the next attempt is gone
+        return "interrupted" if is_dead else _ON_THE_WAY.get(last.next, last.ending.value)
     if not is_alive:
         return "finished" if seen.is_done else "interrupted" if is_alive is False else "unknown"
     return "stopping" if seen.wants_stop else _state_of_living(seen)

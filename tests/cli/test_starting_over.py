@@ -15,6 +15,7 @@ import pytest
 from ddp_hpc import processes
 from ddp_hpc.cli import main
 from ddp_hpc.errors import RunBusyError
+from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, QueuedJob, record_end, record_start, write_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission.clearing import delete, put_aside
@@ -29,7 +30,7 @@ def run(tmp_path: Path) -> RunDir:
     made.path.mkdir(parents=True)
     made.config.write_text("name: demo\n")
     record_start(made, attempt=0, job_id="1")
-    record_end(made, attempt=0, ending="finished", exit_code=0, end=End(cause="finished"))
+    record_end(made, attempt=0, ending=Ending.FINISHED, exit_code=0, end=End(cause=Cause.FINISHED))
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").touch()

@@ -9,6 +9,7 @@ import pytest
 
 from ddp_hpc.drill.hand import Seen
 from ddp_hpc.durable import append_json_line
+from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, record_end, record_start
 from ddp_hpc.run_dir import RunDir
 from tests.made_run import add_checkpoint, add_metrics, make_run
@@ -65,7 +66,7 @@ def finished_run(folder: Path, name: str, *, attempt: int = 0, **line: object) -
     run = make_run(folder, name)
     run.attempts.touch()
     record_start(run, attempt=attempt, job_id="1")
-    record_end(run, attempt=attempt, ending="finished", exit_code=0, end=End(cause="finished"))
+    record_end(run, attempt=attempt, ending=Ending.FINISHED, exit_code=0, end=End(cause=Cause.FINISHED))
     if line:
         append_json_line(run.attempts, {"attempt": attempt, **line})
     add_metrics(run, [{"kind": "train", "step": step, "loss": 1 / step} for step in (2, 4)])

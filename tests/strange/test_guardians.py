@@ -12,6 +12,7 @@ import pytest
 from ddp_hpc import exit_codes
 from ddp_hpc.errors import WorkerError
 from ddp_hpc.job import guardian
+from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, Next, read_attempts, record_end
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.spec import RunSpec, SlurmSpec
@@ -58,8 +59,8 @@ def test_a_guardian_that_gives_up_says_so_in_the_ledger(tmp_path: Path, next_: N
     run = make_run(tmp_path)
     add_attempt(run, ending="failed" if next_ else None)
     if next_:
-        end = End(cause="supervisor died", next=next_)
-        record_end(run, attempt=0, ending="failed", exit_code=1, reason="killed", end=end)
+        end = End(cause=Cause.SUPERVISOR_DIED, next=next_)
+        record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="killed", end=end)
 
     guardian._write_down(run, 0, "the supervisor was killed by signal 9, 6 times in a row")
 

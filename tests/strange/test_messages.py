@@ -18,6 +18,7 @@ from ddp_hpc.job import aftermath
 from ddp_hpc.job.assignment import Outcome
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.workers import ByTasks
+from ddp_hpc.ledger import Cause
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
 from tests.cli.test_submit import CONFIG, RECIPE, submit, until
@@ -60,7 +61,7 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
     ],
 )
 def test_an_end_without_a_record_is_told_by_what_is_known_of_it(step_code: int | None, told: str) -> None:
-    assert told in aftermath._told("worker crashed", Outcome(code=1, step_code=step_code), None)
+    assert told in aftermath._told(Cause.WORKER_CRASHED, Outcome(code=1, step_code=step_code), None)
 
 
 def test_a_step_that_was_killed_leaves_its_signal(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.job import predecessors
 from ddp_hpc.job.vigil import Vigil
+from ddp_hpc.ledger import Ending, Ledger
 from ddp_hpc.ownership import claim, claim_path, has_claim, is_ousted
 from ddp_hpc.records import End, read_failures, read_stop_request, record_end, record_start
 from ddp_hpc.run_dir import RunDir
@@ -186,7 +187,7 @@ def note_commit(run: RunDir, how: str) -> None:
         add_progress(run, last_checkpoint=4)
         return
     record_start(run, attempt=0, job_id="1")
-    record_end(run, attempt=0, ending="failed", exit_code=1, end=End(last_step=4))
+    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, end=End(last_step=4))
 
 
 @pytest.mark.usefixtures("_little_patience")
@@ -312,7 +313,7 @@ def test_a_supervisor_takes_what_the_records_say_of_checkpoints_that_cannot_be_l
     shutil.rmtree(run.checkpoints)
     run.checkpoints.symlink_to(run.checkpoints.name)
 
-    assert predecessors.newest_step(run) == 4
+    assert predecessors.newest_step(run, Ledger.read(run)) == 4
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ddp_hpc.containers import BARE
 from ddp_hpc.job import aftermath, last_resort, node_probe, predecessors
 from ddp_hpc.job.aftermath import conclude, leave
 from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.records import (
     Attempt,
     JobFacts,
@@ -421,14 +422,14 @@ def test_nodes_that_the_user_named_are_kept(supervised: Make) -> None:
     one.killed_on(rank=1)
 
     assert excluded(one) == [""]
-    assert predecessors.nodes_to_avoid(one.assignment) == ()
+    assert predecessors.nodes_to_avoid(one.assignment, Ledger.read(one.run)) == ()
 
 
 def test_a_job_that_was_given_a_bad_node_again_is_told_to_ask_for_another(supervised: Make) -> None:
     one = supervised(restart=RestartSpec(exclude_after=1))
     one.killed_on(rank=1)
 
-    assert predecessors.nodes_to_avoid(one.assignment) == ("node2",)
+    assert predecessors.nodes_to_avoid(one.assignment, Ledger.read(one.run)) == ("node2",)
 
 
 def test_a_node_that_an_attempt_was_not_begun_on_has_not_failed_once_more(supervised: Make) -> None:

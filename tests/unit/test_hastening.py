@@ -14,6 +14,7 @@ from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.predecessors import bury
+from ddp_hpc.ledger import Cause
 from ddp_hpc.records import (
     End,
     Ending,
@@ -120,8 +121,8 @@ def test_who_waits_for_a_run_has_slurm_let_in_as_many_nodes_as_it_needs(
     run.config.write_text(render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "test"))))
     for attempt, node in enumerate(["node2", "node2", "node4", "node4", "node4"]):
         record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node2", "node4")))
-        end = End(cause="worker crashed", failed_nodes=(node,))
-        record_end(run, attempt=attempt, ending="failed", exit_code=1, end=end)
+        end = End(cause=Cause.WORKER_CRASHED, failed_nodes=(node,))
+        record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, end=end)
     write_queued_job(run, QueuedJob(job_id="7", attempt=5, at=0.0, since=0))
 
     stay(run, slurm)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.durable import append_json_line
+from ddp_hpc.ledger import Ending
 from ddp_hpc.records import (
     first_failure,
     read_attempts,
@@ -23,7 +24,7 @@ from tests.made_run import add_failure, make_run, progress
 def test_an_attempt_is_its_start_and_its_end(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="17")
-    record_end(run, attempt=0, ending="failed", exit_code=1, reason="rank 1: OSError")
+    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="rank 1: OSError")
     record_start(run, attempt=1, job_id="18")
 
     first, second = read_attempts(run)

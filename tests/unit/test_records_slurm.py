@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.durable import append_json_line
+from ddp_hpc.ledger import Cause, Ending, Next
 from ddp_hpc.records import (
     End,
     JobFacts,
@@ -127,8 +128,8 @@ def test_an_attempt_on_this_machine_has_neither(tmp_path: Path) -> None:
 def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="17", job=JobFacts(["node1"]))
-    record_end(run, attempt=0, ending="cancelled", exit_code=-9, reason="cancelled by the user")
-    record_end(run, attempt=0, ending="failed", exit_code=1, reason="srun: error")
+    record_end(run, attempt=0, ending=Ending.CANCELLED, exit_code=-9, reason="cancelled by the user")
+    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="srun: error")
     record_start(run, attempt=1, job_id="18", job=JobFacts(["node1"]))
 
     first, second = read_attempts(run)
@@ -143,8 +144,8 @@ def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_
 def test_how_an_attempt_ended_and_what_follows_are_read_as_written(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=3, job_id="17", job=JobFacts(["node1", "node2"], restart=2), first_step=40)
-    end = End(cause="node failed", last_step=60, next="requeue", failed_nodes=("node2",))
-    record_end(run, attempt=3, ending="failed", exit_code=1, reason="lost node2", end=end)
+    end = End(cause=Cause.NODE_FAILED, last_step=60, next=Next.REQUEUE, failed_nodes=("node2",))
+    record_end(run, attempt=3, ending=Ending.FAILED, exit_code=1, reason="lost node2", end=end)
 
     (attempt,) = read_attempts(run)
 
@@ -168,8 +169,14 @@ def test_a_ledger_of_before_there_were_causes_is_still_read(tmp_path: Path) -> N
 def test_an_end_corrected_later_wins_over_the_first(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="17")
-    record_end(run, attempt=0, ending="stopped", exit_code=99, end=End(cause="preempted", last_step=8, next="requeue"))
-    record_end(run, attempt=0, ending="cancelled", exit_code=99, end=End(cause="cancelled"))
+    record_end(
+        run,
+        attempt=0,
+        ending=Ending.STOPPED,
+        exit_code=99,
+        end=End(cause=Cause.PREEMPTED, last_step=8, next=Next.REQUEUE),
+    )
+    record_end(run, attempt=0, ending=Ending.CANCELLED, exit_code=99, end=End(cause=Cause.CANCELLED))
 
     (attempt,) = read_attempts(run)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ from ddp_hpc.slurm.nodes import spare
 from ddp_hpc.spec import RestartSpec
 
 POLICY = RestartSpec()
-CAUSES: tuple[Cause, ...] = get_args(Cause)
+CAUSES = tuple(Cause)
 BY_SUCCESSOR = RestartSpec(by="successor")
 NEVER_IN_PLACE = RestartSpec(in_place=False)
 
@@ -68,9 +68,9 @@ def test_each_cause_has_its_ending_and_what_follows(
     assert here == Decision(ending=without_slurm)
 
 
-AWAY = [cause for cause, row in TABLE.items() if row.way == "away"]
-IN_PLACE = [cause for cause, row in TABLE.items() if row.way == "in place"]
-OVER = [cause for cause, row in TABLE.items() if row.way == "end"]
+AWAY = [cause for cause, row in TABLE.items() if row.next == Next.REQUEUE]
+IN_PLACE = [cause for cause, row in TABLE.items() if row.next == Next.IN_PLACE]
+OVER = [cause for cause, row in TABLE.items() if not row.next]
 
 
 @pytest.mark.parametrize("cause", [*AWAY, *IN_PLACE])
@@ -105,7 +105,7 @@ def test_workers_are_started_again_in_place_on_nodes_in_order(
 @pytest.mark.parametrize(("count", "following"), [(0, "in place"), (1, "in place"), (2, "requeue")])
 def test_where_nobody_says_why_twice_other_nodes_are_tried(count: int, following: Next) -> None:
     """A node that cannot start a process cannot have it say so."""
-    situation = Situation(cause="worker crashed", is_mute=True, num_without_progress=count)
+    situation = Situation(cause=Cause.WORKER_CRASHED, is_mute=True, num_without_progress=count)
 
     assert decide(situation, POLICY).next == following
     assert decide(replace(situation, is_mute=False), POLICY).next == "in place"
@@ -242,7 +242,7 @@ def test_failures_in_a_row_without_a_new_checkpoint_are_counted(
         attempt(number, first_step=step, cause=cause)
         for number, (step, cause) in enumerate(zip(first_steps, causes, strict=True))
     ]
-    last = causes[-1] if causes and causes[-1] is not None else "unexplained"
+    last = causes[-1] if causes and causes[-1] is not None else Cause.UNEXPLAINED
 
     assert num_without_progress(attempts, newest_step, last) == count
 
@@ -274,7 +274,7 @@ def test_an_attempt_that_was_not_begun_on_bad_nodes_counts_only_where_the_next_g
     ]
     attempts = [*before, attempt(len(before), cause=None)]
 
-    assert num_without_progress(attempts, 0, "worker crashed") == count
+    assert num_without_progress(attempts, 0, Cause.WORKER_CRASHED) == count
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------

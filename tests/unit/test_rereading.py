@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ddp_hpc import processes
 from ddp_hpc.durable import append_json_line, replace_text
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.records import read_attempts
 from ddp_hpc.rereading import LOOK_INTERVAL_S, SETTLED_S, LastRead, Tail, await_news
 from ddp_hpc.run_dir import RunDir
@@ -180,7 +182,8 @@ def test_following_a_run_in_which_nothing_happens_reads_none_of_its_files(
     assert fd is not None
     reads: list[str] = []
     monkeypatch.setattr("ddp_hpc.rereading.SETTLED_S", 0.0)
-    for name in ("read_attempts", "read_progress", "read_queued_job"):
+    monkeypatch.setattr(Ledger, "read", counting("Ledger.read", Ledger.read, reads))
+    for name in ("read_progress", "read_queued_job"):
         monkeypatch.setattr(status_module, name, counting(name, getattr(status_module, name), reads))
     looks = follow(run, 0, clock=time.time, pause=lambda _: None)
     for _ in range(4):
@@ -284,14 +287,13 @@ def test_one_flaky_look_at_the_ledger_between_two_looks_ends_no_following(
     def flaky(run: RunDir) -> object:
         if errors:
             raise errors.pop()
-        return read_attempts(run)
+        return Ledger.read(run)
 
     monkeypatch.setattr("ddp_hpc.rereading.SETTLED_S", 1e9)  # each look reads
     monkeypatch.setattr("time.sleep", lambda _: None)
-    monkeypatch.setattr("ddp_hpc.watch.status.read_attempts", read_attempts)
     looks = follow(run, 0, clock=time.time, pause=lambda _: None)
     next(looks)
-    monkeypatch.setattr("ddp_hpc.rereading.read_attempts", flaky)
+    monkeypatch.setattr("ddp_hpc.rereading.Ledger", SimpleNamespace(read=flaky))
 
     assert next(looks).status.state == "starting"
     assert errors == []

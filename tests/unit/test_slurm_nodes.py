@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, JobFacts, record_end, record_start
 from ddp_hpc.slurm.nodes import Spared, spare_nodes
 from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
@@ -53,8 +54,8 @@ def test_a_new_submission_remembers_where_the_run_failed(
     run = make_run(tmp_path)
     for attempt in (0, 1):
         record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1", "node2")))
-        end = End(cause="worker crashed", failed_nodes=("node1",))
-        record_end(run, attempt=attempt, ending="failed", exit_code=1, end=end)
+        end = End(cause=Cause.WORKER_CRASHED, failed_nodes=("node1",))
+        record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, end=end)
     spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=TWO_NODES, slurm=asked)
 
     script = slurm_executor.job_script(spec, [], slurm.environ)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_hpc import processes
+from ddp_hpc.ledger import Ending
 from ddp_hpc.records import record_end
 from ddp_hpc.rereading import Tail
 from ddp_hpc.watch.follow import follow
@@ -30,7 +31,7 @@ def test_a_run_is_looked_at_until_its_attempt_ends(tmp_path: Path) -> None:
 
     def finish() -> None:
         add_metrics(run, [evaluation(30)])
-        record_end(run, attempt=0, ending="finished", exit_code=0)
+        record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0)
 
     acts: Iterator[Callable[[], object]] = iter(
         [
@@ -65,7 +66,7 @@ def test_following_goes_on_over_the_attempts_that_follow(tmp_path: Path) -> None
     assert processes.take_lock(run.lock) is not None
 
     def pause(_: object) -> None:
-        record_end(run, attempt=1, ending="finished", exit_code=0)
+        record_end(run, attempt=1, ending=Ending.FINISHED, exit_code=0)
 
     looks = list(follow(run, 0, clock=lambda: LATER, pause=pause))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.durable import append_json_line
+from ddp_hpc.ledger import Next
 from ddp_hpc.records import Attempt, Ending, Progress, QueuedJob, write_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
@@ -79,8 +80,8 @@ STATES: list[tuple[str, Observation, State, str]] = [
     ("waits, just submitted", seen(said=word("PENDING")), "waiting", ""),
     ("waits, Slurm was not asked", seen(), "waiting", ""),
     ("waits, as far as is known", seen(said=word(at=0.0, problem=DOWN)), "waiting", ""),
-    ("waits again after a failure", seen(attempt(0, "failed"), said=word("PENDING"), queued_for=1), "waiting", ""),
-    ("waits again, Slurm is down", seen(attempt(0, "failed"), said=word(problem=DOWN), queued_for=1), "waiting", ""),
+    ("waits again after a failure", seen(attempt(0, Ending.FAILED), said=word("PENDING"), queued_for=1), "waiting", ""),
+    ("waits again, Slurm is down", seen(attempt(0, Ending.FAILED), said=word(problem=DOWN), queued_for=1), "waiting", ""),
     ("boots its nodes", seen(said=word("CONFIGURING")), "waiting", ""),
     ("was cancelled while it waited", seen(cancelled_at=900.0), "cancelled", "cancelled by the user while it waited"),
     ("has its nodes, has written nothing yet", seen(said=word("RUNNING")), "starting", ""),
@@ -101,7 +102,7 @@ STATES: list[tuple[str, Observation, State, str]] = [
     ("steps", seen(attempt(), newest=FRESH), "running", ""),
     ("steps, told to stop", seen(attempt(), newest=FRESH, wants_stop=True), "stopping", ""),
     ("of plain sbatch, steps", seen(attempt(), newest=FRESH, queued_for=None), "running", ""),
-    ("ended in the ledger", seen(attempt(0, "stopped"), newest=SILENT), "stopped", "of old"),
+    ("ended in the ledger", seen(attempt(0, Ending.STOPPED), newest=SILENT), "stopped", "of old"),
     # Begun, and silent.
     (
         "silent, though it runs",
@@ -159,7 +160,7 @@ STATES: list[tuple[str, Observation, State, str]] = [
 def test_a_run_that_leaves_out_nodes_while_others_are_gone_is_told_how_to_get_them_back(
     reason: str, failed_nodes: tuple[str, ...], *, is_told: bool
 ) -> None:
-    before = replace(attempt(ending="failed"), failed_nodes=failed_nodes, next="requeue")
+    before = replace(attempt(ending=Ending.FAILED), failed_nodes=failed_nodes, next=Next.REQUEUE)
 
     status = status_of(RUN, seen(before, said=word("PENDING", reason), queued_for=1))
 
@@ -190,7 +191,7 @@ def test_every_state_of_slurms_is_told(state: str, attempts: Sequence[Attempt]) 
 
 
 def test_while_a_job_waits_its_number_and_its_estimate_are_told() -> None:
-    status = status_of(RUN, seen(attempt(0, "stopped"), said=WAITING, queued_for=1, newest=SILENT))
+    status = status_of(RUN, seen(attempt(0, Ending.STOPPED), said=WAITING, queued_for=1, newest=SILENT))
 
     assert (status.job_id, status.starts_at, status.slurm_state) == ("7", NOW + 300, "PENDING")
     assert (status.eta_s, status.limit_s) == (None, None)
@@ -223,14 +224,14 @@ def test_who_told_and_when_is_told(said: JobWord | None, source: str, age_s: flo
 LATELY = NOW - SLURM_SILENCE_S + 1
 ASKED = [
     ("waits", seen(), True),
-    ("waits again", seen(attempt(0, "stopped"), queued_for=1), True),
+    ("waits again", seen(attempt(0, Ending.STOPPED), queued_for=1), True),
     ("cancelled while it waited", seen(cancelled_at=900.0), False),
     ("writes", seen(attempt(), newest=progress(at=LATELY)), False),
     ("just begun", seen(attempt(started_at=LATELY)), False),
     ("silent", seen(attempt(), newest=SILENT), True),
     ("silent since it began", seen(attempt()), True),
     ("silent, but held by a process here", replace(seen(attempt(), newest=SILENT), is_held=True), False),
-    ("silent, for it ended", seen(attempt(0, "failed"), newest=SILENT), False),
+    ("silent, for it ended", seen(attempt(0, Ending.FAILED), newest=SILENT), False),
     ("silent, of this machine", seen(replace(attempt(), cluster="local"), newest=SILENT), False),
 ]
 

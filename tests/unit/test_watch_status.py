@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import processes
+from ddp_hpc.ledger import Next
 from ddp_hpc.records import Attempt, Ending, Progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import SILENCE_S, Observation, State, read_status, status_of
@@ -62,7 +63,7 @@ STATES: list[tuple[str, Observation, State]] = [
     ("begun, no step yet", seen([attempt()], is_held=True), "starting"),
     (
         "begun again, no step yet",
-        seen([attempt(0, "stopped"), attempt(1)], is_held=True, newest=progress(0)),
+        seen([attempt(0, Ending.STOPPED), attempt(1)], is_held=True, newest=progress(0)),
         "starting",
     ),
     ("stepping", seen([attempt()], is_held=True, newest=progress()), "running"),
@@ -71,12 +72,12 @@ STATES: list[tuple[str, Observation, State]] = [
     ("nobody there, no last word", seen([attempt()], is_held=False, newest=progress()), "interrupted"),
     ("never begun", seen([], is_held=False), "interrupted"),
     ("killed after the last step was committed", seen([attempt()], is_held=False, is_done=True), "finished"),
-    ("finished", seen([attempt(0, "finished")], is_held=False, is_done=True), "finished"),
-    ("stopped", seen([attempt(0, "stopped")], is_held=False, wants_stop=True), "stopped"),
-    ("failed", seen([attempt(0, "failed")], is_held=False), "failed"),
-    ("failed, and its last process is leaving", seen([attempt(0, "failed")], is_held=True), "failed"),
-    ("refused", seen([attempt(0, "refused")], is_held=False), "refused"),
-    ("cancelled", seen([attempt(0, "stopped"), attempt(1, "cancelled")], is_held=False), "cancelled"),
+    ("finished", seen([attempt(0, Ending.FINISHED)], is_held=False, is_done=True), "finished"),
+    ("stopped", seen([attempt(0, Ending.STOPPED)], is_held=False, wants_stop=True), "stopped"),
+    ("failed", seen([attempt(0, Ending.FAILED)], is_held=False), "failed"),
+    ("failed, and its last process is leaving", seen([attempt(0, Ending.FAILED)], is_held=True), "failed"),
+    ("refused", seen([attempt(0, Ending.REFUSED)], is_held=False), "refused"),
+    ("cancelled", seen([attempt(0, Ending.STOPPED), attempt(1, Ending.CANCELLED)], is_held=False), "cancelled"),
     ("on another host, heard of lately", seen([ELSEWHERE], is_held=False, newest=progress(at=NOW - 5)), "running"),
     ("on another host, silent", seen([ELSEWHERE], is_held=False, newest=progress(at=NOW - SILENCE_S - 1)), "unknown"),
     ("on another host, just begun", seen([replace(ELSEWHERE, started_at=NOW - 5)], is_held=False), "starting"),
@@ -114,7 +115,7 @@ def test_the_last_checkpoint_is_what_lies_on_the_disk() -> None:
 
 
 def test_a_run_that_has_ended_has_no_time_left() -> None:
-    assert status_of(RUN, seen([attempt(0, "stopped")], is_held=False, newest=progress())).eta_s is None
+    assert status_of(RUN, seen([attempt(0, Ending.STOPPED)], is_held=False, newest=progress())).eta_s is None
 
 
 def test_a_status_without_any_record_has_no_age() -> None:
@@ -168,6 +169,6 @@ def test_a_progress_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("is_held", "state"), [(True, "starting"), (False, "interrupted")])
 def test_an_attempt_that_another_is_to_follow_in_place_has_none_where_nobody_lives(is_held: bool, state: str) -> None:
-    between = replace(attempt(0, "failed"), next="in place")
+    between = replace(attempt(0, Ending.FAILED), next=Next.IN_PLACE)
 
     assert status_of(RUN, seen([between], is_held=is_held)).state == state

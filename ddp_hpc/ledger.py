@@ -1,0 +1,333 @@
+"""The ledger of a run, `attempts.jsonl`: a line for the start of each attempt and a line for its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from ddp_hpc import exit_codes
+from ddp_hpc.durable import append_json_line, read_json_lines
+from ddp_hpc.processes import start_ticks
+from ddp_hpc.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+_odd: set[tuple[Path, str]] = set()
+"""Lines of ledgers that were skipped, each of which is logged once."""
+
+Cluster = Literal["local", "slurm"]
+
+
+class _Word(str, Enum):
+    """A member that is its own text: in JSON, in messages, and where it is compared with a text."""
+
+    # `Enum` prints `Cause.HANG` from Python 3.12 on, and from 3.8 to 3.11 only outside of f-strings. Each version takes this
+    # method for f-strings too (https://docs.python.org/3/library/enum.html#enum.StrEnum, which is new in 3.11).
+    __str__ = str.__str__
+
+
+class Ending(_Word):
+    """How an attempt ended."""
+
+    FINISHED = "finished"
+    """All steps are done."""
+    STOPPED = "stopped"
+    """It committed because it was asked to stop."""
+    FAILED = "failed"
+    REFUSED = "refused"
+    """The input is invalid."""
+    CANCELLED = "cancelled"
+    """The user ended it without a commit."""
+    FENCED = "fenced"
+    """A newer attempt has taken the run."""
+
+    @property
+    def exit_code(self) -> int:
+        """What the supervisor of such an attempt exits with."""
+        return _EXIT_CODES.get(self, exit_codes.FAILED)
+
+
+_EXIT_CODES: Mapping[Ending, int] = {
+    Ending.FINISHED: exit_codes.FINISHED,
+    Ending.STOPPED: exit_codes.STOPPED,
+    Ending.REFUSED: exit_codes.REFUSED,
+    Ending.FENCED: exit_codes.FENCED,
+}
+
+
+class Cause(_Word):
+    """Why an attempt ended."""
+
+    FINISHED = "finished"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    FENCED = "fenced"
+    STOP_ASKED = "stop asked"
+    REQUEUE_ASKED = "requeue asked"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    WORKER_CRASHED = "worker crashed"
+    HANG = "hang"
+    NODE_FAILED = "node failed"
+    DIVERGED = "diverged"
+    UNEXPLAINED = "unexplained"
+    SUPERVISOR_DIED = "supervisor died"
+    SUSPENDED = "suspended"
+
+
+class Next(_Word):
+    """What follows an attempt; `NOTHING` is false."""
+
+    NOTHING = ""
+    IN_PLACE = "in place"
+    """Another attempt on the same nodes."""
+    REQUEUE = "requeue"
+    """The job goes back into the queue."""
+    SUCCESSOR = "successor"
+    """A new job follows this one."""
+    SLURM = "slurm"
+    """Slurm itself puts the job back into the queue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt at a run: from the ledger's line of its start, and of its end where it has one."""
+
+    attempt: int
+    job_id: str
+    host: str
+    pid: int
+    started_at: float
+    """Seconds since the epoch, as all times in the records."""
+    pid_start: int | None = None
+    """When that process started, in ticks since its host's boot (`processes.start_ticks`)."""
+    cluster: Cluster = "local"
+    nodes: tuple[str, ...] = ()
+    """Of the job, rank zero's first."""
+    ends_at: float | None = None
+    """When the job's time limit ends it, where that is known."""
+    ending: Ending | None = None
+    ended_at: float | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    first_step: int = 0
+    """Of the newest checkpoint when it began, 0 without one."""
+    last_step: int | None = None
+    """Of the newest checkpoint when it ended."""
+    restart: int = 0
+    """How often Slurm had started the job again."""
+    cause: Cause | None = None
+    next: Next = Next.NOTHING
+    failed_nodes: tuple[str, ...] = ()
+    """Whose failure it was, where it was a node's."""
+    image: str = ""
+    """What tells the image that it ran in from others; empty without one, or where nothing tells."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has ended, and no other is to follow."""
+        return self.ending is not None and not self.next
+
+    def lives(self, host: str) -> bool:
+        """Return whether its supervisor is a process of this `host`; a later process of the same number is not it."""
+        if self.host != host:
+            return False
+        started = start_ticks(self.pid)
+        return started is not None and self.pid_start in (None, started)
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What an attempt that is a job of Slurm knows besides."""
+
+    nodes: Sequence[str]
+    ends_at: float | None = None
+    restart: int = 0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What the ledger said of a run when it was read: once for each decision."""
+
+    attempts: Sequence[Attempt] = ()
+    """Oldest first."""
+    newest_number: int = -1
+    """The number of the newest attempt, also of one whose first line is lost; -1 without one."""
+
+    @classmethod
+    def read(cls, run: RunDir) -> Ledger:
+        """Read the ledger; a line that is not one of ours is skipped, and that is logged once."""
+        fields = _fields_by_attempt(run)
+        attempts = tuple(Attempt(**known) for _, known in sorted(fields.items()) if known.keys() >= _BEGUN)
+        return cls(attempts, max(fields, default=-1))
+
+    @property
+    def newest(self) -> Attempt | None:
+        """The newest attempt, or None before the first."""
+        return self.attempts[-1] if self.attempts else None
+
+    def attempt(self, number: int) -> Attempt | None:
+        """Return the attempt of this number, or None where its start was not written."""
+        return next((one for one in self.attempts if one.attempt == number), None)
+
+    def before(self, number: int) -> Attempt | None:
+        """Return the newest attempt that is older than `number`."""
+        return next((one for one in reversed(self.attempts) if one.attempt < number), None)
+
+    def since(self, number: int) -> Sequence[Attempt]:
+        """Return the attempts from `number` on, such as those of the user's newest submission."""
+        return tuple(one for one in self.attempts if one.attempt >= number)
+
+    @property
+    def newest_committed(self) -> int:
+        """The newest step of which the ledger says that a checkpoint was committed; 0 without one."""
+        return max((step or 0 for one in self.attempts for step in (one.first_step, one.last_step)), default=0)
+
+    def other_image(self, image: str) -> str:
+        """Return what to say where the run began in another image than this; empty where it did not, or nothing tells."""
+        before = next((one for one in reversed(self.attempts) if one.image), None)
+        if before is None or not image or before.image == image:
+            return ""
+        return (
+            f"attempt {before.attempt} ran in another image ({before.image}, now {image}): what it comes to may differ"
+        )
+
+
+def _fields_by_attempt(run: RunDir) -> dict[int, dict[str, Any]]:
+    """Return what the ledger says of each attempt, by its number."""
+    attempts: dict[int, dict[str, Any]] = {}
+    for line in read_json_lines(run.attempts, on_odd=lambda text: _note_odd_line(run, text)):
+        fields = _fields(line)
+        if fields is None:
+            _note_odd_line(run, json.dumps(line))
+            continue
+        attempt = attempts.setdefault(fields["attempt"], {})
+        # What the user did counts: the processes of a cancelled attempt may write a line of their own after that.
+        if attempt.get("ending") != Ending.CANCELLED:
+            attempt.update(fields)
+    return attempts
+
+
+_BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
+"""Keys of the line of a start; an attempt without them has only the line of its end."""
+
+
+def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a line says of an attempt, as `Attempt` takes it; None where a value is not of its field's type."""
+    fields = Attempt.__dataclass_fields__
+    try:
+        known = {key: _FROM_JSON[str(fields[key].type)](value) for key, value in line.items() if key in fields}
+    except ValueError:
+        return None
+    return known if "attempt" in known else None
+
+
+T = TypeVar("T")
+
+
+def _optional(convert: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    return lambda value: None if value is None else convert(value)
+
+
+def _require(is_right: bool, value: Any) -> Any:
+    if not is_right:
+        raise ValueError
+    return value
+
+
+def _int(value: Any) -> Any:
+    return _require(isinstance(value, int) and not isinstance(value, bool), value)
+
+
+def _float(value: Any) -> Any:
+    return value if isinstance(value, float) else _int(value)
+
+
+def _str(value: Any) -> Any:
+    return _require(isinstance(value, str), value)
+
+
+def _strs(value: Any) -> tuple[str, ...]:
+    return tuple(map(_str, _require(isinstance(value, list), value)))
+
+
+def _cluster(value: Any) -> Any:
+    return _require(value in get_args(Cluster), value)
+
+
+_FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
+    "int": _int,
+    "int | None": _optional(_int),
+    "float": _float,
+    "float | None": _optional(_float),
+    "str": _str,
+    "tuple[str, ...]": _strs,
+    "Cluster": _cluster,
+    "Next": Next,
+    "Ending | None": _optional(Ending),
+    "Cause | None": _optional(Cause),
+}
+"""A field's type -> what makes it of a value that was read, or raises ValueError where the value is of another type. By
+hand, as a library that converts takes 20 ms to import."""
+
+
+def _note_odd_line(run: RunDir, text: str) -> None:
+    if (run.attempts, text) not in _odd:
+        _odd.add((run.attempts, text))
+        log.warning("%s has a line that is not an attempt's; it is skipped: %.80r", run.attempts, text)
+
+
+def record_start(  # noqa: PLR0913  # what a line of the ledger holds
+    run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None, first_step: int = 0, image: str = ""
+) -> None:
+    """Write into the ledger that this process begins an attempt; `job` is what a cluster adds to it."""
+    about_job = {} if job is None else {"cluster": "slurm", **asdict(job), "nodes": list(job.nodes)}
+    append_json_line(
+        run.attempts,
+        {
+            "attempt": attempt,
+            "job_id": job_id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "pid_start": start_ticks(os.getpid()),
+            "started_at": time.time(),
+            "first_step": first_step,
+            **({"image": image} if image else {}),
+            **about_job,
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What the ledger's second line of an attempt says besides how it ended."""
+
+    cause: Cause | None = None
+    last_step: int | None = None
+    next: Next = Next.NOTHING
+    failed_nodes: tuple[str, ...] = ()
+
+
+def record_end(  # noqa: PLR0913  a record's fields
+    run: RunDir, *, attempt: int, ending: Ending, exit_code: int, reason: str = "", end: End | None = None
+) -> None:
+    """Write into the ledger how an attempt ended."""
+    append_json_line(
+        run.attempts,
+        {
+            "attempt": attempt,
+            "ending": ending,
+            "exit_code": exit_code,
+            "reason": reason,
+            **({} if end is None else asdict(end)),
+            "ended_at": time.time(),
+        },
+    )
