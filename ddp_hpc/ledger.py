@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import time
@@ -17,8 +16,6 @@ from ddp_hpc import exit_codes
 from ddp_hpc.durable import append_json_line, read_json_lines
 from ddp_hpc.processes import start_ticks
 from ddp_hpc.run_dir import RunDir
-
-log = logging.getLogger(__name__)
 
 _odd: set[tuple[Path, str]] = set()
 """Lines of ledgers that were skipped, each of which is logged once."""
@@ -222,9 +219,9 @@ _BEGUN = {"attempt", "job_id", "host", "pid", "started_at"}
 
 def _fields(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a line says of an attempt, as `Attempt` takes it; None where a value is not of its field's type."""
-    fields = Attempt.__dataclass_fields__
+    types = Attempt.__annotations__
     try:
-        known = {key: _FROM_JSON[str(fields[key].type)](value) for key, value in line.items() if key in fields}
+        known = {key: _FROM_JSON[types[key]](value) for key, value in line.items() if key in types}
     except ValueError:
         return None
     return known if "attempt" in known else None
@@ -281,7 +278,10 @@ hand, as a library that converts takes 20 ms to import."""
 
 def _note_odd_line(run: RunDir, text: str) -> None:
     if (run.attempts, text) not in _odd:
+        import logging  # late: it costs each command 4 ms, and there is hardly ever such a line
+
         _odd.add((run.attempts, text))
+        log = logging.getLogger(__name__)
         log.warning("%s has a line that is not an attempt's; it is skipped: %.80r", run.attempts, text)
 
 

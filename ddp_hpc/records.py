@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,44 +194,3 @@ def read_progress(run: RunDir) -> Progress | None:
         return Progress(**{key: value for key, value in record.items() if key in Progress.__dataclass_fields__})
     except TypeError:
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerFailure:
-    """What is known of a process's death, from itself or from the agent."""
-
-    rank: int
-    """-1 for the agent."""
-    host: str
-    at: float
-    step: int
-    exception: str
-    """Type and message."""
-    log: str
-    """Where its output is."""
-    traceback: str = ""
-    is_input_error: bool = False
-    """The user asked for something that cannot be (exit 2), rather than something that broke."""
-    is_secondary: bool = False
-    """The worker died of another's death: a lost connection."""
-    is_diverged: bool = False
-    """The training came to numbers that are not finite."""
-
-
-def read_failures(run: RunDir, attempt: int) -> list[WorkerFailure]:
-    """Return what died in an attempt, the first cause first: who lost a connection died of another's death."""
-    folder = run.attempt_errors(attempt)
-    paths: list[Path] = known(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
-    records: list[dict[str, Any] | None] = [known(path, partial(read_json, path), unknown=None) for path in paths]
-    failures = []
-    for record in records:
-        try:
-            failures.append(WorkerFailure(**(record or {})))
-        except TypeError:
-            continue
-    return sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
-
-
-def first_failure(run: RunDir, attempt: int) -> WorkerFailure | None:
-    """Return the first to fail, or None where nobody wrote anything down."""
-    return next(iter(read_failures(run, attempt)), None)

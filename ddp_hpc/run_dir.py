@@ -121,7 +121,7 @@ class RunDir:
         return self.path / "logs" / f"attempt-{attempt}"
 
     def allowance(self, attempt: int) -> Path:
-        """Dated to when rank zero has to move again, while it builds its recipe."""
+        """Dated to when rank zero has to move again, while it builds its recipe; holds what it is at (`failure_reports.Phase`)."""
         return self.attempt_logs(attempt) / "building"
 
     def rank_log(self, attempt: int, rank: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +11,14 @@ from dataclasses import dataclass, replace
 from ddp_hpc import exit_codes, ownership, requeue
 from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
+from ddp_hpc.failure_reports import Phase, WorkerFailure, allowed_phase, read_failures, silent_end, write_failure
 from ddp_hpc.job import predecessors, stacks
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.causes import Evidence, cause_of, is_cancelled, is_ending
-from ddp_hpc.job.deaths import silent_end
 from ddp_hpc.job.predecessors import accounted_end, nodes_to_spare
 from ddp_hpc.ledger import Attempt, Cause, End, Ledger, Next, record_end
 from ddp_hpc.records import (
     QueuedJob,
-    WorkerFailure,
-    read_failures,
     read_queued_job,
     read_stop_request,
     since_submission,
@@ -49,11 +46,6 @@ _ENDED_EARLY = (
     "a stop signal ended the workers before they could listen: somebody sent it to the job's steps, or srun did, as it does "
     "where a task fails"
 )
-_BY_SIGNAL = "killed by "
-_BUILDING = "in build_recipe"
-"""In the stacks of a rank that builds its recipe."""
-_NOT_BUILT = "the recipe was not built"
-_BY_HARDWARE = ("CUDA error", "NCCL error", "ECC error", "cuDNN error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,23 +193,25 @@ def _write_down_hang(assignment: Assignment, attempt: int, failures: Sequence[Wo
     rank, stands_how = found if found is not None else (-1, "all wait for each other: look at the network between them")
     node = assignment.node_of(rank)
     who = "" if found is None else f"rank {rank}{f' on {node}' if node else ''} "
+    phase = allowed_phase(run, attempt)
     failure = WorkerFailure(
         rank=rank,
         host=node or "",
         at=time.time(),
         step=0,
-        exception=f"{_stood_still(assignment, stands)}; {who}{stands_how}; all stacks: {path}",
+        exception=f"{_stood_still(assignment, phase)}; {who}{stands_how}; all stacks: {path}",
         log=str(run.rank_log(attempt, max(rank, 0))),
+        phase=phase,
     )
     with _told_where_the_disk_is_full():
-        replace_text(run.rank_error(attempt, max(rank, 0)), json.dumps(failure.__dict__, indent=1))
+        write_failure(run.rank_error(attempt, max(rank, 0)), failure)
     return failure
 
 
-def _stood_still(assignment: Assignment, stands: Sequence[stacks.Stand]) -> str:
+def _stood_still(assignment: Assignment, phase: Phase) -> str:
     restart = assignment.spec.restart
-    if any(_BUILDING in stand.stacks for stand in stands):
-        return f"{_NOT_BUILT} within {restart.build_timeout_s} s"
+    if phase == "building":
+        return f"the recipe was not built within {restart.build_timeout_s} s"
     return f"no rank moved for {restart.hang_timeout_s} s"
 
 
@@ -229,12 +223,8 @@ def _failed_nodes(
         return tuple(evidence.lost_nodes)
     if failure is None or cause not in {Cause.HANG, Cause.WORKER_CRASHED}:
         return ()
-    said = failure.exception
-    is_nodes = (
-        (cause == Cause.HANG and not said.startswith(_NOT_BUILT))
-        or said.startswith(_BY_SIGNAL)
-        or any(text in said for text in _BY_HARDWARE)
-    )
+    is_hang_of_node = cause == Cause.HANG and failure.phase != "building"
+    is_nodes = is_hang_of_node or failure.signal is not None or failure.is_hardware
     node = assignment.node_of(failure.rank) if failure.rank >= 0 else None
     return (node,) if is_nodes and node is not None else ()
 

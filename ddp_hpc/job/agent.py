@@ -32,8 +32,8 @@ from typing import Any
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.failure_reports import report, report_killed
 from ddp_hpc.job.cpus import Share, share_here
-from ddp_hpc.job.deaths import report, report_killed
 from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import LOOPBACK, Meeting, PortTakenError, listen
 from ddp_hpc.job.surroundings import (

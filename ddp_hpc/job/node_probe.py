@@ -11,11 +11,11 @@ from functools import partial
 
 from ddp_hpc import exit_codes
 from ddp_hpc.containers import Housing
+from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.children import printed_by
 from ddp_hpc.job.launcher import WORKER
 from ddp_hpc.ledger import Cause, Ledger
-from ddp_hpc.records import first_failure
 from ddp_hpc.requeue import reserve_s
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv

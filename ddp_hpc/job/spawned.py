@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.deaths import report
+from ddp_hpc.failure_reports import report
 from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.run_dir import RunDir
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.failure_reports import report
 from ddp_hpc.job.cpus import share_here
-from ddp_hpc.job.deaths import report
 from ddp_hpc.job.meeting import Meeting, PortTakenError, listen
 from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.records import write_verdict

@@ -9,10 +9,11 @@ from contextlib import suppress
 from typing import Protocol
 
 from ddp_hpc import exit_codes, ownership, processes
+from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.job import children
 from ddp_hpc.job.line import Line
 from ddp_hpc.job.meeting import Meeting
-from ddp_hpc.records import ask_to_stop, first_failure, take_verdict
+from ddp_hpc.records import ask_to_stop, take_verdict
 from ddp_hpc.run_dir import RunDir
 
 LEAVE_S = 15.0

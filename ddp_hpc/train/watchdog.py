@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.durable import open_private
+from ddp_hpc.failure_reports import Phase
 
 FEED_INTERVAL_S = 0.5
 """Feeding costs a thread, some 50 us, so it is done no more often."""
@@ -60,8 +61,8 @@ class Watchdog:
             with suppress(OSError):  # no file, or a full disk
                 os.utime(sys.stderr.fileno())
 
-    def allow(self, seconds: float) -> None:
-        """Let this rank stand still for so long, once: until it is fed again.
+    def allow(self, seconds: float, phase: Phase = "building") -> None:
+        """Let this rank stand still for so long, once: until it is fed again. `phase` is what takes so long.
 
         The supervisor sees it by a file that is dated ahead; a log would get another date by each line that is printed.
         """
@@ -72,7 +73,8 @@ class Watchdog:
         if self._allowance is not None:
             until, self._is_allowed = time.time() + seconds, True
             with suppress(OSError):
-                open_private(self._allowance, "w").close()
+                with open_private(self._allowance, "w") as file:
+                    file.write(phase)
                 os.utime(self._allowance, (until, until))
 
     def _withdraw_allowance(self) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import socket
-import time
-import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ddp_hpc.config import load_resolved
-from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.environment import capture, differences, newest_environment, write_environment
-from ddp_hpc.errors import ConfigError, DdpHpcError, DivergedError
+from ddp_hpc.errors import ConfigError, DdpHpcError
 from ddp_hpc.exit_codes import FAILED, FINISHED, STOPPED
-from ddp_hpc.records import WorkerFailure, read_rendezvous_token
+from ddp_hpc.failure_reports import Phase, WorkerFailure, failure_of, write_failure
+from ddp_hpc.records import read_rendezvous_token
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import process_group, rng
@@ -64,6 +60,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     flag = StopFlag(run.stop_request)
     flag.listen()
     training: Training | None = None
+    phase: Phase = "joining"
     try:
         spec = load_resolved(run.config, is_patient=True)
         allowance = run.allowance(attempt) if place.is_rank_zero else None
@@ -71,15 +68,19 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         device = _device(spec, place, environ)
         group = _join(run, place, device, attempt=attempt, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)
         watchdog.allow(spec.restart.build_timeout_s)  # joining has its own patience: others may start more slowly
+        phase = "building"
         recipe = _recipe(spec)
         group.meet("built", silence_s=spec.restart.build_timeout_s)  # collectives have less patience
         watchdog.feed()
+        phase = "training"
         training = prepare(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         if place.is_rank_zero:
             _note_environment(run, attempt, environ)
         finished = _walk(training)
     except BaseException as error:  # noqa: BLE001  whatever a worker dies of is written down
-        _report(run, place, error, attempt=attempt, step=training.state.position.step if training else 0)
+        failure = failure_of(error, rank=place.rank, log=run.rank_log(attempt, place.rank), phase=phase)
+        step = training.state.position.step if training else 0
+        _report(run, attempt, replace(failure, step=step, is_secondary=_lost_another(error)))
         return error.exit_code if isinstance(error, DdpHpcError) else FAILED
     code = FINISHED if finished else STOPPED
     watchdog.dismiss()
@@ -132,25 +133,9 @@ def _walk(training: Training) -> bool:
     return finished
 
 
-def _report(run: RunDir, place: Place, error: BaseException, *, attempt: int, step: int) -> None:
-    text = "".join(traceback.format_exception(error))
-    is_plain = isinstance(error, ConfigError | DivergedError)
-    log.error("%s", error if is_plain else text)
-    failure = WorkerFailure(
-        rank=place.rank,
-        host=socket.gethostname(),
-        at=time.time(),
-        step=step,
-        exception=str(error) if is_plain else f"{type(error).__name__}: {error}",
-        traceback=text,
-        log=str(run.rank_log(attempt, place.rank)),
-        is_input_error=isinstance(error, ConfigError),
-        is_secondary=_lost_another(error),
-        is_diverged=isinstance(error, DivergedError),
-    )
-    path = run.rank_error(attempt, place.rank)
-    make_directories(path.parent)
-    replace_text(path, json.dumps(asdict(failure), indent=1))
+def _report(run: RunDir, attempt: int, failure: WorkerFailure) -> None:
+    log.error("%s", failure.exception if failure.is_input_error or failure.is_diverged else failure.traceback)
+    write_failure(run.rank_error(attempt, failure.rank), failure)
 
 
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddp_hpc.records import WorkerFailure
+from ddp_hpc.failure_reports import WorkerFailure
 from ddp_hpc.run_dir import RunDir
 
 _TAIL_BYTES = 16 << 10

@@ -42,8 +42,8 @@ DOORS: dict[str, set[str]] = {
     "signal": {
         "processes.py",
         "drill/hand.py",
+        "failure_reports.py",
         "job/agent.py",
-        "job/deaths.py",
         "submission/local_executor.py",
         "train/stop.py",
     },

@@ -15,7 +15,8 @@ import pytest
 
 from ddp_hpc.checkpoint_store import committed_steps
 from ddp_hpc.durable import read_json_lines
-from ddp_hpc.records import Progress, first_failure, read_attempts, read_progress
+from ddp_hpc.failure_reports import first_failure
+from ddp_hpc.records import Progress, read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local_executor

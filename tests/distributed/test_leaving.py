@@ -17,8 +17,9 @@ import pytest
 
 from ddp_hpc import processes
 from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.ownership import claim, claims
-from ddp_hpc.records import first_failure, read_attempts, read_progress
+from ddp_hpc.records import read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import read_status
 from tests.distributed.whole_runs import Workplace, cases_of, live_processes, make_workplace

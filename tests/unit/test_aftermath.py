@@ -80,7 +80,7 @@ class Supervised:
     def killed_on(self, rank: int) -> None:
         """Begin an attempt that ends because a rank is killed."""
         attempt = self.begin()
-        add_failure(self.run, attempt, rank=rank, exception="killed by SIGKILL")
+        add_failure(self.run, attempt, rank=rank, exception="killed by SIGKILL", signal=9)
         leave(self.assignment, conclude(self.assignment, attempt, CRASHED))
 
 
@@ -145,6 +145,29 @@ def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
 
     assert (one.last.next, one.last.failed_nodes) == ("in place", ())
     assert "ValueError: rank 1 is out of luck" in one.last.reason
+
+
+@pytest.mark.parametrize(
+    ("known", "is_nodes"),
+    [
+        ({"exception": "killed by SIGKILL", "signal": 9}, True),
+        ({"exception": "RuntimeError: CUDA error: uncorrectable ECC error", "is_hardware": True}, True),
+        ({"exception": "ValueError: killed by SIGKILL, said a user's own message"}, False),
+        ({"exception": "killed by SIGKILL"}, False),
+        ({"exception": "ValueError: no CUDA error, NCCL error or ECC error was expected"}, False),
+    ],
+)
+def test_a_node_is_blamed_by_the_fields_of_a_report_and_not_by_its_words(
+    supervised: Make, known: dict[str, Any], *, is_nodes: bool
+) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=1, **known)
+
+    conclude(one.assignment, attempt, CRASHED)
+
+    assert one.last.failed_nodes == (("node2",) if is_nodes else ())
+    assert str(known["exception"]) in one.last.reason
 
 
 def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervised: Make) -> None:
@@ -638,13 +661,13 @@ def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -
     assert "suspended for longer than `restart.hang_timeout_s`" in one.last.reason
 
 
-@pytest.mark.parametrize(("function", "is_built"), [("build_recipe", False), ("accumulate_gradients", True)])
-def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(
-    supervised: Make, function: str, *, is_built: bool
-) -> None:
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(supervised: Make, *, is_built: bool) -> None:
     one = supervised()
     attempt = one.begin()
-    add_stacks(one.run, attempt, function, rank=1)  # rank 0 says nothing
+    add_stacks(one.run, attempt, "build_recipe", rank=1)  # rank 0 says nothing; a user's function may bear that name
+    if not is_built:
+        one.run.allowance(attempt).write_text("building")
 
     concluded = conclude(one.assignment, attempt, CRASHED)
 

@@ -14,8 +14,8 @@ import pytest
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.drill.hand import Seen
+from ddp_hpc.failure_reports import first_failure, read_failures
 from ddp_hpc.job.workers import ByAgents
-from ddp_hpc.records import first_failure, read_failures
 from ddp_hpc.run_dir import RunDir
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
@@ -126,7 +126,8 @@ def test_after_a_worker_was_killed_the_same_agent_begins_again_and_imports_nothi
     assert (after_the_kill, in_the_end) == (exit_codes.FAILED, exit_codes.FINISHED)
     assert are_gone
     assert failure is not None
-    assert (failure.rank, failure.exception.partition(" (")[0]) == (1, "killed by SIGKILL")
+    assert (failure.rank, failure.signal) == (1, signal.SIGKILL)
+    assert failure.exception == "killed by SIGKILL (the kernel does that when memory runs out)"
     assert notes(run, "imported") == [f"imported by {agent}"]
     assert notes(run, "preloaded") == [f"preloaded by {agent}"]
     assert set(pids(run, 1).values()).isdisjoint(first.values())

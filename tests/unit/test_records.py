@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.ledger import Ending
-from ddp_hpc.records import (
-    first_failure,
-    read_attempts,
-    read_failures,
-    read_progress,
-    record_end,
-    record_start,
-    write_progress,
-)
-from tests.made_run import add_failure, make_run, progress
+from ddp_hpc.records import read_attempts, read_progress, record_end, record_start, write_progress
+from tests.made_run import make_run, progress
 
 
 def test_an_attempt_is_its_start_and_its_end(tmp_path: Path) -> None:
@@ -74,27 +65,3 @@ def test_progress_that_is_none_is_no_error(text: str, is_readable: bool, tmp_pat
     run.progress.write_text(text)
 
     assert (read_progress(run) is not None) is is_readable
-
-
-def test_the_first_to_fail_comes_before_those_who_died_of_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    lost_first = add_failure(run, rank=0, at=1.0, is_secondary=True)
-    cause = add_failure(run, rank=1, at=2.0)
-    later = add_failure(run, rank=2, at=3.0)
-
-    failures = read_failures(run, 0)
-
-    assert failures == [cause, later, lost_first]
-    assert first_failure(run, 0) == cause
-
-
-def test_failures_are_those_of_one_attempt_and_unreadable_ones_are_passed_over(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    add_failure(run, 0, rank=0)
-    failure = add_failure(run, 1, rank=3)
-    run.rank_error(1, 4).write_text('{"rank": 4')
-
-    failures = read_failures(run, 1)
-
-    assert failures == [replace(failure)]
-    assert first_failure(run, 2) is None

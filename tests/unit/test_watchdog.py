@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import exit_codes
+from ddp_hpc.failure_reports import allowed_phase, first_failure
 from tests.made_run import make_run
 
 PATIENCE_S = 100.0
@@ -189,7 +190,7 @@ dog = Watchdog(1.0, gives_sign=True, allowance=allowance)
 dog.feed()
 dog.allow(600.0)
 print("what a recipe prints dates the log, and nothing else", file=sys.stderr, flush=True)
-print(allowance.stat().st_mtime > time.time() + 500, flush=True)
+print(allowance.stat().st_mtime > time.time() + 500, allowance.read_text(), flush=True)
 time.sleep(3.0)
 dog.feed()
 print(allowance.exists(), flush=True)
@@ -200,7 +201,7 @@ stand_still()
 
     assert code == 1
     assert log.read_text().startswith(
-        "what a recipe prints dates the log, and nothing else\nTrue\nFalse\nTimeout (0:00:01)!\n"
+        "what a recipe prints dates the log, and nothing else\nTrue building\nFalse\nTimeout (0:00:01)!\n"
     )
 
 
@@ -230,3 +231,6 @@ def test_a_recipe_that_takes_longer_to_build_than_a_step_may_is_no_hang(tmp_path
 
     assert done.returncode == exit_codes.REFUSED, done.stderr
     assert "it is built" in run.rank_log(0, 0).read_text()
+    failure = first_failure(run, 0)
+    assert failure is not None
+    assert (failure.phase, failure.is_input_error, allowed_phase(run, 0)) == ("building", True, "building")

@@ -1,0 +1,164 @@
+"""One report for each process of a run that failed: what it died of, with the fields that decisions rest on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ddp_hpc.durable import make_directories, read_json, replace_text
+from ddp_hpc.errors import ConfigError, DivergedError
+from ddp_hpc.patience import known
+from ddp_hpc.run_dir import RunDir
+
+Phase = Literal["", "starting", "joining", "building", "training"]
+"""What a worker was at: nobody knows; importing what it needs; joining the other ranks; building the recipe; all that
+follows, such as restoring, training and saving."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """What is known of the death of a process: from itself, from the agent, or from the supervisor."""
+
+    rank: int
+    """-1 for an agent, and for a hang for which no rank can be named."""
+    host: str
+    at: float
+    step: int
+    exception: str
+    """Type and message. For people: decisions rest on the fields below."""
+    log: str
+    """Where its output is."""
+    traceback: str = ""
+    is_input_error: bool = False
+    """The input is invalid (exit 2), rather than something broke."""
+    is_secondary: bool = False
+    """The worker died of another's death: a lost connection."""
+    is_diverged: bool = False
+    """The training came to numbers that are not finite."""
+    signal: int | None = None
+    """The signal that killed it, where somebody else than its agent sent it."""
+    is_hardware: bool = False
+    """A device, or the library that drives it, has failed."""
+    phase: Phase = ""
+
+
+def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "") -> WorkerFailure:
+    """Return the report of a process that ends because of `error`, which its caller has just caught."""
+    import traceback  # late: only a process that fails pays for it
+
+    is_plain = isinstance(error, ConfigError | DivergedError)  # said in words that need no type
+    return WorkerFailure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        step=0,
+        exception=str(error) if is_plain else f"{type(error).__name__}: {error}",
+        log=str(log),
+        traceback="".join(traceback.format_exception(error)),
+        is_input_error=isinstance(error, ConfigError),
+        is_diverged=isinstance(error, DivergedError),
+        is_hardware=is_of_hardware(error),
+        phase=phase,
+    )
+
+
+_BY_HARDWARE = ("CUDA error", "NCCL error", "ECC error", "cuDNN error")
+
+
+def is_of_hardware(error: BaseException) -> bool:
+    """Tell whether an exception says that a device, or the library that drives it, has failed.
+
+    PyTorch has a type for the device's errors since 2.8, `torch.AcceleratorError`; before, and for NCCL and cuDNN still, it
+    raises RuntimeError or a subclass that other errors share, and only the beginning of C++'s text tells them apart. This is
+    the one place that looks at it: where the exception is at hand. By name, as only workers import torch.
+    """
+    if not isinstance(error, RuntimeError):
+        return False
+    return type(error).__name__ == "AcceleratorError" or any(text in str(error) for text in _BY_HARDWARE)
+
+
+def write_failure(path: Path, failure: WorkerFailure) -> None:
+    """Write a report to `path`, which is `RunDir.rank_error` or `RunDir.agent_error` of the attempt."""
+    make_directories(path.parent)
+    replace_text(path, json.dumps(asdict(failure), indent=1))
+
+
+def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
+    """Print and write what ended a process before its worker began; `rank` is -1 for an agent."""
+    failure = failure_of(error, rank=rank, log=log, phase="starting")
+    sys.stderr.write(f"error: {error}\n" if failure.is_input_error else failure.traceback)
+    write_failure(path, failure)
+
+
+def report_killed(path: Path, number: signal.Signals, *, rank: int, log: Path) -> None:
+    """Write that a signal ended a worker."""
+    hint = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
+    failure = WorkerFailure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        step=0,
+        exception=f"killed by {number.name}{hint}",
+        log=str(log),
+        signal=int(number),
+    )
+    write_failure(path, failure)
+
+
+def silent_end(code: int, step_code: int | None) -> str:
+    """Say how workers ended where none of them, and no agent, has written a report.
+
+    `code` is what their exit codes mean together, `step_code` what the command that started them ended with.
+    """
+    number = _signal_number(step_code)
+    if number is None:
+        return f"the workers ended with code {code} and left no reason; their logs have what they printed"
+    memory = " or memory ran out" if number == signal.SIGKILL else ""
+    return (
+        f"all workers were killed by signal {number} ({signal.Signals(number).name}) and left no reason: somebody killed "
+        f"them{memory}. Look at the kernel's log (`dmesg`), or on Slurm at `sacct -j JOB --format=State,ExitCode,MaxRSS`"
+        f"{'; `resources.mem_gb` asks for more memory' if memory else ''}"
+    )
+
+
+def _signal_number(code: int | None) -> int | None:
+    """Return the signal that a process ended by; srun and shells say 128 and its number."""
+    number = 0 if code is None else -code if code < 0 else code - 128
+    return number if number in set(signal.Signals) else None
+
+
+def allowed_phase(run: RunDir, attempt: int) -> Phase:
+    """Return what rank zero was at when it was last allowed to be silent for long, if it has not moved on since."""
+    path = run.allowance(attempt)
+    text = known(path, lambda: path.read_text(encoding="ascii") if path.exists() else "", unknown="")
+    return next((phase for phase in get_args(Phase) if phase == text), "")
+
+
+def read_failures(run: RunDir, attempt: int) -> Sequence[WorkerFailure]:
+    """Return what died in an attempt, the first cause first: who lost a connection died of another's death."""
+    folder = run.attempt_errors(attempt)
+    paths: list[Path] = known(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
+    records: list[dict[str, Any] | None] = [known(path, partial(read_json, path), unknown=None) for path in paths]
+    failures = [failure for record in records if (failure := _failure(record or {})) is not None]
+    return sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
+
+
+def _failure(record: Mapping[str, Any]) -> WorkerFailure | None:
+    """Return the report in a file; None where it is none. A key of another version is left out, one that lacks has its default."""
+    try:
+        return WorkerFailure(**{key: value for key, value in record.items() if key in WorkerFailure.__annotations__})
+    except TypeError:
+        return None
+
+
+def first_failure(run: RunDir, attempt: int) -> WorkerFailure | None:
+    """Return the first to fail, or None where nobody wrote a report."""
+    return next(iter(read_failures(run, attempt)), None)
