@@ -12,11 +12,11 @@ from contextlib import suppress
 
 from ddp_hpc import checkpoint_store, exit_codes, requeue
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.job import aftermath
-from ddp_hpc.job.aftermath import Conclusion
+from ddp_hpc.job import attempt_end, requeue_job
 from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.attempt_end import Conclusion
 from ddp_hpc.job.workers import Workers
-from ddp_hpc.ledger import Cause, End, Ledger, record_end
+from ddp_hpc.ledger import Cause, Ledger, record_end
 from ddp_hpc.records import read_queued_job, since_submission
 from ddp_hpc.slurm import client
 
@@ -43,9 +43,9 @@ def outcome_of(error: Exception, workers: Workers) -> Outcome:
 
 
 def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusion:
-    """Conclude as `aftermath` does; where it cannot, by what can be read at all."""
+    """Conclude as `attempt_end` does; where it cannot, by what can be read at all."""
     try:
-        return aftermath.conclude(assignment, attempt, outcome)
+        return attempt_end.conclude(assignment, attempt, outcome)
     except Exception as error:  # noqa: BLE001  whatever it is, the job must not end of it
         reason = "; ".join(part for part in (outcome.reason, say(error)) if part)
     if outcome.code == exit_codes.FENCED:
@@ -64,8 +64,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
     )
     decision = requeue.decide(situation, assignment.spec.restart)
     reason = "; ".join(part for part in (reason, decision.why) if part)
-    conclusion = Conclusion(attempt=attempt, cause=_CAUSE, decision=decision, reason=reason)
-    end = End(cause=_CAUSE, last_step=newest_step, next=decision.next)
+    conclusion = Conclusion(attempt=attempt, cause=_CAUSE, decision=decision, reason=reason, last_step=newest_step)
     try:
         record_end(
             assignment.run,
@@ -73,7 +72,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
             ending=decision.ending,
             exit_code=conclusion.exit_code,
             reason=reason,
-            end=end,
+            end=conclusion.end,
         )
     except Exception as error:  # noqa: BLE001  the way back matters more
         sys.stderr.write(f"note: the end of attempt {attempt} could not be written down: {error}\n")
@@ -81,9 +80,9 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
 
 
 def leave(assignment: Assignment, conclusion: Conclusion) -> None:
-    """Leave as `aftermath` does; where it cannot, put the job back into the queue without notes and excluded nodes."""
+    """Leave as `requeue_job` does; where it cannot, put the job back into the queue without notes and excluded nodes."""
     try:
-        return aftermath.leave(assignment, conclusion)
+        return requeue_job.leave(assignment, conclusion)
     except Exception as error:
         say(error)
         allocation = assignment.allocation

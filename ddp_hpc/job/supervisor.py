@@ -25,12 +25,13 @@ from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.job import last_resort, node_probe, predecessors, takeover
-from ddp_hpc.job.aftermath import ENDED_BY_USER, has_worked
 from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.evidence import has_trained
 from ddp_hpc.job.housing import housing_of, moved
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.meeting_place import meetings
+from ddp_hpc.job.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.surroundings import IMPORT_PATH
 from ddp_hpc.job.vigil import Vigil
@@ -132,7 +133,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
     try:
         housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
     except ConfigError as error:
-        if allocation is not None and has_worked(_attempts(run)):
+        if allocation is not None and has_trained(_attempts(run)):
             return _leave_node(assignment, error)
         _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
         raise

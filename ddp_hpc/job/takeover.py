@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ddp_hpc import checkpoint_store, exit_codes, processes, requeue
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError
-from ddp_hpc.job.aftermath import Conclusion, leave
 from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.job.attempt_end import Conclusion
+from ddp_hpc.job.requeue_job import leave
 from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.records import is_done, read_queued_job, since_submission
 from ddp_hpc.requeue import Decision
@@ -145,6 +146,13 @@ def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mappin
     if newest.next == Next.REQUEUE or noted is None or noted.job_id == allocation.job_id:
         assignment = Assignment(run=run, spec=spec, allocation=allocation, is_for_slurm=True, environ=environ)
         decision = Decision(ending=newest.ending or Ending.FAILED, next=newest.next, exclude=newest.failed_nodes)
-        cause = newest.cause or Cause.UNEXPLAINED
-        leave(assignment, Conclusion(attempt=newest.attempt, cause=cause, decision=decision, reason=newest.reason))
+        conclusion = Conclusion(
+            attempt=newest.attempt,
+            cause=newest.cause or Cause.UNEXPLAINED,
+            decision=decision,
+            reason=newest.reason,
+            last_step=newest.last_step,
+            failed_nodes=newest.failed_nodes,
+        )
+        leave(assignment, conclusion)
     return exit_codes.FAILED if newest.exit_code is None else newest.exit_code

@@ -14,7 +14,7 @@ import pytest
 
 from ddp_hpc.cli.plan import plan_of
 from ddp_hpc.config import load_resolved
-from ddp_hpc.job import aftermath
+from ddp_hpc.job import attempt_end
 from ddp_hpc.job.assignment import Outcome
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.workers import ByTasks
@@ -61,7 +61,7 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
     ],
 )
 def test_an_end_without_a_record_is_told_by_what_is_known_of_it(step_code: int | None, told: str) -> None:
-    assert told in aftermath._told(Cause.WORKER_CRASHED, Outcome(code=1, step_code=step_code), None)
+    assert told in attempt_end._message(Cause.WORKER_CRASHED, Outcome(code=1, step_code=step_code), None)
 
 
 def test_a_step_that_was_killed_leaves_its_signal(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""The end of an attempt: why it ended, what follows by the table (`requeue`), and both in the ledger."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ddp_hpc import exit_codes, ownership, requeue
+from ddp_hpc.failure_reports import WorkerFailure, silent_end
+from ddp_hpc.job import blame, predecessors
+from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.best_effort import best_effort
+from ddp_hpc.job.causes import cause_of
+from ddp_hpc.job.evidence import Recorded, gather, has_trained
+from ddp_hpc.job.hang_report import report_hang
+from ddp_hpc.ledger import Cause, End, record_end
+from ddp_hpc.records import write_done
+from ddp_hpc.requeue import Decision, Situation
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+
+_ENDED_EARLY = (
+    "a stop signal ended the workers before they could listen: somebody sent it to the job's steps, or srun did, as it does "
+    "where a task fails"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conclusion:
+    """What an attempt's end means."""
+
+    attempt: int
+    cause: Cause
+    decision: Decision
+    reason: str
+    last_step: int | None = None
+    """Of the newest checkpoint."""
+    failed_nodes: tuple[str, ...] = ()
+    """Whose failure it was, where it was a node's."""
+    is_slurm_away: bool = False
+    """Whether the controller did not answer, or needed not be asked."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.decision.ending.exit_code
+
+    @property
+    def end(self) -> End:
+        """What the ledger says of it."""
+        return End(cause=self.cause, last_step=self.last_step, next=self.decision.next, failed_nodes=self.failed_nodes)
+
+
+def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusion:
+    """Find out why an attempt ended, decide what follows, and write both into the ledger."""
+    known = Recorded.read(assignment.run, attempt)
+    evidence = gather(assignment, attempt, outcome, known.ledger)
+    cause, failure = cause_of(evidence), known.failure
+    if cause == Cause.HANG:
+        failure = report_hang(assignment, attempt, known.failures)
+    failed_nodes = blame.failed_nodes(assignment, cause, failure, evidence)
+    if outcome.avoided_nodes:
+        # A node that is avoided for its earlier failures has not failed once more: else it is never forgotten.
+        before = requeue.bad_nodes(known.ledger.attempts, assignment.spec.restart, now=time.time())
+        failed_nodes = tuple(node for node in failed_nodes if node not in before)
+    if cause == Cause.REFUSED and has_trained(known.attempts):
+        cause, failed_nodes = Cause.WORKER_CRASHED, blame.refusing_nodes(assignment, failure)
+    newest_step = predecessors.newest_step(assignment.run, known.ledger)
+    situation = Situation(
+        cause=cause,
+        is_committed=outcome.code == exit_codes.STOPPED,
+        num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
+        is_mute=failure is None,
+        is_on_slurm=assignment.allocation is not None,
+        is_requeued_by_slurm=evidence.is_requeued_by_slurm,
+        failed_nodes=failed_nodes,
+        bad_nodes=blame.bad_nodes(assignment, known.attempts, attempt, failed_nodes),
+        may_requeue=assignment.spec.slurm.requeue,
+    )
+    decision = requeue.decide(situation, assignment.spec.restart)
+    conclusion = Conclusion(
+        attempt=attempt,
+        cause=cause,
+        decision=decision,
+        reason=_reason(cause, outcome, failure, decision),
+        last_step=newest_step,
+        failed_nodes=failed_nodes,
+        is_slurm_away=assignment.allocation is not None and evidence.job is None,
+    )
+    _write(assignment.run, assignment.spec, conclusion)
+    return conclusion
+
+
+def _write(run: RunDir, spec: RunSpec, conclusion: Conclusion) -> None:
+    """Write how an attempt ended into the ledger, and leave behind what its end asks for."""
+    cause, decision = conclusion.cause, conclusion.decision
+    if cause == Cause.FINISHED:
+        with best_effort():
+            write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
+    with best_effort():
+        record_end(
+            run,
+            attempt=conclusion.attempt,
+            ending=decision.ending,
+            exit_code=conclusion.exit_code,
+            reason=conclusion.reason,
+            # Of one that is fenced, the newer attempt has written what became of it.
+            end=None if cause == Cause.FENCED else conclusion.end,
+        )
+    with best_effort():
+        if cause == Cause.STOP_ASKED:
+            run.stop_request.unlink(missing_ok=True)  # it is done: the next start of the job is somebody's own wish
+        if not decision.next and cause != Cause.FENCED:
+            ownership.release(run, conclusion.attempt)
+
+
+def _reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None, decision: Decision) -> str:
+    message = outcome.reason or _message(cause, outcome, failure)
+    return "; ".join(part for part in (message, decision.why) if part)
+
+
+def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
+    if cause in {Cause.FINISHED, Cause.STOP_ASKED}:
+        return ""
+    if cause in {Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED} and failure is not None:
+        if failure.is_secondary:
+            return f"processes died without a word; rank {failure.rank} on {failure.host} lost the connection to them"
+        is_plain = failure.is_input_error or failure.is_diverged or failure.rank < 0 or cause == Cause.HANG
+        where = f" on {failure.host}" if failure.host else ""
+        return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
+    if cause == Cause.WORKER_CRASHED:
+        return silent_end(outcome.code, outcome.step_code)
+    return {
+        Cause.CANCELLED: "cancelled by the user",
+        Cause.FENCED: "another attempt has taken the run over",
+        Cause.REQUEUE_ASKED: "told to make room",
+        Cause.PREEMPTED: "preempted",
+        Cause.TIME_LIMIT: "the job's time was over",
+        Cause.NODE_FAILED: f"lost {', '.join(outcome.lost_nodes) or 'a node'}",
+        Cause.HANG: "nothing was heard of the workers for long",
+        Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, and the workers had to begin again",
+        Cause.UNEXPLAINED: "told to leave before anybody could listen" if outcome.was_told else _ENDED_EARLY,
+    }.get(cause, cause)

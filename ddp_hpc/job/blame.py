@@ -1,0 +1,48 @@
+"""Which nodes the end of an attempt counts against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ddp_hpc import requeue
+from ddp_hpc.failure_reports import WorkerFailure
+from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.job.causes import Evidence
+from ddp_hpc.ledger import Attempt, Cause
+
+
+def failed_nodes(
+    assignment: Assignment, cause: Cause, failure: WorkerFailure | None, evidence: Evidence
+) -> tuple[str, ...]:
+    """Return the nodes whose failure it may have been. An exception of the user's code is no node's fault."""
+    if cause == Cause.NODE_FAILED:
+        return tuple(evidence.lost_nodes)
+    if failure is None or cause not in {Cause.HANG, Cause.WORKER_CRASHED}:
+        return ()
+    is_hang_of_node = cause == Cause.HANG and failure.phase != "building"
+    is_nodes = is_hang_of_node or failure.signal is not None or failure.is_hardware
+    node = assignment.node_of(failure.rank) if failure.rank >= 0 else None
+    return (node,) if is_nodes and node is not None else ()
+
+
+def refusing_nodes(assignment: Assignment, failure: WorkerFailure | None) -> tuple[str, ...]:
+    """Return the node that has not what the others had: a GPU, a mount, an image."""
+    if failure is None:
+        return ()
+    node = assignment.node_of(failure.rank) if failure.rank >= 0 else failure.host
+    return (node,) if node in assignment.nodes else ()
+
+
+def bad_nodes(
+    assignment: Assignment, attempts: Sequence[Attempt], attempt: int, failed_nodes: Sequence[str]
+) -> list[str]:
+    """Return the nodes of this job that have failed too often, the attempt that has just ended included."""
+    now = time.time()
+    told = [
+        replace(one, failed_nodes=tuple(failed_nodes), ended_at=now) if one.attempt == attempt else one
+        for one in attempts
+    ]
+    bad = requeue.bad_nodes(told, assignment.spec.restart, now=now)
+    return [node for node in bad if node in assignment.nodes]

@@ -1,0 +1,49 @@
+"""The report of a hang: the stacks of all ranks in one file, and which rank kept the others waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ddp_hpc.durable import make_directories, replace_text
+from ddp_hpc.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
+from ddp_hpc.job import stacks
+from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.job.best_effort import best_effort
+
+
+def report_hang(assignment: Assignment, attempt: int, failures: Sequence[WorkerFailure]) -> WorkerFailure:
+    """Put all ranks' stacks into one file, and write down whose fault it was."""
+    run, world_size = assignment.run, assignment.spec.resources.world_size
+    stands = stacks.read_stands(run, attempt, world_size)
+    bereft = {failure.rank for failure in failures if failure.is_secondary}
+    found = stacks.laggard(stands, world_size, bereft=bereft)
+    path = run.stacks(attempt)
+    nodes = {stand.rank: assignment.node_of(stand.rank) or "this machine" for stand in stands}
+    texts = [f"=== rank {stand.rank} on {nodes[stand.rank]}: {stand.place}\n{stand.stacks}\n" for stand in stands]
+    with best_effort():
+        make_directories(path.parent)
+        replace_text(path, "".join(texts))
+    rank, stands_how = found if found is not None else (-1, "all wait for each other: look at the network between them")
+    node = assignment.node_of(rank)
+    who = "" if found is None else f"rank {rank}{f' on {node}' if node else ''} "
+    phase = allowed_phase(run, attempt)
+    failure = WorkerFailure(
+        rank=rank,
+        host=node or "",
+        at=time.time(),
+        step=0,
+        exception=f"{_stood_still(assignment, phase)}; {who}{stands_how}; all stacks: {path}",
+        log=str(run.rank_log(attempt, max(rank, 0))),
+        phase=phase,
+    )
+    with best_effort():
+        write_failure(run.rank_error(attempt, max(rank, 0)), failure)
+    return failure
+
+
+def _stood_still(assignment: Assignment, phase: Phase) -> str:
+    restart = assignment.spec.restart
+    if phase == "building":
+        return f"the recipe was not built within {restart.build_timeout_s} s"
+    return f"no rank moved for {restart.hang_timeout_s} s"

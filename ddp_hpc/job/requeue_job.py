@@ -1,0 +1,177 @@
+"""The job's way back into the queue, once no worker is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ddp_hpc import requeue
+from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
+from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.job.attempt_end import Conclusion
+from ddp_hpc.job.best_effort import best_effort
+from ddp_hpc.job.causes import is_cancelled, is_ending
+from ddp_hpc.job.evidence import accounted_as, job_now
+from ddp_hpc.job.predecessors import nodes_to_spare
+from ddp_hpc.ledger import Cause, Ledger, Next, record_end
+from ddp_hpc.records import QueuedJob, read_queued_job, read_stop_request, write_queued_job
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client
+
+EXCLUDE_PATIENCE_S = 25.0
+"""How long to try to set a requeued job's excluded nodes: Slurm refuses until it has begun to end the job."""
+
+SLURM_PATIENCE_S = 24 * 3600.0
+"""How long to wait for a controller that does not answer, with a job to be put back into the queue: as long as it may take
+to mend it. Where it is away for this node alone, it starts the job elsewhere, which is seen once it answers."""
+
+ENDED_BY_USER: Mapping[Cause, str] = {
+    Cause.CANCELLED: "cancelled by the user",
+    Cause.STOP_ASKED: "stopped by the user",
+}
+"""Why a run does not go on, though it was to, in words."""
+
+
+def leave(assignment: Assignment, conclusion: Conclusion) -> None:
+    """Do as was decided, now that no worker is left: put the job back into the queue, or let it end."""
+    decision, allocation = conclusion.decision, assignment.allocation
+    if allocation is None or not decision.next:
+        if conclusion.reason:
+            sys.stderr.write(f"ended: {conclusion.reason}\n")
+        return
+    sys.stderr.write(f"note: {conclusion.reason}; the run goes on in another job ({decision.next})\n")
+    try:
+        _go_patiently(assignment, conclusion)
+    except DdpHpcError as error:
+        _end_here(assignment, conclusion, f"{conclusion.reason}; it could not be put back into the queue: {error}")
+
+
+def _go_patiently(assignment: Assignment, conclusion: Conclusion) -> None:
+    """Go, again and again while Slurm does not answer: its controller may be restarting, and ends no job meanwhile."""
+    deadline, is_told = time.monotonic() + SLURM_PATIENCE_S, False
+    while True:
+        try:
+            return _go(assignment, conclusion)
+        except SlurmUnavailableError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_told:
+                sys.stderr.write(f"note: waiting for Slurm: {error}\n")
+            is_told = True
+            time.sleep(2.0)
+
+
+def _go(assignment: Assignment, conclusion: Conclusion) -> None:
+    decision, allocation = conclusion.decision, assignment.allocation
+    assert allocation is not None  # noqa: S101  `leave` looked
+    ledger, queued = _ledger(assignment.run), read_queued_job(assignment.run)
+    is_back, cause = _ask_again(assignment, ledger, queued)
+    if cause is not None:
+        _end_here(assignment, conclusion, ENDED_BY_USER[cause], cause=cause)
+        return
+    match decision.next:
+        case Next.SUCCESSOR if not is_back:
+            options = [f"--dependency=afterany:{allocation.job_id}"]
+            if excluded := _excluded(assignment, ledger, decision.exclude):
+                options.append(f"--exclude={excluded}")
+            job_id = client.submit(assignment.run.job_script, assignment.environ, options)
+            _note(assignment, conclusion, queued, job_id)
+        case Next.REQUEUE if not is_back:
+            _note(assignment, conclusion, queued, allocation.job_id)
+            _requeue(assignment, ledger)
+            _exclude(assignment, ledger, decision.exclude)
+        case Next.SLURM | Next.REQUEUE | Next.SUCCESSOR:  # Slurm has put it back by itself
+            _note(assignment, conclusion, queued, allocation.job_id)
+            _exclude(assignment, ledger, decision.exclude)
+
+
+def _ledger(run: RunDir) -> Ledger:
+    """Read the ledger; go on without it where it cannot be read, as the job's way back matters more than excluded nodes."""
+    try:
+        return Ledger.read(run)
+    except OSError as error:
+        sys.stderr.write(
+            f"note: {run.attempts} cannot be read: {error}; the next job may get nodes that failed before\n"
+        )
+        return Ledger()
+
+
+def _requeue(assignment: Assignment, ledger: Ledger) -> None:
+    """Put the job back; one that is back already, of an order whose answer was lost, or by Slurm itself, is not refused."""
+    allocation = assignment.allocation
+    assert allocation is not None  # noqa: S101  `leave` looked
+    try:
+        client.requeue(allocation.scontrol_id, assignment.environ)
+    except ConfigError:
+        if not _ask_again(assignment, ledger, read_queued_job(assignment.run))[0]:
+            raise
+
+
+def _ask_again(assignment: Assignment, ledger: Ledger, queued: QueuedJob | None) -> tuple[bool, Cause | None]:
+    """Ask a last time: whether the job is back in the queue already, and whether the user has ended it meanwhile.
+
+    `scontrol requeue` would call a job back that was cancelled, and end one that Slurm has started again elsewhere.
+    """
+    allocation, job = assignment.allocation, job_now(assignment)
+    if allocation is None:
+        return False, None
+    if queued is not None and queued.job_id == allocation.job_id and queued.cancelled_at is not None:
+        return False, Cause.CANCELLED
+    if job is not None and (job.restarts or 0) > allocation.restart_count:
+        return True, None
+    if read_stop_request(assignment.run) == "end":
+        return False, Cause.STOP_ASKED
+    if job is None or not is_ending(job):
+        return False, None
+    said = "" if job.preempted_at is None else accounted_as(assignment, ledger)
+    return False, Cause.CANCELLED if is_cancelled(job, said) else None
+
+
+def _end_here(assignment: Assignment, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
+    """Write down that nothing follows after all; `cause` where the user wanted it so."""
+    sys.stderr.write(f"note: {reason}\n")
+    end = replace(conclusion.end, cause=cause or conclusion.cause, next=Next.NOTHING)
+    record_end(
+        assignment.run,
+        attempt=conclusion.attempt,
+        ending=requeue.TABLE[cause].ending if cause else conclusion.decision.ending,
+        exit_code=conclusion.exit_code,
+        reason=reason,
+        end=end,
+    )
+
+
+def _note(assignment: Assignment, conclusion: Conclusion, queued: QueuedJob | None, job_id: str) -> None:
+    """Note the job that goes on, as `submit` notes its own."""
+    since = queued.since if queued else conclusion.attempt
+    job = QueuedJob(job_id=job_id, attempt=conclusion.attempt + 1, at=time.time(), since=since)
+    with best_effort():
+        write_queued_job(assignment.run, job)
+
+
+def _excluded(assignment: Assignment, ledger: Ledger, lost: Sequence[str]) -> str:
+    """Return the list of nodes that the next job should not get: the user's, and as many bad ones as can be spared."""
+    return ",".join(filter(None, [assignment.spec.slurm.exclude, *sorted(nodes_to_spare(assignment, ledger, lost))]))
+
+
+def _exclude(assignment: Assignment, ledger: Ledger, nodes: Sequence[str]) -> None:
+    """Have the job come back on other nodes: Slurm takes that only from when it has begun to end this start of it.
+
+    The list is made anew each time a node has ever failed, so that what is forgotten, or needed after all, is let in again.
+    """
+    allocation = assignment.allocation
+    has_failed = nodes or any(attempt.failed_nodes for attempt in ledger.attempts)
+    if allocation is None or not has_failed:
+        return
+    text = _excluded(assignment, ledger, nodes)
+    deadline = time.monotonic() + EXCLUDE_PATIENCE_S
+    while time.monotonic() < deadline:
+        with suppress(ConfigError, SlurmUnavailableError):
+            client.update(allocation.scontrol_id, assignment.environ, ExcNodeList=text)
+            if text:
+                sys.stderr.write(f"note: the job will not get {text} again\n")
+            return
+        time.sleep(0.1)

@@ -1,0 +1,48 @@
+"""Fixtures of the tests of what follows an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.spec import ResourcesSpec, RestartSpec, RunSpec, SlurmSpec
+from tests.made_run import make_run
+from tests.unit.fake_slurm import FakeSlurm
+from tests.unit.made_job import NODES, Supervised
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    slurm = FakeSlurm(tmp_path)
+    slurm.knows_job()
+    slurm.knows_nodes(node1="mixed", node2="mixed", node3="idle", node4="idle")
+    return slurm
+
+
+@pytest.fixture
+def supervised(slurm: FakeSlurm, tmp_path: Path) -> Callable[..., Supervised]:
+    def make(*, restart: RestartSpec | None = None, slurm_spec: SlurmSpec | None = None, **more: Any) -> Supervised:
+        spec = RunSpec(
+            name="digits",
+            resources=ResourcesSpec(nodes=2, workers_per_node=1),
+            restart=restart or RestartSpec(),
+            slurm=slurm_spec or SlurmSpec(),
+        )
+        known = {"job_id": "7", "node_names": NODES, "tasks_per_node": (1, 1), "partition": "gpu", **more}
+        return Supervised(
+            Assignment(
+                run=make_run(tmp_path),
+                spec=spec,
+                allocation=Allocation(**known),
+                is_for_slurm=True,
+                environ=slurm.environ,
+            ),
+            slurm,
+        )
+
+    return make

@@ -1,0 +1,62 @@
+"""A run that a job of two nodes works on, for the tests of what follows an attempt. Slurm is made of shell scripts here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ddp_hpc import exit_codes, ownership
+from ddp_hpc.job.assignment import Assignment, Outcome
+from ddp_hpc.job.attempt_end import Conclusion, conclude
+from ddp_hpc.job.requeue_job import leave
+from ddp_hpc.ledger import Attempt, JobFacts, Ledger, record_start
+from ddp_hpc.records import QueuedJob, read_queued_job, write_queued_job
+from ddp_hpc.run_dir import RunDir
+from tests.made_run import add_failure
+from tests.unit.fake_slurm import FakeSlurm
+
+NODES = ("node1", "node2")
+CRASHED, STOPPED = Outcome(code=exit_codes.FAILED), Outcome(code=exit_codes.STOPPED)
+SLURM_IS_AWAY = "echo 'slurm_update error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+@dataclass
+class Supervised:
+    """A run of two nodes that job 7 works on."""
+
+    assignment: Assignment
+    slurm: FakeSlurm
+
+    @property
+    def run(self) -> RunDir:
+        return self.assignment.run
+
+    @property
+    def last(self) -> Attempt:
+        newest = Ledger.read(self.run).newest
+        assert newest is not None
+        return newest
+
+    def begin(self, *, restart: int = 0) -> int:
+        """Begin one more attempt, as the supervisor does; return its number."""
+        attempt = ownership.next_attempt(self.run)
+        ownership.claim(self.run, attempt)
+        record_start(self.run, attempt=attempt, job_id="7", job=JobFacts(nodes=NODES, restart=restart))
+        if read_queued_job(self.run) is None:
+            write_queued_job(self.run, QueuedJob(job_id="7", attempt=attempt, at=0.0, since=attempt))
+        return attempt
+
+    def ends(self, outcome: Outcome) -> Conclusion:
+        """Begin an attempt that ends so, and do what follows."""
+        conclusion = conclude(self.assignment, self.begin(), outcome)
+        leave(self.assignment, conclusion)
+        return conclusion
+
+    def killed_on(self, rank: int) -> None:
+        """Begin an attempt that ends because a rank is killed."""
+        attempt = self.begin()
+        add_failure(self.run, attempt, rank=rank, exception="killed by SIGKILL", signal=9)
+        leave(self.assignment, conclude(self.assignment, attempt, CRASHED))
+
+
+Make = Callable[..., Supervised]

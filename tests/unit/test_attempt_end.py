@@ -1,0 +1,161 @@
+"""What a supervisor writes when the workers are gone: why the attempt ended, and what follows. Slurm is made of shell scripts here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc import durable, exit_codes, ownership
+from ddp_hpc.job.assignment import Outcome
+from ddp_hpc.job.attempt_end import conclude
+from ddp_hpc.job.requeue_job import leave
+from ddp_hpc.ledger import JobFacts, Ledger, record_start
+from ddp_hpc.records import ask_to_stop
+from tests.made_run import add_checkpoint, add_failure
+from tests.unit.made_job import CRASHED, NODES, STOPPED, Make, Supervised
+
+
+def test_a_finished_run_is_done_and_nobody_owns_it_any_more(supervised: Make) -> None:
+    one = supervised()
+
+    concluded = one.ends(Outcome(code=exit_codes.FINISHED))
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("finished", "finished", "")
+    assert one.run.done.exists()
+    assert ownership.claims(one.run) == []
+    assert concluded.exit_code == 0
+    assert one.slurm.orders() == []
+
+
+def test_a_worker_that_was_killed_is_its_nodes_failure(supervised: Make) -> None:
+    one = supervised()
+
+    one.killed_on(rank=1)
+
+    assert (one.last.cause, one.last.next, one.last.failed_nodes) == ("worker crashed", "in place", ("node2",))
+    assert one.last.reason == "rank 1 on node1: killed by SIGKILL"
+    assert ownership.claims(one.run) == [0]  # until the next attempt takes it over
+
+
+def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=1)
+
+    conclude(one.assignment, attempt, CRASHED)
+
+    assert (one.last.next, one.last.failed_nodes) == ("in place", ())
+    assert "ValueError: rank 1 is out of luck" in one.last.reason
+
+
+@pytest.mark.parametrize(
+    ("known", "is_nodes"),
+    [
+        ({"exception": "killed by SIGKILL", "signal": 9}, True),
+        ({"exception": "RuntimeError: CUDA error: uncorrectable ECC error", "is_hardware": True}, True),
+        ({"exception": "ValueError: killed by SIGKILL, said a user's own message"}, False),
+        ({"exception": "killed by SIGKILL"}, False),
+        ({"exception": "ValueError: no CUDA error, NCCL error or ECC error was expected"}, False),
+    ],
+)
+def test_a_node_is_blamed_by_the_fields_of_a_report_and_not_by_its_words(
+    supervised: Make, known: dict[str, Any], *, is_nodes: bool
+) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=1, **known)
+
+    conclude(one.assignment, attempt, CRASHED)
+
+    assert one.last.failed_nodes == (("node2",) if is_nodes else ())
+    assert str(known["exception"]) in one.last.reason
+
+
+def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervised: Make) -> None:
+    one = supervised()
+    older, newer = one.begin(), one.begin()
+
+    concluded = conclude(one.assignment, older, CRASHED)
+
+    first, second = Ledger.read(one.run).attempts
+    assert (first.ending, first.cause) == ("fenced", None)
+    assert second.ending is None
+    assert ownership.claims(one.run) == [newer]
+    assert concluded.exit_code == exit_codes.FENCED
+
+
+def test_a_run_that_is_stopped_by_its_user_does_not_go_back(
+    supervised: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervised()
+    ask_to_stop(one.run)
+
+    one.ends(STOPPED)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("stopped", "stop asked", "")
+    assert one.slurm.orders() == []
+
+
+def refuses(one: Supervised, *, rank: int = 1, host: str = "node2") -> None:
+    """Begin an attempt that ends with a worker's word that the input cannot be."""
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=rank, host=host, exception="no GPU is visible", is_input_error=True)
+    leave(one.assignment, conclude(one.assignment, attempt, Outcome(code=exit_codes.REFUSED)))
+
+
+def test_input_that_cannot_be_ends_the_run(supervised: Make) -> None:
+    one = supervised()
+
+    refuses(one)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("refused", "refused", "")
+
+
+@pytest.mark.parametrize(("rank", "host", "node"), [(1, "elsewhere", "node2"), (-1, "node1", "node1"), (-1, "x", None)])
+def test_input_that_has_been_good_before_is_its_nodes_failure(
+    rank: int, host: str, node: str | None, supervised: Make
+) -> None:
+    one = supervised()
+    record_start(one.run, attempt=0, job_id="7", job=JobFacts(nodes=NODES))
+    add_checkpoint(one.run, 4)  # by attempt 0
+    leave(one.assignment, conclude(one.assignment, 0, STOPPED))
+
+    refuses(one, rank=rank, host=host)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("failed", "worker crashed", "in place")
+    assert one.last.failed_nodes == ((node,) if node else ())
+    assert "no GPU is visible" in one.last.reason
+
+
+def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = supervised()
+    one.killed_on(rank=1)
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=1, exception="killed by SIGKILL", signal=9)
+    one.slurm.knows_job(state="PENDING", restarts=1)
+    one.slurm.accounts("NODE_FAIL")
+    reads: list[str] = []
+    read_lines, read_file = durable.read_json_lines, durable.read_json
+
+    def lines(path: Path, **more: Any) -> Any:
+        reads.append(path.name)
+        return read_lines(path, **more)
+
+    def file(path: Path) -> Any:
+        reads.append(path.name)
+        return read_file(path)
+
+    monkeypatch.setattr("ddp_hpc.ledger.read_json_lines", lines)
+    monkeypatch.setattr("ddp_hpc.records.read_json", file)
+    monkeypatch.setattr("ddp_hpc.failure_reports.read_json", file)
+
+    conclude(one.assignment, attempt, replace(CRASHED, avoided_nodes=("node2",)))
+
+    assert sorted(name for name in reads if name != one.run.stop_request.name) == [
+        "attempts.jsonl",
+        "rank-1.json",
+        "submission.json",
+    ]

@@ -1,0 +1,73 @@
+"""Which nodes cannot start a worker, where attempts end and no process says why."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from ddp_hpc import exit_codes, ownership
+from ddp_hpc.containers import BARE
+from ddp_hpc.job import node_probe
+from ddp_hpc.job.assignment import Outcome
+from ddp_hpc.job.attempt_end import Conclusion, conclude
+from ddp_hpc.ledger import JobFacts, Ledger, record_start
+from tests.unit.made_job import CRASHED, NODES, Make
+
+UNHEARD = Outcome(code=exit_codes.UNHEARD, step_code=128 + 15)
+"""What is left where one task cannot start, and srun ends the others before they listen."""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "mute"), [(CRASHED, ("worker crashed", "in place")), (UNHEARD, ("unexplained", "requeue"))]
+)
+@pytest.mark.parametrize(
+    ("unable", "blamed"), [(["node2"], ("node2",)), (["node1", "node2"], ()), ([], ())], ids=["one", "all", "none"]
+)
+def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice(
+    supervised: Make, unable: list[str], blamed: tuple[str, ...], outcome: Outcome, mute: tuple[str, str]
+) -> None:
+    one = supervised()
+    broken = " | ".join(f"*--nodelist={node}*" for node in unable or ["nowhere"])
+    one.slurm.has("srun", f'case "$*" in {broken}) exit 1;; esac\nshift 9; exec "$@"')
+    (one.run.path / "python").write_text("#!/bin/sh\necho a greeting of the site\necho ddp-hpc-can-start\n")
+    (one.run.path / "python").chmod(0o755)
+    housing = replace(BARE, python=str(one.run.path / "python"))
+
+    def fails() -> Conclusion:
+        attempt = one.begin()
+        return conclude(one.assignment, attempt, node_probe.blame(one.assignment, housing, attempt, outcome))
+
+    fails()
+    concluded = fails()
+
+    first, second = Ledger.read(one.run).attempts
+    assert (first.cause, first.next, first.failed_nodes) == (*mute, ())
+    assert (second.cause, second.next) == ("node failed" if blamed else mute[0], "requeue")
+    assert second.failed_nodes == concluded.decision.exclude == blamed
+    assert ("node2 cannot start a worker's Python; 1 other nodes can" in second.reason) is bool(blamed)
+
+
+def test_nodes_are_not_asked_where_the_job_was_told_to_leave(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.has("srun", "exit 1")
+    told = replace(UNHEARD, was_told=True)
+    for attempt in (one.begin(), one.begin()):
+        conclude(one.assignment, attempt, node_probe.blame(one.assignment, BARE, attempt, told))
+
+    assert one.slurm.orders("srun") == []
+    assert "told to leave before anybody could listen" in one.last.reason
+
+
+def test_nodes_are_not_asked_where_the_jobs_time_would_be_over_before_they_answer(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.has("srun", "exit 1")
+    for _ in range(2):
+        attempt = ownership.next_attempt(one.run)
+        ownership.claim(one.run, attempt)
+        facts = JobFacts(nodes=NODES, restart=0, ends_at=time.time() + 60)
+        record_start(one.run, attempt=attempt, job_id="7", job=facts)
+        conclude(one.assignment, attempt, node_probe.blame(one.assignment, BARE, attempt, CRASHED))
+
+    assert one.slurm.orders("srun") == []

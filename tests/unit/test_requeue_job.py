@@ -1,0 +1,261 @@
+"""A job's way back into the queue, and the nodes that it should not get again. Slurm is made of shell scripts here."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.job import attempt_end, predecessors, requeue_job
+from ddp_hpc.job.attempt_end import conclude
+from ddp_hpc.job.requeue_job import leave
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.records import ask_to_stop, read_queued_job, write_queued_job
+from ddp_hpc.spec import RestartSpec, SlurmSpec
+from tests.unit.made_job import CRASHED, SLURM_IS_AWAY, STOPPED, Make, Supervised
+
+
+def test_a_job_goes_back_under_its_number_and_the_next_attempt_is_announced(supervised: Make) -> None:
+    one = supervised(array_job_id="5", array_task_id=2)
+
+    one.ends(STOPPED)
+
+    assert one.slurm.orders() == ["scontrol requeue 5_2"]
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    assert (noted.job_id, noted.attempt, noted.since) == ("7", 1, 0)
+
+
+def test_a_successor_is_a_new_job_behind_this_one(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(by="successor", exclude_after=1), slurm_spec=SlurmSpec(exclude="node9"))
+    one.slurm.has("sbatch", "echo '8;cluster'")
+
+    one.killed_on(rank=1)
+
+    said = f"sbatch --parsable --dependency=afterany:7 --exclude=node9,node2 {one.run.job_script}"
+    assert one.slurm.orders() == [said]
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    assert noted.job_id == "8"
+
+
+def test_what_slurm_has_put_back_is_not_put_back_again(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.knows_job(state="PENDING", restarts=1)
+    one.slurm.accounts("NODE_FAIL")
+
+    one.ends(CRASHED)
+
+    assert (one.last.cause, one.last.next) == ("node failed", "slurm")
+    assert one.slurm.orders("scontrol requeue") == []
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "goes"),
+    [("COMPLETING", "None", False), ("COMPLETING", "TimeLimit", True), ("COMPLETING", "NodeDown", True)],
+)
+def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
+    supervised: Make, state: str, reason: str, goes: bool
+) -> None:
+    one = supervised()
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    one.slurm.knows_job(state=state, reason=reason)
+
+    leave(one.assignment, concluded)
+
+    assert one.slurm.orders("scontrol requeue") == (["scontrol requeue 7"] if goes else [])
+    assert one.last.ending == ("stopped" if goes else "cancelled")
+    assert one.last.next == ("requeue" if goes else "")
+
+
+def test_a_job_that_slurm_puts_back_meanwhile_is_not_put_back_again(supervised: Make) -> None:
+    """A second requeue would be refused while it waits, and end it where it has begun elsewhere already."""
+    one = supervised()
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    one.slurm.knows_job(state="RUNNING", restarts=1)
+
+    leave(one.assignment, concluded)
+
+    assert one.slurm.orders("scontrol requeue") == []
+    assert (one.last.ending, one.last.next) == ("stopped", "requeue")
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    assert noted.attempt == 1
+
+
+def test_a_requeue_whose_answer_was_lost_has_happened(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.knows_job(orders="echo 'Job is pending execution' >&2; exit 1", restarts_then=1)
+
+    one.ends(STOPPED)
+
+    assert one.last.next == "requeue"
+    assert one.last.last_step == 0
+
+
+def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_preempted(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.knows_job(preempted="2026-11-22T08:00:00")
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    write_queued_job(one.run, replace(noted, cancelled_at=1.0))
+
+    leave(one.assignment, concluded)
+
+    assert (concluded.cause, one.last.ending, one.last.next) == ("preempted", "cancelled", "")
+    assert one.slurm.orders() == []
+
+
+@pytest.mark.parametrize(("accounted_as", "is_back"), [("CANCELLED by 1001", False), ("PREEMPTED", True)])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
+    supervised: Make, when: str, accounted_as: str, *, is_back: bool
+) -> None:
+    one = supervised()
+    cancelled = partial(one.slurm.knows_job, state="COMPLETING", preempted="2026-11-22T08:00:00")
+    one.slurm.accounts(accounted_as)
+    if when == "before":
+        cancelled()
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    cancelled()
+
+    leave(one.assignment, concluded)
+
+    assert one.last.cause == (concluded.cause if is_back else "cancelled")
+    assert one.last.next == ("requeue" if is_back else "")
+    assert bool(one.slurm.orders()) == is_back
+
+
+def test_a_run_that_its_user_stops_while_it_leaves_does_not_go_back(supervised: Make) -> None:
+    one = supervised()
+    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    ask_to_stop(one.run)
+
+    leave(one.assignment, concluded)
+
+    assert (one.last.ending, one.last.cause, one.last.next) == ("stopped", "stop asked", "")
+    assert one.slurm.orders() == []
+
+
+def test_a_controller_that_is_away_for_a_moment_is_waited_for(supervised: Make, tmp_path: Path) -> None:
+    one = supervised()
+    once = tmp_path / "once"
+    one.slurm.knows_job(orders=f"[ -e {once} ] || {{ touch {once}; {SLURM_IS_AWAY}; }}")
+
+    one.ends(STOPPED)
+
+    assert one.slurm.orders() == ["scontrol requeue 7"] * 2
+    assert one.last.next == "requeue"
+
+
+def test_a_job_that_cannot_go_back_says_so_in_the_ledger(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(requeue_job, "SLURM_PATIENCE_S", 0.0)
+    one = supervised()
+    one.slurm.knows_job(orders=SLURM_IS_AWAY)
+
+    one.ends(STOPPED)
+
+    assert one.last.next == ""
+    assert "could not be put back into the queue" in one.last.reason
+    assert "Unable to contact slurm controller" in capsys.readouterr().err
+
+
+def test_a_refused_requeue_is_told_with_slurms_words(supervised: Make) -> None:
+    one = supervised()
+    one.slurm.knows_job(orders="echo 'Requested operation is presently disabled for job 7' >&2; exit 1")
+
+    one.ends(STOPPED)
+
+    assert "presently disabled for job 7" in one.last.reason
+    assert one.last.next == ""
+
+
+def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    one = supervised()
+    attempt = one.begin()
+    monkeypatch.setattr(attempt_end, "record_end", no_room)
+    monkeypatch.setattr(requeue_job, "write_queued_job", no_room)
+
+    leave(one.assignment, conclude(one.assignment, attempt, STOPPED))
+
+    assert one.slurm.orders() == ["scontrol requeue 7"]
+    assert "a record was not written: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+def excluded(one: Supervised) -> list[str]:
+    return [order.partition("ExcNodeList=")[2] for order in one.slurm.orders("scontrol update")]
+
+
+def test_a_node_that_fails_twice_is_left_out_as_soon_as_slurm_takes_it(supervised: Make, tmp_path: Path) -> None:
+    one = supervised(slurm_spec=SlurmSpec(exclude="node9"))
+    once = tmp_path / "once"
+    refuses = f"echo 'Job is no longer pending execution' >&2; touch {once}; exit 1"
+    one.slurm.knows_job(orders=f"[ $1 = requeue ] || [ -e {once} ] || {{ {refuses}; }}")
+
+    one.killed_on(rank=1)
+    assert excluded(one) == []
+    one.killed_on(rank=1)
+
+    assert one.last.next == "requeue"
+    assert excluded(one) == ["node9,node2"] * 2  # it took the second
+
+
+def test_a_list_that_leaves_too_few_nodes_is_made_shorter(supervised: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1))
+
+    one.killed_on(rank=1)
+    one.slurm.knows_nodes(node1="mixed", node2="idle", node3="drained", node4="draining")
+    one.killed_on(rank=0)
+
+    assert excluded(one) == ["node2", ""]
+    assert "node1, node2 failed before, but only 0 others are in order" in capsys.readouterr().err
+
+
+def test_nodes_that_the_user_named_are_kept(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1), slurm_spec=SlurmSpec(nodelist="node[1-2]"))
+
+    one.killed_on(rank=1)
+
+    assert excluded(one) == [""]
+    assert predecessors.nodes_to_avoid(one.assignment, Ledger.read(one.run)) == ()
+
+
+def test_a_job_that_was_given_a_bad_node_again_is_told_to_ask_for_another(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1))
+    one.killed_on(rank=1)
+
+    assert predecessors.nodes_to_avoid(one.assignment, Ledger.read(one.run)) == ("node2",)
+
+
+def test_a_node_that_an_attempt_was_not_begun_on_has_not_failed_once_more(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(max_no_progress=9))
+    for _ in range(2):
+        one.killed_on(rank=1)
+
+    one.ends(replace(CRASHED, reason="node2 failed before", avoided_nodes=("node2",)))
+
+    assert (one.last.cause, one.last.next, one.last.failed_nodes) == ("node failed", "requeue", ())
+    assert excluded(one) == ["node2", "node2"]
+
+
+def test_only_nodes_of_the_jobs_partition_count(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1))
+    one.slurm.has(
+        "sinfo", 'case "$*" in *--partition=gpu*) echo node1 mixed; echo node2 mixed;; *) seq -f "cpu%g idle" 9;; esac'
+    )
+
+    one.killed_on(rank=1)
+
+    assert excluded(one) == [""]
