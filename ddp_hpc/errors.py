@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from ddp_hpc.exit_codes import DIVERGED, FENCED
+from ddp_hpc.exit_codes import DIVERGED, FAILED, FENCED
 
 
 class DdpHpcError(Exception):
     """Base of every error that is told to the user in words instead of a traceback."""
 
     exit_code = 1
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return what a process exits with that ends because of `error`, one of ours or any other."""
+    return error.exit_code if isinstance(error, DdpHpcError) else FAILED
 
 
 class ConfigError(DdpHpcError):

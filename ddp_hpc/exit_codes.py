@@ -1,4 +1,8 @@
-"""What our processes mean by their exit codes."""
+"""What our processes mean by their exit codes, alone and together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 FINISHED = 0
 """All steps are done and committed."""
@@ -21,11 +25,34 @@ FENCED = 97
 PORT_TAKEN = 98
 """Somebody else listens where the ranks were to meet: start again with another port."""
 
+GOOD = frozenset({FINISHED, STOPPED})
+"""How a worker ends that has done what was asked of it."""
+_RANK_ZERO_STANDS = frozenset({STOPPED, UNHEARD, PORT_TAKEN, FENCED, DIVERGED})
+"""Codes of rank zero that count though others fail after it: what is committed is committed."""
+_STRONGEST_FIRST = (FENCED, REFUSED, DIVERGED)
+"""Codes that count for all where one has them."""
+
 DECISIONS = (FINISHED, REFUSED, GAVE_UP, UNHEARD, FENCED, STOPPED)
 """How a supervisor ends that has decided what follows. After any other end, a death by a signal for one, nothing is
 decided, and its guardian starts another one."""
 GUARD_PAUSES_S = (1, 2, 5, 15, 60)
 """How long a guardian waits before it starts the supervisor for the second time, the third, and so on."""
+
+
+def joint(codes: Iterable[int], *, rank_zero: int | None = None) -> int:
+    """Return what the codes of several workers, or of several nodes, mean together.
+
+    `rank_zero` is the code of rank zero, or of its node, where the caller knows that the others follow it.
+    """
+    known = set(codes)
+    if rank_zero in _RANK_ZERO_STANDS:
+        return rank_zero
+    for code in _STRONGEST_FIRST:
+        if code in known:
+            return code
+    if not known <= GOOD:
+        return FAILED
+    return STOPPED if STOPPED in known else FINISHED
 
 
 def told(code: int) -> str:

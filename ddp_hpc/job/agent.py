@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from ddp_hpc import exit_codes, processes
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import exit_code_of
 from ddp_hpc.failure_reports import report, report_killed
 from ddp_hpc.job.cpus import Share, share_here
 from ddp_hpc.job.line import Line
@@ -62,7 +62,6 @@ TEARDOWN_S = 60.0
 """How long workers may take to leave, once the first has left after a commit."""
 ALONE = Meeting(LOOPBACK, 0)
 """Where the ranks meet that have this machine to themselves: a port that the kernel chooses."""
-_GOOD = frozenset({exit_codes.FINISHED, exit_codes.STOPPED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +247,7 @@ class Agent:
         """Write down what kept the workers from being started."""
         error = error or RuntimeError("the workers' module was not imported")
         report(crew.run.agent_error(crew.attempt, crew.node_rank), error, rank=-1, log=crew.run.console)
-        self._tell(crew.attempt, exit_codes.REFUSED if isinstance(error, ConfigError) else exit_codes.FAILED)
+        self._tell(crew.attempt, exit_code_of(error))
 
     def _tell(self, attempt: int, code: int) -> None:
         self._line.send(node_rank=self._node_rank, attempt=attempt, code=code)
@@ -271,7 +270,7 @@ class Agent:
                 _note_death(shift, shift.ranks[pid], code)
         if not shift.alive:
             self._shift = None
-            self._tell(shift.crew.attempt, joint_exit_code(shift.codes))
+            self._tell(shift.crew.attempt, exit_codes.joint(shift.codes.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -345,25 +344,13 @@ def _note_death(shift: Shift, rank: int, code: int) -> None:
     crew = shift.crew
     is_ours = shift.was_cut and code == -signal.SIGKILL
     first = next(iter(shift.codes.values()), None)
-    if is_ours and first in _GOOD:
+    if is_ours and first in exit_codes.GOOD:
         code = first  # it had committed with the others, and only could not leave
     shift.codes[rank] = code
     if code < 0 and not is_ours:
         log, told = crew.run.rank_log(crew.attempt, rank), crew.run.rank_error(crew.attempt, rank)
         report_killed(told, signal.Signals(-code), rank=rank, log=log)
-    shift.end_within(TEARDOWN_S if code in _GOOD else GRACE_S)
-
-
-def joint_exit_code(codes: Mapping[int, int]) -> int:
-    """Return what the workers' exit codes mean together."""
-    if all(code == exit_codes.FINISHED for code in codes.values()):
-        return exit_codes.FINISHED
-    if all(code in _GOOD for code in codes.values()):
-        return exit_codes.STOPPED
-    for told in (exit_codes.FENCED, exit_codes.REFUSED, exit_codes.DIVERGED):
-        if told in codes.values():
-            return told
-    return exit_codes.FAILED
+    shift.end_within(TEARDOWN_S if code in exit_codes.GOOD else GRACE_S)
 
 
 if __name__ == "__main__":

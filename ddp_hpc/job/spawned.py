@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_hpc import exit_codes, processes
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import exit_code_of
 from ddp_hpc.failure_reports import report
 from ddp_hpc.job.surroundings import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.run_dir import RunDir
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             worker.preload(str(run.path))
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
         report(run.rank_error(arguments.attempt, rank), error, rank=rank, log=run.console)
-        return exit_codes.REFUSED if isinstance(error, ConfigError) else exit_codes.FAILED
+        return exit_code_of(error)
     code: int = worker.main(str(run.path), os.environ, attempt=arguments.attempt, listen_fd=arguments.listen_fd)
     return code
 

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_hpc import exit_codes, processes
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import exit_code_of
 from ddp_hpc.failure_reports import report
 from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.meeting import Meeting, PortTakenError, listen
@@ -90,7 +90,7 @@ def _work(run: RunDir, worker_module: str, attempt: int, meeting: Meeting | None
         return exit_codes.PORT_TAKEN
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
         report(run.rank_error(attempt, rank), error, rank=rank, log=run.console)
-        return exit_codes.REFUSED if isinstance(error, ConfigError) else exit_codes.FAILED
+        return exit_code_of(error)
     return code
 
 

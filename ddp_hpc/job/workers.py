@@ -19,11 +19,6 @@ from ddp_hpc.run_dir import RunDir
 LEAVE_S = 15.0
 """How long the others may take to report their end, once a node has reported a failure or its agents were told to go."""
 
-_LAST_WORDS = frozenset(
-    {exit_codes.STOPPED, exit_codes.UNHEARD, exit_codes.PORT_TAKEN, exit_codes.FENCED, exit_codes.DIVERGED}
-)
-"""Rank zero's words that stand though others fail after them: what is committed is committed."""
-
 _TOLD_TOO_EARLY = frozenset(code for number in processes.STOP_SIGNALS for code in (128 + number, -number))
 """How a step ends whose processes die of a stop signal. Only those can that do not listen yet: their Python has just
 started, so nothing was begun."""
@@ -110,7 +105,7 @@ class ByAgents:
             untold = _untold(self._step.code, is_ours=self._deadline is not None)
             self._hang_up()
             return self._joint(untold)
-        if any(code not in (exit_codes.FINISHED, exit_codes.STOPPED) for code in self._codes.values()):
+        if any(code not in exit_codes.GOOD for code in self._codes.values()):
             self.end()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._is_forced = True
@@ -141,13 +136,7 @@ class ByAgents:
     def _joint(self, untold: int = exit_codes.FAILED) -> int:
         """Return what the nodes' codes mean together, with `untold` for those that said nothing."""
         codes = [self._codes.get(rank, untold) for rank in range(self._num_nodes)]
-        if codes[0] in _LAST_WORDS:
-            return codes[0]
-        for code in (exit_codes.FENCED, exit_codes.REFUSED, exit_codes.DIVERGED):
-            if code in codes:
-                return code
-        good = {exit_codes.FINISHED, exit_codes.STOPPED}
-        return max(codes) if set(codes) <= good else exit_codes.FAILED
+        return exit_codes.joint(codes, rank_zero=codes[0])
 
 
 class _Step:
@@ -263,12 +252,14 @@ def _untold(code: int | None, *, is_ours: bool) -> int:
 def _verdict(run: RunDir, attempt: int, code: int, *, untold: int) -> int:
     """Return what a step's end means: rank zero's word, or else whose fault the first failure was."""
     word = take_verdict(run, attempt)
-    if word is not None and (code == exit_codes.FINISHED or word in _LAST_WORDS):
-        return word
+    if word is not None and code == exit_codes.FINISHED:
+        return exit_codes.joint([word], rank_zero=word)
     failure = first_failure(run, attempt)
-    if failure is not None and failure.is_input_error:
-        return exit_codes.REFUSED
-    return untold if word is None and failure is None else exit_codes.FAILED
+    if failure is not None:
+        others = exit_codes.REFUSED if failure.is_input_error else exit_codes.FAILED
+    else:
+        others = untold if word is None else exit_codes.FAILED
+    return exit_codes.joint([others], rank_zero=others if word is None else word)
 
 
 def names_of(ranks: Sequence[int], nodes: Sequence[str]) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 
 from ddp_hpc.config import load_resolved
 from ddp_hpc.environment import capture, differences, newest_environment, write_environment
-from ddp_hpc.errors import ConfigError, DdpHpcError
-from ddp_hpc.exit_codes import FAILED, FINISHED, STOPPED
+from ddp_hpc.errors import ConfigError, exit_code_of
+from ddp_hpc.exit_codes import FINISHED, STOPPED
 from ddp_hpc.failure_reports import Phase, WorkerFailure, failure_of, write_failure
 from ddp_hpc.records import read_rendezvous_token
 from ddp_hpc.run_dir import RunDir
@@ -81,7 +81,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         failure = failure_of(error, rank=place.rank, log=run.rank_log(attempt, place.rank), phase=phase)
         step = training.state.position.step if training else 0
         _report(run, attempt, replace(failure, step=step, is_secondary=_lost_another(error)))
-        return error.exit_code if isinstance(error, DdpHpcError) else FAILED
+        return exit_code_of(error)
     code = FINISHED if finished else STOPPED
     watchdog.dismiss()
     leave_within(TEARDOWN_S, lambda: os._exit(code))  # all is committed: a wedged teardown must not hold the job

@@ -1,0 +1,88 @@
+"""What the exit codes of several processes mean together."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hpc.errors import CheckpointError, ConfigError, DivergedError, FencedError, exit_code_of
+from ddp_hpc.exit_codes import (
+    DIVERGED,
+    FAILED,
+    FENCED,
+    FINISHED,
+    PORT_TAKEN,
+    REFUSED,
+    STOPPED,
+    UNHEARD,
+    joint,
+)
+
+KILLED = -9
+
+
+@pytest.mark.parametrize(
+    ("codes", "together"),
+    [
+        ((FINISHED, FINISHED), FINISHED),
+        ((STOPPED, STOPPED), STOPPED),
+        ((FINISHED, STOPPED), STOPPED),
+        ((FINISHED, FAILED), FAILED),
+        ((STOPPED, KILLED), FAILED),
+        ((FAILED, REFUSED), REFUSED),
+        ((FAILED, DIVERGED), DIVERGED),
+        ((REFUSED, DIVERGED), REFUSED),
+        ((FENCED, REFUSED), FENCED),
+        ((FAILED, FENCED), FENCED),
+        ((UNHEARD, UNHEARD), FAILED),
+        ((PORT_TAKEN, FAILED), FAILED),
+        ((), FINISHED),
+    ],
+)
+def test_equals_mean_together_what_the_strongest_of_them_means(codes: tuple[int, ...], together: int) -> None:
+    assert {joint(order) for order in permutations(codes)} == {together}
+
+
+@pytest.mark.parametrize(
+    ("rank_zero", "other", "together"),
+    [
+        (STOPPED, FAILED, STOPPED),
+        (STOPPED, FENCED, STOPPED),
+        (UNHEARD, FAILED, UNHEARD),
+        (PORT_TAKEN, FAILED, PORT_TAKEN),
+        (FENCED, REFUSED, FENCED),
+        (DIVERGED, REFUSED, DIVERGED),
+        (FINISHED, FAILED, FAILED),
+        (FINISHED, STOPPED, STOPPED),
+        (REFUSED, FENCED, FENCED),
+        (FAILED, REFUSED, REFUSED),
+        (FAILED, FINISHED, FAILED),
+    ],
+)
+def test_what_rank_zero_says_of_a_commit_counts_though_others_fail(rank_zero: int, other: int, together: int) -> None:
+    assert joint([rank_zero, other], rank_zero=rank_zero) == together
+
+
+@given(st.lists(st.integers(-64, 255), min_size=1))
+def test_only_codes_that_are_all_good_are_good_together(codes: list[int]) -> None:
+    assert (joint(codes) in {FINISHED, STOPPED}) == ({*codes} <= {FINISHED, STOPPED})
+    assert joint(codes) in {FINISHED, STOPPED, FENCED, REFUSED, DIVERGED, FAILED}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no GPU"), REFUSED),
+        (FencedError("another attempt"), FENCED),
+        (DivergedError("nan"), DIVERGED),
+        (CheckpointError("no room"), FAILED),
+        (ValueError("theirs"), FAILED),
+        (SystemExit(0), FAILED),
+    ],
+    ids=str,
+)
+def test_an_error_ends_its_process_with_its_code(error: BaseException, code: int) -> None:
+    assert exit_code_of(error) == code
