@@ -22,8 +22,8 @@ from ddp_hpc.errors import WorkerError
 from ddp_hpc.records import Cluster
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import local_executor, slurm_executor
-from ddp_hpc.submission.clearing import put_aside
+from ddp_hpc.submission import local, slurm
+from ddp_hpc.submission.removal import put_aside
 from ddp_hpc.submission.where import choose_cluster
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, State, read_status
@@ -58,9 +58,9 @@ class Job:
         """
         if self.state not in {"finished", "cancelled"}:
             if self.job_id is not None:
-                slurm_executor.wait(self.run, self.attempt, os.environ)
+                slurm.wait(self.run, self.attempt, os.environ)
             else:
-                local_executor.wait(self.run, self.attempt)
+                local.wait(self.run, self.attempt)
         return self.state
 
     def result(self) -> Mapping[str, float]:
@@ -83,9 +83,9 @@ class Job:
             ConfigError: where there is nothing to cancel.
         """
         if self.job_id is not None:
-            slurm_executor.cancel(self.run, os.environ)
+            slurm.cancel(self.run, os.environ)
         else:
-            local_executor.cancel(self.run)
+            local.cancel(self.run)
 
 
 def load(
@@ -135,7 +135,7 @@ def submit(
     chosen = choose_cluster(cluster, os.environ)
     with put_aside(RunDir(spec.path), os.environ) if fresh else nullcontext():
         if chosen == "slurm":
-            submission = slurm_executor.submit(text, spec, import_paths=paths, environ=os.environ)
+            submission = slurm.submit(text, spec, import_paths=paths, environ=os.environ)
         else:
-            submission = local_executor.submit(text, spec, import_paths=paths)
+            submission = local.submit(text, spec, import_paths=paths)
     return Job(submission.run, chosen, submission.attempt, submission.job_id)

@@ -24,7 +24,7 @@ DOORS: dict[str, set[str]] = {
         "job/torchrun_node.py",
         "job/unpack.py",
         "rendezvous/interfaces.py",
-        "submission/local_executor.py",
+        "submission/local.py",
     },
     "subprocess": {
         "job/children.py",
@@ -32,10 +32,10 @@ DOORS: dict[str, set[str]] = {
         "job/unpack.py",
         "slurm/client.py",
         "submission/image_build.py",
-        "submission/image_check.py",
-        "submission/import_storm.py",
+        "submission/image_probe.py",
+        "submission/import_cost.py",
         "submission/snapshot.py",
-        "submission/local_executor.py",
+        "submission/local.py",
     },
     # One reads them, one drops what is inherited, and one refuses that a run sets them.
     "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec.py"},
@@ -44,7 +44,7 @@ DOORS: dict[str, set[str]] = {
         "drill/hand.py",
         "failure_reports.py",
         "job/agent.py",
-        "submission/local_executor.py",
+        "submission/local.py",
         "train/stop.py",
     },
 }

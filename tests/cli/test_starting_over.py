@@ -18,7 +18,7 @@ from ddp_hpc.errors import RunBusyError
 from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, QueuedJob, record_end, record_start, write_queued_job
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.submission.clearing import delete, put_aside
+from ddp_hpc.submission.removal import delete, put_aside
 
 NO_SLURM = {"PATH": "/nowhere"}
 

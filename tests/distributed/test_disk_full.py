@@ -19,7 +19,7 @@ from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.records import Progress, read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import local_executor
+from ddp_hpc.submission import local
 from ddp_hpc.train.data_order import Position
 from ddp_hpc.train.journal import Journal
 from tests.distributed.whole_runs import Workplace, make_workplace
@@ -98,7 +98,7 @@ def test_periodic_saves_that_fail_are_reported_and_the_training_goes_on(on_small
     while_full = await_progress(run, lambda progress: progress.save_error is not None)
     status = on_small_disk.command("status", run.name, "--json")
     ballast.unlink()
-    ended = local_executor.wait(run, 0)
+    ended = local.wait(run, 0)
 
     assert begun.returncode == 0, begun.stdout + begun.stderr
     assert FULL in str(while_full.save_error)

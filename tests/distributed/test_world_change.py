@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.submission import local_executor
+from ddp_hpc.submission import local
 from tests.distributed.trial_recipe import Net
 from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
 
@@ -96,7 +96,7 @@ def changed(workplace: Workplace) -> RunDir:
         assert begun.returncode == 0, begun.stdout + begun.stderr
         await_steps(run, attempt, leg.num_steps)
         leg.interrupt(workplace, run)
-        assert local_executor.wait(run, attempt).ending == leg.ending
+        assert local.wait(run, attempt).ending == leg.ending
     workplace.finish(run.name, *LEGS[-1].settings(step_s=0.0))
     return run
 

@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hpc.records import QueuedJob
 from ddp_hpc.slurm.queries import JobRecord, parse_job, update_argv
-from ddp_hpc.submission.hastening import hastening
+from ddp_hpc.submission.release_hold import hastening
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import (
     FAULTY,

@@ -16,7 +16,7 @@ from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, Next, read_attempts, record_end
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.spec import RunSpec, SlurmSpec
-from ddp_hpc.submission import local_executor
+from ddp_hpc.submission import local
 from tests.made_run import add_attempt, make_run
 
 IGNORING = """
@@ -64,7 +64,7 @@ def test_a_guardian_that_gives_up_says_so_in_the_ledger(tmp_path: Path, next_: N
 
     guardian._write_down(run, 0, "the supervisor was killed by signal 9, 6 times in a row")
 
-    found = local_executor.wait(run, 0)
+    found = local.wait(run, 0)
     assert (found.ending, found.cause, found.next) == ("failed", "supervisor died", "")
     told = "the supervisor was killed by signal 9, 6 times in a row; the guardian gave up"
     assert found.reason == (f"killed; {told}" if next_ else told)
@@ -86,7 +86,7 @@ def test_a_run_whose_processes_are_gone_is_not_said_to_have_been_killed_where_no
     run.console.write_text("error: run was not readable; submit the run again.\n")
 
     with pytest.raises(WorkerError) as told:
-        local_executor.wait(run, 0)
+        local.wait(run, 0)
 
     assert "were killed, or the guardian gave up and could not write that down" in str(told.value)
     assert "ends: error: run was not readable" in str(told.value)

@@ -28,7 +28,7 @@ from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.records import record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.submission.image import look_at_image
+from ddp_hpc.submission.image_preflight import look_at_image
 from tests.made_run import make_run
 
 RUN = RunDir(Path("/scratch/ada/runs/net"))

@@ -19,7 +19,7 @@ from ddp_hpc.render import JobScript, render
 from ddp_hpc.rendezvous.interfaces import Interface
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
-from ddp_hpc.submission.site_proposal import Survey, propose, proposed_name, survey
+from ddp_hpc.submission.site_draft import Survey, propose, proposed_name, survey
 
 GOLDEN = Path(__file__).parent / "golden"
 PARTITIONED = """

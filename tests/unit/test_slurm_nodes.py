@@ -10,7 +10,7 @@ from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, JobFacts, record_end, record_start
 from ddp_hpc.slurm.nodes import Spared, spare_nodes
 from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
-from ddp_hpc.submission import slurm_executor
+from ddp_hpc.submission.slurm import job_script
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 
@@ -58,6 +58,6 @@ def test_a_new_submission_remembers_where_the_run_failed(
         record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, end=end)
     spec = RunSpec(name=run.name, runs_dir=str(tmp_path), resources=TWO_NODES, slurm=asked)
 
-    script = slurm_executor.job_script(spec, [], slurm.environ)
+    script = job_script(spec, [], slurm.environ)
 
     assert [line for line in script.splitlines() if "--exclude" in line] == ([directive] if directive else [])

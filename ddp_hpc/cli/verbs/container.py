@@ -23,7 +23,7 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.exit_codes import FAILED, FINISHED
 
 if TYPE_CHECKING:
-    from ddp_hpc.submission.image_check import Found
+    from ddp_hpc.submission.image_probe import Found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _digest(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _check(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.config import resolve
-    from ddp_hpc.submission.image_check import check_image
+    from ddp_hpc.submission.image_probe import check_image
 
     path, settings = sort_words([args.what, *args.settings])
     spec = resolve(path, settings, environment, site=args.site).spec

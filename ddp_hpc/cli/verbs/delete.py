@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask, and delete the run."""
-    from ddp_hpc.submission import clearing
+    from ddp_hpc.submission import removal
 
     run_dir = chosen_run(args, environment)
     if not args.yes:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if not _agrees(f"Delete {run_dir.path} ({status.state}, {saved})? [y/N] "):
             print("Nothing was deleted.")
             return 1
-    clearing.delete(run_dir, environment)
+    removal.delete(run_dir, environment)
     print(f"{run_dir.name} was deleted.")
     return 0
 

@@ -88,7 +88,7 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.submission.import_storm import measure
+    from ddp_hpc.submission.import_cost import measure
 
     if args.export or args.run is not None:
         raise ConfigError("`env imports` takes neither a run nor `--export`.")

@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to go back into the queue, or Slurm to begin it."""
-    from ddp_hpc.submission import slurm_executor
+    from ddp_hpc.submission import slurm
 
     run_dir = chosen_run(args, environment)
     if not is_slurms(run_dir):
         raise ConfigError(f"{run_dir.name} runs on this machine, where there is no queue. `ddp-hpc stop` ends it.")
     status = read_status(run_dir, now=time.time(), ask=asker(environment, clock=time.time))
     if status.state != "waiting":
-        print(slurm_executor.stop(run_dir, then="requeue"), flush=True)
+        print(slurm.stop(run_dir, then="requeue"), flush=True)
     elif not args.now:
         why = f" ({status.reason})" if status.reason else ""
         raise ConfigError(f"{run_dir.name} waits in the queue already{why}. `--now` has it begin at once.")
@@ -56,7 +56,7 @@ def _begin(run_dir: RunDir, status: RunStatus, environment: Mapping[str, str]) -
         WorkerError: where it does not come back, or waits for something else.
     """
     from ddp_hpc.records import read_attempts
-    from ddp_hpc.submission.hastening import hasten
+    from ddp_hpc.submission.release_hold import hasten
 
     has_waited = status.state == "waiting"
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S

@@ -127,7 +127,7 @@ def _list(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 def _init(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     from ddp_hpc.config.site import PLAIN_NAME, profile_dirs
     from ddp_hpc.durable import replace_text
-    from ddp_hpc.submission.site_proposal import propose, proposed_name, survey
+    from ddp_hpc.submission.site_draft import propose, proposed_name, survey
 
     if args.site is not None and not PLAIN_NAME.fullmatch(args.site):
         raise ConfigError(f"{args.site!r} cannot name a site: use letters, digits, `.`, `_` and `-`.")

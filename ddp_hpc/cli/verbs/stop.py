@@ -15,13 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to stop."""
-    from ddp_hpc.submission import local_executor
+    from ddp_hpc.submission import local
 
     run_dir = chosen_run(args, environment)
     if is_slurms(run_dir):
-        from ddp_hpc.submission import slurm_executor
+        from ddp_hpc.submission import slurm
 
-        print(slurm_executor.stop(run_dir))
+        print(slurm.stop(run_dir))
     else:
-        print(local_executor.stop(run_dir))
+        print(local.stop(run_dir))
     return 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ddp_hpc.cli.plan import Plan
     from ddp_hpc.config import Resolved
     from ddp_hpc.records import Cluster
-    from ddp_hpc.submission.folder import Submission
+    from ddp_hpc.submission.run_dir_setup import Submission
 
 INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(f"{run_dir.name} was told to stop; waiting for it to leave ...", file=sys.stderr)
     aside: Path | None = None
     if args.fresh:
-        from ddp_hpc.submission.clearing import put_aside
+        from ddp_hpc.submission.removal import put_aside
 
         with put_aside(run_dir, environment) as aside:
             submission = _submit(resolved, cluster, import_paths, environment)
@@ -114,14 +114,14 @@ def _submit(
     resolved: Resolved, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]
 ) -> Submission:
     from ddp_hpc.config import render_resolved
-    from ddp_hpc.submission import local_executor
+    from ddp_hpc.submission import local
 
     text = render_resolved(resolved)
     if cluster == "local":
-        return local_executor.submit(text, resolved.spec, import_paths=import_paths)
-    from ddp_hpc.submission import slurm_executor
+        return local.submit(text, resolved.spec, import_paths=import_paths)
+    from ddp_hpc.submission import slurm
 
-    return slurm_executor.submit(text, resolved.spec, import_paths=import_paths, environ=environment)
+    return slurm.submit(text, resolved.spec, import_paths=import_paths, environ=environment)
 
 
 def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
@@ -137,18 +137,18 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
             on_waiting=_hastener(submission, environment),
         )
     if args.wait and submission.job_id is not None:
-        from ddp_hpc.submission import slurm_executor
+        from ddp_hpc.submission import slurm
 
-        slurm_executor.wait(submission.run, submission.attempt, environment)
+        slurm.wait(submission.run, submission.attempt, environment)
     elif args.wait:
-        from ddp_hpc.submission import local_executor
+        from ddp_hpc.submission import local
 
-        local_executor.wait(submission.run, submission.attempt)
+        local.wait(submission.run, submission.attempt)
 
 
 def _hastener(submission: Submission, environment: Mapping[str, str]) -> Callable[[], object]:
     """Return what to do from time to time while a job waits: after a requeue, have it begin."""
-    from ddp_hpc.submission.hastening import hasten
+    from ddp_hpc.submission.release_hold import hasten
 
     return lambda: hasten(submission.run, environment)
 
@@ -182,17 +182,17 @@ def _dry_run(
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.config import HIDDEN, flat, render_resolved
     from ddp_hpc.discretion import is_key_shown
-    from ddp_hpc.submission import local_executor, slurm_executor
+    from ddp_hpc.submission import local, slurm
 
     script, spec = None, resolved.spec
     if cluster == "slurm":
-        notes = slurm_executor.look(spec, import_paths, environment)
-        script = slurm_executor.job_script(spec, import_paths, environment)
+        notes = slurm.look(spec, import_paths, environment)
+        script = slurm.job_script(spec, import_paths, environment)
     else:
-        local_executor.refuse_several_nodes(spec)
-        notes = local_executor.look(spec, import_paths)
+        local.refuse_several_nodes(spec)
+        notes = local.look(spec, import_paths)
     print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
-    argv = local_executor.supervisor_argv(RunDir(resolved.spec.path))
+    argv = local.supervisor_argv(RunDir(resolved.spec.path))
     plan = _plan(resolved, cluster, import_paths, environment) if args.explain else None
     if args.json:
         values = {
@@ -207,7 +207,7 @@ def _dry_run(
 
 def _plan(resolved: Resolved, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]) -> Plan:
     from ddp_hpc.cli.plan import plan_of  # late: only who asks waits for what starts workers
-    from ddp_hpc.submission.slurm_executor import import_paths_of
+    from ddp_hpc.submission.slurm import import_paths_of
 
     paths = import_paths_of(resolved.spec, import_paths) if cluster == "slurm" else import_paths
     return plan_of(resolved.spec, cluster, paths, environment)

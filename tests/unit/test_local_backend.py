@@ -16,7 +16,7 @@ from ddp_hpc.durable import append_json_line
 from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.submission import local_executor
+from ddp_hpc.submission import local
 from tests.made_run import make_run
 
 
@@ -48,7 +48,7 @@ def test_a_run_of_another_host_is_not_cancelled_by_killing_a_process_of_that_num
     add(held, host="elsewhere", pid=stranger.pid, pid_start=None)
 
     with pytest.raises(ConfigError, match=r"its supervisor is process \d+ on elsewhere. Cancel it there"):
-        local_executor.cancel(held)
+        local.cancel(held)
 
     assert stranger.poll() is None
     assert read_attempts(held)[0].ending is None
@@ -57,12 +57,12 @@ def test_a_run_of_another_host_is_not_cancelled_by_killing_a_process_of_that_num
 def test_a_process_that_has_the_number_of_a_dead_supervisor_is_not_killed(
     held: RunDir, stranger: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_executor, "VANISH_PATIENCE_S", 0.2)
+    monkeypatch.setattr(local, "VANISH_PATIENCE_S", 0.2)
     start = processes.start_ticks(stranger.pid)
     assert start is not None
     add(held, host=socket.gethostname(), pid=stranger.pid, pid_start=start - 1)
 
-    local_executor.cancel(held)
+    local.cancel(held)
 
     assert stranger.poll() is None
     assert read_attempts(held)[0].ending == "cancelled"
@@ -75,4 +75,4 @@ def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: P
     add(run, host=socket.gethostname(), pid=dead.pid, pid_start=1)
 
     with pytest.raises(WorkerError, match="its supervisor and its guardian are gone"):
-        local_executor._await_training(run, 0, dead)  # it would wait for two minutes
+        local._await_training(run, 0, dead)  # it would wait for two minutes

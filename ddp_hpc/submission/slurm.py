@@ -36,10 +36,16 @@ from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import reality
-from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, note_on_parents, refuse_file_in_the_way
-from ddp_hpc.submission.hastening import call_back, hasten_job, spared_nodes
-from ddp_hpc.submission.image import look_at_image
+from ddp_hpc.submission import preflight
+from ddp_hpc.submission.image_preflight import look_at_image
+from ddp_hpc.submission.release_hold import call_back, hasten_job, spared_nodes
+from ddp_hpc.submission.run_dir_setup import (
+    Submission,
+    is_finished,
+    make_run_dir,
+    note_on_parents,
+    refuse_file_in_the_way,
+)
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
 from ddp_hpc.submission.user_code import code_dir_of, module_in
 
@@ -98,8 +104,8 @@ def prepare(
     refuse_file_in_the_way(run)
     is_new = not run.config.exists() if is_new is None else is_new
     text = job_script(spec, import_paths, environ)
-    reality.refuse_private_directory(run.path)
-    reality.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
+    preflight.refuse_private_directory(run.path)
+    preflight.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
     notes = look(spec, import_paths, environ)
     make_run_dir(run, resolved_text, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):
@@ -126,7 +132,7 @@ def submit(
         return there
     run, notes = prepare(resolved_text, spec, import_paths=import_paths, environ=environ, is_new=is_new)
     with _nothing_left_of_new(run, is_new=is_new):
-        notes += [*_notes_on_restarts(run, spec, environ), *reality.check(spec, run, environ)]
+        notes += [*_notes_on_restarts(run, spec, environ), *preflight.check(spec, run, environ)]
         attempt = ownership.next_attempt(run)
         job = QueuedJob(job_id=_send(run, environ), attempt=attempt, at=time.time(), since=attempt)
     write_queued_job(run, job)
@@ -279,7 +285,7 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
     if job is not None and queued.cancelled_at is None and call_back(run, queued, job, environ):
         return
     if _last_attempt(run, attempt) is None and read_queued_job(run) == queued:
-        raise WorkerError(reality.silent_end(run, queued.job_id, job))
+        raise WorkerError(preflight.silent_end(run, queued.job_id, job))
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:

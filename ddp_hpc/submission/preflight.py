@@ -1,4 +1,4 @@
-"""The reality check before the queue: would Slurm take the job, when would it start, what does it cost, does the plan fit."""
+"""The checks before the queue: would Slurm take the job, when would it start, what does it cost, does the plan fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.queries import ClusterConfig, JobRecord, Partition
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission.refusals import Cluster, asked, chosen_partition, explain
+from ddp_hpc.submission.sbatch_errors import Cluster, asked, chosen_partition, explain
 
 PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
 """Where every node has files of its own."""

@@ -30,9 +30,15 @@ from ddp_hpc.records import (
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import slurm_executor
-from ddp_hpc.submission.folder import Submission, is_finished, make_run_dir, note_on_parents, refuse_file_in_the_way
-from ddp_hpc.submission.image import look_at_image
+from ddp_hpc.submission import slurm
+from ddp_hpc.submission.image_preflight import look_at_image
+from ddp_hpc.submission.run_dir_setup import (
+    Submission,
+    is_finished,
+    make_run_dir,
+    note_on_parents,
+    refuse_file_in_the_way,
+)
 
 START_PATIENCE_S = 120.0
 """How long `submit` waits for the first step to begin before it lets the run go on alone."""
@@ -74,9 +80,7 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
     is_new = not run.config.exists()
     if _is_busy(run):
         return Submission(run, "running", newest_attempt(run))
-    in_slurm = (
-        slurm_executor.job_of(run, os.environ) if run.submission.exists() and client.is_here(os.environ) else None
-    )
+    in_slurm = slurm.job_of(run, os.environ) if run.submission.exists() and client.is_here(os.environ) else None
     if in_slurm is not None:
         return in_slurm
     if is_finished(run, spec):

@@ -29,8 +29,8 @@ from ddp_hpc.records import (
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import ResourcesSpec, RunSpec
-from ddp_hpc.submission import slurm_executor
-from ddp_hpc.submission.hastening import MOST_RELEASES, call_back, hasten, hasten_job, hastening, letting_in
+from ddp_hpc.submission.release_hold import MOST_RELEASES, call_back, hasten, hasten_job, hastening, letting_in
+from ddp_hpc.submission.slurm import _require_alive
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 
@@ -102,7 +102,7 @@ def wait_for(run: RunDir, slurm: FakeSlurm) -> None:
     """Do what `--wait` does from time to time."""
     queued = read_queued_job(run)
     assert queued is not None
-    slurm_executor._require_alive(run, 0, queued, slurm.environ)
+    _require_alive(run, 0, queued, slurm.environ)
 
 
 @pytest.mark.parametrize("stay", [follow, wait_for])

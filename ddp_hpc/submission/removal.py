@@ -15,7 +15,7 @@ from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.records import read_attempts, read_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
-from ddp_hpc.submission.slurm_executor import is_alive
+from ddp_hpc.submission.slurm import is_alive
 
 VANISH_PATIENCE_S = 10.0
 """How long the processes of an attempt that is over may take to vanish."""
