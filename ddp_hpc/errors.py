@@ -54,6 +54,15 @@ class DivergedError(DdpHpcError):
     exit_code = DIVERGED
 
 
+class SlurmRefusalError(ConfigError):
+    """Slurm has answered, and refuses what it was asked."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        """Keep the name that Slurm has for the refusal (slurm_errno.h); empty where we have no use for it."""
+        super().__init__(message)
+        self.code = code
+
+
 class SlurmUnavailableError(DdpHpcError):
     """Slurm is here but does not answer; what it runs goes on."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.slurm import queries
 
 TIMEOUT_S = 30.0
@@ -90,6 +90,11 @@ def is_here(environ: Mapping[str, str]) -> bool:
     return _NO_CLUSTER.search(answer.stderr) is None
 
 
+def is_no_answer(text: str) -> bool:
+    """Tell whether a command's errors say that Slurm does not answer, rather than what it answered."""
+    return _NO_ANSWER.search(text) is not None
+
+
 def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
     """Run a command of Slurm's; what it says, good or bad, is the caller's to read.
 
@@ -104,7 +109,7 @@ def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = T
             f"Slurm was asked for, but `{argv[0]}` finds no cluster here: {_line(answer, _NO_CLUSTER)}. Go to a login "
             "node, set SLURM_CONF, or run on this machine with `--cluster local`."
         )
-    if answer.returncode != 0 and _NO_ANSWER.search(answer.stderr):
+    if answer.returncode != 0 and is_no_answer(answer.stderr):
         raise SlurmUnavailableError(f"Slurm does not answer: {argv[0]} says {_line(answer, _NO_ANSWER)!r}. Try again.")
     return answer
 
@@ -239,7 +244,7 @@ def release(job_id: str, environ: Mapping[str, str]) -> None:
     """Let a held job go on.
 
     Raises:
-        ConfigError: where Slurm refuses: an administrator holds it.
+        SlurmRefusalError: where Slurm refuses; its code is ESLURM_ACCESS_DENIED where an administrator holds the job.
         SlurmUnavailableError: where it does not answer.
     """
     _order(queries.release_argv(job_id), environ, f"to release job {job_id}")
@@ -320,5 +325,5 @@ def node_states(
 def _order(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
     answer = ask(argv, environ)
     if answer.returncode != 0:
-        raise ConfigError(f"Slurm refuses {what}: {_line(answer)}")
+        raise SlurmRefusalError(f"Slurm refuses {what}: {_line(answer)}", queries.refusal_code(answer.stderr))
     return answer.stdout

@@ -447,6 +447,16 @@ def takes_jobs(node_state: str) -> bool:
     return not is_lost(node_state) and not node_state.lower().startswith("drain")
 
 
+ESLURM_ACCESS_DENIED = "ESLURM_ACCESS_DENIED"
+_REFUSALS: Mapping[str, str] = {"access/permission denied": ESLURM_ACCESS_DENIED}
+"""What Slurm's commands print for a number of slurm_errno.h (they print no numbers) -> the number's name."""
+
+
+def refusal_code(text: str) -> str:
+    """Return the name of the refusal that a command's errors tell of; empty for one that nobody decides by."""
+    return next((code for words, code in _REFUSALS.items() if words in text.lower()), "")
+
+
 def release_argv(job_id: str) -> list[str]:
     """Let a held job go on."""
     return ["scontrol", "release", job_id]

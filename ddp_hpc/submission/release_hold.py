@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ddp_hpc import requeue
 from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.records import (
     Attempt,
     Cause,
@@ -26,7 +26,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.slurm.nodes import Spared, spare_nodes
-from ddp_hpc.slurm.queries import JobRecord
+from ddp_hpc.slurm.queries import ESLURM_ACCESS_DENIED, JobRecord
 from ddp_hpc.spec import RunSpec
 
 _SAFE_AFTER_S = 2
@@ -113,13 +113,15 @@ def hasten_job(
             return True
         if change:
             client.update(queued.job_id, environ, **change)
-    except ConfigError as error:
-        if is_asked and is_held:
-            is_held_by_others = "denied" in str(error)
-            more = ". An administrator holds it: ask them." if is_held_by_others else ""
-            raise ConfigError(f"{error}{more}") from error
-        return False
-    except SlurmUnavailableError:
+    except SlurmRefusalError as error:
+        if not is_asked or not is_held:
+            return False
+        if error.code != ESLURM_ACCESS_DENIED:
+            raise
+        # The job is ours, so it is the hold that is another's. Slurm's `Reason` does not tell: it goes on to say
+        # `launch failed requeued held` of a job that an administrator has held since (measured: 22.05).
+        raise ConfigError(f"{error}. An administrator holds it: ask them.") from error
+    except (ConfigError, SlurmUnavailableError):
         return False
     return bool(change)
 

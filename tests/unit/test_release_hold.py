@@ -12,7 +12,7 @@ from ddp_hpc import exit_codes
 from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, SlurmRefusalError
 from ddp_hpc.job.predecessors import bury
 from ddp_hpc.ledger import Cause
 from ddp_hpc.records import (
@@ -191,6 +191,19 @@ def test_a_user_who_asks_is_told_that_an_administrator_holds_the_job(tmp_path: P
     assert not hasten(run, slurm.environ)
     with pytest.raises(ConfigError, match=r"Access/permission denied for job 7\. An administrator holds it: ask them"):
         hasten(run, slurm.environ, is_asked=True)
+
+
+def test_an_administrator_is_blamed_by_slurms_code_and_not_by_a_word_of_its_message(tmp_path: Path) -> None:
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0))
+    orders = "echo 'Requested operation denied: node denied-3 is reserved' >&2; exit 1"
+    slurm.knows_job(state="PENDING", reason="launch_failed_requeued_held", restarts=1, orders=orders)
+
+    with pytest.raises(SlurmRefusalError) as refused:
+        hasten(run, slurm.environ, is_asked=True)
+
+    assert refused.value.code == ""
+    assert str(refused.value).endswith("node denied-3 is reserved")
 
 
 KILLED = JobRecord(job_id="7", state="FAILED", exit_code="0:9")

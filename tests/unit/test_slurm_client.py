@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.slurm import client
 
 NO_CONTACT = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
@@ -172,5 +172,7 @@ def test_a_refused_job_is_told_in_slurms_words(slurm: Slurm) -> None:
 def test_a_refused_cancel_is_told(slurm: Slurm) -> None:
     environ = slurm(scancel=failing("scancel: error: Kill job error on job id 7: Access/permission denied"))
 
-    with pytest.raises(ConfigError, match="permission denied"):
+    with pytest.raises(SlurmRefusalError, match="permission denied") as refused:
         client.cancel("7", environ)
+
+    assert (refused.value.code, refused.value.exit_code) == ("ESLURM_ACCESS_DENIED", 2)
