@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ddp_hpc.config import Resolved, flat, render_resolved, resolve
 from ddp_hpc.errors import WorkerError
-from ddp_hpc.records import Cluster
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import local, slurm
+from ddp_hpc.submission.backend import AUTO, backend_of, choose_backend, load_backend
 from ddp_hpc.submission.removal import put_aside
-from ddp_hpc.submission.where import choose_cluster
+from ddp_hpc.watch.logs import Choice, read_lines
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, State, read_status
 
@@ -36,7 +35,8 @@ class Job:
     """A run that was submitted: on this machine, or as a job of Slurm."""
 
     run: RunDir
-    cluster: Cluster
+    cluster: str
+    """The name of the back end that holds it: `local`, `slurm`."""
     attempt: int
     job_id: str | None = None
     """Slurm's; None on this machine."""
@@ -57,10 +57,7 @@ class Job:
             WorkerError: where it ended without a word: killed, or never begun.
         """
         if self.state not in {"finished", "cancelled"}:
-            if self.job_id is not None:
-                slurm.wait(self.run, self.attempt, os.environ)
-            else:
-                local.wait(self.run, self.attempt)
+            load_backend(self.cluster).wait(self.run, self.attempt, os.environ)
         return self.state
 
     def result(self) -> Mapping[str, float]:
@@ -76,23 +73,40 @@ class Job:
             )
         return self.status().metrics
 
+    def logs(self, *, rank: int | None = None, attempt: int | None = None) -> Iterator[str]:
+        """Yield the lines that the run has written so far, oldest first.
+
+        Args:
+            rank: What this rank printed; unset: what the supervisor, the agent and rank zero's logger say.
+            attempt: Of this attempt only, counted from 0 (without a rank: what its rank zero printed); unset: of all.
+
+        Raises:
+            ConfigError: where there is no such attempt or rank.
+        """
+        return read_lines(self.run, Choice(rank=rank, attempt=attempt))
+
+    def stop(self) -> None:
+        """Ask the run to commit a checkpoint and leave; `wait` returns once it has. Submit it again to go on.
+
+        Raises:
+            ConfigError: where it is not running.
+        """
+        backend_of(self.run).stop(self.run, os.environ)
+
     def cancel(self) -> None:
         """End the run at once, without a checkpoint; what is committed stays.
 
         Raises:
             ConfigError: where there is nothing to cancel.
         """
-        if self.job_id is not None:
-            slurm.cancel(self.run, os.environ)
-        else:
-            local.cancel(self.run)
+        backend_of(self.run).cancel(self.run, os.environ)
 
 
 def load(
     path: str | Path,
     settings: Mapping[str, Any] | None = None,
     *,
-    cluster: Literal["auto", "local", "slurm"] = "auto",
+    cluster: str = AUTO,
     site: str | None = None,
 ) -> RunSpec:
     """Return the spec of a configuration file, by the sources and the precedence of `ddp-hpc submit`.
@@ -100,21 +114,21 @@ def load(
     Args:
         path: The YAML file.
         settings: Values that win over all others, by key: `{"train.lr": 0.05, "recipe.args.width": 8}`.
-        cluster: Where the run is to go; on Slurm, what a site profile says of its partition counts.
+        cluster: Where the run is to go: `auto`, `local`, `slurm`; on Slurm, what a site profile says of its partition counts.
         site: A site profile, or its file; unset: the one for this host.
 
     Raises:
         ConfigError: for the first value that cannot be, with its key, its source and what is wanted.
     """
     plain = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in (settings or {}).items()}
-    is_for_slurm = choose_cluster(cluster, os.environ) == "slurm"
-    return resolve(Path(path), plain, os.environ, site=site, is_for_slurm=is_for_slurm).spec
+    backend = choose_backend(cluster, os.environ)
+    return resolve(Path(path), plain, os.environ, site=site, is_for_slurm=backend.HAS_QUEUE).spec
 
 
 def submit(
     spec: RunSpec,
     *,
-    cluster: Literal["auto", "local", "slurm"] = "auto",
+    cluster: str = AUTO,
     import_paths: Sequence[Path] | None = None,
     fresh: bool = False,
 ) -> Job:
@@ -122,7 +136,7 @@ def submit(
 
     Args:
         spec: What to train, and on what.
-        cluster: Where to run; `auto` is Slurm where there is one.
+        cluster: Where to run: `local`, `slurm`; `auto` is Slurm where there is one.
         import_paths: Where the recipe's module is looked for before the installed ones; unset: the working directory.
         fresh: Start over: put what there is of the run aside, as `NAME.old-1`, and begin at step 0.
 
@@ -132,10 +146,7 @@ def submit(
     """
     text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), _SOURCE)))
     paths = [Path.cwd()] if import_paths is None else list(import_paths)
-    chosen = choose_cluster(cluster, os.environ)
+    backend = choose_backend(cluster, os.environ)
     with put_aside(RunDir(spec.path), os.environ) if fresh else nullcontext():
-        if chosen == "slurm":
-            submission = slurm.submit(text, spec, import_paths=paths, environ=os.environ)
-        else:
-            submission = local.submit(text, spec, import_paths=paths)
-    return Job(submission.run, chosen, submission.attempt, submission.job_id)
+        submission = backend.submit(text, spec, import_paths=paths, environ=os.environ)
+    return Job(submission.run, submission.backend, submission.attempt, submission.job_id)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 from ddp_hpc import exit_codes
 from ddp_hpc.durable import append_json_line, read_json_lines
@@ -20,7 +20,8 @@ from ddp_hpc.run_dir import RunDir
 _odd: set[tuple[Path, str]] = set()
 """Lines of ledgers that were skipped, each of which is logged once."""
 
-Cluster = Literal["local", "slurm"]
+Cluster = str
+"""The name of the back end that started an attempt (`submission.backend.BACKENDS`)."""
 
 
 class _Word(str, Enum):
@@ -256,10 +257,6 @@ def _strs(value: Any) -> tuple[str, ...]:
     return tuple(map(_str, _require(isinstance(value, list), value)))
 
 
-def _cluster(value: Any) -> Any:
-    return _require(value in get_args(Cluster), value)
-
-
 _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "int": _int,
     "int | None": _optional(_int),
@@ -267,7 +264,7 @@ _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "float | None": _optional(_float),
     "str": _str,
     "tuple[str, ...]": _strs,
-    "Cluster": _cluster,
+    "Cluster": _str,
     "Next": Next,
     "Ending | None": _optional(Ending),
     "Cause | None": _optional(Cause),

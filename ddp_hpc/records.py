@@ -56,6 +56,8 @@ class QueuedJob:
     """When the user took it out of the queue, if so."""
     since: int = 0
     """The attempt that the user's own submission began with; a job that requeued itself keeps it."""
+    backend: Cluster = "slurm"
+    """Whose job it is."""
 
 
 def since_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attempt]:

@@ -55,6 +55,11 @@ class RunDir:
         return self.path / "submission.json"
 
     @property
+    def submission_lock(self) -> Path:
+        """Held, by flock, by the process that submits the run to a queue."""
+        return self.path / "submission.lock"
+
+    @property
     def job_script(self) -> Path:
         """What sbatch got; plain `sbatch` runs it again."""
         return self.path / "job.sbatch"

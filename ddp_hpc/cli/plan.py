@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import LOOPBACK, Meeting
-from ddp_hpc.records import Cluster
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
     ENDPOINT,
@@ -58,21 +57,20 @@ class Plan:
         return "".join(f"# {' '.join(line.splitlines())}\n" for line in lines)
 
 
-def plan_of(spec: RunSpec, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]) -> Plan:
-    """Return what would be started, made by the code that starts it.
+def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environment: Mapping[str, str]) -> Plan:
+    """Return what a run of the back end of that name would start, made by the code that starts it.
 
     Raises:
-        ConfigError: where the image cannot be used.
+        ConfigError: where the image cannot be used, or nothing is known of how the back end starts workers.
     """
+    start = _STARTS.get(backend)
+    if start is None:
+        raise ConfigError(f"`--explain` knows what {' and '.join(_STARTS)} start, but the run would go to {backend}.")
     run = RunDir(spec.path)
     housing = _housing(spec, run, import_paths, environment)
-    steps = {"the workers": _command(spec, run, cluster, housing)}
-    if cluster == "slurm":
-        probe = [*probe_argv(spec.resources.nodes), "..."]
-        steps = {"a look at each node's networks": shlex.join(probe), **steps}
     return Plan(
-        steps=steps,
-        variables=_variables(spec, cluster, import_paths, environment),
+        steps=start.steps(spec, run, housing),
+        variables=_variables(spec, start, import_paths, environment),
         users=list(spec.environ),
     )
 
@@ -88,9 +86,45 @@ def _housing(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environme
     return house(inside, runtime, spec.container.python)
 
 
-def _command(spec: RunSpec, run: RunDir, cluster: Cluster, housing: Housing) -> str:
-    if cluster == "local":
-        return shlex.join(agent_argv(spec, run, housing))
+@dataclass(frozen=True, kw_only=True)
+class _NodeFacts:
+    """What is known of a node's network and CPUs before the run starts."""
+
+    endpoint: Mapping[str, Fact]
+    interface: Fact
+    computing: Fact
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HowStarted:
+    """How the supervisor of a back end's runs starts workers."""
+
+    steps: Callable[[RunSpec, RunDir, Housing], Mapping[str, str]]
+    """What each command is for -> the command."""
+    node: Callable[[RunSpec], _NodeFacts]
+    inherits: Callable[[RunSpec], bool]
+    """Whether workers inherit the variables that are set where the run is submitted."""
+
+
+def _local_steps(spec: RunSpec, run: RunDir, housing: Housing) -> Mapping[str, str]:
+    return {"the workers": shlex.join(agent_argv(spec, run, housing))}
+
+
+def _local_node(spec: RunSpec) -> _NodeFacts:
+    address = Fact(value=LOOPBACK, source=OURS, rule="the run has this machine alone")
+    return _NodeFacts(
+        endpoint=endpoint(address, Fact(rule="the agent takes a free one when the workers start")),
+        interface=this_host().interface_towards(LOOPBACK),
+        computing=share_here({}, spec.resources.local_world_size, spec.resources.cpus_per_worker).threads,
+    )
+
+
+def _slurm_steps(spec: RunSpec, run: RunDir, housing: Housing) -> Mapping[str, str]:
+    probe = [*probe_argv(spec.resources.nodes), "..."]
+    return {"a look at each node's networks": shlex.join(probe), "the workers": _srun(spec, run, housing)}
+
+
+def _srun(spec: RunSpec, run: RunDir, housing: Housing) -> str:
     if spec.launcher == "agent":
         return shlex.join(step_of_agents(spec, run, housing))
     start = Start(spec=spec, run=run, attempt=0, meeting=_IN_JOB, housing=housing)
@@ -101,6 +135,30 @@ def _command(spec: RunSpec, run: RunDir, cluster: Cluster, housing: Housing) -> 
     )
 
 
+def _slurm_node(spec: RunSpec) -> _NodeFacts:
+    num_workers = spec.resources.local_world_size
+    return _NodeFacts(
+        endpoint=endpoint(
+            Fact(rule="the supervisor chooses among the networks of the job's nodes"),
+            Fact(rule="the supervisor takes one that is free on the job's first node"),
+        ),
+        interface=Fact(rule="each node finds its own name for the network that leads to rank zero"),
+        computing=threads(spec.cpus_per_task * num_workers, num_workers, source="Slurm"),
+    )
+
+
+def _is_exported(spec: RunSpec) -> bool:
+    """Tell whether sbatch hands on the variables that are set here."""
+    return str(spec.slurm.extra.get("export", "")).upper() != "NONE"
+
+
+_STARTS: Mapping[str, _HowStarted] = {
+    "local": _HowStarted(steps=_local_steps, node=_local_node, inherits=lambda _: True),
+    "slurm": _HowStarted(steps=_slurm_steps, node=_slurm_node, inherits=_is_exported),
+}
+"""By back end."""
+
+
 def _shown(name: str, fact: Fact) -> str:
     if fact.value is None:
         return f"{name} is not known yet: {fact.rule}"
@@ -108,26 +166,12 @@ def _shown(name: str, fact: Fact) -> str:
 
 
 def _variables(
-    spec: RunSpec, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]
+    spec: RunSpec, start: _HowStarted, import_paths: Sequence[Path], environment: Mapping[str, str]
 ) -> Mapping[str, Fact]:
     """Return the table of rank zero, by the code that makes it; what only the job's nodes can tell is unknown."""
-    resources, num_workers = spec.resources, spec.resources.local_world_size
-    if cluster == "slurm":
-        where = endpoint(
-            Fact(rule="the supervisor chooses among the networks of the job's nodes"),
-            Fact(rule="the supervisor takes one that is free on the job's first node"),
-        )
-        interface = Fact(rule="each node finds its own name for the network that leads to rank zero")
-        computing = threads(spec.cpus_per_task * num_workers, num_workers, source="Slurm")
-    else:
-        address = Fact(value=LOOPBACK, source=OURS, rule="the run has this machine alone")
-        where = endpoint(address, Fact(rule="the agent takes a free one when the workers start"))
-        interface = this_host().interface_towards(LOOPBACK)
-        computing = share_here({}, num_workers, resources.cpus_per_worker).threads
+    node, resources = start.node(spec), spec.resources
     paths = list(dict.fromkeys(map(str, import_paths)))
-    ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=num_workers, local_rank=0)
-    # A job that is submitted with `--export=NONE` gets none of the variables that are set here.
-    is_kept_out = cluster == "slurm" and str(spec.slurm.extra.get("export", "")).upper() == "NONE"
-    environ = {**({} if is_kept_out else environment), **spec.environ}
-    made = settled({**where, **node_variables(interface, computing)}, environ, fixed=ENDPOINT)
+    ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
+    environ = {**(environment if start.inherits(spec) else {}), **spec.environ}
+    made = settled({**node.endpoint, **node_variables(node.interface, node.computing)}, environ, fixed=ENDPOINT)
     return {**ranks, **made, **import_path(paths, os.pathsep.join(paths))}

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddp_hpc.records import read_attempts, read_queued_job
 from ddp_hpc.run_dir import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
 from ddp_hpc.watch.find import find_run, newest_run
 
@@ -65,9 +64,3 @@ def word_for(run: RunDir, environment: Mapping[str, str]) -> str:
     """Return what to type for a run: its name where that is enough, else its directory."""
     beside = os.path.abspath(chosen_runs_dir(None, environment) / run.name)  # noqa: PTH100  # links stay
     return run.name if beside == os.path.abspath(run.path) else str(run.path)  # noqa: PTH100
-
-
-def is_slurms(run: RunDir) -> bool:
-    """Tell whether the run's newest start, or the one that waits, is a job of Slurm's."""
-    job, newest = read_queued_job(run), next(reversed(read_attempts(run)), None)
-    return job is not None and (newest is None or newest.attempt < job.attempt or newest.cluster == "slurm")

@@ -18,7 +18,7 @@ from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, Work
 from ddp_hpc.ledger import Attempt, Ledger
 from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.submission import slurm
+from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.watch.checkpoints import choose_step, digest
 from ddp_hpc.watch.samples import read_taken
 
@@ -149,7 +149,7 @@ class _Course:
 
     def _send(self, resolved: Resolved) -> None:
         text, spec = render_resolved(resolved), resolved.spec
-        sent = slurm.submit(text, spec, import_paths=self.plan.import_paths, environ=self.environ)
+        sent = _slurm().submit(text, spec, import_paths=self.plan.import_paths, environ=self.environ)
         if not sent.is_new:
             raise ConfigError(f"{sent.run.path} exists already; a drill needs a fresh run. Choose another `name=...`.")
         self.say(f"{sent.run.name}: job {sent.job_id} submitted")
@@ -232,7 +232,7 @@ class _Course:
         for run in [self.run, *([self.unbroken] if isinstance(self.plan.unbroken, Resolved) else [])]:
             if run.submission.exists() and not run.done.exists():
                 with suppress(DdpHpcError):
-                    slurm.cancel(run, self.environ)
+                    _slurm().cancel(run, self.environ)
 
     def _await(self, what: str, condition: Callable[[], T | None], *, run: RunDir | None = None) -> T:
         """Return the first true value of `condition`.
@@ -261,9 +261,14 @@ class _Course:
 
     def _has_no_job(self, run: RunDir) -> bool:
         try:
-            return slurm.job_of(run, self.environ) is None
+            return _slurm().find_job(run, self.environ) is None
         except SlurmUnavailableError:
             return False
+
+
+def _slurm() -> Backend:
+    """Return the back end of both runs: a fault is made by a step of a Slurm job."""
+    return load_backend("slurm")
 
 
 def _step(run: RunDir) -> int:

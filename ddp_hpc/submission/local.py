@@ -1,16 +1,16 @@
-"""Running a training on this machine: the same supervisor, agent and workers as on a cluster, without Slurm."""
+"""The back end of this machine: the same supervisor, agent and workers as on a cluster, without Slurm."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from ddp_hpc import exit_codes, ownership, processes, rereading
 from ddp_hpc.durable import open_private
@@ -28,18 +28,18 @@ from ddp_hpc.records import (
     record_end,
 )
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm import client
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import slurm
+from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
 from ddp_hpc.submission.image_preflight import look_at_image
 from ddp_hpc.submission.run_dir_setup import (
-    Submission,
     is_finished,
     make_run_dir,
     note_on_parents,
     refuse_file_in_the_way,
 )
 
+NAME = "local"
+HAS_QUEUE = False
 START_PATIENCE_S = 120.0
 """How long `submit` waits for the first step to begin before it lets the run go on alone."""
 STOP_PATIENCE_S = 600.0
@@ -47,6 +47,8 @@ STOP_PATIENCE_S = 600.0
 VANISH_PATIENCE_S = 10.0
 """How long the processes of an attempt that is over may take to vanish."""
 _POLL_S = 0.05
+_guardians: list[subprocess.Popen[bytes]] = []
+"""Those that this process has started, and not reaped."""
 
 
 def supervisor_argv(run: RunDir) -> list[str]:
@@ -67,11 +69,52 @@ def refuse_several_nodes(spec: RunSpec) -> None:
         )
 
 
-def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -> Submission:
+def require(environ: Mapping[str, str]) -> None:
+    """Check nothing: this machine is here."""
+    del environ
+
+
+def is_here(environ: Mapping[str, str]) -> bool:
+    """Tell that this machine is here."""
+    del environ
+    return True
+
+
+def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
+    """Return what `submit` would do; make nothing.
+
+    Raises:
+        ConfigError: where the run needs several machines, or its image, or a path that it is to see, cannot be used.
+    """
+    refuse_several_nodes(spec)
+    run = RunDir(spec.path)
+    notes = [*look_at_image(spec, run, import_paths, environ, is_for_slurm=False), *note_on_parents(run.path)]
+    return Description(notes=notes, command=supervisor_argv(run), import_paths=import_paths)
+
+
+def prepare(
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> tuple[RunDir, list[str]]:
+    """Make the run's directory, or renew its configuration; return it, and what the user should know.
+
+    Raises:
+        ConfigError: where the input is invalid, or the directory cannot be made.
+    """
+    run = RunDir(spec.path)
+    refuse_file_in_the_way(run)
+    is_new = not run.config.exists()
+    notes = describe(spec, import_paths=import_paths, environ=environ).notes
+    make_run_dir(run, resolved_text, is_new=is_new)
+    return run, list(notes)
+
+
+def submit(
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> Submission:
     """Start the run, or go on with it, and return once its training has begun.
 
     Raises:
-        ConfigError: where the input cannot be; a run that was new leaves nothing behind.
+        ConfigError: where the input is invalid; a run that was new leaves nothing behind.
         WorkerError: where the workers failed before the first step.
     """
     refuse_several_nodes(spec)
@@ -79,32 +122,50 @@ def submit(resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path]) -
     refuse_file_in_the_way(run)
     is_new = not run.config.exists()
     if _is_busy(run):
-        return Submission(run, "running", newest_attempt(run))
-    in_slurm = slurm.job_of(run, os.environ) if run.submission.exists() and client.is_here(os.environ) else None
-    if in_slurm is not None:
-        return in_slurm
+        return Submission(run, NAME, "running", newest_attempt(run))
+    elsewhere = find_job_elsewhere(run, NAME, environ)
+    if elsewhere is not None:
+        return elsewhere
     if is_finished(run, spec):
-        return Submission(run, "finished", newest_attempt(run))
-    notes = tuple(look(spec, import_paths))
+        return Submission(run, NAME, "finished", newest_attempt(run))
+    notes = tuple(describe(spec, import_paths=import_paths, environ=environ).notes)
     make_run_dir(run, resolved_text, is_new=is_new)
     attempt = ownership.next_attempt(run)
-    guardian = _start_guardian(run, import_paths)
+    guardian = _start_guardian(run, import_paths, environ)
     ended = _await_training(run, attempt, guardian)
     if ended is not None and ended.exit_code == exit_codes.REFUSED:
         if is_new:
             shutil.rmtree(run.path, ignore_errors=True)
         raise ConfigError(ended.reason)
-    return Submission(run, "started", attempt, is_new=is_new, notes=notes)
+    return Submission(run, NAME, "started", attempt, is_new=is_new, notes=notes)
 
 
-def look(spec: RunSpec, import_paths: Sequence[Path]) -> list[str]:
-    """Return what the user should know of a run before it is made; also for a dry run.
+def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
+    """Return the run's start that works on this host; None without one."""
+    del environ
+    return Submission(run, NAME, "running", newest_attempt(run)) if processes.is_locked(run.lock) else None
 
-    Raises:
-        ConfigError: where its image, or a path that it is to see, cannot be used.
+
+def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
+    """Return why the run's directory must not be moved: another host started it; None where it may.
+
+    The caller holds the run's lock on this host.
     """
-    run = RunDir(spec.path)
-    return [*look_at_image(spec, run, import_paths, os.environ, is_for_slurm=False), *note_on_parents(run.path)]
+    del environ
+    newest = next(reversed(read_attempts(run)), None)
+    here = socket.gethostname()
+    if newest is None or newest.cluster != NAME or newest.ending is not None or newest.host == here:
+        return None
+    return (
+        f"{run.name} was started on {newest.host}, this is {here}, and nothing says that it has ended. "
+        f"Try again there; or, if that machine is gone for good, move {run.path} away yourself."
+    )
+
+
+def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
+    """Change nothing: no queue holds a run back here."""
+    del run, environ, is_asked
+    return False
 
 
 def _is_busy(run: RunDir) -> bool:
@@ -126,12 +187,12 @@ def _patience_s(run: RunDir) -> float:
     return STOP_PATIENCE_S if known(run.stop_request, run.stop_request.exists, unknown=False) else 0.0
 
 
-def _start_guardian(run: RunDir, import_paths: Sequence[Path]) -> subprocess.Popen[bytes]:
+def _start_guardian(run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the supervisor's guardian in a session of its own, so that both outlive this terminal."""
     paths = [str(path) for path in import_paths]
-    environ = {"PYTHONSAFEPATH": "ddp_hpc", **os.environ}  # else a `json.py` here would be taken for Python's
+    environ = {"PYTHONSAFEPATH": "ddp_hpc", **environ}  # else a `json.py` here would be taken for Python's
     with open_private(run.console, "ab") as console:
-        return subprocess.Popen(
+        guardian = subprocess.Popen(
             [*supervisor_argv(run), *(f"--import-path={path}" for path in paths)],
             stdin=subprocess.DEVNULL,
             stdout=console,
@@ -139,6 +200,10 @@ def _start_guardian(run: RunDir, import_paths: Sequence[Path]) -> subprocess.Pop
             env=environ,
             start_new_session=True,
         )
+    # Python warns of a Popen that is collected while its process runs, and a program that submits often, by
+    # `ddp_hpc.submit`, would collect zombies: keep those that run, and reap the others.
+    _guardians[:] = [*(one for one in _guardians if one.poll() is None), guardian]
+    return guardian
 
 
 def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]) -> Attempt | None:
@@ -160,12 +225,13 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
     return None
 
 
-def wait(run: RunDir, attempt: int) -> Attempt:
+def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
 
     Raises:
         WorkerError: where all processes of the run are gone, and none wrote down how it ended.
     """
+    del environ
     files = rereading.LastRead()
     while True:
         is_alive = processes.is_locked(run.lock)
@@ -185,24 +251,28 @@ def _gone(run: RunDir, attempt: int) -> str:
     )
 
 
-def stop(run: RunDir) -> str:
+def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
     """Ask the run to commit a checkpoint and leave; return what to tell the user.
 
     Raises:
-        ConfigError: where it is not running.
+        ConfigError: where it is not running, or is to go back into a queue.
     """
+    del environ
+    if then == "requeue":
+        raise ConfigError(f"{run.name} runs on this machine, where there is no queue. `ddp-hpc stop` ends it.")
     if not processes.is_locked(run.lock):
-        raise ConfigError(f"{run.name} is not running, so there is nothing to stop.")
+        raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
     ask_to_stop(run)
     return f"{run.name} was asked to commit a checkpoint and leave. Submit it again to go on."
 
 
-def cancel(run: RunDir) -> str:
+def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     """End the run at once, without a checkpoint; return what to tell the user.
 
     Raises:
         ConfigError: where it is not running.
     """
+    del environ
     is_known = False
     deadline = time.monotonic() + VANISH_PATIENCE_S
     while processes.is_locked(run.lock) and time.monotonic() < deadline:
@@ -212,7 +282,7 @@ def cancel(run: RunDir) -> str:
             _end_attempt(run, newest)
         time.sleep(_POLL_S)  # a supervisor that the guardian starts meanwhile sees what was written
     if not is_known:
-        raise ConfigError(f"{run.name} is not running, so there is nothing to cancel.")
+        raise ConfigError(f"{run.name} is not running, so there is nothing to cancel. Start it with `ddp-hpc submit`.")
     return f"{run.name} was cancelled. Its newest checkpoint stays; submit it again to go on from there."
 
 

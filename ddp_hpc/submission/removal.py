@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +11,9 @@ from pathlib import Path
 from ddp_hpc import processes
 from ddp_hpc.durable import fsync_path
 from ddp_hpc.errors import ConfigError, RunBusyError
-from ddp_hpc.records import read_attempts, read_queued_job
+from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm import client
-from ddp_hpc.submission.slurm import is_alive
+from ddp_hpc.submission.backend import backends_of
 
 VANISH_PATIENCE_S = 10.0
 """How long the processes of an attempt that is over may take to vanish."""
@@ -95,36 +93,9 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
     if lock_fd is None:
         raise RunBusyError(f"{run.name} is running on this machine. End it first: `ddp-hpc cancel {run.name}`.")
     try:
-        problem = _busy_in_slurm(run, environ) or _busy_elsewhere(run)
+        problem = next(filter(None, (backend.in_use(run, environ) for backend in backends_of(run))), None)
         if problem:
             raise RunBusyError(problem)
         yield
     finally:
         os.close(lock_fd)
-
-
-def _busy_in_slurm(run: RunDir, environ: Mapping[str, str]) -> str | None:
-    job, newest = read_queued_job(run), next(reversed(read_attempts(run)), None)
-    if job is None:
-        return None
-    if client.is_here(environ):
-        if is_alive(job.job_id, environ):
-            return f"Job {job.job_id} of {run.name} waits or runs. End it first: `ddp-hpc cancel {run.name}`."
-        return None
-    if newest is not None and newest.attempt >= job.attempt and newest.ending is not None and not newest.next:
-        return None
-    return (
-        f"{run.name} was submitted as job {job.job_id}, and there is no Slurm here to say whether it still waits or runs. "
-        "Try again on a machine of its cluster."
-    )
-
-
-def _busy_elsewhere(run: RunDir) -> str | None:
-    newest = next(reversed(read_attempts(run)), None)
-    here = socket.gethostname()
-    if newest is None or newest.cluster != "local" or newest.ending is not None or newest.host == here:
-        return None
-    return (
-        f"{run.name} was started on {newest.host}, this is {here}, and nothing says that it has ended. "
-        f"Try again there; or, if that machine is gone for good, move {run.path} away yourself."
-    )

@@ -1,4 +1,4 @@
-"""The run directory as `submit` makes it, whichever cluster the run goes to, and what came of a submission."""
+"""The run directory as `submit` makes it, whichever back end the run goes to."""
 
 from __future__ import annotations
 
@@ -11,30 +11,13 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ddp_hpc.durable import fsync_path, make_directories, make_directory, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import is_done
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What came of a submission."""
-
-    run: RunDir
-    state: Literal["started", "queued", "finished", "running", "waiting"]
-    """Started now; queued now; or before: finished, running, waiting in the queue."""
-    attempt: int
-    is_new: bool = False
-    """Whether the run did not exist before."""
-    job_id: str | None = None
-    notes: tuple[str, ...] = ()
-    """What the user should know about it."""
 
 
 def is_finished(run: RunDir, spec: RunSpec) -> bool:

@@ -1,25 +1,21 @@
-"""Sending a run to Slurm: the one door of submitit.
-
-submitit allocates: it writes the submission file, runs sbatch, reads the job's number and keeps a handle of it. What the
-job does is our script's: its text replaces submitit's own, so that none of submitit's processes and signal handlers run
-in the job, and what submitit pickles (the script's path) is never read again.
-"""
+"""The back end of Slurm: a job for each start of a run."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ddp_hpc import ownership, processes, rereading
 from ddp_hpc.containers import PACKAGE_DIR
-from ddp_hpc.durable import make_directories, private_mode, replace_text
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
+from ddp_hpc.durable import replace_text
+from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError, WorkerError
 from ddp_hpc.patience import patiently
 from ddp_hpc.records import (
     Attempt,
@@ -36,11 +32,12 @@ from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import preflight
+from ddp_hpc.submission import preflight, release_hold
+from ddp_hpc.submission.allocate import allocate
+from ddp_hpc.submission.backend import Description, Submission, backend_of
 from ddp_hpc.submission.image_preflight import look_at_image
 from ddp_hpc.submission.release_hold import call_back, hasten_job, spared_nodes
 from ddp_hpc.submission.run_dir_setup import (
-    Submission,
     is_finished,
     make_run_dir,
     note_on_parents,
@@ -49,8 +46,12 @@ from ddp_hpc.submission.run_dir_setup import (
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
 from ddp_hpc.submission.user_code import code_dir_of, module_in
 
+NAME = "slurm"
+HAS_QUEUE = True
 _ASK_S = (2.0, 30.0)
 """How long to wait between questions to Slurm, at first and at most."""
+_SUBMISSION_PATIENCE_S = 60.0
+"""How long another process may take to submit the run."""
 
 
 def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> str:
@@ -74,44 +75,54 @@ def _avoiding(spec: RunSpec, nodes: Sequence[str]) -> RunSpec:
     return replace(spec, slurm=replace(spec.slurm, exclude=",".join([*asked, *nodes])))
 
 
-def look(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
-    """Return what the user should know of a run before it is made; also for a dry run.
+def require(environ: Mapping[str, str]) -> None:
+    """Check that Slurm's sbatch is on PATH.
 
     Raises:
-        ConfigError: where its image, or a path that it is to see, cannot be used.
+        ConfigError: where it is not.
+    """
+    client.require("sbatch", environ)
+
+
+def is_here(environ: Mapping[str, str]) -> bool:
+    """Tell whether this is a host of a Slurm cluster, even of one that does not answer now."""
+    return client.is_here(environ)
+
+
+def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
+    """Return what `submit` would do: the very text that sbatch would get. Make nothing.
+
+    Raises:
+        ConfigError: where the run's image, or a path that it is to see, cannot be used, or the script cannot be made.
     """
     run = RunDir(spec.path)
+    return Description(
+        notes=_notes(spec, run, import_paths, environ),
+        command=["sbatch", str(run.job_script)],
+        import_paths=_job_import_paths(spec, run, import_paths),
+        script=job_script(spec, import_paths, environ),
+    )
+
+
+def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
     paths = _job_import_paths(spec, run, import_paths)
     return [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
 
 
 def prepare(
-    resolved_text: str,
-    spec: RunSpec,
-    *,
-    import_paths: Sequence[Path],
-    environ: Mapping[str, str],
-    is_new: bool | None = None,
+    resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
 ) -> tuple[RunDir, list[str]]:
     """Make the run directory with everything the job needs; return it, and what the user should know.
-
-    `is_new` is what the caller has found, where it has looked: whoever looks twice may find both.
 
     Raises:
         ConfigError: where it cannot be made; a run that was new leaves nothing behind.
     """
     run = RunDir(spec.path)
     refuse_file_in_the_way(run)
-    is_new = not run.config.exists() if is_new is None else is_new
-    text = job_script(spec, import_paths, environ)
-    preflight.refuse_private_directory(run.path)
-    preflight.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
-    notes = look(spec, import_paths, environ)
-    make_run_dir(run, resolved_text, is_new=is_new)
-    with _nothing_left_of_new(run, is_new=is_new):
-        notes += _freeze_code(spec, run, import_paths)
-        replace_text(run.job_script, text)
-    return run, notes
+    plan = _plan(resolved_text, spec, import_paths, environ, is_new=not run.config.exists())
+    _make(plan)
+    with _nothing_left_of_new(plan):
+        return run, [*plan.notes, *_fill(plan)]
 
 
 def submit(
@@ -120,7 +131,8 @@ def submit(
     """Put the run into Slurm's queue, or say that it is there, runs, or has finished.
 
     Raises:
-        ConfigError: where the input cannot be, or Slurm refuses it; a run that was new leaves nothing behind.
+        ConfigError: where the input is invalid, or Slurm refuses it; a run that was new leaves nothing behind.
+        RunBusyError: where another process submits the run and does not come to an end.
         SlurmUnavailableError: where Slurm does not answer.
     """
     run = RunDir(spec.path)
@@ -130,13 +142,100 @@ def submit(
     there = _already(run, spec, environ)
     if there is not None:
         return there
-    run, notes = prepare(resolved_text, spec, import_paths=import_paths, environ=environ, is_new=is_new)
-    with _nothing_left_of_new(run, is_new=is_new):
-        notes += [*_notes_on_restarts(run, spec, environ), *preflight.check(spec, run, environ)]
-        attempt = ownership.next_attempt(run)
-        job = QueuedJob(job_id=_send(run, environ), attempt=attempt, at=time.time(), since=attempt)
-    write_queued_job(run, job)
-    return Submission(run, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
+    plan = _plan(resolved_text, spec, import_paths, environ, is_new=is_new)
+    if is_new:
+        _make(plan)  # by one rename: of two that submit a new run at once, the second is refused here
+    with _alone(run):
+        there = _already(run, spec, environ)  # who had the lock before may have submitted it
+        if there is not None:
+            return there
+        if not is_new:
+            _make(plan)
+        with _nothing_left_of_new(plan):
+            notes = [*plan.notes, *_fill(plan), *_notes_on_restarts(run, spec, environ)]
+            notes += preflight.check(spec, run, environ)
+            attempt = ownership.next_attempt(run)
+            job = QueuedJob(job_id=allocate(run, environ), attempt=attempt, at=time.time(), since=attempt, backend=NAME)
+        write_queued_job(run, job)
+    return Submission(run, NAME, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A run directory that is to be made, or renewed."""
+
+    run: RunDir
+    spec: RunSpec
+    import_paths: Sequence[Path]
+    resolved_text: str
+    script: str
+    notes: Sequence[str]
+    is_new: bool
+    """What was found first: whoever looks twice may find both."""
+
+
+def _plan(
+    resolved_text: str, spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str, str], *, is_new: bool
+) -> _Plan:
+    """Check what can be checked before anything is made.
+
+    Raises:
+        ConfigError: where the run's directory, image or script cannot be used on the nodes.
+    """
+    run = RunDir(spec.path)
+    script = job_script(spec, import_paths, environ)
+    preflight.refuse_private_directory(run.path)
+    preflight.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
+    return _Plan(
+        run=run,
+        spec=spec,
+        import_paths=import_paths,
+        resolved_text=resolved_text,
+        script=script,
+        notes=_notes(spec, run, import_paths, environ),
+        is_new=is_new,
+    )
+
+
+def _make(plan: _Plan) -> None:
+    make_run_dir(plan.run, plan.resolved_text, is_new=plan.is_new)
+
+
+def _fill(plan: _Plan) -> list[str]:
+    """Put the frozen code and the job script into the run directory; return what to say of the code."""
+    notes = _freeze_code(plan.spec, plan.run, plan.import_paths)
+    replace_text(plan.run.job_script, plan.script)
+    return notes
+
+
+@contextlib.contextmanager
+def _alone(run: RunDir) -> Iterator[None]:
+    """Let one process at a time submit the run: two that find no job in the queue would send two.
+
+    Raises:
+        RunBusyError: where another does so and does not come to an end, or has taken the run away again.
+    """
+    try:
+        lock_fd = processes.take_lock(run.submission_lock, patience_s=_SUBMISSION_PATIENCE_S)
+    except FileNotFoundError as error:
+        raise RunBusyError(_taken_away(run)) from error
+    if lock_fd is None:
+        raise RunBusyError(
+            f"Another process has been submitting {run.name} for {_SUBMISSION_PATIENCE_S:.0f} s. Submit again when it is done."
+        )
+    try:
+        if not run.config.exists():
+            raise RunBusyError(_taken_away(run))
+        yield
+    finally:
+        os.close(lock_fd)
+
+
+def _taken_away(run: RunDir) -> str:
+    return (
+        f"The configuration of {run.name} was there a moment ago, but is not seen now. Another submission of it was refused, "
+        "or its file system is slow to show it: submit again."
+    )
 
 
 def _notes_on_restarts(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
@@ -150,18 +249,18 @@ def _notes_on_restarts(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -
 
 def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
     """Return what stands in the way of another job: one that waits or runs, or that nothing is left to do."""
-    in_slurm = job_of(run, environ)
+    in_slurm = find_job(run, environ)
     if in_slurm is not None:
         return in_slurm
     with contextlib.suppress(OSError):  # a file system without locks
         if processes.is_locked(run.lock):
-            return Submission(run, "running", newest_attempt(run))
+            return Submission(run, backend_of(run).NAME, "running", newest_attempt(run))
     if is_finished(run, spec):
-        return Submission(run, "finished", newest_attempt(run))
+        return Submission(run, NAME, "finished", newest_attempt(run))
     return None
 
 
-def job_of(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
+def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     """Return the run's job that waits or runs, if it has one."""
     job = read_queued_job(run)
     if job is None or job.cancelled_at is not None or not is_alive(job.job_id, environ):
@@ -169,8 +268,17 @@ def job_of(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     newest = newest_attempt(run)
     has_begun = newest >= job.attempt
     return Submission(
-        run, "running" if has_begun else "waiting", newest if has_begun else job.attempt, job_id=job.job_id
+        run, NAME, "running" if has_begun else "waiting", newest if has_begun else job.attempt, job_id=job.job_id
     )
+
+
+def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
+    """Let the run's job begin, if nothing but its past holds it back; return whether anything was changed in it.
+
+    Raises:
+        ConfigError: where the user has asked for it, and Slurm refuses to release the job.
+    """
+    return release_hold.hasten(run, environ, is_asked=is_asked)
 
 
 def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
@@ -179,9 +287,25 @@ def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
     return job is not None and not states.has_ended(job.state)
 
 
-def import_paths_of(spec: RunSpec, import_paths: Sequence[Path]) -> list[Path]:
-    """Return where the run's job would import the user's code from."""
-    return _job_import_paths(spec, RunDir(spec.path), import_paths)
+def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
+    """Return why the run's directory must not be moved: its job waits or runs, or that cannot be known; None where it may.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    job, newest = read_queued_job(run), next(reversed(read_attempts(run)), None)
+    if job is None:
+        return None
+    if client.is_here(environ):
+        if is_alive(job.job_id, environ):
+            return f"Job {job.job_id} of {run.name} waits or runs. End it first: `ddp-hpc cancel {run.name}`."
+        return None
+    if newest is not None and newest.attempt >= job.attempt and newest.ending is not None and not newest.next:
+        return None
+    return (
+        f"{run.name} was submitted as job {job.job_id}, and there is no Slurm here to say whether it still waits or runs. "
+        "Try again on a machine of its cluster."
+    )
 
 
 def _job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[Path]:
@@ -206,44 +330,14 @@ def _freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> li
 
 
 @contextlib.contextmanager
-def _nothing_left_of_new(run: RunDir, *, is_new: bool) -> Iterator[None]:
+def _nothing_left_of_new(plan: _Plan) -> Iterator[None]:
     """Take a run that was new away again when it cannot be submitted."""
     try:
         yield
     except BaseException:
-        if is_new:
-            shutil.rmtree(run.path, ignore_errors=True)
+        if plan.is_new:
+            shutil.rmtree(plan.run.path, ignore_errors=True)
         raise
-
-
-def _send(run: RunDir, environ: Mapping[str, str]) -> str:
-    """Have submitit send the job's script; return the job's number."""
-    from submitit import SlurmExecutor  # late: 0.1 s that only a submission waits for
-    from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
-
-    text = run.job_script.read_text(encoding="utf-8")
-
-    class Executor(SlurmExecutor):
-        """submitit's executor with our script in place of its own."""
-
-        def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002  # submitit's signature
-            return text
-
-        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            return [*client.scrubbing(environ), "sbatch", str(submission_file_path)]
-
-    make_directories(run.submitit)
-    executor = Executor(folder=run.submitit)
-    executor._throttling = 0.0  # noqa: SLF001  # else it sleeps a fifth of a second before each job
-    try:
-        job: Any = executor.submit(CommandFunction(["bash", str(run.job_script)]))
-    except (FailedJobError, FailedSubmissionError) as error:
-        raise ConfigError(f"sbatch refuses the job: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):  # a file system without modes
-            for path in run.submitit.iterdir():  # made by the umask
-                path.chmod(private_mode(path))
-    return str(job.job_id)
 
 
 def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
@@ -296,7 +390,9 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     """
     job = read_queued_job(run)
     if job is None or not is_alive(job.job_id, environ):
-        raise ConfigError(f"{run.name} has no job in the queue, so there is nothing to cancel.")
+        raise ConfigError(
+            f"{run.name} has no job in the queue, so there is nothing to cancel. Start it with `ddp-hpc submit`."
+        )
     write_queued_job(run, replace(job, cancelled_at=time.time()))  # first: a job that is leaving asks for it
     try:
         client.cancel(job.job_id, environ)
@@ -309,12 +405,13 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     return f"Job {job.job_id} of {run.name} was cancelled. Its newest checkpoint stays; submit it again to go on."
 
 
-def stop(run: RunDir, *, then: Literal["end", "requeue"] = "end") -> str:
+def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
     """Ask the run to commit a checkpoint and leave, for good or for now; return what to tell the user.
 
     Raises:
         ConfigError: where it has not begun, or runs no more.
     """
+    del environ
     job = read_queued_job(run)
     newest = next(reversed(read_attempts(run)), None)
     is_over = newest is None or (newest.ending is not None and newest.next != "in place")

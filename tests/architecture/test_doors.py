@@ -24,7 +24,6 @@ DOORS: dict[str, set[str]] = {
         "job/torchrun_node.py",
         "job/unpack.py",
         "rendezvous/interfaces.py",
-        "submission/local.py",
     },
     "subprocess": {
         "job/children.py",

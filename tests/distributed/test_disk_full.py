@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import subprocess
@@ -98,7 +99,7 @@ def test_periodic_saves_that_fail_are_reported_and_the_training_goes_on(on_small
     while_full = await_progress(run, lambda progress: progress.save_error is not None)
     status = on_small_disk.command("status", run.name, "--json")
     ballast.unlink()
-    ended = local.wait(run, 0)
+    ended = local.wait(run, 0, os.environ)
 
     assert begun.returncode == 0, begun.stdout + begun.stderr
     assert FULL in str(while_full.save_error)

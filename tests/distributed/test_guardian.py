@@ -42,7 +42,7 @@ def test_a_run_whose_supervisor_is_killed_amid_training_finishes_with_the_same_b
     before = [process for group in live_processes(run).values() for process in group]
 
     os.kill(first.pid, signal.SIGKILL)
-    last = local.wait(run, 0)  # what `submit --wait` does: it follows to the attempt after
+    last = local.wait(run, 0, os.environ)  # what `submit --wait` does: it follows to the attempt after
 
     first, second = read_attempts(run)
     assert (first.cause, first.next, first.ending) == ("supervisor died", "in place", "failed")
@@ -63,7 +63,7 @@ def test_a_run_goes_on_without_its_guardian(workplace: Workplace) -> None:
 
     guardian.kill()
 
-    assert local.wait(run, 0).ending == "finished"
+    assert local.wait(run, 0, os.environ).ending == "finished"
 
 
 @pytest.mark.long
@@ -75,7 +75,7 @@ def test_a_supervisor_that_always_dies_ends_the_run_with_the_reason(workplace: W
     for attempt in range(2):
         until(lambda: read_attempts(run)[-1].attempt == attempt)  # noqa: B023
         os.kill(read_attempts(run)[-1].pid, signal.SIGKILL)
-    last = local.wait(run, 0)
+    last = local.wait(run, 0, os.environ)
 
     assert [one.next for one in read_attempts(run)] == ["in place", ""]
     assert last.reason.startswith("the supervisor was killed by signal 9; 2 attempts in a row ended without a new")
@@ -95,7 +95,7 @@ def test_a_run_that_was_asked_to_stop_stops_though_its_supervisor_dies(workplace
     until(lambda: read_attempts(run)[0].ending is not None)
     guardian.terminate()  # it passes the signal on
 
-    assert local.wait(run, 0).ending == "stopped"
+    assert local.wait(run, 0, os.environ).ending == "stopped"
     progress = read_progress(run)
     assert progress is None or progress.step < progress.total_steps
 
@@ -126,7 +126,7 @@ def test_a_run_that_is_suspended_for_longer_than_a_hang_and_woken_goes_on_and_ha
     time.sleep(20.0)
     for process in everybody:
         process.resume()
-    last = local.wait(run, 0)
+    last = local.wait(run, 0, os.environ)
 
     assert last.ending == "finished"
     assert {one.cause for one in read_attempts(run)} <= {"suspended", "finished"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -96,7 +97,7 @@ def changed(workplace: Workplace) -> RunDir:
         assert begun.returncode == 0, begun.stdout + begun.stderr
         await_steps(run, attempt, leg.num_steps)
         leg.interrupt(workplace, run)
-        assert local.wait(run, attempt).ending == leg.ending
+        assert local.wait(run, attempt, os.environ).ending == leg.ending
     workplace.finish(run.name, *LEGS[-1].settings(step_s=0.0))
     return run
 

@@ -64,7 +64,7 @@ def test_a_guardian_that_gives_up_says_so_in_the_ledger(tmp_path: Path, next_: N
 
     guardian._write_down(run, 0, "the supervisor was killed by signal 9, 6 times in a row")
 
-    found = local.wait(run, 0)
+    found = local.wait(run, 0, os.environ)
     assert (found.ending, found.cause, found.next) == ("failed", "supervisor died", "")
     told = "the supervisor was killed by signal 9, 6 times in a row; the guardian gave up"
     assert found.reason == (f"killed; {told}" if next_ else told)
@@ -86,7 +86,7 @@ def test_a_run_whose_processes_are_gone_is_not_said_to_have_been_killed_where_no
     run.console.write_text("error: run was not readable; submit the run again.\n")
 
     with pytest.raises(WorkerError) as told:
-        local.wait(run, 0)
+        local.wait(run, 0, os.environ)
 
     assert "were killed, or the guardian gave up and could not write that down" in str(told.value)
     assert "ends: error: run was not readable" in str(told.value)

@@ -48,7 +48,7 @@ def test_a_run_of_another_host_is_not_cancelled_by_killing_a_process_of_that_num
     add(held, host="elsewhere", pid=stranger.pid, pid_start=None)
 
     with pytest.raises(ConfigError, match=r"its supervisor is process \d+ on elsewhere. Cancel it there"):
-        local.cancel(held)
+        local.cancel(held, os.environ)
 
     assert stranger.poll() is None
     assert read_attempts(held)[0].ending is None
@@ -62,7 +62,7 @@ def test_a_process_that_has_the_number_of_a_dead_supervisor_is_not_killed(
     assert start is not None
     add(held, host=socket.gethostname(), pid=stranger.pid, pid_start=start - 1)
 
-    local.cancel(held)
+    local.cancel(held, os.environ)
 
     assert stranger.poll() is None
     assert read_attempts(held)[0].ending == "cancelled"

@@ -27,14 +27,14 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Make both; say where they are."""
     from ddp_hpc.config import render_resolved, resolve
     from ddp_hpc.durable import output_at
-    from ddp_hpc.submission import slurm
+    from ddp_hpc.submission.backend import load_backend
 
     path, settings = sort_words([args.config, *args.settings])
     here = runs_dir_setting(args.runs_dir)
     resolved = resolve(path, [*settings, *here], environment, site=args.site)
     import_paths = [Path.cwd(), path.absolute().parent]
     with nullcontext() if args.output is None else output_at(args.output) as output:
-        run_dir, notes = slurm.prepare(
+        run_dir, notes = load_backend("slurm").prepare(  # whose script plain sbatch takes
             render_resolved(resolved), resolved.spec, import_paths=import_paths, environ=environment
         )
         if output is not None:

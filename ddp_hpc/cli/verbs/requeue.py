@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from ddp_hpc.cli.runs import add_run, chosen_run, is_slurms
+from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.rereading import LOOK_INTERVAL_S
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, read_status
+
+if TYPE_CHECKING:
+    from ddp_hpc.submission.backend import Backend
 
 LEAVE_PATIENCE_S = 600.0
 END_PATIENCE_S = 60.0
@@ -33,36 +37,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to go back into the queue, or Slurm to begin it."""
-    from ddp_hpc.submission import slurm
+    from ddp_hpc.submission.backend import backend_of  # late: `--help` needs no back end
 
     run_dir = chosen_run(args, environment)
-    if not is_slurms(run_dir):
-        raise ConfigError(f"{run_dir.name} runs on this machine, where there is no queue. `ddp-hpc stop` ends it.")
+    backend = backend_of(run_dir)
     status = read_status(run_dir, now=time.time(), ask=asker(environment, clock=time.time))
-    if status.state != "waiting":
-        print(slurm.stop(run_dir, then="requeue"), flush=True)
+    if status.state != "waiting" or not backend.HAS_QUEUE:
+        print(backend.stop(run_dir, environment, then="requeue"), flush=True)
     elif not args.now:
         why = f" ({status.reason})" if status.reason else ""
         raise ConfigError(f"{run_dir.name} waits in the queue already{why}. `--now` has it begin at once.")
     if args.now:
-        _begin(run_dir, status, environment)
+        _begin(run_dir, backend, status, environment)
     return 0
 
 
-def _begin(run_dir: RunDir, status: RunStatus, environment: Mapping[str, str]) -> None:
+def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Mapping[str, str]) -> None:
     """Wait until the job is pending, and have it begin, or be free to as soon as it has its nodes.
 
     Raises:
         WorkerError: where it does not come back, or waits for something else.
     """
     from ddp_hpc.records import read_attempts
-    from ddp_hpc.submission.release_hold import hasten
 
     has_waited = status.state == "waiting"
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S
     deadline, times_asked = time.monotonic() + patience_s, 0
     while time.monotonic() < deadline:
-        times_asked += hasten(run_dir, environment, is_asked=True)
+        times_asked += backend.hasten(run_dir, environment, is_asked=True)
         if times_asked == 1:
             deadline = min(deadline, time.monotonic() + BEGIN_PATIENCE_S)
         if times_asked > 1:  # first from a moment later on, which nodes need; then at once

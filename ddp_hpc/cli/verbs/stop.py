@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from ddp_hpc.cli.runs import add_run, chosen_run, is_slurms
+from ddp_hpc.cli.runs import add_run, chosen_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,13 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask the run to stop."""
-    from ddp_hpc.submission import local
+    from ddp_hpc.submission.backend import backend_of  # late: `--help` needs no back end
 
     run_dir = chosen_run(args, environment)
-    if is_slurms(run_dir):
-        from ddp_hpc.submission import slurm
-
-        print(slurm.stop(run_dir))
-    else:
-        print(local.stop(run_dir))
+    print(backend_of(run_dir).stop(run_dir, environment))
     return 0

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -28,8 +28,7 @@ from ddp_hpc.watch.status import read_status
 if TYPE_CHECKING:
     from ddp_hpc.cli.plan import Plan
     from ddp_hpc.config import Resolved
-    from ddp_hpc.records import Cluster
-    from ddp_hpc.submission.run_dir_setup import Submission
+    from ddp_hpc.submission.backend import Backend, Description, Submission
 
 INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -37,9 +36,11 @@ _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    from ddp_hpc.submission.backend import AUTO, BACKENDS  # late: `render` and the first word of a line need none
+
     parser.add_argument("config", metavar="CONFIG", help="the configuration file (YAML)")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over the file's")
-    parser.add_argument("--cluster", choices=("auto", "local", "slurm"), default="auto", help="where to run")
+    parser.add_argument("--cluster", choices=(AUTO, *sorted(BACKENDS)), default=AUTO, help="where to run")
     until = parser.add_mutually_exclusive_group()
     until.add_argument("--wait", action="store_true", help="return when the run ends, with its exit code")
     until.add_argument("--follow", action="store_true", help="the same, and show how it goes")
@@ -62,18 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Resolve, start, tell; wait or follow where asked."""
     from ddp_hpc.config import resolve
-    from ddp_hpc.submission.where import choose_cluster
+    from ddp_hpc.submission.backend import choose_backend
 
     if args.explain and not args.dry_run:
         raise ConfigError("`--explain` goes with `--dry-run`, which prints what would be run and makes nothing.")
     path, settings = sort_words([args.config, *args.settings])
     here = runs_dir_setting(args.runs_dir)
-    cluster = choose_cluster(args.cluster, environment)
-    resolved = resolve(path, [*settings, *here], environment, site=args.site, is_for_slurm=cluster == "slurm")
+    backend = choose_backend(args.cluster, environment)
+    resolved = resolve(path, [*settings, *here], environment, site=args.site, is_for_slurm=backend.HAS_QUEUE)
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), path.absolute().parent]
     if args.dry_run:
-        print(_dry_run(resolved, cluster, import_paths, environment, args), end="")
+        print(_dry_run(resolved, backend, import_paths, environment, args), end="")
         return 0
     changed = _changes(run_dir, resolved)
     is_told = known(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
@@ -84,9 +85,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         from ddp_hpc.submission.removal import put_aside
 
         with put_aside(run_dir, environment) as aside:
-            submission = _submit(resolved, cluster, import_paths, environment)
+            submission = _submit(resolved, backend, import_paths, environment)
     else:
-        submission = _submit(resolved, cluster, import_paths, environment)
+        submission = _submit(resolved, backend, import_paths, environment)
     if aside is not None:
         changed.append(f"what there was of {run_dir.name} lies in {aside}")
     out = sys.stderr if args.json else sys.stdout
@@ -111,46 +112,30 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _submit(
-    resolved: Resolved, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]
+    resolved: Resolved, backend: Backend, import_paths: Sequence[Path], environment: Mapping[str, str]
 ) -> Submission:
     from ddp_hpc.config import render_resolved
-    from ddp_hpc.submission import local
 
-    text = render_resolved(resolved)
-    if cluster == "local":
-        return local.submit(text, resolved.spec, import_paths=import_paths)
-    from ddp_hpc.submission import slurm
-
-    return slurm.submit(text, resolved.spec, import_paths=import_paths, environ=environment)
+    return backend.submit(render_resolved(resolved), resolved.spec, import_paths=import_paths, environ=environment)
 
 
 def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
     """Wait for the run's end, or show how it goes, where that was asked."""
+    from ddp_hpc.submission.backend import load_backend
+
     if submission.state == "finished":
         return
+    backend = load_backend(submission.backend)  # another than was asked for, where the run was there already
     if args.follow:
         show(
             submission.run,
             submission.attempt,
             out,
             ask=asker(environment, clock=time.time),
-            on_waiting=_hastener(submission, environment),
+            on_waiting=lambda: backend.hasten(submission.run, environment),
         )
-    if args.wait and submission.job_id is not None:
-        from ddp_hpc.submission import slurm
-
-        slurm.wait(submission.run, submission.attempt, environment)
-    elif args.wait:
-        from ddp_hpc.submission import local
-
-        local.wait(submission.run, submission.attempt)
-
-
-def _hastener(submission: Submission, environment: Mapping[str, str]) -> Callable[[], object]:
-    """Return what to do from time to time while a job waits: after a requeue, have it begin."""
-    from ddp_hpc.submission.release_hold import hasten
-
-    return lambda: hasten(submission.run, environment)
+    if args.wait:
+        backend.wait(submission.run, submission.attempt, environment)
 
 
 def _shown(setting: str) -> str:
@@ -174,7 +159,7 @@ def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 def _dry_run(
     resolved: Resolved,
-    cluster: Cluster,
+    backend: Backend,
     import_paths: Sequence[Path],
     environment: Mapping[str, str],
     args: argparse.Namespace,
@@ -182,18 +167,11 @@ def _dry_run(
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.config import HIDDEN, flat, render_resolved
     from ddp_hpc.discretion import is_key_shown
-    from ddp_hpc.submission import local, slurm
 
-    script, spec = None, resolved.spec
-    if cluster == "slurm":
-        notes = slurm.look(spec, import_paths, environment)
-        script = slurm.job_script(spec, import_paths, environment)
-    else:
-        local.refuse_several_nodes(spec)
-        notes = local.look(spec, import_paths)
-    print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
-    argv = local.supervisor_argv(RunDir(resolved.spec.path))
-    plan = _plan(resolved, cluster, import_paths, environment) if args.explain else None
+    description = backend.describe(resolved.spec, import_paths=import_paths, environ=environment)
+    print("".join(f"{note}\n" for note in description.notes), end="", file=sys.stderr)
+    argv, script = description.command, description.script
+    plan = _plan(resolved, backend, description, environment) if args.explain else None
     if args.json:
         values = {
             key: {"value": value if is_key_shown(key, value) else HIDDEN, "source": resolved.sources[key]}
@@ -205,12 +183,10 @@ def _dry_run(
     return f"{told}\n{plan.as_text()}" if plan else told
 
 
-def _plan(resolved: Resolved, cluster: Cluster, import_paths: Sequence[Path], environment: Mapping[str, str]) -> Plan:
+def _plan(resolved: Resolved, backend: Backend, description: Description, environment: Mapping[str, str]) -> Plan:
     from ddp_hpc.cli.plan import plan_of  # late: only who asks waits for what starts workers
-    from ddp_hpc.submission.slurm import import_paths_of
 
-    paths = import_paths_of(resolved.spec, import_paths) if cluster == "slurm" else import_paths
-    return plan_of(resolved.spec, cluster, paths, environment)
+    return plan_of(resolved.spec, backend.NAME, description.import_paths, environment)
 
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:

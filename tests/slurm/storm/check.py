@@ -13,7 +13,16 @@ from tests.slurm.storm.deeds import Done
 
 BELONGS = frozenset(
     {
-        *("config.yaml", "run.lock", "attempts.jsonl", "submission.json", "job.sbatch", "snapshots", "snapshot"),
+        *(
+            "config.yaml",
+            "run.lock",
+            "attempts.jsonl",
+            "submission.json",
+            "submission.lock",
+            "job.sbatch",
+            "snapshots",
+            "snapshot",
+        ),
         *(
             "submitit",
             "progress.json",

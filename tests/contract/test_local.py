@@ -1,0 +1,15 @@
+"""This machine keeps the contract of a back end, with real processes that train."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.suite import BackendContract
+from tests.contract.test_memory import InThisProcess
+
+
+class TestLocal(BackendContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def bench(cls, tmp_path_factory: pytest.TempPathFactory) -> InThisProcess:
+        return InThisProcess("local", tmp_path_factory.mktemp("local"), "resources.nodes=2")
