@@ -1,0 +1,67 @@
+"""Two that submit one run to Slurm at the same moment send one job."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.config import Resolved, flat, render_resolved
+from ddp_hpc.errors import RunBusyError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import ResourcesSpec, RunSpec
+from ddp_hpc.submission import preflight, slurm
+from ddp_hpc.submission.backend import Submission
+from tests.unit.fake_slurm import FakeSlurm
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Have a cluster that takes its time over each job, and calls it 7."""
+    cluster = FakeSlurm(tmp_path)
+    cluster.knows_job(state="PENDING", reason="Priority")
+    cluster.has("srun", "true")
+    cluster.has("sbatch", '[ "$1" = --test-only ] || { sleep 1; echo Submitted batch job 7; }')
+    monkeypatch.setenv("PATH", cluster.environ["PATH"])
+    monkeypatch.setattr(preflight, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(preflight, "refuse_private_python", lambda *_: None)
+    return cluster
+
+
+def submit(runs_dir: Path, cluster: FakeSlurm) -> Submission:
+    spec = RunSpec(name="net", runs_dir=str(runs_dir), resources=ResourcesSpec(nodes=2))
+    text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "test")))
+    return slurm.submit(text, spec, import_paths=[], environ=cluster.environ)
+
+
+def jobs_sent(cluster: FakeSlurm) -> list[str]:
+    return [order for order in cluster.orders("sbatch") if "--test-only" not in order]
+
+
+def test_two_that_submit_a_run_that_was_there_send_one_job(tmp_path: Path, cluster: FakeSlurm) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+    run.submission.unlink()  # as after a job that ended long ago
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: submit(tmp_path / "runs", cluster), range(2)))
+
+    assert sorted(one.state for one in both) == ["queued", "waiting"]
+    assert {one.job_id for one in both} == {"7"}
+    assert len(jobs_sent(cluster)) == 2, "one before, one now"
+
+
+def test_who_does_not_get_his_turn_sends_nothing_and_says_so(
+    tmp_path: Path, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+    run.submission.unlink()
+    monkeypatch.setattr(slurm, "_SUBMISSION_PATIENCE_S", 0.1)
+
+    with slurm._alone(run), pytest.raises(RunBusyError, match="Another process has been submitting net"):
+        submit(tmp_path / "runs", cluster)
+
+    assert run.config.exists()
+    assert len(jobs_sent(cluster)) == 1
