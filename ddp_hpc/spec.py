@@ -387,6 +387,8 @@ class SlurmSpec(_Checked):
     """`--signal`: how long before its time limit a run is told to commit and leave."""
     signal_to: Literal["steps", "batch"] = "steps"
     """Whom Slurm tells: the job's steps, or the batch shell alone (`--signal=B:...`), as some sites want it."""
+    hasten: Literal["auto", "never"] = "auto"
+    """Whether `submit --wait` and `--follow` let a requeued job begin before the site's delay is over; `requeue --now` does."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Any other flag of sbatch (`slurm.extra.switches=1`); `true` is a flag without a value, `false` none."""
     modules: tuple[str, ...] = ()

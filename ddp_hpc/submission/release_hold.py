@@ -99,6 +99,8 @@ def hasten_job(
 ) -> bool:
     """Have a job begin, of which this is known; return whether anything was changed in it.
 
+    Unless the user asks, nothing is changed where `slurm.hasten` is `never`: by the user's choice, or by the site's profile.
+
     Raises:
         ConfigError: where the user has asked for it, and Slurm refuses to release it.
     """
@@ -108,6 +110,8 @@ def hasten_job(
         if not change and job.excluded_nodes and job.reason.startswith(_NODES_GONE):
             change = letting_in(job, _nodes_to_let_in(run, job, environ))
         is_held = is_to_be_released(job, next(reversed(read_attempts(run)), None), is_asked=is_asked)
+        if (is_held or change) and not is_asked and load_resolved(run.config).slurm.hasten == "never":
+            return False
         if is_held:
             client.release(queued.job_id, environ)
             return True

@@ -181,6 +181,21 @@ def test_a_job_that_slurm_could_not_launch_is_released_as_often_as_its_user_asks
     assert slurm.orders() == ["scontrol release 7"]
 
 
+@pytest.mark.parametrize("reason", ["launch_failed_requeued_held", "BeginTime"])
+def test_by_the_users_choice_or_the_sites_a_job_begins_sooner_only_where_it_is_asked_for(
+    reason: str, tmp_path: Path
+) -> None:
+    slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
+    run.config.write_text("name: digits\nslurm: {hasten: never}\n")
+    write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0, since=0))
+    slurm.knows_job(state="PENDING", reason=reason)
+
+    assert not hasten(run, slurm.environ)
+    assert slurm.orders() == []
+    assert hasten(run, slurm.environ, is_asked=True)
+    assert len(slurm.orders()) == 1
+
+
 def test_a_user_who_asks_is_told_that_an_administrator_holds_the_job(tmp_path: Path) -> None:
     """Slurm goes on to say that it could not launch it."""
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
