@@ -225,9 +225,9 @@ def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) ->
 def _names_in_records(run: RunDir) -> Iterator[str]:
     """Yield the back ends that the run's records name, that of the newest start first."""
     job, newest = read_queued_job(run), next(reversed(read_attempts(run)), None)
+    of_job = [] if job is None else [str(job.backend)]  # whatever a hand has written there
     if job is not None and (newest is None or newest.attempt < job.attempt):
-        yield job.backend
+        yield from of_job
     if newest is not None:
         yield newest.cluster
-    if job is not None:
-        yield job.backend
+    yield from of_job
