@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +63,8 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
 
 
 def _unfit(why: str) -> str:
+    from importlib.metadata import version  # late: as slow as all of a back end
+
     return (
         f"submitit {version('submitit')} is installed, but it {why}, by which ddp_hpc sends its job script. Install a version "
         "that is tested: `pip install 'submitit>=1.5.2,<=1.5.4'`. Until then `ddp-hpc render` makes a script for plain sbatch."

@@ -213,10 +213,13 @@ def backends_of(run: RunDir) -> list[Backend]:
 def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) -> Submission | None:
     """Return the run's start that waits or runs in another back end than `backend`; None without one.
 
-    A back end that is not on this host is not asked.
+    Asked are those that the run's records name, and those that any host has: they see processes that have recorded nothing
+    yet. A back end that is not on this host is not asked.
     """
-    for other in backends_of(run):
-        found = other.find_job(run, environ) if backend != other.NAME and other.is_here(environ) else None
+    everywhere = (name for name, place in BACKENDS.items() if place.command is None)
+    names = dict.fromkeys([*_names_in_records(run), *everywhere])
+    for other in (load_backend(name) for name in names if name != backend):
+        found = other.find_job(run, environ) if other.is_here(environ) else None
         if found is not None:
             return found
     return None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -141,9 +142,12 @@ def submit(
 
 
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
-    """Return the run's start that works on this host; None without one."""
+    """Return the run's start that works on this host; None without one, or where the file system knows no locks."""
     del environ
-    return Submission(run, NAME, "running", newest_attempt(run)) if processes.is_locked(run.lock) else None
+    with suppress(OSError):
+        if processes.is_locked(run.lock):
+            return Submission(run, NAME, "running", newest_attempt(run))
+    return None
 
 
 def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_hpc import processes
@@ -93,9 +93,17 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
     if lock_fd is None:
         raise RunBusyError(f"{run.name} is running on this machine. End it first: `ddp-hpc cancel {run.name}`.")
     try:
+        if _is_being_submitted(run):
+            raise RunBusyError(f"{run.name} is being submitted at this moment. Try again when that is done.")
         problem = next(filter(None, (backend.in_use(run, environ) for backend in backends_of(run))), None)
         if problem:
             raise RunBusyError(problem)
         yield
     finally:
         os.close(lock_fd)
+
+
+def _is_being_submitted(run: RunDir) -> bool:
+    with suppress(OSError):  # a file system without locks
+        return processes.is_locked(run.submission_lock)
+    return False

@@ -34,7 +34,7 @@ from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import preflight, release_hold
 from ddp_hpc.submission.allocate import allocate
-from ddp_hpc.submission.backend import Description, Submission, backend_of
+from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
 from ddp_hpc.submission.image_preflight import look_at_image
 from ddp_hpc.submission.release_hold import call_back, hasten_job, spared_nodes
 from ddp_hpc.submission.run_dir_setup import (
@@ -249,12 +249,9 @@ def _notes_on_restarts(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -
 
 def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
     """Return what stands in the way of another job: one that waits or runs, or that nothing is left to do."""
-    in_slurm = find_job(run, environ)
-    if in_slurm is not None:
-        return in_slurm
-    with contextlib.suppress(OSError):  # a file system without locks
-        if processes.is_locked(run.lock):
-            return Submission(run, backend_of(run).NAME, "running", newest_attempt(run))
+    there = find_job(run, environ) or find_job_elsewhere(run, NAME, environ)
+    if there is not None:
+        return there
     if is_finished(run, spec):
         return Submission(run, NAME, "finished", newest_attempt(run))
     return None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ddp_hpc import processes
 from ddp_hpc.config import Resolved, flat, render_resolved
 from ddp_hpc.errors import RunBusyError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ResourcesSpec, RunSpec
 from ddp_hpc.submission import preflight, slurm
 from ddp_hpc.submission.backend import Submission
+from ddp_hpc.submission.removal import delete
 from tests.unit.fake_slurm import FakeSlurm
 
 
@@ -64,4 +67,33 @@ def test_who_does_not_get_his_turn_sends_nothing_and_says_so(
         submit(tmp_path / "runs", cluster)
 
     assert run.config.exists()
+    assert len(jobs_sent(cluster)) == 1
+
+
+def test_a_run_that_is_being_submitted_is_neither_deleted_nor_put_aside(tmp_path: Path, cluster: FakeSlurm) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+    run.submission.unlink()
+
+    with slurm._alone(run), pytest.raises(RunBusyError, match="net is being submitted at this moment"):
+        delete(run, cluster.environ)
+
+    assert run.config.exists()
+    delete(run, cluster.environ)
+    assert not run.path.exists()
+
+
+def test_a_run_that_works_here_and_has_recorded_nothing_yet_is_not_sent_to_slurm(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+    cluster.knows_job(state="CANCELLED")
+    lock_fd = processes.take_lock(run.lock)
+    assert lock_fd is not None
+
+    there = submit(tmp_path / "runs", cluster)
+
+    os.close(lock_fd)
+    assert (there.state, there.backend, there.job_id) == ("running", "local", None)
     assert len(jobs_sent(cluster)) == 1
