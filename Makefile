@@ -11,6 +11,7 @@ SLOWEST := --durations 20 --durations-min 1
 
 BIN := .venv/bin
 BENCH_BIN := .venv-bench/bin
+DOCS_BIN := .venv-docs/bin
 PINS := pyproject.toml envs/constraints.txt
 NEXT_DEBIAN := .slurm-lab/rootfs/trixie
 SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_templates tests)
@@ -18,7 +19,7 @@ SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_te
 # Quiet but for errors.
 pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: help demo test test-long test-all check format bench campaign campaign-slurm \
+.PHONY: help demo test test-long test-all check format docs pictures bench campaign campaign-slurm \
 	campaign-storm campaign-pythons campaign-dockerfile clean distclean
 
 help: ## List the commands
@@ -54,6 +55,14 @@ format: .venv/.dev ## Rewrite the code the way `check` wants it, where that is s
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
+docs: .venv-docs/.tools ## Build the site from docs/ into site/; a broken link is an error
+	$(DOCS_BIN)/mkdocs --quiet build $(ARGS)
+	@echo 'Open site/index.html. The search needs a server: $(DOCS_BIN)/python -m http.server --bind 127.0.0.1 --directory site'
+
+pictures: .venv-docs/.tools .venv/.runtime ## Draw docs/pictures again: the architecture, and a run that is recorded (as root)
+	docs/tools/draw $(DOCS_BIN)
+	docs/tools/record-run $(BIN) $(DOCS_BIN)
+
 bench: .venv-bench/.runtime ## Measure ours and its peers side by side
 	$(BENCH_BIN)/python benchmarks/run.py $(ARGS)
 
@@ -73,11 +82,11 @@ campaign-dockerfile: .venv/.dev ## A real build of containers/Dockerfile by Debi
 	$(BIN)/python -m tests.campaigns.dockerfile $(ARGS)
 
 clean: ## Remove caches and build outputs; runs/ and environments stay
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find ddp_hpc tests benchmarks examples envs -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the environments and Slurm's files too
-	rm -rf .venv .venv-bench .slurm-lab
+	rm -rf .venv .venv-bench .venv-docs .slurm-lab
 
 # Environments. A stamp inside each says how far it has come; it is touched last, so an interrupted one goes on.
 
@@ -98,4 +107,9 @@ distclean: clean ## Remove the environments and Slurm's files too
 .venv-bench/.runtime: $(PINS) envs/bench.txt | .venv-bench/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning and Accelerate into .venv-bench (about 2 min, once) ...'
 	@$(call pip-install,$(BENCH_BIN)) -e . -r envs/bench.txt
+	@touch $@
+
+.venv-docs/.tools: envs/docs.txt envs/constraints.txt | .venv-docs/.made
+	@echo 'Installing MkDocs, D2 and pyte into .venv-docs (about 20 s, once) ...'
+	@$(call pip-install,$(DOCS_BIN)) -r envs/docs.txt
 	@touch $@

@@ -85,11 +85,18 @@ def chosen_partition(spec: RunSpec, partitions: Sequence[Partition]) -> Partitio
 def asked(spec: RunSpec) -> str:
     """Return `2 nodes with 4 tasks of 8 CPUs and 4 GPUs each`."""
     resources = spec.resources
-    gpus = f" and {resources.gpus_per_node} GPUs" if resources.gpus_per_node else ""
+    cpus = _counted(spec.cpus_per_task, "CPU")
+    gpus = f" and {_counted(resources.gpus_per_node, 'GPU')}" if resources.gpus_per_node else ""
     memory = f", {resources.mem_gb} GiB" if resources.mem_gb else ""
-    return f"{resources.nodes} nodes with {resources.local_world_size} tasks of {spec.cpus_per_task} CPUs{gpus}{memory} each"
+    tasks = _counted(resources.local_world_size, "task")
+    return f"{_counted(resources.nodes, 'node')} with {tasks} of {cpus}{gpus}{memory} each"
+
+
+def _counted(number: int, noun: str) -> str:
+    """Return `1 CPU`, `2 CPUs`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _described(partition: Partition) -> str:
     """Return `batch (4 nodes)`."""
-    return f"{partition.name} ({partition.total_nodes} nodes)"
+    return f"{partition.name} ({_counted(partition.total_nodes, 'node')})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from ddp_hpc.cli import VERBS
 from ddp_hpc.config.keys import all_keys, is_section, key_of
+from tests.consoles import Shown, not_printed, shown_in
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -27,9 +29,34 @@ def _block(first_line: str) -> str:
 
 
 def _commands() -> list[str]:
-    """Return the `ddp-hpc` commands on the README's second console, without their comments."""
-    console = re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)[1]
-    return [line.removeprefix("$ ").split("   ")[0].strip() for line in console.splitlines() if line.startswith("$")]
+    """Return the `ddp-hpc` commands of the README's own recipe, on one machine."""
+    commands = [shown.command for shown in shown_in(README)]
+    return [command for command in commands if "own_net" in command and "resources.nodes" not in command]
+
+
+def test_the_readmes_first_commands_print_what_it_shows(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    folder = tmp_path
+    for shown in shown_in(README)[:2]:
+        done = subprocess.run(  # noqa: S602  a reader's shell
+            shown.command,
+            shell=True,
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+        )
+
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not_printed(shown, done.stdout, {str(tmp_path): "/home/ada"}) == [], done.stdout
+
+
+def test_a_line_that_a_command_does_not_print_is_found() -> None:
+    shown = Shown("echo", ("step 1 of 2", "...", "in /home/ada/runs", "done"))
+
+    assert not_printed(shown, "step 10 of 20\nmore\nin /tmp/x/runs\ndone\n", {"/tmp/x": "/home/ada"}) == []
+    assert not_printed(shown, "done\nin /tmp/x/runs\nstep one\n", {}) == ["step 1 of 2", "in /home/ada/runs"]
 
 
 @pytest.fixture
@@ -100,11 +127,3 @@ def test_a_run_that_the_quickstart_breaks_ends_with_the_digest_of_the_other(
     assert len(printed) == 4
     assert re.fullmatch(r"[0-9a-f]{16,}", printed[0])
     assert printed[3] == printed[0]
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_in_the_documentation_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
-
-    missing = [link for link in links if not (path.parent / link).exists()]
-    assert missing == []

@@ -72,7 +72,7 @@ POLICY = (
         (
             "sbatch: error: Batch job submission failed: Requested node configuration is not available",
             spec(nodes=9, gpus_per_node=8),
-            ["It asks for 9 nodes with 8 tasks of 1 CPUs and 8 GPUs each", "partition batch (4 nodes)"],
+            ["It asks for 9 nodes with 8 tasks of 1 CPU and 8 GPUs each", "partition batch (4 nodes)"],
         ),
         (
             "sbatch: error: Batch job submission failed: Node count specification invalid",
@@ -269,7 +269,7 @@ def slurm(tmp_path: Path) -> FakeSlurm:
 
 
 def test_a_plan_that_fits_is_told_in_one_line(slurm: FakeSlurm) -> None:
-    assert slurm.check(spec(time_limit_min=60)) == ["asks for 1 nodes with 1 tasks of 1 CPUs each; it could start now"]
+    assert slurm.check(spec(time_limit_min=60)) == ["asks for 1 node with 1 task of 1 CPU each; it could start now"]
 
 
 @pytest.mark.parametrize(
