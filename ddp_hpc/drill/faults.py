@@ -69,7 +69,7 @@ def _hand(scene: Scene, deed: str, kind: str, node: str) -> Deed:
     """Do something to a process of the run, on a node of its job."""
     mark = secrets.token_hex(8)
     command = [sys.executable, "-m", HAND, str(scene.run.path), deed, kind, f"--mark={mark}"]
-    done = next(iter(read_answers(client.beside(scene.job_id, node, command, scene.environ), mark).values()), None)
+    done = next(iter(read_answers(client.run_in_job(scene.job_id, node, command, scene.environ), mark).values()), None)
     if done is None:
         raise ConfigError(
             f"{deed} {kind} on {node} may be done or not: {HAND} gave no answer there. Start the drill again."

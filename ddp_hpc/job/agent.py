@@ -54,7 +54,7 @@ from ddp_hpc.rendezvous.worker_env import (
     settled,
 )
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm.allocation import step_place
+from ddp_hpc.slurm.allocation import step_task
 
 GRACE_S = 1.0
 """How long workers may still write down why they fail, once the first is dead."""
@@ -121,7 +121,7 @@ class Agent:
         self._python = python
         """What decides where another Python of ours imports from."""
         self._import_paths = import_paths
-        place = step_place(os.environ) if arguments.in_step else None
+        place = step_task(os.environ) if arguments.in_step else None
         self._node_rank = place.node_rank if place else 0
         self._num_nodes = place.num_nodes if place else 1
         self._share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
@@ -157,7 +157,7 @@ class Agent:
     def _preload(self) -> BaseException | None:
         """Import what the workers need; what goes wrong is told when the attempt is known."""
         libraries = settled(library_variables(self._share.threads), os.environ)
-        self._given = WorkerEnv(place="agent", variables=libraries).given
+        self._given = WorkerEnv(process="agent", variables=libraries).given
         os.environ.update(self._given)
         try:
             with imports_for_good():

@@ -56,7 +56,7 @@ class Evidence:
         return self.is_requeued_by_slurm or (self.is_preempted and is_ending(self.job))
 
 
-BY_STATE: Mapping[states.State, Cause] = {
+BY_STATE: Mapping[states.JobState, Cause] = {
     "preempted": Cause.PREEMPTED,
     "node_fail": Cause.NODE_FAILED,
     "timeout": Cause.TIME_LIMIT,
@@ -93,12 +93,12 @@ def _by_slurm(evidence: Evidence) -> Cause | None:
     if job is None:
         return None
     if evidence.is_requeued_by_slurm:
-        cause = BY_STATE.get(states.word(evidence.accounted_as))
+        cause = BY_STATE.get(states.parse_state(evidence.accounted_as))
         if cause is None or cause == Cause.CANCELLED:  # a job that is back was not cancelled
             return Cause.NODE_FAILED if evidence.lost_nodes else Cause.REQUEUE_ASKED
         return cause
     if not is_ending(job):
-        word = states.word(job.state)
+        word = states.parse_state(job.state)
         return None if word == "requeued" else BY_STATE.get(word)  # it waits again, and only its count says so
     if is_cancelled(job, evidence.accounted_as):
         return Cause.CANCELLED
@@ -107,14 +107,14 @@ def _by_slurm(evidence: Evidence) -> Cause | None:
 
 def is_ending(job: JobRecord | None) -> bool:
     """Tell whether a job is being ended, or cancelled."""
-    return job is not None and states.word(job.state) in {"ending", "cancelled"}
+    return job is not None and states.parse_state(job.state) in {"ending", "cancelled"}
 
 
 def is_cancelled(job: JobRecord, accounted_as: str) -> bool:
     """Tell whether the user has cancelled a job that did not come back; in the grace of a preemption, only accounting knows."""
     if not is_ending(job) or job.reason in CAUSES_BY_REASON:
         return False
-    return job.preempted_at is None or states.word(accounted_as) == "cancelled"
+    return job.preempted_at is None or states.parse_state(accounted_as) == "cancelled"
 
 
 def _by_request(evidence: Evidence) -> Cause | None:

@@ -16,7 +16,7 @@ from ddp_hpc.records import newest_committed
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.slurm.nodes import spare_nodes
+from ddp_hpc.slurm.nodes import nodes_to_exclude
 from ddp_hpc.slurm.queries import is_lost
 
 LISTING_PATIENCE_S = 10.0
@@ -47,7 +47,7 @@ def is_anothers(newest: Attempt, allocation: Allocation, environ: Mapping[str, s
         job = client.job(newest.job_id, environ)
     except DdpHpcError:
         return False
-    return job is not None and states.word(job.state) in {"running", "suspended", "ending"}
+    return job is not None and states.parse_state(job.state) in {"running", "suspended", "ending"}
 
 
 def bury(run: RunDir, environ: Mapping[str, str]) -> None:
@@ -57,7 +57,7 @@ def bury(run: RunDir, environ: Mapping[str, str]) -> None:
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
     said = accounted_end(newest, ledger, environ)
-    cause = causes.BY_STATE.get(states.word(said), Cause.UNEXPLAINED)
+    cause = causes.BY_STATE.get(states.parse_state(said), Cause.UNEXPLAINED)
     failed = _failed_nodes(newest, environ) if cause == Cause.NODE_FAILED else ()
     reason = f"ended without a word; Slurm says {said}" if said else "ended without a word"
     end = End(cause=cause, last_step=newest_step(run, ledger), next=Next.SLURM, failed_nodes=failed)
@@ -75,7 +75,7 @@ def accounted_end(attempt: Attempt, ledger: Ledger, environ: Mapping[str, str]) 
     ]
     if len(starts) > attempt.restart and states.has_ended(starts[attempt.restart].state):
         return starts[attempt.restart].state
-    if len(starts) > attempt.restart and states.word(starts[attempt.restart].state) == "requeued":
+    if len(starts) > attempt.restart and states.parse_state(starts[attempt.restart].state) == "requeued":
         return starts[attempt.restart].state
     return ""
 
@@ -99,12 +99,12 @@ def nodes_to_spare(assignment: Assignment, ledger: Ledger, lost: Iterable[str] =
     """
     allocation = assignment.allocation
     bad = requeue.bad_nodes(ledger.attempts, assignment.spec.restart, now=time.time())
-    spared = spare_nodes(
+    exclusions = nodes_to_exclude(
         [*sorted({*lost} - {*bad}), *bad],
         assignment.spec,
         assignment.environ,
         partition=allocation.partition if allocation else None,
     )
-    if spared.told:
-        sys.stderr.write(f"note: {spared.told}\n")
-    return spared.left_out
+    if exclusions.detail:
+        sys.stderr.write(f"note: {exclusions.detail}\n")
+    return exclusions.excluded

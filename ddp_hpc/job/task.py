@@ -35,7 +35,7 @@ from ddp_hpc.rendezvous.worker_env import (
     recorded,
 )
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm.allocation import step_place
+from ddp_hpc.slurm.allocation import step_task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _by_srun(meeting: Meeting, import_paths: Sequence[str]) -> WorkerEnv:
-    place, interface = step_place(os.environ), this_host().interface_towards(meeting.address)
+    place, interface = step_task(os.environ), this_host().interface_towards(meeting.address)
     node = node_variables(interface, share_here(os.environ, 1, None).threads)
     made = {**ranks_of_step(place), **endpoint_of_run(meeting.address, meeting.port), **node}
     return launched("srun", made, os.environ, import_paths)

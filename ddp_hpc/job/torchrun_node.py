@@ -33,7 +33,7 @@ from ddp_hpc.job.meeting import Meeting, own_address
 from ddp_hpc.records import read_rendezvous_token
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import WorkerEnv, node_variables, settled
-from ddp_hpc.slurm.allocation import step_place
+from ddp_hpc.slurm.allocation import step_task
 
 TELL_AGAIN_S = 1.0
 """Workers may not have been there the first time, or not have listened yet."""
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     address = arguments.meet.address
     share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
     made = node_variables(this_host().interface_towards(address), share.threads)
-    node = WorkerEnv(place="torchrun's agent", variables=settled(made, os.environ))
-    is_host = step_place(os.environ).node_rank == 0
+    node = WorkerEnv(process="torchrun's agent", variables=settled(made, os.environ))
+    is_host = step_task(os.environ).node_rank == 0
     told = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
     token = read_rendezvous_token(arguments.token_file)
     name = hashlib.sha256(f"torchrun {token}".encode()).hexdigest()[:32]  # it can be listed, and gives no token away

@@ -1,1 +1,1 @@
-"""Where the ranks of a job meet: interfaces, address, port, and every variable that follows, each with its reason."""
+"""Choose where the ranks of a job meet (interface, address, port), and make the variables that workers get."""

@@ -1,8 +1,8 @@
-"""What a process of a job finds out by itself for `ddp-hpc env`, where no launcher of ours has said it.
+"""Find the worker variables of a process that none of our launchers started, for `ddp-hpc env`.
 
-What the user has set wins, always. A task of a step knows all of its variables. A shell that speaks for the job (a batch
-script, salloc's) knows what holds for every task, and no more, for what it exports reaches them all: no rank, and where
-nodes may call their networks otherwise, no interface.
+Variables that the user set always win. A task of a step knows all of its variables. A shell (batch script, salloc) knows
+only what holds for every task, since all tasks get what it exports: so no rank, and no interface if the job has other
+nodes, where the name may differ.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host
         **endpoint(address, _port(address, allocation, host)),
         **node_variables(_interface(address, allocation, host), _threads(environ, allocation, host)),
     }
-    return WorkerEnv(place=_place(allocation), variables=settled(made, environ))
+    return WorkerEnv(process=_process(allocation), variables=settled(made, environ))
 
 
-def _place(allocation: Allocation | None) -> str:
+def _process(allocation: Allocation | None) -> str:
     if allocation is None:
-        return "outside of Slurm jobs: a world of one"
+        return "no Slurm job: a single process"
     step = allocation.step
     if step is not None:
         where = f"on node {step.node_rank} of {step.num_nodes}"
         return f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
-    return f"{allocation.where} of job {allocation.job_id}: it speaks for all tasks"
+    return f"{allocation.process_kind} of job {allocation.job_id}: all tasks get what it exports"
 
 
 def _ranks(allocation: Allocation | None) -> dict[str, Fact]:
@@ -60,44 +60,51 @@ def _ranks(allocation: Allocation | None) -> dict[str, Fact]:
 
 
 def _address(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
-    """Return rank zero's address; where the user has set it, nobody is asked for another."""
+    """Return rank zero's address: the one that the user set, or else the one that this process finds."""
     users = environ.get("MASTER_ADDR")
     if users:
-        return Fact(value=users, source=USERS, rule="set already, and left alone")
+        return Fact(value=users, source=USERS, rule="already set in the environment, so not changed")
     if allocation is None:
-        return Fact(value=LOOPBACK, source=OURS, rule="no job around: nobody else is to come")
+        return Fact(value=LOOPBACK, source=OURS, rule="a single process, no Slurm job")
     return find_address(allocation, host)
 
 
 def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
-    """Return the port; only the process that no other must agree with looks whether it is free."""
+    """Return the port. Only a process whose choice all others get checks whether the port is free."""
     step = allocation.step if allocation else None
     attempt = (allocation.restart_count if allocation else 0) + (step.step_id if step else 0)
     candidates = islice(candidate_ports(allocation.job_id if allocation else "0", attempt), MOST_TRIES)
     is_ours = allocation is None or (step is None and allocation.is_on_first_node)
     if not is_ours or address.value is None:
-        rule = "made from job id, restart and step, so that all tasks come to the same; not tried"
+        rule = "computed from job id, restart count and step id, so that all tasks get the same; not checked whether it is free"
         return Fact(value=str(next(candidates)), source=OURS, rule=rule)
     taken: list[Refused] = []
     for port in candidates:
         if host.is_free(address.value, port):
-            rule = "the first free one of the job's own, below the ephemeral ports"
+            rule = "the first free port of those computed from the job id, below the ephemeral ports"
             return Fact(value=str(port), source=OURS, rule=rule, refused=tuple(taken))
-        taken.append(Refused(str(port), "somebody listens there"))
-    return Fact(rule=f"{MOST_TRIES} ports are taken", refused=tuple(taken))
+        taken.append(Refused(str(port), "another process uses it"))
+    return Fact(
+        rule=f"other processes use all {MOST_TRIES} ports that were tried: set MASTER_PORT to a free one",
+        refused=tuple(taken),
+    )
 
 
 def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
     if allocation is not None and allocation.step is None and allocation.node_names != (allocation.node_name,):
-        return Fact(rule="names of networks differ from node to node: each task derives its own")
+        return Fact(rule="interface names may differ between nodes: each task finds its own")
     if address.value is None:
-        return Fact(rule="no address of rank zero")
+        return Fact(rule="rank zero's address is not known")
     numeric = _numeric(address.value, host)
-    return host.interface_towards(numeric) if numeric else Fact(rule=f"no route leads to {address.value}")
+    return (
+        host.interface_towards(numeric)
+        if numeric
+        else Fact(rule=f"this host cannot resolve {address.value} to an address")
+    )
 
 
 def _numeric(address: str, host: Host) -> str | None:
-    """Return rank zero's numeric address; the user may have set a name, which may mean 127.0.1.1 too."""
+    """Return rank zero's numeric address. The user may have set a name, and /etc/hosts may map it to 127.0.1.1."""
     try:
         ipaddress.ip_address(address)
     except ValueError:
@@ -107,14 +114,14 @@ def _numeric(address: str, host: Host) -> str | None:
 
 
 def _threads(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
-    """Return how many threads a process should compute with."""
+    """Return the number of threads that a process should compute with."""
     if allocation is None:
         return threads(host.num_cpus, source="this host")
     if allocation.step is not None:
         grant = cpu_grant(environ)
         return threads(min(host.num_cpus, grant.num_of_task) if grant else host.num_cpus, source="Slurm")
     if allocation.cpus_per_task is None:
-        return Fact(rule="nobody asked for `--cpus-per-task`: each task derives its own")
-    is_here = allocation.where == "shell on a node"
+        return Fact(rule="the job was submitted without `--cpus-per-task`: each task finds its own")
+    is_here = allocation.process_kind == "shell on a node"
     num_cpus = min(allocation.cpus_per_task, host.num_cpus) if is_here else allocation.cpus_per_task
     return threads(num_cpus, source="Slurm")

@@ -1,8 +1,8 @@
-"""A node's network interfaces as plain facts, and the probe that prints them for others: nothing is judged here.
+"""Describe this node's network interfaces, and print them; `choice` decides which one to use.
 
     srun --ntasks-per-node=1 python -m ddp_hpc.rendezvous.interfaces --mark MARK
 
-prints a node's answer in the short lines of `slurm.answers`; without a mark, one line of JSON for people.
+prints each node's answer in the short lines of `slurm.answers`; without a mark, it prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Kind = Literal[
     "overlay",
     "tunnel",
 ]
-"""`rdma`: Ethernet whose card offers RDMA too (RoCE). `bridge`: one with a physical port; a virtual bridge has none.
-`overlay`: a network inside another (VXLAN). `tunnel`: to a VPN or a virtual machine. What /sys tells nothing about,
-as of veth pairs, is `ethernet`."""
+"""`rdma`: Ethernet on a card that also offers RDMA (RoCE). `bridge`: a bridge with a physical port; a virtual bridge has
+none. `overlay`: a network inside another (VXLAN). `tunnel`: to a VPN or a virtual machine. Interfaces for which /sys has
+no kind, such as veth pairs, are `ethernet`."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -51,7 +51,7 @@ _KIND_OF_ARPHRD: Mapping[str, Kind] = {
     "823": "tunnel",
     "65534": "tunnel",  # no link layer: tun devices, WireGuard
 }
-"""By the numbers of linux/if_arp.h."""
+"""ARPHRD_* numbers of linux/if_arp.h, as in /sys/class/net/NAME/type."""
 
 _KIND_OF_DEVTYPE: Mapping[str, Kind] = {
     "vxlan": "overlay",
@@ -59,7 +59,7 @@ _KIND_OF_DEVTYPE: Mapping[str, Kind] = {
     "wireguard": "tunnel",
     "wlan": "wireless",
 }
-"""By what a driver says of itself."""
+"""DEVTYPE of a driver, as in /sys/class/net/NAME/uevent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,11 @@ class Interface:
     name: str
     kind: Kind
     is_up: bool
-    """Switched on, and the cable is in."""
+    """The interface is up, and has a link."""
     speed_mbps: int | None = None
-    """Unset where the driver does not say."""
+    """None if the driver does not report it."""
     addresses: tuple[str, ...] = ()
-    """With their prefix length: `10.0.0.1/24`, `fd00::1/64`."""
+    """Addresses with their prefix length: `10.0.0.1/24`, `fd00::1/64`."""
     is_point_to_point: bool = False
 
     @property
@@ -82,7 +82,7 @@ class Interface:
 
 
 def local_interfaces() -> tuple[Interface, ...]:
-    """Return this host's interfaces, by name."""
+    """Return this host's interfaces, sorted by name."""
     addresses, stats = psutil.net_if_addrs(), psutil.net_if_stats()
     return tuple(
         Interface(
@@ -102,14 +102,14 @@ def local_interfaces() -> tuple[Interface, ...]:
 
 
 def with_prefix(address: str, netmask: str | None) -> str:
-    """Return `10.0.0.1/24` for an address and its mask; without a scope (`%eth0`)."""
+    """Return `10.0.0.1/24` for an address and its netmask; a scope (`%eth0`) is cut off."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     length = ip.max_prefixlen if netmask is None else int(ipaddress.ip_address(netmask)).bit_count()
     return f"{ip}/{length}"
 
 
 def kind_of(folder: Path) -> Kind:
-    """Return what an interface is, by its folder in /sys."""
+    """Return the kind of an interface, by its directory in /sys."""
     kind = _KIND_OF_ARPHRD.get(_read(folder / "type"))
     if kind is not None:
         return kind
@@ -122,7 +122,7 @@ def kind_of(folder: Path) -> Kind:
     of_driver = _KIND_OF_DEVTYPE.get(_devtype(folder))
     if of_driver is not None:
         return of_driver
-    cards = [folder / "device", *folder.glob("lower_*/device")]  # a bond's and a VLAN's card is below it
+    cards = [folder / "device", *folder.glob("lower_*/device")]  # a bond or a VLAN has its card below it
     return "rdma" if any((card / "infiniband").exists() for card in cards) else "ethernet"
 
 
@@ -134,12 +134,12 @@ def _devtype(folder: Path) -> str:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:  # an address with a label (`eth0:1`) has no folder
+    except OSError:  # an address with a label (`eth0:1`) has no directory
         return ""
 
 
 def as_plain(interfaces: Iterable[Interface]) -> list[dict[str, Any]]:
-    """Return what JSON can hold."""
+    """Return the interfaces as lists and dictionaries for JSON."""
     return [{**asdict(interface), "addresses": list(interface.addresses)} for interface in interfaces]
 
 
@@ -150,11 +150,13 @@ def parse_interfaces(plain: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...
 
 def main() -> None:
     """Print this node's name and interfaces."""
-    from ddp_hpc.slurm.allocation import node_name  # late: only the probe asks what Slurm calls this node
+    from ddp_hpc.slurm.allocation import node_name  # late: only this command needs it
     from ddp_hpc.slurm.answers import framed
 
     parser = argparse.ArgumentParser(prog="ddp_hpc.rendezvous.interfaces", description=__doc__)
-    parser.add_argument("--mark", help="of the answer's lines")
+    parser.add_argument(
+        "--mark", help="mark the lines of the answer with this word, so that a reader of srun's output finds them"
+    )
     mark = parser.parse_args().mark
     node, plain = node_name(os.environ), as_plain(local_interfaces())
     answer = framed(plain, node=node, mark=mark) if mark else json.dumps({"node": node, "interfaces": plain}) + "\n"

@@ -1,4 +1,4 @@
-"""Ports for ranks to meet at: the same for all who know the job, others for the jobs beside it."""
+"""Candidate ports for rank zero: computed from the job id, so all processes of a job agree, and other jobs use others."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST = 10_000
-"""Below it are the services one has heard of."""
+"""Ports of well-known services are below it."""
 MOST_TRIES = 100
 _USUAL_EPHEMERAL_LOW = 32_768
 _FEWEST = 1_000
-"""With less room below the ephemeral ports, we take the usual range and a little risk."""
+"""If fewer ports than this lie below the ephemeral range, the usual range counts, and a port may be taken."""
 _STRIDE = 1_009
 
 
 def ephemeral_low() -> int:
-    """Return where the ports begin that the kernel hands out to any connection that goes out."""
+    """Return the lowest port that the kernel assigns to outgoing connections (ip(7), ip_local_port_range)."""
     try:
         return int(EPHEMERAL_RANGE.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):
@@ -29,10 +29,10 @@ def ephemeral_low() -> int:
 
 
 def candidate_ports(job_id: str, attempt: int = 0, low: int | None = None) -> Iterator[int]:
-    """Yield every port that may be used, in an order of the job's own; later attempts begin further on.
+    """Yield every usable port, in an order that depends on the job id; later attempts begin at other ports.
 
-    Jobs with adjacent numbers begin at adjacent ports, and go on in strides, so that they do not meet on their first
-    tries. `low` is where the ephemeral ports begin: this host's, unless given.
+    Jobs with adjacent ids begin at adjacent ports, and continue in large strides, so that their first tries differ.
+    `low` is the lowest ephemeral port; by default, this host's.
     """
     ceiling = ephemeral_low() if low is None else low
     if ceiling < LOWEST + _FEWEST:
@@ -45,9 +45,9 @@ def candidate_ports(job_id: str, attempt: int = 0, low: int | None = None) -> It
 
 
 def is_free(address: str, port: int) -> bool:
-    """Return whether nobody holds the port on this host; True also where that is not ours to tell.
+    """Return whether no process on this host uses the port; True also if this host cannot tell.
 
-    Connections that are closing do not count.
+    Connections in TIME_WAIT do not count (SO_REUSEADDR).
     """
     try:
         ((family, kind, protocol, _, place), *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -60,5 +60,5 @@ def is_free(address: str, port: int) -> bool:
 
 
 def first_free(address: str, candidates: Iterable[int]) -> int | None:
-    """Return the first of the candidates that is free, or None after many that are not."""
+    """Return the first free candidate, or None after `MOST_TRIES` that are in use."""
     return next((port for port in islice(candidates, MOST_TRIES) if is_free(address, port)), None)

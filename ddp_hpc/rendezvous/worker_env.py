@@ -1,8 +1,8 @@
-"""Every variable that ddp_hpc gives a worker: its value, where the value comes from, and why. Pure; no other module makes one.
+"""Make every variable that ddp_hpc sets for a worker: value, source and reason. Pure; no other module makes one.
 
-The agent, the task, torchrun's node and `ddp-hpc env` gather facts (ranks, endpoint, interface, CPUs) in ways of their own;
-from the same facts they all get the same variables here. A worker carries its table in one more variable, so that
-`ddp-hpc env` in a worker, or in what it starts, can say what the launcher gave it.
+The agent, the task, torchrun's node and `ddp-hpc env` gather facts (ranks, endpoint, interface, CPUs), each in its own
+way. From equal facts they get equal variables here. A worker carries this table in one more variable, so that
+`ddp-hpc env` in the worker, or in a child of it, can print what the launcher set.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddp_hpc.rendezvous.choice import Refused
-from ddp_hpc.slurm.allocation import Allocation, StepPlace
+from ddp_hpc.slurm.allocation import Allocation, StepTask
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 ENDPOINT = ("MASTER_ADDR", "MASTER_PORT")
 TABLE = "_DDP_HPC_WORKER_ENV"
-"""Variable: a worker's table, as `WorkerEnv.environ` writes it."""
+"""The variable that holds a worker's table, as `WorkerEnv.environ` writes it."""
 USERS = "environment"
-"""The source of what the user has set."""
+"""Source of a value that the user set."""
 OURS = "ddp-hpc"
 UNKNOWN = "-"
-"""The source of what is not known."""
+"""Source of a value that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A value, and how it is known."""
+    """A value, where it comes from, and why it is this one."""
 
     value: str | None = None
-    """Unset where it is not known."""
+    """None if it is not known."""
     source: str = UNKNOWN
     rule: str
     refused: tuple[Refused, ...] = ()
@@ -40,8 +40,8 @@ class Fact:
 class WorkerEnv:
     """All variables of one process."""
 
-    place: str
-    """What this process is, in words."""
+    process: str
+    """What this process is: `task 3 of 8 in step 12.0, ...`."""
     variables: Mapping[str, Fact]
 
     def value(self, name: str) -> str | None:
@@ -50,7 +50,7 @@ class WorkerEnv:
 
     @property
     def given(self) -> dict[str, str]:
-        """What is known, and not set by the user already."""
+        """The variables that are known, and that the user did not set."""
         return {
             name: fact.value for name, fact in self.variables.items() if fact.value is not None and fact.source != USERS
         }
@@ -59,25 +59,27 @@ class WorkerEnv:
     def environ(self) -> dict[str, str]:
         """What a launcher sets for its worker: `given`, and this table itself."""
         rows = {name: (fact.value, fact.source, fact.rule) for name, fact in self.variables.items()}
-        return {**self.given, TABLE: json.dumps({"place": self.place, "variables": rows})}
+        return {**self.given, TABLE: json.dumps({"process": self.process, "variables": rows})}
 
 
 def recorded(environ: Mapping[str, str]) -> WorkerEnv | None:
-    """Return the table of the worker that this process is, or descends from, as far as it still holds; None elsewhere."""
+    """Return the table of the worker that this process is or descends from, with changed values marked; None elsewhere."""
     try:
         table = json.loads(environ.get(TABLE, ""))
         rows = {name: Fact(value=row[0], source=row[1], rule=row[2]) for name, row in table["variables"].items()}
-        place = str(table["place"])
-    except (ValueError, TypeError, LookupError, AttributeError):  # none, or somebody has cut it
+        process = str(table["process"])
+    except (ValueError, TypeError, LookupError, AttributeError):  # no table, or a damaged one
         return None
-    return WorkerEnv(place=place, variables={name: _as_it_is_now(name, fact, environ) for name, fact in rows.items()})
+    return WorkerEnv(
+        process=process, variables={name: _as_it_is_now(name, fact, environ) for name, fact in rows.items()}
+    )
 
 
 def _as_it_is_now(name: str, fact: Fact, environ: Mapping[str, str]) -> Fact:
     now = environ.get(name)
     if now == fact.value:
         return fact
-    rule = f"changed since the worker was started with {fact.value!r} ({fact.source}: {fact.rule})"
+    rule = f"changed after the launcher set it to {fact.value!r} ({fact.source}: {fact.rule})"
     return Fact(value=now, source=USERS, rule=rule)
 
 
@@ -85,11 +87,10 @@ def _as_it_is_now(name: str, fact: Fact, environ: Mapping[str, str]) -> Fact:
 
 
 def node_variables(interface: Fact, threads: Fact) -> dict[str, Fact]:
-    """Return what all workers of a node have alike.
-
-    NCCL takes a name for the beginning of names unless `=` stands before it; gloo compares whole names, and would look
-    for one that begins with `=` (measured: PyTorch 2.13).
-    """
+    """Return the variables that are equal for all workers of a node."""
+    # NCCL reads a name as the beginning of names unless `=` stands before it; gloo compares whole names, and would search
+    # for one that begins with `=` (measured: PyTorch 2.13;
+    # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname).
     exact = None if interface.value is None else f"={interface.value}"
     return {
         "NCCL_SOCKET_IFNAME": replace(interface, value=exact),
@@ -99,62 +100,60 @@ def node_variables(interface: Fact, threads: Fact) -> dict[str, Fact]:
 
 
 def library_variables(threads: Fact) -> dict[str, Fact]:
-    """Return what PyTorch and its libraries read when they are loaded: before the import, wherever workers will meet.
-
-    PyTorch's store asks for the name of every peer (getnameinfo in c10d's socket.cpp), which takes ten seconds a process
-    where reverse DNS is broken. One try of one second is the least that resolv.conf(5) allows.
-    """
+    """Return the variables that PyTorch and its libraries read when they are loaded; they must be set before the import."""
     return {
         "OMP_NUM_THREADS": threads,
         "CUBLAS_WORKSPACE_CONFIG": Fact(
             value=":4096:8",
             source=OURS,
-            rule="`train.deterministic` needs it of cuBLAS, which reads it when it is loaded",
+            rule="cuBLAS needs it for `train.deterministic`, and reads it when it is loaded",
         ),
         "PYTORCH_NVML_BASED_CUDA_CHECK": Fact(
-            value="1", source=OURS, rule="looking for GPUs must not initialise CUDA before workers are forked"
+            value="1", source=OURS, rule="a check for GPUs must not initialise CUDA before the agent forks workers"
         ),
+        # PyTorch's store resolves the name of every peer (getnameinfo in c10d's socket.cpp). If reverse DNS is broken, that
+        # takes ten seconds for each process. One try of one second is the least that resolv.conf(5) allows.
         "RES_OPTIONS": Fact(
-            value="timeout:1 attempts:1", source=OURS, rule="broken reverse DNS must not stall the start"
+            value="timeout:1 attempts:1", source=OURS, rule="a broken reverse DNS must not delay the start"
         ),
     }
 
 
 def settled(made: Mapping[str, Fact], environ: Mapping[str, str], *, fixed: Collection[str] = ()) -> dict[str, Fact]:
-    """Let what is set already win, even if it is set to nothing; but `fixed` variables are as they were made.
+    """Keep variables that are already set, even to the empty string, except `fixed` ones.
 
-    A rank or an endpoint that is set to nothing counts as unset: no process can do without.
+    An empty rank or endpoint counts as not set: no process can start without.
     """
     return {name: fact if name in fixed else _or_users(name, fact, environ) for name, fact in made.items()}
 
 
 def _or_users(name: str, made: Fact, environ: Mapping[str, str]) -> Fact:
-    """Return the user's value, and what it would be else."""
+    """Return the user's value if there is one, with the value that it replaces in the rule."""
     users = environ.get(name)
     if users is None or (not users and name in {*RANKS, *ENDPOINT}):
         return made
     is_same = made.value in (None, users)
-    rule = "set already, and left alone"
+    rule = "already set in the environment, so not changed"
     return Fact(
-        value=users, source=USERS, rule=rule if is_same else f"{rule}; else it would be {made.value!r} ({made.source})"
+        value=users, source=USERS, rule=rule if is_same else f"{rule}; ddp-hpc would set {made.value!r} ({made.source})"
     )
 
 
 def launched(
     by: str, made: Mapping[str, Fact], environ: Mapping[str, str], import_paths: Sequence[str] = ()
 ) -> WorkerEnv:
-    """Return the table of a worker that a launcher of ours starts: its ranks and endpoint hold, whatever is set already."""
+    """Return the table of a worker that our launcher starts. Its ranks and endpoint win over variables that are already set."""
     rank, local_rank, world_size, local_world_size, node_rank = (made[name].value for name in RANKS)
-    place = (
+    process = (
         f"rank {rank} of {world_size}, worker {local_rank} of {local_world_size} on node {node_rank}, started by {by}"
     )
     variables = settled(made, environ, fixed={*RANKS, *ENDPOINT})
-    return WorkerEnv(place=place, variables={**variables, **import_path(import_paths, environ.get("PYTHONPATH"))})
+    return WorkerEnv(process=process, variables={**variables, **import_path(import_paths, environ.get("PYTHONPATH"))})
 
 
 def import_path(paths: Sequence[str], python_path: str | None) -> dict[str, Fact]:
-    """Return the variable that has the user's code in front, where the run has such code."""
-    rule = "the user's code, before what was set; a worker imports it after Python's own modules"
+    """Return PYTHONPATH with the user's code first, if the run has code of the user."""
+    rule = "the user's code, then what was already set; a worker imports Python's own modules before it"
     return {"PYTHONPATH": Fact(value=python_path, source=OURS, rule=rule)} if paths else {}
 
 
@@ -162,33 +161,33 @@ def import_path(paths: Sequence[str], python_path: str | None) -> dict[str, Fact
 
 
 def ranks_by_shape(*, node_rank: int, num_nodes: int, num_workers: int, local_rank: int) -> dict[str, Fact]:
-    """Return the ranks of a worker where all nodes have as many."""
+    """Return the ranks of a worker of a run with equally many workers on each node."""
     rows = (
         (node_rank * num_workers + local_rank, "ranks count the workers node by node"),
         (local_rank, "the worker's number on its node"),
         (num_nodes * num_workers, f"nodes: {num_nodes}, workers on each: {num_workers}"),
-        (num_workers, "every node has as many"),
+        (num_workers, "every node has as many workers"),
         (node_rank, "the node's number"),
     )
     return _ranks((str(number), OURS, rule) for number, rule in rows)
 
 
-def ranks_of_step(step: StepPlace) -> dict[str, Fact]:
-    """Return the ranks of a task that srun has started."""
+def ranks_of_step(step: StepTask) -> dict[str, Fact]:
+    """Return the ranks of a task that srun started."""
     tasks = ", ".join(map(str, step.tasks_per_node))
     rows = (
         (step.rank, "Slurm (SLURM_PROCID)", _rank_rule(step)),
         (step.local_rank, "Slurm (SLURM_LOCALID)", "the task's number on its node"),
-        (step.world_size, "Slurm (SLURM_STEP_TASKS_PER_NODE)", f"the step's tasks together: {tasks}"),
-        (step.local_world_size, "Slurm (SLURM_STEP_TASKS_PER_NODE)", f"the tasks of this node, of {tasks}"),
+        (step.world_size, "Slurm (SLURM_STEP_TASKS_PER_NODE)", f"all tasks of the step: {tasks}"),
+        (step.local_world_size, "Slurm (SLURM_STEP_TASKS_PER_NODE)", f"the tasks of this node; of all nodes: {tasks}"),
         (step.node_rank, "Slurm (SLURM_NODEID)", "the node's number in the step"),
     )
     return _ranks((str(number), source, rule) for number, source, rule in rows)
 
 
-def _rank_rule(step: StepPlace) -> str:
-    """Say whose word it is where two differ."""
-    rule = "the task's number in the step, by Slurm's own word"
+def _rank_rule(step: StepTask) -> str:
+    """Return why Slurm's rank counts if it is not the one of block distribution."""
+    rule = "the task's number in the step"
     if step.rank == step.block_rank:
         return rule
     return (
@@ -198,13 +197,17 @@ def _rank_rule(step: StepPlace) -> str:
 
 
 def ranks_of_shell(allocation: Allocation) -> dict[str, Fact]:
-    """Return what a shell that speaks for the whole job knows of its tasks' ranks."""
+    """Return the rank variables that hold for all tasks of a job, for a shell that exports them."""
     tasks = allocation.tasks_per_node
     listed, source = ", ".join(map(str, tasks)), "Slurm (SLURM_TASKS_PER_NODE)"
     is_even = len(set(tasks)) == 1
-    by_task = (None, UNKNOWN, "each task of a step has its own; in a shell nobody does")
-    world = (str(sum(tasks)), source, f"the job's tasks together: {listed}; for a step of all of them")
-    local = (str(tasks[0]), source, "every node has as many") if is_even else (None, UNKNOWN, f"nodes differ: {listed}")
+    by_task = (None, UNKNOWN, "each task of a step has its own; a shell has none")
+    world = (str(sum(tasks)), source, f"all tasks of the job: {listed}; right for a step that has them all")
+    local = (
+        (str(tasks[0]), source, "every node has as many workers")
+        if is_even
+        else (None, UNKNOWN, f"the nodes have different numbers of tasks: {listed}")
+    )
     return _ranks((by_task, by_task, world, local, by_task))
 
 
@@ -217,29 +220,29 @@ def _ranks(rows: Iterable[tuple[str | None, str, str]]) -> dict[str, Fact]:
 
 
 def of_torchrun(environ: Mapping[str, str]) -> dict[str, Fact]:
-    """Return the ranks and the endpoint that torchrun has given; it calls the node's number GROUP_RANK.
+    """Return the ranks and the endpoint that torchrun set; torchrun's name for the node's number is GROUP_RANK.
 
-    Its agents meet at the endpoint that the supervisor chose, and open a port of torchrun's choice for their workers there.
+    torchrun's agents meet at the endpoint that the supervisor chose. For the workers, torchrun opens another port there.
     """
     theirs = {name: "GROUP_RANK" if name == "NODE_RANK" else name for name in (*RANKS, *ENDPOINT)}
-    rule = "as torchrun's agents agreed"
+    rule = "torchrun set it"
     return {name: Fact(value=environ[it], source=f"torchrun ({it})", rule=rule) for name, it in theirs.items()}
 
 
 def endpoint(address: Fact, port: Fact) -> dict[str, Fact]:
-    """Return where the ranks meet."""
+    """Return address and port of rank zero by their variables."""
     return dict(zip(ENDPOINT, (address, port), strict=True))
 
 
 def endpoint_of_run(address: str, port: int, *, is_alone: bool = False) -> dict[str, Fact]:
-    """Return where the ranks of a run meet; `is_alone`, it has this machine alone."""
-    rule = "the run has this machine alone" if is_alone else "the job's log has `ranks meet at`, and why there"
+    """Return address and port of rank zero in a run; `is_alone`: the run has no other machine."""
+    rule = "the run uses this machine only" if is_alone else "the line `ranks meet at` in the job's log says why"
     source = "agent" if is_alone else "supervisor"
     return endpoint(*(Fact(value=str(value), source=source, rule=rule) for value in (address, port)))
 
 
 def threads(num_cpus: int, num_workers: int = 1, cpus_per_worker: int | None = None, *, source: str) -> Fact:
-    """Return how many threads each worker of a node computes with, who may use so many CPUs together."""
+    """Return the number of threads for each worker of a node, whose workers may use `num_cpus` CPUs together."""
     each = cpus_per_worker or num_cpus // num_workers
     if not 0 < each * num_workers <= num_cpus:
         each = max(1, num_cpus) if num_workers == 1 else 1

@@ -1,1 +1,1 @@
-"""Slurm's language and nothing else: its variables, host lists, options, commands, states."""
+"""Everything that knows Slurm's formats: its variables, host lists, options, commands and states."""

@@ -1,4 +1,4 @@
-"""What Slurm's variables say of a job, and of the place of this process in it: the only reader of them."""
+"""What the SLURM_* variables say about a job and about this process in it. No other module reads them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from typing import Literal
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.slurm.hostlist import expand_hostlist
 
-Where = Literal["task", "shell on a node", "shell outside"]
-"""A task that srun has started (with `--pty` too). Or a shell that speaks for the whole job: a batch script or an
-interactive step, on one of the job's nodes; or salloc's, on a login node."""
+ProcessKind = Literal["task", "shell on a node", "shell outside"]
+"""`task`: srun started this process (with `--pty`, too). `shell on a node`: a batch script or an interactive step on one of
+the job's nodes. `shell outside`: the shell of salloc on a login node. What a shell exports reaches all tasks of the job."""
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_LEAVE_ALONE = "Do not change or unset the variables that Slurm sets."
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers the batch script, salloc's interactive step and the external step from the upper end down."""
+"""Slurm gives the batch script, the interactive step of salloc and the external step the highest step ids (slurm.h)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlace:
-    """One task's place in its job step. Nodes and tasks are the step's, which may be fewer than the job's."""
+class StepTask:
+    """One task of a job step. Nodes and tasks are those of the step; the job may have more."""
 
     step_id: int
     rank: int
-    """The task's number in the step, by Slurm's own word, however tasks are distributed."""
+    """SLURM_PROCID: the task's number in the step, for every `--distribution`."""
     local_rank: int
     node_rank: int
     node_names: tuple[str, ...]
     tasks_per_node: tuple[int, ...]
     distribution: str = "block"
     cpus_per_task: int | None = None
-    """As asked for with `--cpus-per-task`; unset: nobody asked."""
+    """The value of `--cpus-per-task`; None where the step was started without it."""
     launch_address: str | None = None
-    """Of the host that srun runs on, which need not be a node of the job."""
+    """The address of the host that srun runs on; it may be no node of the job."""
 
     @property
     def num_nodes(self) -> int:
@@ -52,14 +53,14 @@ class StepPlace:
 
     @property
     def block_rank(self) -> int:
-        """The rank this task would have under `--distribution=block`; else, ranks of a node are not consecutive."""
+        """The rank that this task would have with `--distribution=block`, where the ranks of a node are consecutive."""
         return block_rank(self.tasks_per_node, self.node_rank, self.local_rank)
 
     @property
     def rank_zero_node(self) -> str | None:
-        """The name of rank zero's node; None where a hostfile (`--distribution=arbitrary`) may have moved it.
+        """The name of rank zero's node; None where a hostfile (`--distribution=arbitrary`) may put it on any node.
 
-        Slurm sorts the step's node list all the same, and does not hand the hostfile to the tasks.
+        Slurm sorts the node list of the step even then, and does not pass the hostfile on to the tasks.
         """
         if self.rank == 0:
             return self.node_names[self.node_rank]
@@ -68,30 +69,30 @@ class StepPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """A job of Slurm's, as the environment of one of its processes tells it."""
+    """A Slurm job, as the environment of one of its processes describes it."""
 
     job_id: str
-    """Each task of an array has its own."""
+    """Each task of a job array has a job id of its own."""
     array_job_id: str | None = None
     array_task_id: int | None = None
     restart_count: int = 0
     partition: str | None = None
     node_names: tuple[str, ...]
     tasks_per_node: tuple[int, ...]
-    """Of the job; inside a step, srun has put the step's in its place."""
+    """Tasks on each node of the job; in a step, srun replaces the variable, so they are those of the step."""
     cpus_per_task: int | None = None
     cpus_on_node: int | None = None
     gpus_on_node: int | None = None
     node_name: str | None = None
-    """This node's, as Slurm calls it; unset outside of nodes."""
+    """Slurm's name for this node; None on hosts that are no node of the job."""
     end_time: float | None = None
-    """When the time limit ends the job, in seconds since the epoch; told by newer versions of Slurm."""
-    step: StepPlace | None = None
-    """Unset in shells."""
+    """When the time limit ends the job, in seconds since the epoch; None on versions of Slurm that do not set it."""
+    step: StepTask | None = None
+    """None in a shell."""
 
     @property
     def scontrol_id(self) -> str:
-        """The job as scontrol is told of it, so that a task of an array means itself alone."""
+        """The id to give to scontrol: `ARRAY_TASK` for a task of an array, since the array's plain id means all of its tasks."""
         is_task = self.array_job_id is not None and self.array_task_id is not None
         return f"{self.array_job_id}_{self.array_task_id}" if is_task else self.job_id
 
@@ -100,22 +101,22 @@ class Allocation:
         return self.step is not None
 
     @property
-    def where(self) -> Where:
+    def process_kind(self) -> ProcessKind:
         if self.is_step:
             return "task"
         return "shell on a node" if self.node_name in self.node_names else "shell outside"
 
     @property
     def is_on_first_node(self) -> bool:
-        """Whether this process runs on the job's first node, where batch scripts do."""
+        """Whether this process runs on the job's first node, where Slurm runs the batch script."""
         return self.node_name == self.node_names[0]
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the job that this process is part of, or None outside of all.
+    """Return the job that this process is part of, or None outside of jobs.
 
     Raises:
-        ConfigError: where variables are missing or no numbers.
+        ConfigError: if a variable is missing or is not a number.
     """
     job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job_id:
@@ -139,22 +140,22 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuGrant:
-    """How many CPUs Slurm has given; which ones only shows where it binds tasks to them."""
+    """How many CPUs Slurm granted. Only CPU binding, where a cluster uses it, tells which ones."""
 
     num_of_task: int
-    """To this process and what it starts."""
+    """To this process and its children."""
     num_of_job: int
     """To the whole job, on this node."""
 
 
 def cpu_grant(environ: Mapping[str, str]) -> CpuGrant | None:
-    """Return what this process was given; None outside of a job's nodes, and where Slurm's variables do not tell."""
+    """Return the CPUs granted to this process; None outside of a job's nodes, and if Slurm's variables do not say."""
     try:
         allocation = read_allocation(environ)
         counts = _tasks(environ, "SLURM_JOB_CPUS_PER_NODE") if environ.get("SLURM_JOB_CPUS_PER_NODE") else ()
     except ConfigError:
         return None
-    if allocation is None or allocation.where == "shell outside":
+    if allocation is None or allocation.process_kind == "shell outside":
         return None
     step, on_node = allocation.step, allocation.cpus_on_node
     of_task = on_node
@@ -168,40 +169,41 @@ def cpu_grant(environ: Mapping[str, str]) -> CpuGrant | None:
 
 
 def gpu_numbers(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the numbers that Slurm gives the GPUs of this step, or of the job; none where it does not say."""
+    """Return Slurm's numbers of the GPUs of this step, or else of the job; empty if Slurm does not say."""
     text = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
     return tuple(part for part in text.split(",") if part)
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """Return what Slurm calls this node; the host's own name where Slurm does not say."""
+    """Return Slurm's name for this node, or the host name if Slurm gives none."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def step_place(environ: Mapping[str, str]) -> StepPlace:
-    """Return the place of a task that srun has started.
+def step_task(environ: Mapping[str, str]) -> StepTask:
+    """Return the task of a job step that this process is.
 
     Raises:
-        ConfigError: where srun has not.
+        ConfigError: if srun did not start this process.
     """
     allocation = read_allocation(environ)
     if allocation is None or allocation.step is None:
-        raise ConfigError("This process is no task of a Slurm job step, so it has no rank. Start it with `srun`.")
+        raise ConfigError("This process is not a task of a Slurm job step, so it has no rank. Start it with `srun`.")
     return allocation.step
 
 
 def shape_problem(allocation: Allocation, *, num_nodes: int, tasks_per_node: int) -> str | None:
-    """Return why a run of this shape does not fit into the job, or None where it does."""
+    """Return why a run with so many nodes and workers does not fit into the job, or None if it fits."""
     if len(allocation.node_names) != num_nodes:
         return (
-            f"`resources.nodes` is {num_nodes}, but job {allocation.job_id} has {len(allocation.node_names)}. "
-            f"Submit again, or ask for as many with `--nodes={num_nodes}`."
+            f"`resources.nodes` is {num_nodes}, but job {allocation.job_id} has {len(allocation.node_names)} nodes. "
+            f"Submit the run again with `ddp-hpc submit`, or start a job with `--nodes={num_nodes}`."
         )
     fewest = min(allocation.tasks_per_node)
     if fewest < tasks_per_node:
         return (
-            f"The run has {tasks_per_node} workers a node, but job {allocation.job_id} has room for {fewest} tasks on "
-            f"a node. Submit again, or ask for them with `--ntasks-per-node={tasks_per_node}`."
+            f"The run needs {tasks_per_node} workers on each node, but job {allocation.job_id} has room for {fewest} tasks on "
+            "one of them. "
+            f"Submit the run again with `ddp-hpc submit`, or start a job with `--ntasks-per-node={tasks_per_node}`."
         )
     return None
 
@@ -210,32 +212,34 @@ def expand_counts(text: str) -> list[int]:
     """Return the counts in `4(x2),1`: 4, 4, 1.
 
     Raises:
-        ConfigError: where it is no such list.
+        ConfigError: if the text has another form.
     """
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise ConfigError(f"Slurm's counts are {text!r}, but {part!r} is not like `4` or `4(x2)`.")
+            raise ConfigError(
+                f"Slurm's counts for the nodes are {text!r}, but {part!r} is not of the form `4` or `4(x2)`. {_LEAVE_ALONE}"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def block_rank(tasks_per_node: Sequence[int], node_rank: int, local_rank: int) -> int:
-    """Return the rank of a task where nodes are filled one after the other."""
+    """Return the rank of a task with `--distribution=block`: tasks fill one node after the other."""
     return sum(tasks_per_node[:node_rank]) + local_rank
 
 
-def _read_step(environ: Mapping[str, str]) -> StepPlace | None:
-    """Return this task's place, or None in a shell.
+def _read_step(environ: Mapping[str, str]) -> StepTask | None:
+    """Return this task of a step, or None in a shell.
 
-    A batch script has a number 0 of everything too (SLURM_PROCID, SLURM_NODEID, SLURM_LOCALID); what it lacks is a
-    step id. salloc's shell on a login node lacks all of them.
+    A batch script has SLURM_PROCID, SLURM_NODEID and SLURM_LOCALID, too, all 0, but no SLURM_STEP_ID of a numbered step.
+    The shell of salloc on a login node has none of them.
     """
     step_id = _number(environ, "SLURM_STEP_ID")
     if step_id is None or step_id >= _FIRST_SPECIAL_STEP:
         return None
-    place = StepPlace(
+    task = StepTask(
         step_id=step_id,
         rank=_needed(environ, "SLURM_PROCID"),
         local_rank=_needed(environ, "SLURM_LOCALID"),
@@ -246,28 +250,29 @@ def _read_step(environ: Mapping[str, str]) -> StepPlace | None:
         cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),
         launch_address=environ.get("SLURM_LAUNCH_NODE_IPADDR") or None,
     )
-    return place if _is_of_this_job(place, environ) else None
+    return task if _is_of_this_job(task, environ) else None
 
 
-def _is_of_this_job(place: StepPlace, environ: Mapping[str, str]) -> bool:
-    """Tell a task from a shell that has inherited a step's variables.
+def _is_of_this_job(task: StepTask, environ: Mapping[str, str]) -> bool:
+    """Tell a task from a shell that inherited the variables of another job's step.
 
-    `sbatch` and `salloc` from inside a step pass them on (measured: 22.05). srun, for its own, writes the plain
-    variables anew, so that they agree; with `--preserve-env` it does not, and its tasks are taken for shells.
+    `sbatch` and `salloc`, called inside a step, pass the step's variables on to the new job (measured: 22.05). For its
+    own tasks, srun sets the job's variables again, so the two agree. With `--preserve-env` srun does not do that, and its
+    tasks look like shells here.
     """
     name = environ.get("SLURMD_NODENAME")
     return (
-        place.node_rank < min(place.num_nodes, len(place.tasks_per_node))
-        and name in (None, "", place.node_names[place.node_rank])
-        and set(place.node_names) <= set(_names(environ, "SLURM_JOB_NODELIST"))
-        and _tasks(environ, "SLURM_TASKS_PER_NODE") == place.tasks_per_node
+        task.node_rank < min(task.num_nodes, len(task.tasks_per_node))
+        and name in (None, "", task.node_names[task.node_rank])
+        and set(task.node_names) <= set(_names(environ, "SLURM_JOB_NODELIST"))
+        and _tasks(environ, "SLURM_TASKS_PER_NODE") == task.tasks_per_node
     )
 
 
 def _names(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
     names = tuple(expand_hostlist(_text(environ, name)))
     if not names:
-        raise ConfigError(f"{name} is {environ[name]!r}, which names no node, though this is a Slurm job.")
+        raise ConfigError(f"{name} is {environ[name]!r}, but it must name the nodes of the Slurm job. {_LEAVE_ALONE}")
     return names
 
 
@@ -278,7 +283,7 @@ def _tasks(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
 def _text(environ: Mapping[str, str], name: str) -> str:
     text = environ.get(name)
     if not text:
-        raise ConfigError(f"{name} is not set, though this is a Slurm job. Do not unset what Slurm sets.")
+        raise ConfigError(f"{name} is not set, but SLURM_JOB_ID is, so this is a Slurm job. {_LEAVE_ALONE}")
     return text
 
 
@@ -293,5 +298,5 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 def _parsed(name: str, text: str) -> int:
     if not (text.isdecimal() and text.isascii()):
-        raise ConfigError(f"{name} is {text!r}, but it must be a number.")
+        raise ConfigError(f"{name} is {text!r}, but it must be a number. {_LEAVE_ALONE}")
     return int(text)

@@ -1,8 +1,8 @@
-"""How each node of a job step answers one question on its standard output, which srun cuts and other programs share.
+"""Send one answer of each node of a job step through srun's standard output.
 
-srun passes a task's output on in lines of at most 1,024 bytes, and mixes the lines of all tasks. A TaskProlog or a
-module may print to the same output. So an answer is split into short lines that carry a mark, which the asker made up,
-the node's name, and the line's place; every other text is ignored.
+srun passes on the output of a task in lines of at most 1,024 bytes, and mixes the lines of all tasks. A TaskProlog or an
+environment module may print to the same output. So each node splits its answer into short lines. Each line carries a mark
+(a random word that the caller chose), the node's name and the line's number. The reader ignores all other text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import zlib
 from typing import Any
 
 _CHUNK = 640
-"""Characters of an answer in one line: with everything around it, below what srun cuts."""
+"""Characters of an answer in one line; with the mark, the name and the numbers it stays below srun's 1,024 bytes."""
 _LINE = re.compile(
     r"<ddp-hpc (?P<mark>\w+) (?P<node>[^\s<>]+) (?P<number>\d+)/(?P<count>\d+) (?P<chunk>[\w+/=]*)>", re.ASCII
 )
 
 
 def framed(answer: Any, *, node: str, mark: str) -> str:
-    """Return the lines that a node prints to answer; they stand alone, whatever was printed before without a line's end."""
+    """Return the lines that a node prints as its answer. They begin with a line break: the text before may lack one."""
     text = base64.b64encode(zlib.compress(json.dumps(answer).encode())).decode("ascii")
     chunks = [text[at : at + _CHUNK] for at in range(0, len(text), _CHUNK)]
     lines = (f"<ddp-hpc {mark} {node} {number}/{len(chunks)} {chunk}>\n" for number, chunk in enumerate(chunks))
@@ -30,7 +30,7 @@ def framed(answer: Any, *, node: str, mark: str) -> str:
 
 
 def read_answers(printed: str, mark: str) -> dict[str, Any]:
-    """Return the answers by node; a node of whose answer a part is missing or broken has none."""
+    """Return the answer of each node. A node is left out if a part of its answer is missing or damaged."""
     parts: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     for line in _LINE.finditer(printed):

@@ -1,4 +1,4 @@
-"""The one place that runs Slurm's commands, in an environment that nothing inherited can bend."""
+"""Run Slurm's commands, without the variables of a surrounding job. No other module runs them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _INHERITED = (
     *("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_"),
     *("PMI_", "PMI2_", "PMIX_"),
 )
-"""Options and leftovers of a job around us: inside one, sbatch would take them for wishes, and squeue write its own way."""
+"""Variables that a job sets, and defaults of a user: sbatch would read them as options, and squeue would print other columns."""
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
-"""What says where the cluster is, and who we are."""
+"""Variables that name the cluster's configuration and the user's credentials."""
 _NO_CLUSTER = re.compile(
     r"Could not establish a configuration source|Unable to process configuration file|unable to (stat|open) slurm.*conf",
     re.IGNORECASE,
@@ -30,7 +30,7 @@ _NO_CLUSTER = re.compile(
 _NO_ANSWER = re.compile(
     r"Unable to contact slurm controller|Unable to connect to database|Problem talking to the database"
     r"|Socket timed out|Connection refused|Zero Bytes were transmitted|backup controller"
-    r"|Unexpected message received"  # what `scontrol requeue` says where the controller is away
+    r"|Unexpected message received"  # `scontrol requeue` prints this while the controller is down
     r"|slurm_load_\w+ error: (Unable|Socket)",
     re.IGNORECASE,
 )
@@ -39,7 +39,7 @@ _NO_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said."""
+    """What a command printed, and its exit code."""
 
     returncode: int
     stdout: str
@@ -47,42 +47,42 @@ class Answer:
 
 
 def inherited(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that would bend a submission."""
+    """Return the names of the variables that would change what Slurm's commands do."""
     return sorted(name for name in environ if name.startswith(_INHERITED) and name not in _KEPT)
 
 
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for Slurm's commands: nothing inherited, and times as we read them."""
+    """Return the environment for Slurm's commands: without a job's variables, and with times in the format that `times` reads."""
     dropped = set(inherited(environ))
     clean = {name: value for name, value in environ.items() if name not in dropped}
     return {**clean, "SLURM_TIME_FORMAT": "standard"}
 
 
-def scrubbing(environ: Mapping[str, str]) -> list[str]:
-    """Return a command's beginning that drops them: for who starts commands in an environment not ours to change."""
+def without_inherited_argv(environ: Mapping[str, str]) -> list[str]:
+    """Return `env --unset=...`, to put before a command that another library (submitit) starts in our environment."""
     return ["env", *(f"--unset={name}" for name in inherited(environ))]
 
 
 def require(command: str, environ: Mapping[str, str]) -> None:
-    """Check that a command is there.
+    """Check that a command of Slurm is on PATH.
 
     Raises:
-        ConfigError: where it is not.
+        ConfigError: if it is not.
     """
     if shutil.which(command, path=environ.get("PATH", "")) is None:
         raise ConfigError(
-            f"Slurm was asked for, but there is no `{command}` on PATH here. Go to a login node of the cluster, load its "
+            f"ddp-hpc needs Slurm's `{command}`, but PATH on this host has none. Go to a login node of the cluster, load its "
             "Slurm module, or run on this machine with `--cluster local`."
         )
 
 
 def is_here(environ: Mapping[str, str]) -> bool:
-    """Tell whether this is a host of a Slurm cluster, even of one that does not answer now."""
+    """Tell whether this host belongs to a Slurm cluster, even if the controller does not answer now."""
     path = environ.get("PATH", "")
     if shutil.which("sbatch", path=path) is None:
         return False
     if shutil.which("scontrol", path=path) is None:
-        return True  # half a Slurm: what asks it says what is missing
+        return True  # an incomplete installation: the next command that needs it says what is missing
     try:
         answer = _run(["scontrol", "ping"], environ, timeout_s=TIMEOUT_S)
     except SlurmUnavailableError:
@@ -96,29 +96,35 @@ def is_no_answer(text: str) -> bool:
 
 
 def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
-    """Run a command of Slurm's; what it says, good or bad, is the caller's to read.
+    """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code is no error here.
 
     Raises:
-        ConfigError: where the command is not there, or no cluster behind it.
-        SlurmUnavailableError: where Slurm does not answer.
+        ConfigError: if the command is not on PATH, or finds no cluster.
+        SlurmUnavailableError: if Slurm does not answer.
     """
     require(argv[0], environ)
     answer = _run(argv, environ, timeout_s=timeout_s)
     if answer.returncode != 0 and _NO_CLUSTER.search(answer.stderr):
         raise ConfigError(
-            f"Slurm was asked for, but `{argv[0]}` finds no cluster here: {_line(answer, _NO_CLUSTER)}. Go to a login "
+            f"ddp-hpc needs Slurm, but `{argv[0]}` finds no cluster on this host: {_line(answer, _NO_CLUSTER)}. Go to a login "
             "node, set SLURM_CONF, or run on this machine with `--cluster local`."
         )
     if answer.returncode != 0 and is_no_answer(answer.stderr):
-        raise SlurmUnavailableError(f"Slurm does not answer: {argv[0]} says {_line(answer, _NO_ANSWER)!r}. Try again.")
+        raise SlurmUnavailableError(
+            f"Slurm does not answer: `{argv[0]}` prints {_line(answer, _NO_ANSWER)!r}. Try again later."
+        )
     return answer
 
 
-def _told(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return what a command says; a failure is no answer."""
+def _stdout(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return what a command prints.
+
+    Raises:
+        SlurmUnavailableError: if it fails.
+    """
     answer = ask(argv, environ)
     if answer.returncode != 0:
-        raise SlurmUnavailableError(f"Slurm gives no answer: {argv[0]} says {_line(answer)!r}.")
+        raise SlurmUnavailableError(f"Slurm's `{argv[0]}` failed: {_line(answer)}. Try again later.")
     return answer.stdout
 
 
@@ -136,7 +142,7 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailableError(
-            f"Slurm does not answer: {argv[0]} said nothing in {timeout_s:.0f} s. Try again."
+            f"Slurm does not answer: `{argv[0]}` did not end within {timeout_s:.0f} s. Try again later."
         ) from error
     return Answer(done.returncode, done.stdout, done.stderr)
 
@@ -145,12 +151,12 @@ _ANYTHING = re.compile(r"\S")
 
 
 def _line(answer: Answer, pattern: re.Pattern[str] = _ANYTHING) -> str:
-    """Return the first line of the errors that tells of something."""
-    return next((line.strip() for line in answer.stderr.splitlines() if pattern.search(line)), "nothing")
+    """Return the first line of the standard error that fits."""
+    return next((line.strip() for line in answer.stderr.splitlines() if pattern.search(line)), "it printed no error")
 
 
 def user_name() -> str:
-    """Return the name that jobs of ours run under; the number, which Slurm takes too, where it has no name."""
+    """Return this user's name, or the number if there is no name; Slurm takes both."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -158,36 +164,38 @@ def user_name() -> str:
 
 
 def queue(user: str, environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
-    """Return the jobs of a user that wait or run.
+    """Return a user's jobs that are pending or running.
 
     Raises:
-        SlurmUnavailableError: where Slurm does not tell.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_queue(_told(queries.queue_argv(user), environ))
+    return queries.parse_queue(_stdout(queries.queue_argv(user), environ))
 
 
 def job(job_id: str, environ: Mapping[str, str]) -> queries.JobRecord | None:
-    """Return a job from the controller, or from the database where it has forgotten it; None where both have.
+    """Return a job as the controller knows it, or else the accounting database; None if neither knows it.
 
     Raises:
-        SlurmUnavailableError: where the controller does not tell whether it knows the job.
+        SlurmUnavailableError: if the controller does not say whether it knows the job.
     """
     answer = ask(queries.job_argv(job_id), environ)
     if answer.returncode != 0 and not _NO_JOB.search(answer.stderr):
-        raise SlurmUnavailableError(f"Slurm gives no answer on job {job_id}: {_line(answer)!r}.")
+        raise SlurmUnavailableError(
+            f"Slurm does not say whether it knows job {job_id}: `scontrol show job` failed: {_line(answer)}. Try again later."
+        )
     return queries.parse_job(answer.stdout) or next(reversed(accounting([job_id], environ)), None)
 
 
 def accounting(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[queries.JobRecord]:
-    """Return every start of some jobs by the database; nothing where accounting is off, or does not answer."""
+    """Return every start of some jobs from the accounting database; empty if accounting is off or does not answer."""
     try:
-        return queries.parse_accounting(_told(queries.accounting_argv(job_ids), environ))
+        return queries.parse_accounting(_stdout(queries.accounting_argv(job_ids), environ))
     except (ConfigError, SlurmUnavailableError):
         return []
 
 
 def test_only(script: Path, environ: Mapping[str, str]) -> queries.TestOnly:
-    """Ask what would become of a script."""
+    """Ask Slurm when it would start this job script, or why it would refuse it."""
     answer = ask(queries.test_only_argv(script), environ)
     return queries.parse_test_only(answer.returncode, answer.stderr)
 
@@ -196,36 +204,36 @@ test_only.__test__ = False  # type: ignore[attr-defined]  # pytest collects by n
 
 
 def config(environ: Mapping[str, str]) -> queries.ClusterConfig:
-    """Return what of the cluster's configuration matters to a run.
+    """Return the parts of the cluster's configuration that matter to a run.
 
     Raises:
-        SlurmUnavailableError: where Slurm does not tell.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_config(_told(queries.config_argv(), environ))
+    return queries.parse_config(_stdout(queries.config_argv(), environ))
 
 
 def partitions(environ: Mapping[str, str]) -> list[queries.Partition]:
     """Return the partitions of the cluster.
 
     Raises:
-        SlurmUnavailableError: where Slurm does not tell.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_partitions(_told(queries.partitions_argv(), environ))
+    return queries.parse_partitions(_stdout(queries.partitions_argv(), environ))
 
 
 def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
     """Return what the nodes of each partition have.
 
     Raises:
-        SlurmUnavailableError: where Slurm does not tell.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_shapes(_told(queries.shapes_argv(), environ))
+    return queries.parse_shapes(_stdout(queries.shapes_argv(), environ))
 
 
 def associations(environ: Mapping[str, str]) -> list[str]:
-    """Return which accounts this user may use; nothing where accounting is off."""
+    """Return which accounts this user may use; empty if accounting is off."""
     try:
-        return queries.parse_associations(_told(queries.associations_argv(user_name()), environ))
+        return queries.parse_associations(_stdout(queries.associations_argv(user_name()), environ))
     except (ConfigError, SlurmUnavailableError):
         return []
 
@@ -234,95 +242,97 @@ def cancel(job_id: str, environ: Mapping[str, str]) -> None:
     """Cancel a job.
 
     Raises:
-        ConfigError: where Slurm refuses.
-        SlurmUnavailableError: where it does not answer.
+        ConfigError: if Slurm refuses.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    _order(queries.cancel_argv(job_id), environ, f"to cancel job {job_id}")
+    _succeed(queries.cancel_argv(job_id), environ, f"to cancel job {job_id}")
 
 
 def release(job_id: str, environ: Mapping[str, str]) -> None:
-    """Let a held job go on.
+    """Release a held job, so that Slurm may start it.
 
     Raises:
-        SlurmRefusalError: where Slurm refuses; its code is ESLURM_ACCESS_DENIED where an administrator holds the job.
-        SlurmUnavailableError: where it does not answer.
+        SlurmRefusalError: if Slurm refuses; its code is ESLURM_ACCESS_DENIED if an administrator holds the job.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    _order(queries.release_argv(job_id), environ, f"to release job {job_id}")
+    _succeed(queries.release_argv(job_id), environ, f"to release job {job_id}")
 
 
 def steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the steps of a job that run, without its batch script.
+    """Return the running steps of a job, without the batch script.
 
     Raises:
-        SlurmUnavailableError: where Slurm does not tell.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_steps(_told(queries.steps_argv(job_id), environ))
+    return queries.parse_steps(_stdout(queries.steps_argv(job_id), environ))
 
 
 def requeue(job_id: str, environ: Mapping[str, str]) -> None:
-    """Put a job back into the queue, under its number.
-
-    Slurm does it to a job that was cancelled, too, as long as its processes end (measured: 22.05): ask `job` first.
+    """Put a job back into the queue, under the same job id.
 
     Raises:
-        ConfigError: where Slurm refuses: the job was submitted with `--no-requeue`, or is another's.
-        SlurmUnavailableError: where it does not answer.
+        ConfigError: if Slurm refuses: the job was submitted with `--no-requeue`, or belongs to another user.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    _order(queries.requeue_argv(job_id), environ, f"to requeue job {job_id}")
+    # A race: Slurm also requeues a job that was cancelled while its processes are still ending (measured: 22.05), and so
+    # undoes the user's scancel. Callers ask for the job's state first.
+    _succeed(queries.requeue_argv(job_id), environ, f"to requeue job {job_id}")
 
 
 def update(job_id: str, environ: Mapping[str, str], **values: str) -> None:
     """Change fields of a job.
 
     Raises:
-        ConfigError: where Slurm refuses; it lets the nodes of a running job be.
-        SlurmUnavailableError: where it does not answer.
+        ConfigError: if Slurm refuses; it never changes the nodes of a running job.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    _order(queries.update_argv(job_id, **values), environ, f"to change job {job_id}")
+    _succeed(queries.update_argv(job_id, **values), environ, f"to change job {job_id}")
 
 
 def signal(job_id: str, signal_name: str, environ: Mapping[str, str], *, batch_only: bool = False) -> None:
     """Send a signal to all steps of a job, or to its batch shell alone.
 
     Raises:
-        ConfigError: where Slurm refuses.
-        SlurmUnavailableError: where it does not answer.
+        ConfigError: if Slurm refuses.
+        SlurmUnavailableError: if Slurm does not answer.
     """
     argv = queries.signal_argv(job_id, signal_name, batch_only=batch_only)
-    _order(argv, environ, f"to signal job {job_id}")
+    _succeed(argv, environ, f"to signal job {job_id}")
 
 
-def beside(job_id: str, node: str, command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run a command on a node of a job that runs, beside its steps; return what it printed.
+def run_in_job(job_id: str, node: str, command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run a command on a node of a running job, in a step of its own; return what it printed.
 
     Raises:
-        ConfigError: where Slurm refuses, or the command fails.
-        SlurmUnavailableError: where Slurm does not answer.
+        ConfigError: if Slurm refuses, or the command fails.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    return _order(queries.beside_argv(job_id, node, command), environ, f"a step beside job {job_id}")
+    argv = queries.run_in_job_argv(job_id, node, command)
+    return _succeed(argv, environ, f"to run `{command[0]}` in job {job_id} on {node}")
 
 
 def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = ()) -> str:
-    """Submit a script by sbatch alone, as from inside a job; return the job's number.
+    """Submit a script with sbatch, as a job does for its successor; return the job id.
 
     Raises:
-        ConfigError: where Slurm refuses.
-        SlurmUnavailableError: where it does not answer.
+        ConfigError: if Slurm refuses.
+        SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_submitted(_order(queries.submit_argv(script, options), environ, "the job"))
+    return queries.parse_submitted(_succeed(queries.submit_argv(script, options), environ, "the job"))
 
 
 def node_states(
     environ: Mapping[str, str], nodes: Sequence[str] = (), *, partition: str | None = None
 ) -> dict[str, str]:
-    """Return the states of some nodes, or of a partition's, in Slurm's words; nothing where Slurm does not tell."""
+    """Return Slurm's states of some nodes, or of a partition's nodes; empty if Slurm does not answer."""
     try:
-        return queries.parse_nodes(_told(queries.nodes_argv(nodes, partition=partition), environ))
+        return queries.parse_nodes(_stdout(queries.nodes_argv(nodes, partition=partition), environ))
     except (ConfigError, SlurmUnavailableError):
         return {}
 
 
-def _order(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
+def _succeed(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
+    """Run a command that changes something; its failure is Slurm's refusal."""
     answer = ask(argv, environ)
     if answer.returncode != 0:
         raise SlurmRefusalError(f"Slurm refuses {what}: {_line(answer)}", queries.refusal_code(answer.stderr))

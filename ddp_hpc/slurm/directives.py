@@ -1,4 +1,4 @@
-"""From a spec to sbatch's options: one table, in the order in which people read a job script."""
+"""The sbatch options of a run, in the order in which people read a job script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
 STOP_SIGNAL = "USR2"
-"""What steps get before the time limit, and at preemption where the site sends the user's signal. USR1 is NCCL's."""
+"""The signal that Slurm sends before the time limit, and at preemption if the site sends the user's signal. NCCL uses
+USR1."""
 
 _NAMED = (
     "partition",
@@ -26,27 +27,27 @@ _NAMED = (
     "mail_user",
     "comment",
 )
-"""Keys of `slurm` that are an option of the same name."""
+"""Keys of the section `slurm` that are sbatch options of the same name."""
 _MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 @dataclass(frozen=True)
 class Directive:
-    """One option of sbatch; without a value, a plain flag."""
+    """One option of sbatch; None as value means a flag without a value."""
 
     flag: str
-    """Long name, without dashes before it."""
+    """The long name, without the leading dashes."""
     value: str | None = None
 
 
 def directives(spec: RunSpec, run: RunDir, *, chdir: Path) -> list[Directive]:
     """Return the options that a run's job is submitted with.
 
-    GPUs are asked for by the node and tasks by the node: `--gpus-per-task` would hide a rank's peers from it, and NCCL
-    then finds no direct way between them.
+    The job asks for GPUs and tasks by the node. With `--gpus-per-task`, a rank would see its own GPU alone, and NCCL could
+    not use direct transfers between the GPUs of a node.
 
     Raises:
-        ConfigError: where `slurm.extra` sets what another key sets.
+        ConfigError: if `slurm.extra` sets an option that another key sets.
     """
     _refuse_two_memories(spec)
     made = [Directive(flag, None if value is True else str(value)) for flag, value in _options(spec, run, chdir)]
@@ -80,7 +81,7 @@ def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, obj
 
 
 def _memory_flags(spec: RunSpec) -> list[str]:
-    """Return the flags in `slurm.extra` that ask for memory, of which sbatch takes one, and no `--mem` beside it."""
+    """Return the flags in `slurm.extra` that ask for memory. sbatch takes only one of them, and none beside `--mem`."""
     asked = {
         key.replace("_", "-") for key, value in spec.slurm.extra.items() if value is not False and value is not None
     }
@@ -98,7 +99,7 @@ def _refuse_two_memories(spec: RunSpec) -> None:
 
 
 def _literal(path: str) -> str:
-    """Return a path that Slurm fills nothing into: a percent sign begins a pattern (sbatch(1), filename pattern)."""
+    """Return a path with `%` doubled: Slurm replaces patterns such as `%j` in it (sbatch(1), filename pattern)."""
     return path.replace("%", "%%")
 
 
@@ -107,6 +108,6 @@ def _refuse_duplicates(made: list[Directive]) -> None:
     for flag in flags:
         if flags.count(flag) > 1:
             raise ConfigError(
-                f"`slurm.extra.{flag.replace('-', '_')}` sets `--{flag}`, which another key sets already. "
-                "Leave one of them out; `ddp-hpc config slurm` and `ddp-hpc config resources` list them."
+                f"`slurm.extra.{flag.replace('-', '_')}` sets `--{flag}`, but another key sets that option already. "
+                "Remove one of them; `ddp-hpc config slurm` and `ddp-hpc config resources` list the keys."
             )

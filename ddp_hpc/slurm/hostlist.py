@@ -1,4 +1,4 @@
-"""From Slurm's compressed host lists to the names in them, without a call of `scontrol`."""
+"""Expand Slurm's compressed host lists (`n[1-3]`) into names, without a call of `scontrol`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import re
 from ddp_hpc.errors import ConfigError
 
 MAX_RANGE = 65536
-"""As many hosts as Slurm takes in one range."""
+"""The most hosts that Slurm takes in one range."""
 
 _NAME = re.compile(r"((?:[^][,\s]+|\[[^][\s]*\])+)|[][]")
-"""A name with its brackets, or a bracket without its fellow, which leaves the group empty."""
+"""A name with its brackets; or a single bracket without a partner, for which the group is empty."""
 _BRACKET = re.compile(r"([^][]*)\[([^][]*)\]")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Return the names in a host list, in the order of `scontrol show hostnames`, repeated ones repeated.
+    """Return the names in a host list, in the order of `scontrol show hostnames`; repeated names stay repeated.
 
-    A suffix behind the last bracket (`n[1-2]-ib`) is taken, as newer versions of Slurm do; 22.05 refuses it.
+    A suffix after the last bracket (`n[1-2]-ib`) is allowed, as in newer versions of Slurm; 22.05 refuses it.
     """
     if "[" not in text and "]" not in text:
         return text.replace(",", " ").split()
     hosts: list[str] = []
     for name in _NAME.findall(text):
         if not name:
-            raise _refused(text, "a bracket is without its fellow")
+            raise _refused(text, "a bracket has no partner")
         if "[" in name:
             hosts += _expand(name, text)
         else:
@@ -33,7 +33,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _expand(name: str, text: str) -> list[str]:
-    """Expand one name. The last bracket turns fastest; of those before it the first: that is Slurm's order."""
+    """Expand one name. The numbers of the last bracket change fastest, then those of the first, the second, ...: Slurm's order."""
     suffix = name[name.rindex("]") + 1 :]
     *slower, (before, ranges) = _BRACKET.findall(name)
     last = _numbered(before, ranges, suffix, text)
@@ -45,9 +45,9 @@ def _expand(name: str, text: str) -> list[str]:
 
 
 def _numbered(before: str, ranges: str, after: str, text: str) -> list[str]:
-    """Set each number of `1-3,05` between `before` and `after`; numbers keep their leading zeros."""
+    """Put each number of `1-3,05` between `before` and `after`; numbers keep their leading zeros."""
     if not ranges.isascii():
-        raise _refused(text, f"{ranges!r} are not all numbers")
+        raise _refused(text, f"{ranges!r} has characters that are not ASCII")
     names: list[str] = []
     head, tail = f"{before.replace('%', '%%')}%0", f"d{after.replace('%', '%%')}"
     for part in ranges.split(","):
@@ -59,10 +59,12 @@ def _numbered(before: str, ranges: str, after: str, text: str) -> list[str]:
             continue
         first, last = int(low), int(high)
         if not 0 <= last - first < MAX_RANGE:
-            raise _refused(text, f"{part!r} runs backwards, or over more than {MAX_RANGE} hosts")
+            raise _refused(text, f"{part!r} runs backwards or has more than {MAX_RANGE} hosts")
         names += map(f"{head}{len(low)}{tail}".__mod__, range(first, last + 1))
     return names
 
 
 def _refused(text: str, why: str) -> ConfigError:
-    return ConfigError(f"{text!r} is no host list that Slurm writes: {why}. See `scontrol show hostnames`.")
+    return ConfigError(
+        f"{text!r} is not a Slurm host list: {why}. Correct it; `scontrol show hostnames` expands a valid one."
+    )

@@ -1,4 +1,4 @@
-"""Which nodes a job can do without."""
+"""Choose which of the nodes that failed before a job excludes."""
 
 from __future__ import annotations
 
@@ -12,45 +12,49 @@ from ddp_hpc.spec import RunSpec
 
 
 @dataclass(frozen=True)
-class Spared:
-    """Of the nodes under suspicion, those that are left out, worst first, and those that are let in after all."""
+class Exclusions:
+    """The nodes that failed before: those that a job excludes, worst first, and those that it may use all the same."""
 
-    left_out: tuple[str, ...] = ()
-    let_in: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
     num_others: int = 0
-    """Nodes in order, and under no suspicion."""
+    """Nodes that take jobs and did not fail."""
 
     @property
-    def told(self) -> str:
-        """Why some are let in; empty where none is."""
-        if not self.let_in:
+    def detail(self) -> str:
+        """Why the job may use nodes that failed before; empty if there are none."""
+        if not self.allowed:
             return ""
-        return f"{', '.join(self.let_in)} failed before, but only {self.num_others} others are in order"
+        return (
+            f"{', '.join(self.allowed)} failed before, but the job may use them: "
+            f"only {self.num_others} other nodes take jobs"
+        )
 
 
-def spare_nodes(
+def nodes_to_exclude(
     suspects: Sequence[str], spec: RunSpec, environ: Mapping[str, str], *, partition: str | None = None
-) -> Spared:
-    """Return which of `suspects`, worst first, a job of this spec can do without; `partition` is where it runs unless asked.
+) -> Exclusions:
+    """Return which of `suspects` (nodes that failed, worst first) a job of this spec excludes.
 
-    Never a node that the user named. Where Slurm does not tell of its nodes, none can be spared.
+    `partition` is the job's partition, for specs that name none. A node that the user named is never excluded. If Slurm
+    does not answer, no node is.
     """
     named = expand_hostlist(spec.slurm.nodelist or "")
     suspects = [node for node in suspects if node not in named]
     if not suspects:
-        return Spared()
+        return Exclusions()
     states = client.node_states(environ, partition=spec.slurm.partition or partition)
     gone = {node for node, state in states.items() if not takes_jobs(state)}
     num_others = len(states.keys() - gone - {*expand_hostlist(spec.slurm.exclude or "")} - {*suspects})
-    left_out = spare(suspects, lost=gone, num_others=num_others, num_needed=spec.resources.nodes)
-    return Spared(tuple(left_out), tuple(node for node in suspects if node not in left_out), num_others)
+    excluded = dispensable(suspects, lost=gone, num_others=num_others, num_needed=spec.resources.nodes)
+    return Exclusions(tuple(excluded), tuple(node for node in suspects if node not in excluded), num_others)
 
 
-def spare(suspects: Sequence[str], *, lost: Collection[str], num_others: int, num_needed: int) -> list[str]:
-    """Return those of `suspects`, worst first, that a job of `num_needed` nodes can do without.
+def dispensable(suspects: Sequence[str], *, lost: Collection[str], num_others: int, num_needed: int) -> list[str]:
+    """Return those of `suspects`, worst first, without which Slurm can still start a job of `num_needed` nodes.
 
-    `num_others` nodes are in order and under no suspicion. Where they are too few, the least suspect come back first, and
-    those that Slurm has `lost` last: a job that waits for a node which once failed beats one that waits for ever.
+    `num_others` nodes take jobs and did not fail. If these are too few, the job may use suspects, too: first those that
+    failed least, last those that Slurm has `lost`. A node that failed once is better than a job that can never start.
     """
     num_missing = max(num_needed - num_others, 0)
     by_guilt = sorted(dict.fromkeys(suspects), key=lambda node: node not in lost)

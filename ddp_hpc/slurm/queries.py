@@ -1,6 +1,6 @@
-"""Questions to Slurm and how to read the answers, as pairs: a command line and a parser. Pure.
+"""Slurm's commands in pairs: a function that returns the command line, and one that parses the output. Pure.
 
-Looked up on Slurm 22.05 and 24.11, whose answers are alike. sacct of 22.05 has no `Restarts`.
+Checked on Slurm 22.05 and 24.11, which print the same. sacct of 22.05 has no field `Restarts`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from ddp_hpc.slurm.times import minutes, moment, seconds
 
 _FIELD, _RECORD = "\x1f", "\x1e"
-"""ASCII's separators of units and of records, which no name or comment holds; newlines they may hold."""
+"""The unit and record separators of ASCII. Job names and comments may hold line breaks, but hardly these."""
 _NOTHING = frozenset({"", "(null)", "N/A", "None", "None assigned", "NONE", "Unknown", "UNLIMITED", "INFINITE", "n/a"})
 
 _QUEUE_FIELDS = (
@@ -36,31 +36,31 @@ _QUEUE_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedEntry:
-    """A job that waits or runs, as squeue lists it."""
+    """A pending or running job, as squeue lists it."""
 
     job_id: str
-    """`12`; `14_3` for a task of an array, and `14_[4-9%2]` for those that wait still."""
+    """`12`; `14_3` for a task of an array; `14_[4-9%2]` for the tasks of an array that are still pending."""
     number: str
-    """The job's own number, which a task of an array has too."""
+    """The job id as one number; each task of an array has its own."""
     name: str
     state: str
     reason: str
-    """Why it waits; empty once it runs."""
+    """Why it is pending; empty once it runs."""
     partition: str
     num_nodes: int
     nodes: str
-    """Slurm's compressed list; empty while it waits."""
+    """Slurm's compressed list; empty while the job is pending."""
     time_limit_min: float | None
-    """None: without limit."""
+    """None: no limit."""
     starts_at: float | None
-    """Seconds since the epoch: an estimate while it waits, None where Slurm has none."""
+    """Seconds since the epoch. While the job is pending: Slurm's estimate, or None."""
     submitted_at: float | None = None
     restarts: int = 0
     comment: str = ""
 
 
 def queue_argv(user: str) -> list[str]:
-    """Ask for all jobs of a user that wait or run."""
+    """List all pending and running jobs of a user."""
     asked = f"{_FIELD},".join(f"{name}:" for name in _QUEUE_FIELDS) + _RECORD
     return ["squeue", "--noheader", "--noconvert", f"--user={user}", f"--Format={asked}"]
 
@@ -80,77 +80,75 @@ def _queued_entry(row: Mapping[str, str]) -> QueuedEntry:
     task = row["ArrayTaskID"]
     task_id = f"{row['ArrayJobID']}_{task if task.isdecimal() else f'[{task}]'}"
     return QueuedEntry(
-        job_id=task_id if _something(task) else row["JobID"],
+        job_id=task_id if _or_empty(task) else row["JobID"],
         number=row["JobID"],
         name=row["Name"],
         state=row["State"],
-        reason=_something(row["Reason"]),
+        reason=_or_empty(row["Reason"]),
         partition=row["Partition"],
         num_nodes=_integer(row["NumNodes"]) or 0,
-        nodes=_something(row["NodeList"]),
+        nodes=_or_empty(row["NodeList"]),
         time_limit_min=minutes(row["TimeLimit"]),
         starts_at=moment(row["StartTime"]),
         submitted_at=moment(row["SubmitTime"]),
         restarts=_integer(row["RestartCnt"]) or 0,
-        comment=_something(row["Comment"]),
+        comment=_or_empty(row["Comment"]),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """A job, as scontrol or sacct tells of it."""
+    """A job, as scontrol or sacct describes it."""
 
     job_id: str
-    """The job's own number, which a task of an array has too."""
+    """The job id as one number; each task of an array has its own."""
     state: str
     reason: str = ""
     exit_code: str = ""
     """`code:signal`."""
     restarts: int | None = None
-    """None where only the database knows the job: each start is a record of its own there."""
+    """None for a record of the database, which has one record for each start of the job."""
     partition: str = ""
-    """Where it runs; of one that waits, all where it may."""
+    """Where the job runs; for a pending job, all partitions that it may run in."""
     nodes: str = ""
     batch_host: str = ""
     time_limit_min: float | None = None
     submitted_at: float | None = None
     starts_at: float | None = None
     eligible_at: float | None = None
-    """From when on it may begin."""
+    """The earliest time at which Slurm may start it."""
     ends_at: float | None = None
-    """When it ended, or will at its time limit."""
+    """When it ended, or when its time limit will end it."""
     elapsed_s: int | None = None
     preempted_at: float | None = None
-    """When Slurm began to take its nodes away; told from the first signal on, while the job still runs."""
+    """When Slurm began to preempt it: known from Slurm's first signal on, while the job still runs."""
     excluded_nodes: str = ""
     """Slurm's compressed list."""
 
 
 def job_argv(job_id: str) -> list[str]:
-    """Ask the controller for one job; it remembers ended ones for some minutes (MinJobAge)."""
+    """Ask the controller for one job. It remembers ended jobs for some minutes (MinJobAge in slurm.conf)."""
     return ["scontrol", "--oneliner", "show", "job", job_id]
 
 
 def parse_job(text: str) -> JobRecord | None:
-    """Return the job, of an array the first that is told.
-
-    Only what stands between the user and the command is read: before it is the job's name, behind it the command and
-    the comment, which may hold anything, also newlines and what looks like a field.
-    """
+    """Return the job; for an array, its first task in the output."""
     number = re.match(r"JobId=(\d+)", text, re.ASCII)
-    told = re.search(r" UserId=.*?(?= Command=| WorkDir=|$)", text)
-    fields = _fields(told[0]) if told else {}
+    # Only the part from UserId to Command is safe to parse. The job's name stands before it, the command and the comment
+    # after it; these three may hold any text, also line breaks and what looks like a field.
+    safe = re.search(r" UserId=.*?(?= Command=| WorkDir=|$)", text)
+    fields = _fields(safe[0]) if safe else {}
     if number is None or "JobState" not in fields:
         return None
     return JobRecord(
         job_id=number[1],
         state=fields["JobState"],
-        reason=_something(fields.get("Reason", "")),
+        reason=_or_empty(fields.get("Reason", "")),
         exit_code=fields.get("ExitCode", ""),
         restarts=_integer(fields.get("Restarts", "")),
-        partition=_something(fields.get("Partition", "")),
-        nodes=_something(fields.get("NodeList", "")),
-        batch_host=_something(fields.get("BatchHost", "")),
+        partition=_or_empty(fields.get("Partition", "")),
+        nodes=_or_empty(fields.get("NodeList", "")),
+        batch_host=_or_empty(fields.get("BatchHost", "")),
         time_limit_min=minutes(fields.get("TimeLimit", "")),
         submitted_at=moment(fields.get("SubmitTime", "")),
         starts_at=moment(fields.get("StartTime", "")),
@@ -158,7 +156,7 @@ def parse_job(text: str) -> JobRecord | None:
         ends_at=moment(fields.get("EndTime", "")),
         elapsed_s=seconds(fields.get("RunTime", "")),
         preempted_at=moment(fields.get("PreemptTime", "")),
-        excluded_nodes=_something(fields.get("ExcNodeList", "")),
+        excluded_nodes=_or_empty(fields.get("ExcNodeList", "")),
     )
 
 
@@ -177,22 +175,22 @@ _ACCOUNTING_FIELDS = (
 
 
 def accounting_argv(job_ids: Sequence[str]) -> list[str]:
-    """Ask the database for every start of some jobs."""
+    """Ask the accounting database for every start of some jobs."""
     options = ["--allocations", "--duplicates", "--parsable2", "--noheader", f"--delimiter={_FIELD}"]
     return ["sacct", *options, f"--jobs={','.join(job_ids)}", f"--format={','.join(_ACCOUNTING_FIELDS)}"]
 
 
 def parse_accounting(text: str) -> list[JobRecord]:
-    """Return the starts, oldest first. A requeued job is submitted anew in the database's eyes."""
+    """Return the starts, oldest first. The database counts a requeue as a new submission."""
     lines = (line.split(_FIELD) for line in text.splitlines())
     rows = (dict(zip(_ACCOUNTING_FIELDS, line, strict=True)) for line in lines if len(line) == len(_ACCOUNTING_FIELDS))
     records = [
         JobRecord(
             job_id=row["JobIDRaw"],
             state=row["State"],
-            reason=_something(row["Reason"]),
+            reason=_or_empty(row["Reason"]),
             exit_code=row["ExitCode"],
-            nodes=_something(row["NodeList"]),
+            nodes=_or_empty(row["NodeList"]),
             time_limit_min=minutes(row["Timelimit"]),
             submitted_at=moment(row["Submit"]),
             starts_at=moment(row["Start"]),
@@ -209,18 +207,18 @@ class TestOnly:
     """What Slurm would do with a job."""
 
     starts_at: float | None = None
-    """Centuries ahead where jobs without a limit are before it."""
+    """May be centuries ahead, if jobs without a time limit are ahead in the queue."""
     refusal: str | None = None
-    """What it said, where it would not take it."""
+    """What Slurm printed, if it refuses the job."""
     num_cpus: int | None = None
     nodes: str = ""
     partition: str = ""
 
-    __test__ = False  # no test, whatever its name
+    __test__ = False  # pytest collects by name
 
 
 def test_only_argv(script: Path) -> list[str]:
-    """Ask what would become of a script; nothing is submitted. The answer comes on the error output."""
+    """Ask Slurm when it would start a script, without submitting it. sbatch prints the answer on standard error."""
     return ["sbatch", "--test-only", str(script)]
 
 
@@ -233,7 +231,7 @@ _ESTIMATE = re.compile(
 
 
 def parse_test_only(returncode: int, stderr: str) -> TestOnly:
-    """Return the estimate, or the refusal."""
+    """Return when and where the job would start, or why Slurm refuses it."""
     if returncode != 0:
         return TestOnly(refusal=stderr.strip())
     found = _ESTIMATE.search(stderr)
@@ -242,37 +240,37 @@ def parse_test_only(returncode: int, stderr: str) -> TestOnly:
     return TestOnly(
         starts_at=moment(found["start"]),
         num_cpus=_integer(found["cpus"] or ""),
-        nodes=_something(found["nodes"] or ""),
+        nodes=_or_empty(found["nodes"] or ""),
         partition=found["partition"] or "",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """What of slurm.conf matters to a run."""
+    """The parts of slurm.conf that matter to a run."""
 
     version: str = ""
     name: str = ""
     preempt_mode: str = ""
     preempt_type: str = ""
     job_requeue: bool = True
-    """Whether jobs are put back into the queue unless they say otherwise."""
+    """Whether Slurm requeues jobs by default (JobRequeue)."""
     sends_user_signal: bool = False
-    """Whether a preempted job gets the signal of its `--signal` at once."""
+    """Whether Slurm sends a preempted job the signal of its `--signal` at once."""
     max_array_size: int | None = None
     kill_wait_s: int | None = None
     has_accounting: bool = False
 
 
 def config_argv() -> list[str]:
-    """Ask for the configuration."""
+    """Ask the controller for its configuration."""
     return ["scontrol", "show", "config"]
 
 
 def parse_config(text: str) -> ClusterConfig:
-    """Return the keys that matter. Slurm does not tell upper from lower case in them."""
+    """Return the keys that matter. Their case does not matter in Slurm."""
     pairs = (line.partition("=") for line in text.splitlines())
-    config = {key.strip().lower(): _something(value.strip()) for key, separator, value in pairs if separator}
+    config = {key.strip().lower(): _or_empty(value.strip()) for key, separator, value in pairs if separator}
     parameters = f"{config.get('slurmctldparameters', '')},{config.get('preemptparameters', '')}".lower()
     return ClusterConfig(
         version=config.get("slurm_version", ""),
@@ -289,7 +287,7 @@ def parse_config(text: str) -> ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A part of the cluster with rules of its own."""
+    """A partition of the cluster, and its limits."""
 
     name: str
     is_default: bool
@@ -297,13 +295,13 @@ class Partition:
     total_nodes: int
     max_nodes: int | None
     max_time_min: float | None
-    """None: without limit."""
+    """None: no limit."""
     default_time_min: float | None
-    """None: the longest."""
+    """None: the partition's maximum."""
     preempt_mode: str
     grace_time_s: int
     num_gpus: int
-    """Zero also where the cluster does not count them (AccountingStorageTRES)."""
+    """Zero also if the cluster does not count GPUs (AccountingStorageTRES)."""
     allow_accounts: tuple[str, ...] | None = None
     """None: all."""
     allow_qos: tuple[str, ...] | None = None
@@ -327,7 +325,7 @@ def parse_partitions(text: str) -> list[Partition]:
             max_nodes=_integer(row.get("MaxNodes", "")),
             max_time_min=minutes(row.get("MaxTime", "")),
             default_time_min=minutes(row.get("DefaultTime", "")),
-            preempt_mode=_something(row.get("PreemptMode", "")),
+            preempt_mode=_or_empty(row.get("PreemptMode", "")),
             grace_time_s=_integer(row.get("GraceTime", "")) or 0,
             num_gpus=_num_gpus(row.get("TRES", "")),
             allow_accounts=_allowed(row.get("AllowAccounts", "ALL")),
@@ -343,25 +341,25 @@ def _allowed(text: str) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeShape:
-    """Nodes of a partition that are alike."""
+    """Equal nodes of a partition."""
 
     partition: str
     num_nodes: int
     num_cpus: int
-    """Of each node."""
+    """CPUs of each node."""
     mem_mb: int
     num_gpus: int
     gpu_type: str | None = None
-    """As `--gres=gpu:TYPE` wants it."""
+    """The TYPE of `--gres=gpu:TYPE`."""
 
 
 def shapes_argv() -> list[str]:
-    """Ask what the nodes of each partition have."""
+    """Ask for CPUs, memory and GPUs of the nodes of each partition."""
     return ["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G"]
 
 
 def parse_shapes(text: str) -> list[NodeShape]:
-    """Return a row for each kind of node in each partition; of `64+`, the least."""
+    """Return one row for each kind of node in each partition; `64+` (at least 64) becomes 64."""
     rows = (line.split("|") for line in text.splitlines() if line.count("|") == 4)
     return [
         NodeShape(
@@ -392,12 +390,12 @@ def parse_associations(text: str) -> list[str]:
 
 
 def requeue_argv(job_id: str) -> list[str]:
-    """Put a job back into the queue, under its number; its processes are ended."""
+    """Put a job back into the queue, under the same job id; Slurm ends its processes."""
     return ["scontrol", "requeue", job_id]
 
 
 def update_argv(job_id: str, **values: str) -> list[str]:
-    """Change fields of a job, by scontrol's names (`StartTime="now"`)."""
+    """Change fields of a job; the names are those of scontrol (`StartTime="now"`)."""
     return ["scontrol", "update", f"JobId={job_id}", *(f"{key}={value}" for key, value in values.items())]
 
 
@@ -406,19 +404,19 @@ def signal_argv(job_id: str, signal_name: str, *, batch_only: bool = False) -> l
     return ["scancel", f"--signal={signal_name}", *(["--batch"] if batch_only else []), job_id]
 
 
-def beside_argv(job_id: str, node: str, command: Sequence[str]) -> list[str]:
-    """Run a command on a node of a job, beside the steps that are there."""
+def run_in_job_argv(job_id: str, node: str, command: Sequence[str]) -> list[str]:
+    """Run a command on a node of a job, in a step that shares the resources of the job's other steps (`--overlap`)."""
     where = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
     return ["srun", *where, "--overlap", "--quiet", "--input=none", *command]
 
 
 def submit_argv(script: Path, options: Sequence[str] = ()) -> list[str]:
-    """Submit a script; options win over its own. The answer is the job's number alone."""
+    """Submit a script; options win over its `#SBATCH` lines. sbatch prints the job id alone."""
     return ["sbatch", "--parsable", *options, str(script)]
 
 
 def parse_submitted(text: str) -> str:
-    """Return the job's number from `12` or `12;cluster`, the last such line: a site's wrapper of sbatch may greet before."""
+    """Return the job id from the last line of the form `12` or `12;cluster`: a site's wrapper of sbatch may print text before it."""
     lines = re.findall(r"^(\d+)(?:;.*)?$", text, re.MULTILINE | re.ASCII)
     return lines[-1] if lines else text.strip().split(";")[0]
 
@@ -431,19 +429,19 @@ def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> li
 
 
 def parse_nodes(text: str) -> dict[str, str]:
-    """Return each node's state in Slurm's word; `*` at its end means that the node does not answer."""
+    """Return each node's state as Slurm writes it; a trailing `*` means that the node does not answer."""
     rows = (line.split() for line in text.splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
 def is_lost(node_state: str) -> bool:
-    """Tell whether a node in this state can run nothing: it is down, or has not answered for a while."""
+    """Tell whether a node in this state cannot run jobs: it is down, or does not answer."""
     state = node_state.lower()
     return state.endswith("*") or state.startswith(("down", "fail", "power", "reboot", "unk"))
 
 
 def takes_jobs(node_state: str) -> bool:
-    """Tell whether a node in this state may be given jobs now or later: it is neither lost nor drained."""
+    """Tell whether a node in this state can get jobs, now or later: it is neither lost nor drained."""
     return not is_lost(node_state) and not node_state.lower().startswith("drain")
 
 
@@ -458,32 +456,32 @@ def refusal_code(text: str) -> str:
 
 
 def release_argv(job_id: str) -> list[str]:
-    """Let a held job go on."""
+    """Release a held job, so that Slurm may start it."""
     return ["scontrol", "release", job_id]
 
 
 def steps_argv(job_id: str) -> list[str]:
-    """Ask for the steps of a job that run."""
+    """List the running steps of a job."""
     return ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]
 
 
 def parse_steps(text: str) -> list[str]:
-    """Return the numbers of the steps that srun has started, as `12.0`; its batch script is none, nor what watches it."""
+    """Return the ids of the steps that srun started (`12.0`), without the batch, interactive and extern steps."""
     return [line.strip() for line in text.splitlines() if line.strip().rpartition(".")[2].isdecimal()]
 
 
 def cancel_argv(job_id: str) -> list[str]:
-    """Take a job out of the queue, or end it. Slurm does not mind one that it does not know."""
+    """Cancel a pending or running job. scancel does not fail for a job that has ended."""
     return ["scancel", job_id]
 
 
 def _fields(line: str) -> Mapping[str, str]:
-    """Return `Key=value` pairs; a value runs to the next key, and may hold spaces and equals signs."""
+    """Return the pairs of `Key=value`. A value ends before the next key, and may hold spaces and equals signs."""
     found = re.findall(r"(?:^|(?<= ))([A-Za-z][\w/:]*)=(.*?)(?= [A-Za-z][\w/:]*=|$)", line)
     return {key: value.strip() for key, value in found}
 
 
-def _something(text: str) -> str:
+def _or_empty(text: str) -> str:
     return "" if text in _NOTHING else text
 
 
@@ -492,6 +490,6 @@ def _integer(text: str) -> int | None:
 
 
 def _num_gpus(tres: str) -> int:
-    """Return `gres/gpu=8`; where only types are counted, `gres/gpu:a100=4`, their sum."""
+    """Return the 8 of `gres/gpu=8`; if Slurm counts types only (`gres/gpu:a100=4`), their sum."""
     counts = [found.groups() for found in re.finditer(r"(?:^|,)gres/gpu(:[^=,]+)?=(\d+)", tres)]
     return next((int(count) for kind, count in counts if not kind), sum(int(count) for _, count in counts))

@@ -1,11 +1,11 @@
-"""What Slurm's states and reasons mean: our words for a job's state, sentences for why it waits."""
+"""What Slurm's job states and reason codes mean, in plain English."""
 
 from __future__ import annotations
 
 import re
 from typing import Literal
 
-State = Literal[
+JobState = Literal[
     "pending",
     "running",
     "suspended",
@@ -20,16 +20,16 @@ State = Literal[
     "out_of_memory",
     "unknown",
 ]
-"""`requeued`: this start of the job is over, and the job waits for another. `unknown`: a state we have no word for."""
+"""`requeued`: this start of the job is over, and Slurm will start the job again. `unknown`: a state that is not in `_STATES`."""
 
-ENDED: frozenset[State] = frozenset(
+ENDED: frozenset[JobState] = frozenset(
     {"completed", "failed", "cancelled", "preempted", "timeout", "node_fail", "out_of_memory"}
 )
-"""The job will not run again by itself."""
+"""States after which Slurm does not start the job again unless a user requeues it."""
 
-_WORDS: dict[str, State] = {
+_STATES: dict[str, JobState] = {
     "PENDING": "pending",
-    "CONFIGURING": "pending",  # it has nodes, and they boot
+    "CONFIGURING": "pending",  # it has nodes, which are booting
     "POWER_UP_NODE": "pending",
     "REQUEUE_HOLD": "pending",
     "RESV_DEL_HOLD": "pending",
@@ -49,7 +49,7 @@ _WORDS: dict[str, State] = {
     "LAUNCH_FAILED": "failed",
     "RECONFIG_FAIL": "failed",
     "CANCELLED": "cancelled",
-    "REVOKED": "cancelled",  # another cluster of the federation has it
+    "REVOKED": "cancelled",  # another cluster of the federation runs it
     "PREEMPTED": "preempted",
     "TIMEOUT": "timeout",
     "DEADLINE": "timeout",
@@ -59,7 +59,7 @@ _WORDS: dict[str, State] = {
 }
 """https://slurm.schedmd.com/job_state_codes.html"""
 
-_PHRASES: dict[State, str] = {
+_PHRASES: dict[JobState, str] = {
     "pending": "waits",
     "running": "runs",
     "suspended": "is suspended",
@@ -72,33 +72,33 @@ _PHRASES: dict[State, str] = {
     "timeout": "reached its time limit",
     "node_fail": "lost a node",
     "out_of_memory": "ran out of memory",
-    "unknown": "is in a state unknown to ddp_hpc",
+    "unknown": "is in a state that ddp_hpc does not know",
 }
 
 
-def word(state: str) -> State:
-    """Return our word for a state as Slurm writes it: `CANCELLED by 1000`, `OUT_OF_ME+`, `RUNNING*`."""
+def parse_state(state: str) -> JobState:
+    """Return the state that Slurm writes as `CANCELLED by 1000`, `OUT_OF_ME+` or `RUNNING*`."""
     code = state.split(maxsplit=1)[0].upper() if state.strip() else ""
-    if code.endswith("+"):  # sacct cut it at the column's width
-        meant = {_WORDS[known] for known in _WORDS if known.startswith(code[:-1])}
+    if code.endswith("+"):  # sacct cuts a state at the column's width
+        meant = {_STATES[known] for known in _STATES if known.startswith(code[:-1])}
         return meant.pop() if len(meant) == 1 else "unknown"
-    return _WORDS.get(code.rstrip("*"), "unknown")
+    return _STATES.get(code.rstrip("*"), "unknown")
 
 
 def phrase(state: str) -> str:
-    """Return what to say behind a job's name: `was cancelled`, `ran out of memory`."""
-    return _PHRASES[word(state)]
+    """Return a state as a verb with the job as its subject: `was cancelled`, `ran out of memory`."""
+    return _PHRASES[parse_state(state)]
 
 
 def has_ended(state: str) -> bool:
-    """Tell whether Slurm has no more plans for a job in this state. A state we do not know has not ended."""
-    return word(state) in ENDED
+    """Tell whether a job in this state has ended. A state that we do not know counts as not ended."""
+    return parse_state(state) in ENDED
 
 
-_HELD = "held; `scontrol release` lets it go on"
+_HELD = "held; release it with `scontrol release JOBID`"
 _HELD_AFTER_FAILURE = (
     "held by Slurm, which could not launch it on a node, for instance because a prolog failed there; "
-    "`ddp-hpc requeue RUN --now` or `scontrol release` lets it go on"
+    "release it with `ddp-hpc requeue RUN --now` or `scontrol release JOBID`"
 )
 _NODE_MISSING = "a node it needs is down, drained or reserved, for instance for maintenance"
 
@@ -107,22 +107,22 @@ _REASONS: dict[str, str] = {
     "none": "",
     "null": "",
     "resources": "next in line: it waits for nodes to become free",
-    "priority": "jobs of higher priority are before it",
-    "cleaning": "its last start is still being cleaned up",
-    "begintime": "its earliest time to start has not come; after a requeue that is a minute or two",
+    "priority": "jobs with higher priority are ahead of it",
+    "cleaning": "Slurm is still cleaning up after its previous start",
+    "begintime": "its earliest start time has not come yet; after a requeue, Slurm waits a minute or two",
     "dependency": "a job it depends on has not ended yet",
     "dependencyneversatisfied": "a job it depends on failed, so it will never start; cancel it",
     "joblocked": "a job it depends on has not ended yet",
-    "arraytasklimit": "the array's limit of tasks at a time (`%` in `--array`) is reached",
-    "jobarraytasklimit": "the array's limit of tasks at a time (`%` in `--array`) is reached",
+    "arraytasklimit": "as many tasks of the array run as its limit allows (`%` in `--array`)",
+    "jobarraytasklimit": "as many tasks of the array run as its limit allows (`%` in `--array`)",
     "jobhelduser": _HELD,
     "jobheldadmin": "held by an administrator; ask them",
-    "jobholdmaxrequeue": "requeued as often as the cluster allows, and held; `scontrol release` lets it go on",
+    "jobholdmaxrequeue": "held after as many requeues as the cluster allows; release it with `scontrol release JOBID`",
     "job requeued in held state": _HELD,
     "launch failed requeued held": _HELD_AFTER_FAILURE,
     "launch failure limit exceeded requeued held": _HELD_AFTER_FAILURE,
-    "partitiondown": "its partition is closed for starts",
-    "partitioninactive": "its partition takes no jobs",
+    "partitiondown": "its partition is down, so Slurm starts no jobs there",
+    "partitioninactive": "its partition is inactive, so Slurm accepts and starts no jobs there",
     "partitionnodelimit": "it asks for more or fewer nodes than its partition allows a job, so it will not start",
     "partitiontimelimit": "its time limit is longer than its partition allows, so it will not start",
     "partitionconfig": "it asks for more than its partition can give, so it will not start",
@@ -130,49 +130,49 @@ _REASONS: dict[str, str] = {
     "qosnotallowed": "its QOS may not be used with this account or partition, so it will not start",
     "invalidaccount": "its account is not valid any more, so it will not start",
     "invalidqos": "its QOS is not valid any more, so it will not start",
-    "qosresourcelimit": "its QOS is at its limit of resources",
-    "qosjoblimit": "its QOS is at its limit of jobs",
-    "qostimelimit": "its QOS is at its limit of time",
+    "qosresourcelimit": "its QOS has reached its resource limit",
+    "qosjoblimit": "its QOS has reached its job limit",
+    "qostimelimit": "its QOS has reached its time limit",
     "qosusagethreshold": "its account has used too much for this QOS",
-    "assocjoblimit": "its account is at its limit of jobs",
-    "assocresourcelimit": "its account is at its limit of resources",
-    "associationjoblimit": "its account is at its limit of jobs",
-    "associationresourcelimit": "its account is at its limit of resources",
-    "associationtimelimit": "its account is at its limit of time",
-    "badconstraints": "no node can ever have all it asks for; change the request",
-    "constraints": "nodes with what it asks for are not available",
+    "assocjoblimit": "its account has reached its job limit",
+    "assocresourcelimit": "its account has reached its resource limit",
+    "associationjoblimit": "its account has reached its job limit",
+    "associationresourcelimit": "its account has reached its resource limit",
+    "associationtimelimit": "its account has reached its time limit",
+    "badconstraints": "no node has everything that it asks for, so it will not start; change the request",
+    "constraints": "the nodes that match its constraints are not available now",
     "reqnodenotavail": _NODE_MISSING,
     "nodedown": _NODE_MISSING,
     "nodes required for job are down, drained or reserved for jobs in higher priority partitions": (
         "the nodes it could use are down, drained, or kept for jobs of partitions with higher priority"
     ),
-    "licenses": "licenses it asks for are in use",
-    "reservation": "its reservation has not begun",
+    "licenses": "other jobs use the licenses that it asks for",
+    "reservation": "its reservation has not begun yet",
     "reservationdeleted": "its reservation was deleted, so it will not start",
     "invalidbbf": "its burst buffer request is not valid",
     "burstbufferresources": "it waits for space in the burst buffer",
-    "burstbufferstagein": "its files are being copied to the burst buffer",
-    "burstbufferstaging": "its files are being copied to the burst buffer",
+    "burstbufferstagein": "Slurm is copying its files to the burst buffer",
+    "burstbufferstaging": "Slurm is copying its files to the burst buffer",
     "frontenddown": "no front end node is available",
-    "power": "it would use more power than the cluster may now",
-    "prolog": "the nodes are being prepared",
+    "power": "it would use more power than the cluster may use now",
+    "prolog": "its prolog is still running on the nodes",
     "systemfailure": "Slurm itself, a file system or the network failed",
-    "joblaunchfailure": "it could not be started: a bad path, or a node that does not answer",
+    "joblaunchfailure": "Slurm could not start it, for instance because a path does not exist or a node does not answer",
     "nonzeroexitcode": "its script ended with an error",
     "raisedsignal": "a signal ended it",
     "timelimit": "it reached its time limit",
-    "inactivelimit": "it was silent for longer than the cluster allows",
+    "inactivelimit": "it was inactive for longer than the cluster allows",
     "outofmemory": "it ran out of memory",
     "nodefail": "a node failed",
     "deadline": "it could not end before its deadline",
     "maxmemperlimit": "it asks for more memory than the cluster allows, so it will not start",
     "maxmempercpu": "it asks for more memory a CPU than the cluster allows, so it will not start",
-    "maxrequeueexceeded": "requeued as often as the cluster allows",
-    "waitingforscheduling": "Slurm has not looked at it yet",
-    "fedjoblock": "clusters of the federation agree on who starts it",
-    "schedulinglimits": "Slurm did not look further down the queue; it will",
+    "maxrequeueexceeded": "it was requeued as often as the cluster allows",
+    "waitingforscheduling": "Slurm has not considered it for scheduling yet",
+    "fedjoblock": "the clusters of the federation are deciding which of them starts it",
+    "schedulinglimits": "Slurm has not reached it in the queue yet, and will try again",
 }
-"""Slurm's code, lower case and blanks for underscores -> our words.
+"""Slurm's reason code, in lower case and with spaces for underscores -> what it means.
 https://slurm.schedmd.com/job_reason_codes.html"""
 
 _LIMIT = re.compile(
@@ -197,25 +197,25 @@ _RESOURCES = {
     "energy": "energy",
     "prio": "priority",
 }
-"""Part of a limit's code -> what is limited; the first that is found in it."""
+"""Part of a limit's code -> what it limits; the first part that the code contains counts."""
 
 
 _LIMITS = {
     ("min", ""): "it asks for less than its {whose} demands of a job ({what}), so it will not start",
-    ("budget", ""): "the time that its {whose} may use is spent",
-    ("grp", ""): "all jobs of its {whose} together are at their limit: {what}",
+    ("budget", ""): "its {whose} has used all the time that it was granted",
+    ("grp", ""): "all jobs of its {whose} together have reached a limit: {what}",
     ("max", "perjob"): "it asks for more than its {whose} allows one job ({what}), so it will not start",
     ("max", "pernode"): "it asks for more than its {whose} allows one job ({what} on a node), so it will not start",
-    ("max", "peraccount"): "its account is at the {whose}'s limit: {what}",
-    ("max", ""): "your jobs are at the {whose}'s limit: {what}",
+    ("max", "peraccount"): "its account has reached a limit of the {whose}: {what}",
+    ("max", ""): "your jobs have reached a limit of the {whose}: {what}",
 }
-"""Kind of a limit, and for each what it holds -> our words."""
+"""(kind of limit, whom it is for) -> what it means."""
 
 
-def reason(code: str) -> str:
-    """Return why a job waits, in words to set behind its name; the code itself where we have none.
+def explain_reason(code: str) -> str:
+    """Return why a job waits, in plain English; for a reason that we do not know, Slurm's code.
 
-    Takes it as squeue and scontrol write it: `Priority`, `(ReqNodeNotAvail, UnavailableNodes:node1)`.
+    Takes the code as squeue and scontrol write it: `Priority`, `(ReqNodeNotAvail, UnavailableNodes:node1)`.
     """
     plain = code.strip()
     if plain.startswith("(") and plain.endswith(")"):
@@ -230,7 +230,7 @@ def reason(code: str) -> str:
 
 
 def _limit(key: str) -> str | None:
-    """Return what a code about a limit means, or None where it is no such code."""
+    """Return what a limit's code means, or None for other codes."""
     found = _LIMIT.fullmatch(key)
     if found is None:
         return None

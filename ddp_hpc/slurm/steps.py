@@ -1,4 +1,4 @@
-"""From a spec to srun's options."""
+"""The srun options of a run's job steps."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ from ddp_hpc.spec import RunSpec
 
 
 def step_argv(spec: RunSpec, *, tasks_per_node: int) -> list[str]:
-    """Return the beginning of the command that starts a step on all nodes of the job.
-
-    Nodes and tasks are both named: `--ntasks-per-node` alone is ignored where the job has more. CPUs are named again,
-    for srun does not take them from the job since Slurm 22.05. A task that fails takes the step with it.
-
-    A job submitted with `--export=NONE` leaves SLURM_EXPORT_ENV=NONE behind, and srun would start its tasks without the
-    run's `env`, its code and its image's variables (https://slurm.schedmd.com/srun.html#OPT_SLURM_EXPORT_ENV).
-    """
+    """Return the beginning of the command that starts a step on all nodes of the job. One failed task ends the step."""
     nodes, resources = spec.resources.nodes, spec.resources
     cpus_per_task = spec.cpus_per_task * resources.local_world_size // tasks_per_node
     return [
         "srun",
         f"--nodes={nodes}",
+        # Both counts: without --ntasks, srun takes the job's number of tasks, and treats --ntasks-per-node as a maximum
+        # (https://slurm.schedmd.com/srun.html#OPT_ntasks-per-node).
         f"--ntasks={nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
+        # Since Slurm 22.05, srun does not take --cpus-per-task from the job; without it a task gets one CPU
+        # (https://slurm.schedmd.com/srun.html#OPT_cpus-per-task).
         f"--cpus-per-task={cpus_per_task}",
         "--distribution=block",
         "--kill-on-bad-exit=1",
         "--wait=60",
+        # sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE in the job. srun would obey that, and start the tasks without the
+        # run's `env`, its code and its image's variables (https://slurm.schedmd.com/srun.html#OPT_SLURM_EXPORT_ENV).
         "--export=ALL",
         *spec.slurm.srun_args,
     ]
 
 
 def probe_argv(num_nodes: int, *, is_all_or_none: bool = False) -> list[str]:
-    """Return the beginning of the command that asks every node one question, beside whatever else runs there.
+    """Return the beginning of the command that runs one short task on every node, beside the steps that run there.
 
-    With `is_all_or_none`, a node that fails ends the step on all of them: the answers of the others are of no use then.
+    With `is_all_or_none`, one failed task ends the step on all nodes: the answers of the others are of no use then.
     """
     return [
         "srun",

@@ -1,4 +1,4 @@
-"""Slurm's ways to write a time: durations, moments, and the words for none."""
+"""Parse Slurm's durations and points in time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(
 
 
 def seconds(text: str) -> int | None:
-    """Return how long `1-02:03:04`, `02:03:04`, `03:04`, `5` or `1-02` is; None for any word, as `UNLIMITED`.
+    """Return the length of `1-02:03:04`, `02:03:04`, `03:04`, `5` or `1-02`; None for a word such as `UNLIMITED`.
 
-    Alone, a number is of minutes; behind days, of hours (sbatch(1), `--time`).
+    A single number means minutes; after days it means hours (sbatch(1), `--time`).
     """
     found = _DURATION.fullmatch(text.strip())
     if found is None:
@@ -25,13 +25,15 @@ def seconds(text: str) -> int | None:
 
 
 def minutes(text: str) -> float | None:
-    """Return a duration in minutes; None for no limit."""
+    """Return a duration in minutes; None if there is no limit."""
     length_s = seconds(text)
     return None if length_s is None else length_s / 60
 
 
 def moment(text: str) -> float | None:
-    """Return the seconds since the epoch of `2026-11-21T07:00:00`, this host's time; None for `Unknown` and its like."""
+    """Return `2026-11-21T07:00:00` in seconds since the epoch; None for `Unknown` and other words."""
+    # Slurm's commands write times in the zone of the host that they run on, and do not name it; so does time.mktime read
+    # them. A time that another host wrote is not comparable.
     try:
         return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):

@@ -43,7 +43,7 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
             submission_file_path.write_bytes(run.job_script.read_bytes())
             is_ours.append(submission_file_path)
-            return [*client.scrubbing(environ), "sbatch", str(submission_file_path)]
+            return [*client.without_inherited_argv(environ), "sbatch", str(submission_file_path)]
 
     make_directories(run.submitit)
     try:

@@ -25,7 +25,7 @@ from ddp_hpc.records import (
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.hostlist import expand_hostlist
-from ddp_hpc.slurm.nodes import Spared, spare_nodes
+from ddp_hpc.slurm.nodes import Exclusions, nodes_to_exclude
 from ddp_hpc.slurm.queries import ESLURM_ACCESS_DENIED, JobRecord
 from ddp_hpc.spec import RunSpec
 
@@ -62,7 +62,7 @@ def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
 
     First it may begin two seconds later; once these are over, it is told to begin, for Slurm looks seldom by itself.
     """
-    if queued.attempt == queued.since or states.word(job.state) != "pending" or job.reason != "BeginTime":
+    if queued.attempt == queued.since or states.parse_state(job.state) != "pending" or job.reason != "BeginTime":
         return {}
     wait_s = float("inf") if job.eligible_at is None else job.eligible_at - now
     if wait_s > _SAFE_AFTER_S:
@@ -72,7 +72,7 @@ def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
 
 def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
     """Return what to change in a job that waits for nodes that are gone, so that it may get some that it leaves out."""
-    is_stuck = states.word(job.state) == "pending" and job.reason.startswith(_NODES_GONE)
+    is_stuck = states.parse_state(job.state) == "pending" and job.reason.startswith(_NODES_GONE)
     excluded = {*expand_hostlist(job.excluded_nodes)}
     if not is_stuck or excluded.isdisjoint(let_in):
         return {}
@@ -81,7 +81,7 @@ def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
 
 def is_to_be_released(job: JobRecord, newest: Attempt | None, *, is_asked: bool = False) -> bool:
     """Tell whether Slurm holds a job because it could not launch it, a few times at the most since it last began."""
-    is_held = states.word(job.state) == "pending" and job.reason.lower().replace(" ", "_") == _LAUNCH_FAILED
+    is_held = states.parse_state(job.state) == "pending" and job.reason.lower().replace(" ", "_") == _LAUNCH_FAILED
     return is_held and (is_asked or (job.restarts or 0) - (newest.restart if newest else 0) <= MOST_RELEASES)
 
 
@@ -90,7 +90,7 @@ def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) ->
     spec = load_resolved(run.config)
     if spec.slurm.partition is None:
         spec = replace(spec, slurm=replace(spec.slurm, partition=job.partition or None))
-    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *spared_nodes(run, spec, environ).left_out}
+    left_out = {*expand_hostlist(spec.slurm.exclude or ""), *spared_nodes(run, spec, environ).excluded}
     return {node for attempt in read_attempts(run) for node in attempt.failed_nodes} - left_out
 
 
@@ -140,7 +140,7 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
     newest = next(reversed(attempts), None)
     if newest is None or newest.ending is not None or newest.job_id != queued.job_id:
         return False
-    if states.word(job.state) != "failed" or not job.exit_code.endswith(_KILLED):
+    if states.parse_state(job.state) != "failed" or not job.exit_code.endswith(_KILLED):
         return False
     num_deaths = requeue.num_without_progress(attempts, newest_committed(run), Cause.UNEXPLAINED)
     if num_deaths >= load_resolved(run.config).restart.max_no_progress:
@@ -163,7 +163,7 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
 _SHELL_KILLED = "the shell of its job, and the supervisor with it, was killed by signal 9; the job was called back"
 
 
-def spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Spared:
+def spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Exclusions:
     """Return the nodes that the run's ledger remembers as failing, as far as the job can do without them."""
     bad = requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
-    return spare_nodes(bad, spec, environ)
+    return nodes_to_exclude(bad, spec, environ)

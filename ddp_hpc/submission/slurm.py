@@ -61,7 +61,7 @@ def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str
         ConfigError: where the script cannot be made of this spec.
     """
     run = RunDir(spec.path)
-    spec = _avoiding(spec, spared_nodes(run, spec, environ).left_out)
+    spec = _avoiding(spec, spared_nodes(run, spec, environ).excluded)
     return render(
         JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=_job_import_paths(spec, run, import_paths))
     )
@@ -241,10 +241,10 @@ def _taken_away(run: RunDir) -> str:
 def _notes_on_restarts(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Say what the run's past means for its next job."""
     spared = spared_nodes(run, spec, environ)
-    if spared.left_out:
-        yield f"avoids {', '.join(spared.left_out)}, where it failed before (forgotten after {spec.restart.forget_h} h)"
-    if spared.told:
-        yield spared.told
+    if spared.excluded:
+        yield f"avoids {', '.join(spared.excluded)}, where it failed before (forgotten after {spec.restart.forget_h} h)"
+    if spared.detail:
+        yield spared.detail
 
 
 def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:

@@ -41,7 +41,7 @@ class JobWord:
 
     @property
     def is_waiting(self) -> bool:
-        return self.state is not None and states.word(self.state) in {"pending", "requeued"}
+        return self.state is not None and states.parse_state(self.state) in {"pending", "requeued"}
 
     @property
     def has_ended(self) -> bool:

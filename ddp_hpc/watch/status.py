@@ -223,7 +223,7 @@ def _source(seen: Observation) -> tuple[str, float | None]:
     return (f"{word.source}; since then: {word.problem}" if word.problem else word.source), seen.now - word.at
 
 
-_BY_SLURM: Mapping[states.State, State] = {
+_BY_SLURM: Mapping[states.JobState, State] = {
     "pending": "waiting",
     "requeued": "waiting",
     "running": "starting",
@@ -276,7 +276,7 @@ def _state_by_slurm(seen: Observation, word: JobWord) -> State:
     """Return how a job is that has written nothing, or nothing for long, by what Slurm says of it."""
     if word.state is None:
         return "waiting" if word.problem else "unknown"
-    told = _BY_SLURM[states.word(word.state)]
+    told = _BY_SLURM[states.parse_state(word.state)]
     if not seen.has_begun:
         return told
     if seen.is_done and word.has_ended:
@@ -323,7 +323,7 @@ def _reason(state: State, seen: Observation) -> str:
 def _reason_by_slurm(state: State, seen: Observation, word: JobWord) -> str:
     """Return why a job waits, in words; or, of one that wrote nothing, what Slurm says of it."""
     if word.is_waiting:
-        return states.reason(word.reason) + _way_out(seen, word)
+        return states.explain_reason(word.reason) + _way_out(seen, word)
     if word.state is None:
         return (
             "" if word.problem or seen.has_begun else f"Slurm knows no job {word.job_id} any more, and it wrote nothing"

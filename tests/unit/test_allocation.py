@@ -13,7 +13,7 @@ from ddp_hpc.slurm.allocation import (
     expand_counts,
     read_allocation,
     shape_problem,
-    step_place,
+    step_task,
 )
 from tests.unit.made_network import batch, shell, task
 
@@ -31,7 +31,7 @@ def test_outside_of_jobs_there_is_none() -> None:
 def test_a_batch_script_is_no_task_though_it_has_a_rank() -> None:
     found = allocation(batch(SLURM_GPUS_ON_NODE="4", SLURM_CPUS_PER_TASK="2", SLURM_JOB_END_TIME="1763700000"))
 
-    assert (found.is_step, found.where, found.is_on_first_node) == (False, "shell on a node", True)
+    assert (found.is_step, found.process_kind, found.is_on_first_node) == (False, "shell on a node", True)
     assert found.node_names == ("node1", "node2", "node3")
     assert found.tasks_per_node == (4, 1, 1)
     assert (found.gpus_on_node, found.cpus_per_task, found.end_time) == (4, 2, 1763700000)
@@ -41,18 +41,18 @@ def test_a_batch_script_is_no_task_though_it_has_a_rank() -> None:
 def test_the_shell_of_salloc_is_on_no_node() -> None:
     found = allocation(shell())
 
-    assert (found.is_step, found.where, found.is_on_first_node) == (False, "shell outside", False)
+    assert (found.is_step, found.process_kind, found.is_on_first_node) == (False, "shell outside", False)
 
 
 @pytest.mark.parametrize("step_id", [4294967290, 4294967291], ids=["interactive", "batch"])
 def test_a_shell_that_slurm_counts_as_a_step_is_a_shell(step_id: int) -> None:
     found = allocation(batch(SLURM_STEP_ID=str(step_id), SLURM_STEP_NODELIST="node1", SLURM_STEP_TASKS_PER_NODE="1"))
 
-    assert found.where == "shell on a node"
+    assert found.process_kind == "shell on a node"
 
 
 def test_a_task_knows_its_place() -> None:
-    place = step_place(task(4, 1, 0, on="node2"))
+    place = step_task(task(4, 1, 0, on="node2"))
 
     assert (place.rank, place.local_rank, place.node_rank) == (4, 0, 1)
     assert (place.world_size, place.local_world_size, place.num_nodes) == (6, 1, 3)
@@ -62,24 +62,24 @@ def test_a_task_knows_its_place() -> None:
 def test_a_terminal_under_srun_is_a_task() -> None:
     found = allocation(task(1, 0, 1, on="node1", SLURM_PTY_PORT="42175"))
 
-    assert found.where == "task"
+    assert found.process_kind == "task"
 
 
 def test_a_step_may_be_smaller_than_its_job() -> None:
-    place = step_place(task(1, 1, 0, on="node3", nodes="node[2-3]", tasks="1(x2)"))
+    place = step_task(task(1, 1, 0, on="node3", nodes="node[2-3]", tasks="1(x2)"))
 
     assert (place.world_size, place.num_nodes, place.rank_zero_node) == (2, 2, "node2")
 
 
 def test_slurm_says_the_rank_however_tasks_are_distributed() -> None:
-    place = step_place(task(3, 0, 1, on="node1", SLURM_DISTRIBUTION="cyclic"))
+    place = step_task(task(3, 0, 1, on="node1", SLURM_DISTRIBUTION="cyclic"))
 
     assert (place.rank, place.block_rank, place.rank_zero_node) == (3, 1, "node1")
 
 
 def test_a_hostfile_hides_where_rank_zero_is() -> None:
-    elsewhere = step_place(task(1, 0, 0, on="node1", nodes="node[1,3]", tasks="1,2", SLURM_DISTRIBUTION="arbitrary"))
-    itself = step_place(task(0, 1, 0, on="node3", nodes="node[1,3]", tasks="1,2", SLURM_DISTRIBUTION="arbitrary"))
+    elsewhere = step_task(task(1, 0, 0, on="node1", nodes="node[1,3]", tasks="1,2", SLURM_DISTRIBUTION="arbitrary"))
+    itself = step_task(task(0, 1, 0, on="node3", nodes="node[1,3]", tasks="1,2", SLURM_DISTRIBUTION="arbitrary"))
 
     assert (elsewhere.rank_zero_node, itself.rank_zero_node) == (None, "node3")
 
@@ -97,7 +97,7 @@ def test_a_job_submitted_from_inside_a_step_has_inherited_its_variables(other_jo
     """Measured: `sbatch` in a step passes SLURM_STEP_* on to the new job's script."""
     found = allocation({**task(0, 0, 0, on="node1"), **other_job})
 
-    assert found.where == "shell on a node"
+    assert found.process_kind == "shell on a node"
 
 
 def test_the_tasks_of_an_array_have_job_ids_of_their_own() -> None:
@@ -110,16 +110,16 @@ def test_the_tasks_of_an_array_have_job_ids_of_their_own() -> None:
 
 def test_only_a_task_has_a_place() -> None:
     with pytest.raises(ConfigError, match="Start it with `srun`"):
-        step_place(batch())
+        step_task(batch())
 
 
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
         ({"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST is not set"),
-        ({**shell(), "SLURM_TASKS_PER_NODE": "4(x"}, r"'4\(x' is not like"),
+        ({**shell(), "SLURM_TASKS_PER_NODE": "4(x"}, r"'4\(x' is not of the form"),
         ({**shell(), "SLURM_RESTART_COUNT": "-1"}, "SLURM_RESTART_COUNT is '-1', but it must be a number"),
-        ({**shell(), "SLURM_JOB_NODELIST": ","}, "names no node"),
+        ({**shell(), "SLURM_JOB_NODELIST": ","}, "must name the nodes"),
         ({**task(0, 0, 0, on="node1"), "SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_batch_script_takes_the_fastest_network_and_says_what_it_did_not_take(
     address = row(batch(), lab(1), "MASTER_ADDR")
 
     assert (address.value, address.source) == ("10.78.0.11", "this node's ib0")
-    assert "the only node that was asked" in address.rule
+    assert "the only node whose networks are known" in address.rule
     assert Refused("docker0", "Docker's bridge") in address.refused
 
 
@@ -130,7 +130,7 @@ def test_the_shell_of_salloc_resolves_the_first_node_as_it_sees_it() -> None:
 
     assert (found.value("MASTER_ADDR"), found.value("RANK"), found.value("WORLD_SIZE")) == ("10.77.0.11", None, "6")
     assert found.value("NCCL_SOCKET_IFNAME") is None
-    assert "speaks for all tasks" in found.place
+    assert "all tasks get what it exports" in found.process
 
 
 def test_a_terminal_under_srun_is_derived_like_any_task() -> None:
@@ -159,7 +159,7 @@ def test_a_taken_port_is_passed_over_by_the_one_who_decides() -> None:
     port = row(batch(), host(node(1), taken=[first]), "MASTER_PORT")
 
     assert port.value != str(first)
-    assert port.refused == (Refused(str(first), "somebody listens there"),)
+    assert port.refused == (Refused(str(first), "another process uses it"),)
 
 
 def test_a_cyclic_distribution_is_slurms_to_number_and_ours_to_explain() -> None:
@@ -175,7 +175,7 @@ def test_a_hostfile_leaves_rank_zero_to_the_user() -> None:
     address = row(environ, lab(1), "MASTER_ADDR")
 
     assert address.value is None
-    assert "set it yourself" in address.rule
+    assert "set MASTER_ADDR yourself" in address.rule
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
@@ -203,7 +203,7 @@ def test_loopback_is_never_rank_zeros_address() -> None:
 
     assert address.value is None
     assert "export MASTER_ADDR in the job script" in address.rule
-    assert address.refused == (Refused("127.0.1.1", "loopback or link-local: it means another place on every node"),)
+    assert address.refused == (Refused("127.0.1.1", "loopback or link-local: other nodes cannot reach it"),)
 
 
 def test_of_several_addresses_the_one_on_the_fastest_network_is_taken_by_all() -> None:
@@ -218,8 +218,8 @@ def test_of_several_addresses_the_one_on_the_fastest_network_is_taken_by_all() -
 
     assert (own.value, told.value) == ("10.78.0.11", "10.78.0.11")
     assert told.refused == (
-        Refused("172.17.0.1", "this host's own"),
-        Refused("10.77.0.11", "not as fast: Ethernet"),
+        Refused("172.17.0.1", "an address of this host itself"),
+        Refused("10.77.0.11", "slower: Ethernet"),
     )
 
 
@@ -229,7 +229,7 @@ def test_an_address_without_a_route_is_passed_over() -> None:
     address = row(task(4, 1, 0, on="node2"), two, "MASTER_ADDR")
 
     assert address.value == "10.77.0.11"
-    assert address.refused == (Refused("203.0.113.9", "no route leads there"),)
+    assert address.refused == (Refused("203.0.113.9", "this host has no route to it"),)
 
 
 def test_ipv6_alone_will_do() -> None:
@@ -261,7 +261,10 @@ def test_the_users_own_values_win() -> None:
     assert found.value("GLOO_SOCKET_IFNAME") == "ib0"
     assert not {"RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME"} & found.given.keys()
     assert found.variables["RANK"].source == "environment"
-    assert found.variables["RANK"].rule == "set already, and left alone; else it would be '4' (Slurm (SLURM_PROCID))"
+    assert (
+        found.variables["RANK"].rule
+        == "already set in the environment, so not changed; ddp-hpc would set '4' (Slurm (SLURM_PROCID))"
+    )
 
 
 def test_an_address_that_the_user_gave_by_name_is_asked_for() -> None:
@@ -275,7 +278,7 @@ def test_an_unknown_name_leaves_the_interface_to_the_libraries() -> None:
 
     interface_name = row(environ, lab(2), "NCCL_SOCKET_IFNAME")
 
-    assert (interface_name.value, interface_name.rule) == (None, "no route leads to nowhere")
+    assert (interface_name.value, interface_name.rule) == (None, "this host cannot resolve nowhere to an address")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,7 @@ def test_outside_of_jobs_there_is_a_world_of_one() -> None:
 
     assert [found.value(name) for name in RANKS] == ["0", "0", "1", "1", "0"]
     assert (found.value("MASTER_ADDR"), found.value("OMP_NUM_THREADS")) == ("127.0.0.1", "3")
-    assert found.place == "outside of Slurm jobs: a world of one"
+    assert found.process == "no Slurm job: a single process"
 
 
 def test_this_host_answers() -> None:

@@ -106,8 +106,8 @@ def test_all_nodes_meet_on_the_fastest_network_they_share() -> None:
     assert choice.rule == "the fastest network that all 3 nodes are on: 10.78.0.0/24, InfiniBand, 10000 Mbit/s"
     assert choice.refused == (
         Refused("docker0", "Docker's bridge"),
-        Refused("eth0", "not as fast: Ethernet, 1000 Mbit/s"),
-        Refused("lo", "loopback: no other node gets here"),
+        Refused("eth0", "slower: Ethernet, 1000 Mbit/s"),
+        Refused("lo", "loopback: other nodes cannot reach it"),
     )
 
 
@@ -137,7 +137,7 @@ def test_a_preferred_network_that_does_not_lead_to_all_nodes_is_passed_over_and_
     choice = choose_fabric(facts, ["node1", "node2"], ["eth*"])
 
     assert choice.interface == "ib0"
-    assert choice.rule.startswith("none that `network.interfaces` names (eth*) leads to all nodes; ")
+    assert choice.rule.startswith("no interface that `network.interfaces` names (eth*) reaches all nodes; ")
 
 
 def test_names_may_differ_from_node_to_node() -> None:
@@ -167,7 +167,7 @@ def test_the_same_address_on_two_nodes_is_no_network() -> None:
     choice = choose_fabric(facts, NODES)
 
     assert choice.interface == "eth0"
-    assert "node1 and node2 both have 192.168.0.1" in choice.refused[0].why
+    assert "node1 and node2 both have the address 192.168.0.1" in choice.refused[0].why
 
 
 def test_where_no_subnet_is_shared_routers_must_do() -> None:
@@ -179,7 +179,7 @@ def test_where_no_subnet_is_shared_routers_must_do() -> None:
     choice = choose_fabric(facts, ["node1", "node2"])
 
     assert (choice.interface, choice.address) == ("eth0", "10.2.1.1")
-    assert "routers must lead to it" in choice.rule
+    assert "routers must connect them" in choice.rule
 
 
 def test_where_nothing_is_shared_rank_zeros_fastest_must_do() -> None:
@@ -188,10 +188,12 @@ def test_where_nothing_is_shared_rank_zeros_fastest_must_do() -> None:
     choice = choose_fabric(facts, ["node1", "node2"])
 
     assert choice.address == "10.1.0.1"
-    assert "neither subnet nor kind" in choice.rule
+    assert "neither a subnet nor a kind" in choice.rule
 
 
-@pytest.mark.parametrize(("order", "told"), [(["node1"], "the only node:"), (NODES, "the only node that was asked:")])
+@pytest.mark.parametrize(
+    ("order", "told"), [(["node1"], "the only node:"), (NODES, "the only node whose networks are known:")]
+)
 def test_with_facts_of_one_node_its_fastest_is_taken(order: list[str], told: str) -> None:
     choice = choose_fabric({"node1": node(1)}, order)
 

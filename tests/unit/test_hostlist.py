@@ -74,7 +74,7 @@ def test_a_host_list_expands(text: str, hosts: list[str]) -> None:
         ("n[0x1-0x3]", "'0x1-0x3'"),
         ("n[1-3:2]", "'1-3:2'"),
         ("n[1-2]m[3-1]", "'3-1'"),
-        ("n[\u0661-\u0662]", "not all numbers"),
+        ("n[\u0661-\u0662]", "not ASCII"),
         # scontrol makes something up for these: a number of blanks, a name with a bracket.
         ("n[1-]", "'1-'"),
         ("n[1, 2]", "bracket"),

@@ -108,7 +108,7 @@ def test_the_last_answer_is_kept_while_slurm_is_down_and_the_problem_is_told(fak
     word = fake.ask("12", 900.0)
 
     assert (word.state, word.at) == ("PENDING", 1000.0)
-    assert "Slurm does not answer: squeue says" in word.problem
+    assert "Slurm does not answer: `squeue` prints" in word.problem
     assert fake.calls("scontrol") == 0
 
 
@@ -146,7 +146,7 @@ def test_a_command_that_is_not_here_is_a_problem_and_no_error(missing: str, fake
     ask = asker({**fake.environ, "PATH": f"{fake.folder}/bin"}, clock=lambda: fake.now)
     fake.set("squeue" if missing == "scontrol" else "scontrol", ":")
 
-    assert f"no `{missing}` on PATH" in ask("12", 900.0).problem
+    assert f"`{missing}`, but PATH on this host has none" in ask("12", 900.0).problem
 
 
 def test_a_job_that_has_ended_is_told_by_the_controller_once_for_all(fake: Fake) -> None:

@@ -19,7 +19,7 @@ from ddp_hpc.requeue import (
     lead_problem,
     num_without_progress,
 )
-from ddp_hpc.slurm.nodes import spare
+from ddp_hpc.slurm.nodes import dispensable
 from ddp_hpc.spec import RestartSpec
 
 POLICY = RestartSpec()
@@ -350,11 +350,11 @@ def test_a_warning_that_comes_too_late_or_too_early_is_told(
 def test_a_job_that_needs_suspected_nodes_gets_the_least_suspect_back_and_lost_ones_last(
     num_others: int, spared: list[str]
 ) -> None:
-    assert spare(["node2", "node1", "node3"], lost={"node3"}, num_others=num_others, num_needed=2) == spared
+    assert dispensable(["node2", "node1", "node3"], lost={"node3"}, num_others=num_others, num_needed=2) == spared
 
 
 def test_a_job_that_needs_every_node_does_without_none() -> None:
-    assert spare(["node2"], lost={"node2"}, num_others=3, num_needed=4) == []
+    assert dispensable(["node2"], lost={"node2"}, num_others=3, num_needed=4) == []
 
 
 def test_the_worst_node_comes_first() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, JobFacts, record_end, record_start
-from ddp_hpc.slurm.nodes import Spared, spare_nodes
+from ddp_hpc.slurm.nodes import Exclusions, nodes_to_exclude
 from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
 from ddp_hpc.submission.slurm import job_script
 from tests.made_run import make_run
@@ -27,20 +27,20 @@ def slurm(tmp_path: Path) -> FakeSlurm:
 def test_nodes_are_spared_as_far_as_others_can_take_their_place(slurm: FakeSlurm) -> None:
     spec = RunSpec(name="digits", resources=TWO_NODES)
 
-    assert spare_nodes(["node1"], spec, slurm.environ) == Spared(("node1",), (), 2)
-    both = spare_nodes(["node1", "node2"], spec, slurm.environ)
-    assert both == Spared(("node1",), ("node2",), 1)
-    assert both.told == "node2 failed before, but only 1 others are in order"
+    assert nodes_to_exclude(["node1"], spec, slurm.environ) == Exclusions(("node1",), (), 2)
+    both = nodes_to_exclude(["node1", "node2"], spec, slurm.environ)
+    assert both == Exclusions(("node1",), ("node2",), 1)
+    assert both.detail == "node2 failed before, but the job may use them: only 1 other nodes take jobs"
 
 
 def test_nodes_that_the_user_leaves_out_take_nobodys_place(slurm: FakeSlurm) -> None:
     spec = RunSpec(name="digits", resources=TWO_NODES, slurm=SlurmSpec(exclude="node[2-3]"))
 
-    assert spare_nodes(["node1"], spec, slurm.environ).left_out == ()
+    assert nodes_to_exclude(["node1"], spec, slurm.environ).excluded == ()
 
 
 def test_without_an_answer_of_slurms_no_node_is_spared(tmp_path: Path) -> None:
-    assert spare_nodes(["node1"], RunSpec(name="digits"), {"PATH": str(tmp_path)}).let_in == ("node1",)
+    assert nodes_to_exclude(["node1"], RunSpec(name="digits"), {"PATH": str(tmp_path)}).allowed == ("node1",)
 
 
 @pytest.mark.parametrize(

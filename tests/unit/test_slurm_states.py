@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from ddp_hpc.slurm.states import ENDED, State, has_ended, phrase, reason, word
+from ddp_hpc.slurm.states import ENDED, JobState, explain_reason, has_ended, parse_state, phrase
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ from ddp_hpc.slurm.states import ENDED, State, has_ended, phrase, reason, word
         (" ", "unknown"),
     ],
 )
-def test_a_state_has_one_word(state: str, meant: State) -> None:
-    assert word(state) == meant
+def test_a_state_has_one_word(state: str, meant: JobState) -> None:
+    assert parse_state(state) == meant
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_job_has_ended_only_where_slurm_has_no_more_plans(state: str, ended: b
 
 
 def test_every_end_is_a_state() -> None:
-    assert set(get_args(State)) > ENDED
+    assert set(get_args(JobState)) > ENDED
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_every_state_has_a_phrase(code: str) -> None:
         ("Priority", "higher priority"),
         ("Dependency", "depends on"),
         ("DependencyNeverSatisfied", "never start"),
-        ("BeginTime", "earliest time"),
+        ("BeginTime", "earliest start time"),
         ("PartitionTimeLimit", "time limit is longer"),
         ("PartitionNodeLimit", "nodes than its partition"),
         ("JobHeldUser", "scontrol release"),
@@ -103,39 +103,39 @@ def test_every_state_has_a_phrase(code: str) -> None:
             "higher priority",
         ),
         # Limits, of which there are too many to list.
-        ("QOSMaxGRESPerUser", "your jobs are at the QOS's limit: GPUs"),
-        ("QOSMaxJobsPerUserLimit", "your jobs are at the QOS's limit: running jobs"),
-        ("QOSMaxSubmitJobPerUserLimit", "your jobs are at the QOS's limit: jobs in the queue"),
+        ("QOSMaxGRESPerUser", "your jobs have reached a limit of the QOS: GPUs"),
+        ("QOSMaxJobsPerUserLimit", "your jobs have reached a limit of the QOS: running jobs"),
+        ("QOSMaxSubmitJobPerUserLimit", "your jobs have reached a limit of the QOS: jobs in the queue"),
         ("QOSMaxWallDurationPerJobLimit", "it asks for more than its QOS allows one job (time)"),
         ("QOSMaxCpuMinutesPerJobLimit", "it asks for more than its QOS allows one job (time)"),
         ("QOSMaxNodePerJobLimit", "it asks for more than its QOS allows one job (nodes)"),
         ("QOSMinGRES", "it asks for less than its QOS demands"),
         ("QOSMinCpuNotSatisfied", "it asks for less than its QOS demands of a job (CPUs)"),
-        ("QOSGrpNodeLimit", "all jobs of its QOS together are at their limit: nodes"),
-        ("MaxGRESPerAccount", "its account is at the QOS's limit: GPUs"),
-        ("AssocGrpGRES", "all jobs of its account together are at their limit: GPUs"),
-        ("AssocGrpCpuLimit", "all jobs of its account together are at their limit: CPUs"),
-        ("AssocGrpCPUMinutesLimit", "the time that its account may use is spent"),
-        ("AssocGrpGRESMinutes", "the time that its account may use is spent"),
+        ("QOSGrpNodeLimit", "all jobs of its QOS together have reached a limit: nodes"),
+        ("MaxGRESPerAccount", "its account has reached a limit of the QOS: GPUs"),
+        ("AssocGrpGRES", "all jobs of its account together have reached a limit: GPUs"),
+        ("AssocGrpCpuLimit", "all jobs of its account together have reached a limit: CPUs"),
+        ("AssocGrpCPUMinutesLimit", "its account has used all the time that it was granted"),
+        ("AssocGrpGRESMinutes", "its account has used all the time that it was granted"),
         ("AssocGrpCPURunMinutesLimit", "running jobs may still use"),
-        ("AssocMaxJobsLimit", "your jobs are at the account's limit: running jobs"),
+        ("AssocMaxJobsLimit", "your jobs have reached a limit of the account: running jobs"),
         ("AssocMaxWallDurationPerJobLimit", "it asks for more than its account allows one job (time)"),
     ],
 )
 def test_a_reason_is_told_in_words(code: str, words: str) -> None:
-    assert words in reason(code)
+    assert words in explain_reason(code)
 
 
 def test_nodes_that_are_missing_are_named() -> None:
-    told = reason("(ReqNodeNotAvail, UnavailableNodes:node[1-2],node4)")
+    told = explain_reason("(ReqNodeNotAvail, UnavailableNodes:node[1-2],node4)")
 
     assert told.endswith("down, drained or reserved, for instance for maintenance: node[1-2],node4")
 
 
 @pytest.mark.parametrize("code", ["", "None", "(null)"])
 def test_no_reason_is_no_words(code: str) -> None:
-    assert reason(code) == ""
+    assert explain_reason(code) == ""
 
 
 def test_an_unknown_reason_is_told_as_it_is() -> None:
-    assert reason("(MoonPhase, full)") == "MoonPhase, full"
+    assert explain_reason("(MoonPhase, full)") == "MoonPhase, full"

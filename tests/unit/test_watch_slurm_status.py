@@ -76,7 +76,7 @@ FRESH = progress(at=NOW - 5)
 WAITING = word("PENDING", "Priority", starts_at=NOW + 300)
 STATES: list[tuple[str, Observation, State, str]] = [
     # Not begun yet.
-    ("waits", seen(said=WAITING), "waiting", "jobs of higher priority are before it"),
+    ("waits", seen(said=WAITING), "waiting", "jobs with higher priority are ahead of it"),
     ("waits, just submitted", seen(said=word("PENDING")), "waiting", ""),
     ("waits, Slurm was not asked", seen(), "waiting", ""),
     ("waits, as far as is known", seen(said=word(at=0.0, problem=DOWN)), "waiting", ""),
@@ -180,7 +180,7 @@ def test_a_job_is_in_the_state_that_its_directory_and_slurm_show(
     assert bool(reason) == bool(status.reason)
 
 
-@pytest.mark.parametrize("state", states._WORDS)
+@pytest.mark.parametrize("state", states._STATES)
 @pytest.mark.parametrize("attempts", [[], [attempt()]], ids=["not begun", "begun"])
 def test_every_state_of_slurms_is_told(state: str, attempts: Sequence[Attempt]) -> None:
     status = status_of(RUN, seen(*attempts, newest=SILENT if attempts else None, said=word(state)))

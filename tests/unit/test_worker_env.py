@@ -36,7 +36,7 @@ from tests.unit.made_network import task
 from tests.unit.test_agent import await_news
 
 NO_ROUTE = Fact(rule="no route leads to 10.0.0.1")
-IB0 = Fact(value="ib0", source="kernel's routes", rule="this node's name for the network that leads to 10.0.0.1")
+IB0 = Fact(value="ib0", source="routing table", rule="the interface of this node on the route to 10.0.0.1")
 ALL_NAMES = {
     *RANKS, "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS",
     "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "RES_OPTIONS", "PYTHONPATH",
@@ -55,12 +55,12 @@ ROWS = [
     ("RANK", "3", "ddp-hpc", "ranks count the workers node by node"),
     ("LOCAL_RANK", "1", "ddp-hpc", "the worker's number on its node"),
     ("WORLD_SIZE", "6", "ddp-hpc", "nodes: 3, workers on each: 2"),
-    ("LOCAL_WORLD_SIZE", "2", "ddp-hpc", "every node has as many"),
+    ("LOCAL_WORLD_SIZE", "2", "ddp-hpc", "every node has as many workers"),
     ("NODE_RANK", "1", "ddp-hpc", "the node's number"),
-    ("MASTER_ADDR", "10.0.0.1", "supervisor", "the job's log has `ranks meet at`"),
-    ("MASTER_PORT", "29500", "supervisor", "the job's log has `ranks meet at`"),
-    ("NCCL_SOCKET_IFNAME", "=ib0", "kernel's routes", "this node's name for the network"),
-    ("GLOO_SOCKET_IFNAME", "ib0", "kernel's routes", "this node's name for the network"),
+    ("MASTER_ADDR", "10.0.0.1", "supervisor", "the line `ranks meet at` in the job's log"),
+    ("MASTER_PORT", "29500", "supervisor", "the line `ranks meet at` in the job's log"),
+    ("NCCL_SOCKET_IFNAME", "=ib0", "routing table", "the interface of this node on the route"),
+    ("GLOO_SOCKET_IFNAME", "ib0", "routing table", "the interface of this node on the route"),
     ("OMP_NUM_THREADS", "4", "Slurm", "CPUs here: 8, workers: 2"),
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "ddp-hpc", "train.deterministic"),
     ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", "ddp-hpc", "must not initialise CUDA"),
@@ -143,7 +143,7 @@ def test_a_variable_that_the_worker_has_changed_is_shown_as_it_is_now() -> None:
     assert found is not None
     assert found.value("OMP_NUM_THREADS") == "16"
     assert found.variables["OMP_NUM_THREADS"].source == "environment"
-    assert "started with '4'" in found.variables["OMP_NUM_THREADS"].rule
+    assert "the launcher set it to '4'" in found.variables["OMP_NUM_THREADS"].rule
 
 
 def test_a_machine_alone_has_no_supervisors_endpoint() -> None:
@@ -277,6 +277,6 @@ def test_workers_find_what_their_table_says_and_nothing_else_of_ours(
         assert new - NOBODYS == {*table.given, "RES_OPTIONS", TABLE}
 
 
-@pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"place": "x", "variables": {"RANK": []}}'])
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"process": "x", "variables": {"RANK": []}}'])
 def test_a_table_that_somebody_has_cut_is_none(text: str) -> None:
     assert recorded({TABLE: text}) is None

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     found = recorded(environment) or derive(environment, read_allocation(environment), this_host())
     if args.json:
         rows = [{"name": name, **asdict(fact)} for name, fact in found.variables.items()]
-        print(as_json({"place": found.place, "variables": rows}))
+        print(as_json({"process": found.process, "variables": rows}))
     elif args.export:
         _export(found)
     else:
@@ -136,7 +136,7 @@ def _quoted(value: str) -> str:
 
 
 def _explain(found: WorkerEnv) -> None:
-    print(f"{found.place}\n")
+    print(f"{found.process}\n")
     rows = [(name, or_dash(fact.value), fact.source, fact.rule) for name, fact in found.variables.items()]
     print(table(("NAME", "VALUE", "SOURCE", "WHY"), rows))
     refused = [(name, other.name, other.why) for name, fact in found.variables.items() for other in fact.refused]
