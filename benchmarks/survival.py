@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
 from ddp_hpc.checkpoint_store import checkpoint_path, committed_steps
-from ddp_hpc.drill import course, hand
+from ddp_hpc.drill import injector, scenario
 from ddp_hpc.records import read_queued_job
 from ddp_hpc.run_dir import RunDir
 from tests.slurm.cluster import USER, Cluster, booted, why_not
@@ -81,7 +81,7 @@ def kill(kind: str) -> Strike:
     """Return what kills the youngest process of a kind; from outside the nodes, where all of them are seen."""
 
     def strike(_: Lab, run: RunDir) -> float:
-        pid, at = hand.sort_out(hand.look(), str(run.path))[kind][-1], time.time()
+        pid, at = injector.processes_by_kind(injector.list_processes(), str(run.path))[kind][-1], time.time()
         psutil.Process(pid).send_signal(signal.SIGKILL)
         return at
 
@@ -114,8 +114,8 @@ def ours(
 ) -> Mapping[str, float]:
     """Start a run, strike it when it is under way, and see it take its next step."""
     login = lab.fresh_login(hold)
-    shutil.copy(course.CONFIG, login.folder)
-    words = ["submit", course.CONFIG.name, "name=hit", "--cluster", "slurm", *FOR_EVER, *settings]
+    shutil.copy(scenario.CONFIG, login.folder)
+    words = ["submit", scenario.CONFIG.name, "name=hit", "--cluster", "slurm", *FOR_EVER, *settings]
     words += [f"checkpoint.every_steps={every_steps}", *(["--wait"] if waits else [])]
     submitted = lab.cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=login.folder)
     run = login.run("hit")
@@ -151,8 +151,8 @@ def torchrun(lab: Lab) -> Mapping[str, float]:
     _sbatch(login, *options, f"--wrap=srun bash -c '{starts}'")
     lab.until((login.folder / "last.pt").exists)
     before = _stepped(login)
-    workers = [one.pid for one in hand.look() if PEER in one.argv and str(login.folder) in one.argv]
-    agents = [one.pid for one in hand.look() if "torch.distributed.run" in one.argv]
+    workers = [one.pid for one in injector.list_processes() if PEER in one.argv and str(login.folder) in one.argv]
+    agents = [one.pid for one in injector.list_processes() if "torch.distributed.run" in one.argv]
     pid, at = max({*workers} - {*agents}), time.time()
     psutil.Process(pid).send_signal(signal.SIGKILL)
     again_at = lab.until(lambda: _stepped(login) > before)

@@ -1,1 +1,1 @@
-"""Drills: a fault, made on purpose in a short real run, and whether the run survived it."""
+"""Drills: inject one fault into a short real run, and check whether the run survives it."""

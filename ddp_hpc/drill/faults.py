@@ -1,4 +1,4 @@
-"""The faults of a drill, as a table: what each does, by whose power, and what it may cost."""
+"""The table of faults: what each does, who can cause it, and what it may cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.drill.hand import HAND
+from ddp_hpc.drill.injector import INJECTOR
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
@@ -17,12 +17,12 @@ from ddp_hpc.slurm.answers import read_answers
 from ddp_hpc.spec import RunSpec
 
 DISK_PATIENCE_S = 60.0
-"""How long a run may take to notice that it cannot save."""
+"""How long to wait until a save of the run fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
-    """A run at work, to which a fault is about to happen."""
+class Target:
+    """A running run, and the node on which the fault is injected."""
 
     run: RunDir
     spec: RunSpec
@@ -30,128 +30,139 @@ class Scene:
     nodes: Sequence[str]
     """The batch host first."""
     node: str
-    """Which of them it hits."""
+    """The one of them on which the fault is injected."""
     signal: str
-    """By what name a preemption comes (`TERM`, `USR2`)."""
+    """The signal that `preempt` sends (`TERM`, `USR2`)."""
     environ: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Deed:
-    """What was done."""
+class Injection:
+    """A fault that was injected."""
 
-    told: str
+    description: str
     at: float | None = None
-    """When, in seconds since the epoch; None where only the run's silence says."""
+    """When, in seconds since the epoch; None if only the run's last step tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """One kind of fault."""
 
-    told: str
-    """What it is, in words."""
-    inflict: Callable[[Scene], Deed] | None = None
-    """Makes it by a user's own power; None where that takes an administrator."""
+    description: str
+    inject: Callable[[Target], Injection] | None = None
+    """Injects the fault with a user's permissions; None if that takes an administrator."""
     by_hand: str = ""
-    """What to ask somebody to do instead (`--by-hand`); empty where there is nothing to ask for."""
+    """What to ask an administrator to do (`--by-hand`); empty if nobody needs to do anything."""
     settings: tuple[str, ...] = ()
-    """Of the run that suffers it."""
+    """Settings of the run with the fault."""
     train_settings: tuple[str, ...] = ()
-    """Of both runs."""
+    """Settings of both runs."""
     is_graceful: bool = False
-    """Whether the run is told beforehand, and so must lose nothing."""
+    """Whether the run gets a signal in advance, so that it must lose no step."""
     restarts: bool = True
-    """Whether the workers end by it and are started again."""
+    """Whether the workers exit because of the fault, and another attempt starts."""
 
 
-def _hand(scene: Scene, deed: str, kind: str, node: str) -> Deed:
-    """Do something to a process of the run, on a node of its job."""
+def _inject_on_node(target: Target, action: str, kind: str, node: str) -> Injection:
+    """Apply an action to a process of the run, on a node of its job."""
     mark = secrets.token_hex(8)
-    command = [sys.executable, "-m", HAND, str(scene.run.path), deed, kind, f"--mark={mark}"]
-    done = next(iter(read_answers(client.run_in_job(scene.job_id, node, command, scene.environ), mark).values()), None)
-    if done is None:
+    command = [sys.executable, "-m", INJECTOR, str(target.run.path), action, kind, f"--mark={mark}"]
+    answer = next(
+        iter(read_answers(client.run_in_job(target.job_id, node, command, target.environ), mark).values()), None
+    )
+    if answer is None:
         raise ConfigError(
-            f"{deed} {kind} on {node} may be done or not: {HAND} gave no answer there. Start the drill again."
+            f"The drill asked {INJECTOR} on {node} to {action} a {kind} process, but got no answer, so it does not know whether "
+            "the fault was injected. Start the drill again."
         )
-    return Deed(f"{deed} {kind} {done['pid']} on {node}", float(done["at"]))
+    return Injection(f"{action} {kind} process {answer['pid']} on {node}", float(answer["at"]))
 
 
-def _preempt(scene: Scene) -> Deed:
-    """Send what a preemption sends: SIGTERM goes to the steps, the job's own signal to where it was asked for."""
-    at, to_batch = time.time(), scene.signal != "TERM" and scene.spec.slurm.signal_to == "batch"
-    client.signal(scene.job_id, scene.signal, scene.environ, batch_only=to_batch)
-    return Deed(f"sent {scene.signal} to the job's {'batch shell' if to_batch else 'steps'}, as a preemption does", at)
+def _preempt(target: Target) -> Injection:
+    """Send what Slurm sends for a preemption."""
+    # SIGTERM goes to the job steps, the signal of `sbatch --signal` to the steps or, with `B:`, to the batch shell only:
+    # https://slurm.schedmd.com/preempt.html and https://slurm.schedmd.com/sbatch.html#OPT_signal
+    at, to_batch = time.time(), target.signal != "TERM" and target.spec.slurm.signal_to == "batch"
+    client.signal(target.job_id, target.signal, target.environ, batch_only=to_batch)
+    return Injection(
+        f"sent SIG{target.signal} to the job's {'batch shell' if to_batch else 'steps'}, as Slurm does for a preemption",
+        at,
+    )
 
 
-def _wait_for_limit(scene: Scene) -> Deed:  # noqa: ARG001  every fault's signature
-    return Deed("the job's time limit is a minute; Slurm looks at limits every 30 s")
+def _wait_for_limit(target: Target) -> Injection:  # noqa: ARG001  the signature of every fault
+    return Injection("waiting for the job's time limit (`resources.time_limit_min`), which Slurm checks every 30 s")
 
 
-def _kill_worker(scene: Scene) -> Deed:
-    return _hand(scene, "kill", "worker", scene.node)
+def _kill_worker(target: Target) -> Injection:
+    return _inject_on_node(target, "kill", "worker", target.node)
 
 
-def _kill_agent(scene: Scene) -> Deed:
-    """Kill what started a node's workers: our agent, torchrun; or srun, which stands on the batch host."""
-    is_srun = scene.spec.launcher == "srun"
-    return _hand(scene, "kill", "srun" if is_srun else "agent", scene.nodes[0] if is_srun else scene.node)
+def _kill_agent(target: Target) -> Injection:
+    """Kill the process that started a node's workers: our agent, torchrun, or srun, which runs on the batch host."""
+    is_srun = target.spec.launcher == "srun"
+    return _inject_on_node(target, "kill", "srun" if is_srun else "agent", target.nodes[0] if is_srun else target.node)
 
 
-def _hang(scene: Scene) -> Deed:
-    return _hand(scene, "freeze", "worker", scene.node)
+def _hang(target: Target) -> Injection:
+    return _inject_on_node(target, "freeze", "worker", target.node)
 
 
-def _slow_rank(scene: Scene) -> Deed:
-    return _hand(scene, "stutter", "worker", scene.node)
+def _slow_rank(target: Target) -> Injection:
+    return _inject_on_node(target, "stutter", "worker", target.node)
 
 
-def _fill_disk(scene: Scene) -> Deed:
-    """Forbid the run to write checkpoints until it has noticed: what a user can do of a full disk on a shared one."""
-    writing = next(iter(scene.run.checkpoints.glob("attempt-*.writing")), scene.run.checkpoints)
+def _fill_disk(target: Target) -> Injection:
+    """Make the checkpoint directory read-only until a save fails: a user cannot fill a shared disk."""
+    writing = next(iter(target.run.checkpoints.glob("attempt-*.writing")), target.run.checkpoints)
     mode, at = writing.stat().st_mode, time.time()
     writing.chmod(0o500)
     try:
         deadline = time.monotonic() + DISK_PATIENCE_S
-        while (progress := read_progress(scene.run)) is None or progress.save_error is None:
-            if time.monotonic() > deadline or scene.run.done.exists():
+        while (progress := read_progress(target.run)) is None or progress.save_error is None:
+            if time.monotonic() > deadline or target.run.done.exists():
                 raise ConfigError(
-                    f"{writing} was made read-only, but no save failed. Is this user root, whom that does not stop?"
+                    f"The drill made {writing} read-only, but no save failed within {DISK_PATIENCE_S:.0f} s. Root may write all the "
+                    "same: run the drill as another user."
                 )
             time.sleep(0.05)
     finally:
         writing.chmod(mode)
-    return Deed(f"no checkpoint could be written for {time.time() - at:.1f} s ({progress.save_error})", at)
+    return Injection(f"made {writing} read-only for {time.time() - at:.1f} s ({progress.save_error})", at)
 
 
 FAULTS: Mapping[str, Fault] = {
     "preempt": Fault(
-        told="the job is told to make room",
-        inflict=_preempt,
-        by_hand="Preempt job {job_id} now: submit a job that needs {nodes} to a partition or QOS that goes before",
+        description="Slurm preempts the job",
+        inject=_preempt,
+        by_hand="Preempt job {job_id} now: submit a job that needs {nodes} to a partition or QOS that preempts its own",
         is_graceful=True,
     ),
     "timeout": Fault(
-        told="the job's time limit comes near, more than once",
-        inflict=_wait_for_limit,
-        settings=("resources.time_limit_min=2", "slurm.signal_lead_s=30"),  # Slurm may warn a minute earlier
+        description="the job reaches its time limit, more than once",
+        inject=_wait_for_limit,
+        # Slurm may send its signal up to 60 s earlier: https://slurm.schedmd.com/sbatch.html#OPT_signal
+        settings=("resources.time_limit_min=2", "slurm.signal_lead_s=30"),
         train_settings=("train.max_steps=4000", "train.epochs=200"),
         is_graceful=True,
     ),
-    "kill-worker": Fault(told="a worker is killed", inflict=_kill_worker),
-    "kill-agent": Fault(told="what starts a node's workers is killed", inflict=_kill_agent),
-    "kill-node": Fault(told="a node loses its power", by_hand="Cut the power of {node} now"),
-    "cut-network": Fault(told="a node loses its network", by_hand="Cut the network of {node} now"),
-    "hang": Fault(told="a worker stands still", inflict=_hang, settings=("restart.hang_timeout_s=15",)),
+    "kill-worker": Fault(description="a worker is killed", inject=_kill_worker),
+    "kill-agent": Fault(
+        description="the agent, torchrun or srun that started a node's workers is killed", inject=_kill_agent
+    ),
+    "kill-node": Fault(description="a node loses power", by_hand="Cut the power of {node} now"),
+    "cut-network": Fault(description="a node loses its network", by_hand="Cut the network of {node} now"),
+    "hang": Fault(description="a worker hangs", inject=_hang, settings=("restart.hang_timeout_s=15",)),
     "disk-full": Fault(
-        told="no checkpoint can be written for a while",
-        inflict=_fill_disk,
-        by_hand="Fill the disk under {run} now, and free it again when `ddp-hpc status {run}` says that a save failed",
+        description="checkpoints cannot be written for a while",
+        inject=_fill_disk,
+        by_hand="Fill the disk under {run} now, and free it again when `ddp-hpc status {run}` shows a failed save",
         restarts=False,
     ),
     "slow-rank": Fault(
-        told="a worker stands still now and then",
-        inflict=_slow_rank,
+        description="a worker is slow: it is suspended for a moment, several times",
+        inject=_slow_rank,
         settings=("restart.hang_timeout_s=30",),
         restarts=False,
     ),

@@ -16,7 +16,7 @@ DOORS: dict[str, set[str]] = {
     "os.environ": {
         "api.py",
         "cli/__init__.py",
-        "drill/hand.py",
+        "drill/injector.py",
         "job/agent.py",
         "job/spawned.py",
         "job/supervisor.py",
@@ -40,7 +40,7 @@ DOORS: dict[str, set[str]] = {
     "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec.py"},
     "signal": {
         "processes.py",
-        "drill/hand.py",
+        "drill/injector.py",
         "failure_reports.py",
         "job/agent.py",
         "submission/local.py",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from ddp_hpc.checkpoint_store import committed_steps
-from ddp_hpc.drill import course
+from ddp_hpc.drill import scenario
 from ddp_hpc.drill.faults import FAULTS as DRILLED
 from ddp_hpc.records import read_attempts, read_queued_job
 from ddp_hpc.run_dir import RunDir
@@ -53,8 +53,8 @@ def unbroken(cluster: Cluster) -> Callable[[str], RunDir]:
 
 
 def submit(login: LoginNode, name: str, *words: str, timeout: float = 300) -> RunDir:
-    shutil.copy(course.CONFIG, login.folder)
-    argv = ["submit", course.CONFIG.name, f"name={name}", "--cluster", "slurm", "train.record_samples=true", *words]
+    shutil.copy(scenario.CONFIG, login.folder)
+    argv = ["submit", scenario.CONFIG.name, f"name={name}", "--cluster", "slurm", "train.record_samples=true", *words]
     done = login.type(*argv, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr + login.console(name)
     return login.run(name)
@@ -85,7 +85,7 @@ def test_a_run_survives(
 
 def hand(deed: str, kind: str) -> Callable[[LoginNode, RunDir, str], None]:
     def act(login: LoginNode, run: RunDir, node: str) -> None:
-        argv = [sys.executable, "-m", "ddp_hpc.drill.hand", str(run.path), deed, kind]
+        argv = [sys.executable, "-m", "ddp_hpc.drill.injector", str(run.path), deed, kind]
         login.cluster.run(*argv, node=node, check=False)  # it may be gone already
 
     return act

@@ -47,5 +47,5 @@ def test_a_run_that_does_not_come_back_fails_its_drill_with_what_is_known(login:
     code, report, _ = drill(login, "kill-worker", *QUICK, *ways_back)
 
     assert (code, report.get("verdict")) == (1, "FAIL")
-    assert "has no job any more" in str(report["reason"])
+    assert "Slurm has no job of" in str(report["reason"])
     assert "killed by SIGKILL" in str(report["reason"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.drill.hand import Seen
+from ddp_hpc.drill.injector import NodeProcess
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.ledger import Cause, Ending
 from ddp_hpc.records import End, record_end, record_start
@@ -44,16 +44,16 @@ def test_a_runs_processes_are_told_apart_by_what_they_are() -> None:
     run = "/runs/digits"
     agent = ["python", "-m", "ddp_hpc.job.agent", run, "0"]
     seen = [
-        Seen(1, 0, ["/sbin/init"]),
-        Seen(10, 1, ["/bin/bash", "/var/spool/slurmd/job00012/slurm_script"]),
-        Seen(11, 10, ["python", "-m", "ddp_hpc.job.supervisor", run, "--cluster", "slurm"]),
-        Seen(12, 11, ["srun", "--nodes=2", *agent]),
-        Seen(13, 12, ["srun", "--nodes=2", *agent]),
-        Seen(20, 1, agent),
-        Seen(21, 20, agent),
-        Seen(22, 21, agent),
-        Seen(30, 1, ["/bin/bash", "/var/spool/slurmd/job00013/slurm_script"]),
-        Seen(31, 1, ["python", "-m", "ddp_hpc.job.agent", "/runs/other", "0"]),
+        NodeProcess(1, 0, ["/sbin/init"]),
+        NodeProcess(10, 1, ["/bin/bash", "/var/spool/slurmd/job00012/slurm_script"]),
+        NodeProcess(11, 10, ["python", "-m", "ddp_hpc.job.supervisor", run, "--cluster", "slurm"]),
+        NodeProcess(12, 11, ["srun", "--nodes=2", *agent]),
+        NodeProcess(13, 12, ["srun", "--nodes=2", *agent]),
+        NodeProcess(20, 1, agent),
+        NodeProcess(21, 20, agent),
+        NodeProcess(22, 21, agent),
+        NodeProcess(30, 1, ["/bin/bash", "/var/spool/slurmd/job00013/slurm_script"]),
+        NodeProcess(31, 1, ["python", "-m", "ddp_hpc.job.agent", "/runs/other", "0"]),
     ]
 
     found = processes_of(seen, run, "12")

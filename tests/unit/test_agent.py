@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ddp_hpc import exit_codes, processes
-from ddp_hpc.drill.hand import Seen
+from ddp_hpc.drill.injector import NodeProcess
 from ddp_hpc.failure_reports import first_failure, read_failures
 from ddp_hpc.job.workers import ByAgents
 from ddp_hpc.run_dir import RunDir
@@ -143,7 +143,7 @@ def test_workers_that_must_not_be_forked_are_processes_that_import_everything_th
     workers.begin(0, None)
     first = pids(run, 0)
     agents = {psutil.Process(pid).ppid() for pid in first.values()}
-    modules = {Seen(pid, 0, psutil.Process(pid).cmdline()).module for pid in first.values()}
+    modules = {NodeProcess(pid, 0, psutil.Process(pid).cmdline()).module for pid in first.values()}
     os.kill(first[0], signal.SIGKILL)
     after_the_kill = await_news(workers)
     workers.begin(1, None)

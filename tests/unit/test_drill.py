@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.drill.checks import DrillOutcome, check
 from ddp_hpc.drill.faults import FAULTS
-from ddp_hpc.drill.hand import Seen, sort_out
-from ddp_hpc.drill.verdict import Found, check
+from ddp_hpc.drill.injector import NodeProcess, processes_by_kind
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.samples import Step, Taken, read_taken
 
 RUN = "/share/runs/drill"
 STEPS = {1: Step(1, [0, 1]), 2: Step(1, [2, 3]), 3: Step(2, [0, 2])}
-SURVIVED = Found(
+SURVIVED = DrillOutcome(
     is_graceful=False,
     restarts=True,
     every_steps=10,
@@ -52,11 +52,11 @@ def test_each_check_can_fail(changed: dict[str, Any], broken: str) -> None:
     assert [one.name for one in check(found) if not one.is_good] == [broken]
 
 
-def python(pid: int, parent: int, module: str, *words: str) -> Seen:
-    return Seen(pid, parent, ["/usr/bin/python3", "-u", "-m", module, *words])
+def python(pid: int, parent: int, module: str, *words: str) -> NodeProcess:
+    return NodeProcess(pid, parent, ["/usr/bin/python3", "-u", "-m", module, *words])
 
 
-SRUN = [Seen(10, 9, ["srun", "-N2", "python", RUN]), Seen(11, 10, ["srun", "-N2", "python", RUN])]
+SRUN = [NodeProcess(10, 9, ["srun", "-N2", "python", RUN]), NodeProcess(11, 10, ["srun", "-N2", "python", RUN])]
 AGENT = [
     python(20, 2, "ddp_hpc.job.agent", RUN),
     *(python(pid, 20, "ddp_hpc.job.agent", RUN) for pid in (21, 22)),
@@ -70,10 +70,10 @@ TORCHRUN = [
 TASKS = [python(41, 2, "ddp_hpc.job.task", RUN), python(42, 3, "ddp_hpc.job.task", RUN)]
 OTHERS = [
     python(50, 2, "ddp_hpc.job.agent", "/share/runs/other"),
-    python(51, 2, "ddp_hpc.drill.hand", RUN),
+    python(51, 2, "ddp_hpc.drill.injector", RUN),
     python(52, 2, "ddp_hpc.job.supervisor", RUN),
-    Seen(53, 2, ["bash", "-c", RUN]),
-    Seen(54, 2, []),
+    NodeProcess(53, 2, ["bash", "-c", RUN]),
+    NodeProcess(54, 2, []),
 ]
 
 
@@ -87,11 +87,11 @@ OTHERS = [
     ],
     ids=["agent", "torchrun", "srun", "others"],
 )
-def test_processes_of_a_run_are_told_apart(seen: list[Seen], found: dict[str, list[int]]) -> None:
-    assert sort_out([*seen, *OTHERS], RUN) == found
+def test_processes_of_a_run_are_told_apart(seen: list[NodeProcess], found: dict[str, list[int]]) -> None:
+    assert processes_by_kind([*seen, *OTHERS], RUN) == found
 
 
-@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if fault.inflict is None])
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if fault.inject is None])
 def test_what_takes_an_administrator_says_so(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["drill", fault])
 

@@ -23,14 +23,16 @@ from ddp_hpc.watch.find import find_run
 
 if TYPE_CHECKING:
     from ddp_hpc.config import Resolved
-    from ddp_hpc.drill.course import Plan, Report
+    from ddp_hpc.drill.scenario import Plan, Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     from ddp_hpc.drill.faults import FAULTS
 
-    parser.add_argument("fault", choices=FAULTS, help="; ".join(f"{name}: {one.told}" for name, one in FAULTS.items()))
+    parser.add_argument(
+        "fault", choices=FAULTS, help="; ".join(f"{name}: {one.description}" for name, one in FAULTS.items())
+    )
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over all others")
     parser.add_argument("--config", type=Path, help="a configuration of yours, of a run of a minute or more")
     parser.add_argument(
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Do it, and say how it went."""
-    from ddp_hpc.drill.course import drill
+    from ddp_hpc.drill.scenario import drill
 
     out = sys.stderr if args.json else sys.stdout
     report = drill(_plan(args, environment), environment, lambda text: print(text, file=out, flush=True))
@@ -66,13 +68,13 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
-    from ddp_hpc.drill.course import Plan
     from ddp_hpc.drill.faults import FAULTS
+    from ddp_hpc.drill.scenario import Plan
 
     fault = FAULTS[args.fault]
-    if fault.inflict is None and not args.by_hand:
+    if fault.inject is None and not args.by_hand:
         raise ConfigError(
-            f"{args.fault!r} takes an administrator: {fault.told}. With `--by-hand`, this command says when and where, "
+            f"{args.fault!r} takes an administrator: {fault.description}. With `--by-hand`, this command says when and where, "
             "waits for it, and goes on."
         )
     if args.by_hand and not fault.by_hand:
@@ -80,15 +82,15 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
     name = f"drill-{args.fault}-{time.strftime('%m%d-%H%M%S')}"
     common = [f"name={name}", "train.record_samples=true", *fault.train_settings]
     slower = ["recipe.args.sample_s=0.05"] if args.by_hand and args.config is None else []  # time for a person
-    hit = _resolve(args, [*common, *fault.settings, *slower], environment)
-    unbroken_name = f"name={hit.spec.name}-unbroken"
+    faulty = _resolve(args, [*common, *fault.settings, *slower], environment)
+    unbroken_name = f"name={faulty.spec.name}-unbroken"
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     unbroken = (
         find_run(args.unbroken, runs_dir) if args.unbroken else _resolve(args, common, environment, unbroken_name)
     )
     return Plan(
         fault=args.fault,
-        hit=hit,
+        faulty=faulty,
         unbroken=unbroken,
         import_paths=[Path.cwd(), *([args.config.absolute().parent] if args.config else [])],
         by_hand=args.by_hand,
@@ -100,7 +102,7 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
 
 def _resolve(args: argparse.Namespace, settings: list[str], environment: Mapping[str, str], *last: str) -> Resolved:
     from ddp_hpc.config import resolve
-    from ddp_hpc.drill.course import CONFIG
+    from ddp_hpc.drill.scenario import CONFIG
 
     here = runs_dir_setting(args.runs_dir)
     return resolve(args.config or CONFIG, [*settings, *args.settings, *here, *last], environment, site=args.site)

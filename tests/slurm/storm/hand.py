@@ -17,15 +17,15 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hpc.drill.hand import Seen, look, sort_out
+from ddp_hpc.drill.injector import NodeProcess, list_processes, processes_by_kind
 
 SUPERVISOR = "ddp_hpc.job.supervisor"
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "freeze": signal.SIGSTOP}
 
 
-def processes_of(seen: Sequence[Seen], run_path: str, job_id: str) -> Mapping[str, list[int]]:
+def processes_of(seen: Sequence[NodeProcess], run_path: str, job_id: str) -> Mapping[str, list[int]]:
     """Return the processes of a run by what they are."""
-    found = sort_out(seen, run_path)
+    found = processes_by_kind(seen, run_path)
     ours = [one for one in seen if run_path in one.argv]
     loaders = [one for one in ours if one.parent in found["worker"]]
     shells = [one for one in seen if any(Path(word).parent.name == f"job{int(job_id):05d}" for word in one.argv)]
@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> None:
         wake(int(words[1]), float(words[2]))
         return
     run_path, job_id, deed, kind, chance = words
-    seen = [one for one in look() if one.argv]
+    seen = [one for one in list_processes() if one.argv]
     pids = processes_of(seen, run_path, job_id)[kind]
     done = None
     if pids:

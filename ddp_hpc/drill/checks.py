@@ -1,0 +1,87 @@
+"""Checks whether a run survived a fault. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddp_hpc.watch.samples import Taken, used_twice
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillOutcome:
+    """What the two runs of a drill recorded."""
+
+    is_graceful: bool
+    restarts: bool
+    every_steps: int
+    """`checkpoint.every_steps` of the run with the fault."""
+    more_attempts: int
+    """Attempts that began after the fault."""
+    digest: str
+    unbroken_digest: str
+    taken: Taken
+    unbroken_taken: Taken
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition that must hold."""
+
+    name: str
+    is_good: bool
+    told: str
+    """What was measured. The name is a key of `drill --json`."""
+
+
+def check(outcome: DrillOutcome) -> list[Check]:
+    """Return all checks, those that hold and those that do not."""
+    return [*_restarts(outcome), *_losses(outcome), _digest(outcome), _samples(outcome)]
+
+
+def _restarts(outcome: DrillOutcome) -> Iterator[Check]:
+    is_good = bool(outcome.more_attempts) == outcome.restarts
+    yield Check(
+        "starts again" if outcome.restarts else "goes on",
+        is_good,
+        f"{outcome.more_attempts} attempts began after the fault",
+    )
+
+
+def _losses(outcome: DrillOutcome) -> Iterator[Check]:
+    lost = outcome.taken.num_repeated
+    # Twice the interval: the newest save may not have been committed yet when the fault came.
+    may_lose = 0 if outcome.is_graceful or not outcome.restarts else 2 * outcome.every_steps
+    yield Check("lost steps", lost <= may_lose, f"{lost} lost, at most {may_lose} allowed")
+
+
+def _digest(outcome: DrillOutcome) -> Check:
+    is_same = outcome.digest == outcome.unbroken_digest
+    text = (
+        outcome.digest
+        if is_same
+        else f"the digest is {outcome.digest}, that of the unbroken run is {outcome.unbroken_digest}"
+    )
+    return Check("same bits", is_same, text)
+
+
+def _samples(outcome: DrillOutcome) -> Check:
+    mine, others = outcome.taken.steps, outcome.unbroken_taken.steps
+    twice = used_twice(outcome.taken)
+    other = [step for step in sorted({*mine, *others}) if mine.get(step) != others.get(step)]
+    if not others:
+        return Check(
+            "each sample once", False, "the unbroken run has no record of its samples (`train.record_samples`)"
+        )
+    if twice or other:
+        return Check(
+            "each sample once",
+            False,
+            f"used twice (epoch, sample): {_few(twice)}; steps with other samples than the unbroken run: {_few(other)}",
+        )
+    return Check("each sample once", True, f"checked in {len(mine)} steps")
+
+
+def _few(items: Sequence[object]) -> str:
+    shown = ", ".join(map(str, items[:3])) or "none"
+    return shown if len(items) <= 3 else f"{shown} and {len(items) - 3} more"
