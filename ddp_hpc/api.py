@@ -23,7 +23,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import AUTO, backend_of, choose_backend, load_backend
 from ddp_hpc.submission.removal import put_aside
-from ddp_hpc.watch.logs import Choice, read_lines
+from ddp_hpc.watch.logs import LogSelection, read_lines
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, State, read_status
 
@@ -83,7 +83,7 @@ class Job:
         Raises:
             ConfigError: where there is no such attempt or rank.
         """
-        return read_lines(self.run, Choice(rank=rank, attempt=attempt))
+        return read_lines(self.run, LogSelection(rank=rank, attempt=attempt))
 
     def stop(self) -> None:
         """Ask the run to commit a checkpoint and leave; `wait` returns once it has. Submit it again to go on.

@@ -10,7 +10,7 @@ from ddp_hpc.cli.standing import rate, steps
 from ddp_hpc.cli.words import number, numbers
 from ddp_hpc.rereading import await_news
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.follow import Look, follow
+from ddp_hpc.watch.follow import FollowUpdate, follow
 from ddp_hpc.watch.metrics import numbers_of
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus
@@ -42,7 +42,9 @@ def show(
         show_lines(looks, out, clock=time.monotonic)
 
 
-def _calling(on_waiting: Callable[[], object], looks: Iterable[Look], *, clock: Callable[[], float]) -> Iterator[Look]:
+def _calling(
+    on_waiting: Callable[[], object], looks: Iterable[FollowUpdate], *, clock: Callable[[], float]
+) -> Iterator[FollowUpdate]:
     pause, last = WAITING_INTERVALS_S[0], clock()
     for look in looks:
         if look.status.state != "waiting" or look.status.attempt is None:
@@ -53,7 +55,7 @@ def _calling(on_waiting: Callable[[], object], looks: Iterable[Look], *, clock: 
         yield look
 
 
-def show_lines(looks: Iterable[Look], out: TextIO, *, clock: Callable[[], float]) -> None:
+def show_lines(looks: Iterable[FollowUpdate], out: TextIO, *, clock: Callable[[], float]) -> None:
     """Print a line when the state changes, every few seconds when the step does, and for every evaluation."""
     told: RunStatus | None = None
     told_at = 0.0

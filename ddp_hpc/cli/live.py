@@ -15,11 +15,11 @@ from ddp_hpc.cli.attach import evaluation
 from ddp_hpc.cli.standing import rate, steps
 from ddp_hpc.cli.terminal import unguarded, visible
 from ddp_hpc.cli.words import number, numbers
-from ddp_hpc.watch.follow import Look
+from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import RunStatus
 
 
-def show_live(looks: Iterable[Look], out: TextIO) -> None:
+def show_live(looks: Iterable[FollowUpdate], out: TextIO) -> None:
     """Redraw a bar and the newest numbers until the looks end; evaluations stay as lines above."""
     console = Console(file=unguarded(out), highlight=False)
     with Live(console=console, auto_refresh=False, transient=True) as live:

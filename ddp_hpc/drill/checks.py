@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.watch.samples import Taken, used_twice
+from ddp_hpc.watch.samples import StepsTaken, used_twice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class DrillOutcome:
     """Attempts that began after the fault."""
     digest: str
     unbroken_digest: str
-    taken: Taken
-    unbroken_taken: Taken
+    taken: StepsTaken
+    unbroken_taken: StepsTaken
 
 
 @dataclass(frozen=True)

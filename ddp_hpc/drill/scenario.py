@@ -20,7 +20,7 @@ from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.watch.checkpoints import choose_step, digest
-from ddp_hpc.watch.samples import read_taken
+from ddp_hpc.watch.samples import read_steps_taken
 
 T = TypeVar("T")
 CONFIG = Path(__file__).with_name("drill.yaml")
@@ -226,7 +226,7 @@ class _Scenario:
     def compare(self, report: Report) -> None:
         """Compare the two runs, once both have finished."""
         self._await("the end of the unbroken run", self.unbroken.done.exists, run=self.unbroken)
-        fault, taken = FAULTS[self.plan.fault], read_taken(self.run)
+        fault, taken = FAULTS[self.plan.fault], read_steps_taken(self.run)
         report.lost_steps = taken.num_repeated
         report.checks = check(
             DrillOutcome(
@@ -237,7 +237,7 @@ class _Scenario:
                 digest=digest(self.run, choose_step(self.run, None)),
                 unbroken_digest=digest(self.unbroken, choose_step(self.unbroken, None)),
                 taken=taken,
-                unbroken_taken=read_taken(self.unbroken),
+                unbroken_taken=read_steps_taken(self.unbroken),
             )
         )
         bad = [one for one in report.checks if not one.is_good]

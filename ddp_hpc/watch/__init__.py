@@ -1,1 +1,1 @@
-"""Anywhere, reading: run directories are read, nothing is changed."""
+"""Reads run directories, on any host, and changes nothing in them."""

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, and whether they hold."""
+"""Lists the checkpoints of a run, and verifies them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class CheckpointInfo:
     path: str
     num_bytes: int | None
     world_size: int | None
-    """Workers that wrote it."""
+    """Number of workers that wrote it."""
     committed_at: float | None
     metrics: Mapping[str, float]
-    """The evaluation made at this step, where there was one."""
+    """Metrics of the evaluation at this step; empty if there was none."""
     problem: str | None
-    """Why it does not hold, or cannot be read now; always None for what was not looked at."""
+    """Why it is damaged, or cannot be read now; None also for what was not checked."""
 
 
 def list_checkpoints(run: RunDir, *, verify: bool) -> list[CheckpointInfo]:
@@ -36,7 +36,11 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
     try:
         manifest = checkpoint_store.verify(path) if verify else checkpoint_store.read_manifest(path)
         committed_at = (path / checkpoint_store.MANIFEST).stat().st_mtime
-    except (CorruptCheckpointError, UnreadableError, OSError) as error:  # the latter two: pruned while we looked, too
+    except (
+        CorruptCheckpointError,
+        UnreadableError,
+        OSError,
+    ) as error:  # the last two also when the run deletes it meanwhile
         return CheckpointInfo(
             step=step,
             path=str(path),
@@ -62,16 +66,18 @@ def _steps(run: RunDir) -> list[int]:
 
 
 def choose_step(run: RunDir, step: int | None) -> int:
-    """Return `step`, or the newest, if there is a checkpoint of it.
+    """Return `step`, or the newest step, if it has a checkpoint.
 
     Raises:
-        ConfigError: where there is not.
+        ConfigError: if it has none.
     """
     steps = _steps(run)
     if not steps:
         raise ConfigError(f"Run {run.name!r} has no committed checkpoint yet. Look at `ddp-hpc status {run.name}`.")
     if step is not None and step not in steps:
-        raise ConfigError(f"Run {run.name!r} has no checkpoint of step {step}. It has {', '.join(map(str, steps))}.")
+        raise ConfigError(
+            f"Run {run.name!r} has no checkpoint of step {step}. Steps with a checkpoint: {', '.join(map(str, steps))}."
+        )
     return steps[-1] if step is None else step
 
 

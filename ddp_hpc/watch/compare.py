@@ -1,4 +1,4 @@
-"""Runs beside each other: which of them, in what order, and by which keys their configurations differ."""
+"""Compares runs: filters and sorts them, and finds the keys in which their configurations differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import RunStatus, State
 
 _OWN_KEYS = frozenset({"name", "runs_dir"})
-"""Keys that differ from run to run anyhow."""
+"""Keys that differ between any two runs, and say nothing about the training."""
 _STATES = tuple(word for arm in get_args(State) for word in (get_args(arm) or (arm,)))
 _COLUMNS: Mapping[str, Callable[[RunStatus], Any]] = {
     "name": lambda status: status.run,
@@ -28,41 +28,41 @@ _COLUMNS: Mapping[str, Callable[[RunStatus], Any]] = {
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedRun:
     """A run's status, and its configuration."""
 
     status: RunStatus
     values: Mapping[str, Any]
-    """Key -> value; empty where the configuration cannot be read."""
+    """Key -> value; empty if the configuration cannot be read."""
 
 
-def values_of(run: RunDir) -> dict[str, Any]:
-    """Return a run's configuration, key by key; nothing where it cannot be read."""
+def config_values(run: RunDir) -> dict[str, Any]:
+    """Return a run's configuration, key by key; empty if it cannot be read."""
     try:
         return flat(load_resolved(run.config))
     except ConfigError:
         return {}
 
 
-def chosen(runs: Sequence[Listed], conditions: Sequence[str]) -> list[Listed]:
+def filter_runs(runs: Sequence[ListedRun], conditions: Sequence[str]) -> list[ListedRun]:
     """Return the runs that meet all conditions: `state=running`, `train.lr=0.1`.
 
     Raises:
-        ConfigError: where a condition names neither a state nor a key.
+        ConfigError: if a condition names neither a state nor a key.
     """
     tests = [_test(condition) for condition in conditions]
     return [run for run in runs if all(test(run) for test in tests)]
 
 
-def _test(condition: str) -> Callable[[Listed], bool]:
+def _test(condition: str) -> Callable[[ListedRun], bool]:
     name, equals, text = condition.partition("=")
     if not equals:
         raise ConfigError(
-            f"`--filter {condition}` is no condition: write KEY=VALUE or state=STATE, such as `train.lr=0.1`."
+            f"`--filter {condition}` is not a condition. Write KEY=VALUE or state=STATE, such as `train.lr=0.1`."
         )
     if name == "state":
         if text not in _STATES:
-            raise ConfigError(f"`--filter {condition}` names no state. States: {', '.join(_STATES)}.")
+            raise ConfigError(f"`--filter {condition}` names an unknown state. The states are {', '.join(_STATES)}.")
         return lambda run: run.status.state == text
     key = key_of(name)
     if key is None:
@@ -75,21 +75,21 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def in_order(runs: Sequence[Listed], by: str, *, is_reversed: bool) -> list[Listed]:
-    """Return the runs by a column, a metric of their evaluation or a key; those that have none at the end.
+def sort_runs(runs: Sequence[ListedRun], by: str, *, is_reversed: bool) -> list[ListedRun]:
+    """Return the runs, sorted by a column, an evaluation metric or a key; those without a value come last.
 
     Raises:
-        ConfigError: where there is no such thing.
+        ConfigError: if `by` is none of these.
     """
     is_metric = any(by in run.status.metrics for run in runs)
     if by not in _COLUMNS and not is_metric and key_of(by) is None:
         metrics = sorted({name for run in runs for name in run.status.metrics})
         raise ConfigError(
-            f"`--sort {by}` names nothing to sort by: take one of {', '.join([*_COLUMNS, *metrics])}, or a key such as "
+            f"`--sort {by}` names no column, metric or key. Use one of {', '.join([*_COLUMNS, *metrics])}, or a key such as "
             "`train.lr`."
         )
 
-    def value(run: Listed) -> Any:
+    def value(run: ListedRun) -> Any:
         if by in _COLUMNS:
             return _COLUMNS[by](run.status)
         return run.status.metrics.get(by) if is_metric else run.values.get(by)
@@ -100,7 +100,7 @@ def in_order(runs: Sequence[Listed], by: str, *, is_reversed: bool) -> list[List
     return [*ordered, *(run for run in runs if value(run) is None)]
 
 
-def differing(runs: Sequence[Listed]) -> list[str]:
+def differing_keys(runs: Sequence[ListedRun]) -> list[str]:
     """Return the keys whose values are not the same in all these runs."""
     known = [run for run in runs if run.values]
     names = dict.fromkeys(name for run in known for name in run.values if name not in _OWN_KEYS)

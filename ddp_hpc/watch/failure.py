@@ -1,4 +1,4 @@
-"""What the first worker to fail left behind: its log, and the last lines of it."""
+"""Finds the log of a failed worker, and reads its last lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TAIL_BYTES = 16 << 10
 
 
 def log_of(run: RunDir, failure: WorkerFailure) -> Path | None:
-    """Return the failure's log where it is still to be found, also if the run directory was moved since."""
+    """Return the log of a failure if it still exists, also when the run directory has been moved."""
     path = Path(failure.log)
     moved = run.attempt_logs(0).parent / path.parent.name / path.name
     return next((candidate for candidate in (path, moved) if candidate.is_file()), None)

@@ -1,4 +1,4 @@
-"""A run as it goes: one look after another, over all its attempts, until it is over."""
+"""Follows a run over all its attempts, until it ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ddp_hpc.watch.status import RunStatus, read_status
 
 
 @dataclass(frozen=True)
-class Look:
-    """Where the run stands, and which evaluations came since the look before."""
+class FollowUpdate:
+    """The status of a run, and its evaluations since the update before."""
 
     status: RunStatus
     evaluations: Sequence[dict[str, Any]]
@@ -29,26 +29,27 @@ def follow(
     clock: Callable[[], float],
     pause: Callable[[Attempt | None], object],
     ask: Ask | None = None,
-) -> Iterator[Look]:
-    """Yield looks at a run from one attempt on, the last one when no other follows.
+) -> Iterator[FollowUpdate]:
+    """Yield updates of a run, beginning with one attempt; the last update is of a run that has ended.
 
-    `pause` is called between them, with the newest attempt.
+    `pause` is called between two updates, with the newest attempt.
     """
     files, metrics = LastRead(), Tail(run.metrics)
     begun = Ledger.read(run).attempt(attempt)
     seen_until = begun.started_at if begun else 0.0
     while True:
-        # First, so that the last look has all evaluations; a file system that does not answer ends no look at a run.
+        # The status is read before the metrics, so that the last update has all evaluations. `patiently` retries while the
+        # file system does not answer.
         status = patiently(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
         lines = patiently(str(run.metrics), metrics.new_lines)
         evaluations = [line for line in lines if _is_evaluation(line) and line["at"] > seen_until]
         seen_until = max([seen_until, *(line["at"] for line in evaluations)])
-        yield Look(status, evaluations)
+        yield FollowUpdate(status, evaluations)
         if not status.is_alive:
             return
         pause(newest_attempt(run, files))
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Tell whether a line is an evaluation as a run writes it; anything may stand in a file that users may edit."""
+    """Tell whether a line is an evaluation that a run wrote; users may edit this file, so a line may be anything."""
     return line.get("kind") == "eval" and all(isinstance(line.get(key), (int, float)) for key in ("at", "step"))

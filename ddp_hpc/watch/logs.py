@@ -1,4 +1,4 @@
-"""A run's log lines, as they are or as they come."""
+"""Reads the log lines of a run, once or as they arrive."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _NUMBER = re.compile(r"(?:attempt|rank)-(\d+)(?:\.log)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Whose lines: the console's of all attempts, or one rank's, or all ranks'."""
+class LogSelection:
+    """Which logs: the console of all attempts, one rank, or all ranks."""
 
     rank: int | None = None
     all_ranks: bool = False
     attempt: int | None = None
-    """One attempt only; without a rank, its rank zero."""
+    """Only this attempt; rank zero unless a rank is named."""
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """One file of lines, with what stands before each and above all of them."""
+    """One log file, with a prefix for each line and a header above them."""
 
     path: Path
     prefix: str = ""
@@ -35,39 +35,39 @@ class LogFile:
 
 @dataclass
 class _Reader:
-    """Reads whole lines where it left off."""
+    """Reads the whole lines that were added since the last read."""
 
     file: LogFile
-    is_drawn: bool
+    only_final_text: bool
     offset: int = 0
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
         with self.file.path.open("rb") as stream:
-            if stream.seek(0, os.SEEK_END) < self.offset:  # the file was cut
+            if stream.seek(0, os.SEEK_END) < self.offset:  # somebody truncated the file
                 self.offset = 0
             stream.seek(self.offset)
             for raw in stream:
                 if not raw.endswith(b"\n") and not is_over:
-                    return  # half a line: its rest comes later
+                    return  # an unfinished line: read it when it is complete
                 self.offset += len(raw)
                 line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-                yield self.file.prefix + (line.rpartition("\r")[2] if self.is_drawn else line)
+                yield self.file.prefix + (line.rpartition("\r")[2] if self.only_final_text else line)
 
 
-def log_files(run: RunDir, choice: Choice) -> list[LogFile]:
-    """Return the files of the chosen lines that exist by now, oldest attempt first."""
-    if choice == Choice():
+def log_files(run: RunDir, selection: LogSelection) -> list[LogFile]:
+    """Return the selected files that exist now, the oldest attempt first."""
+    if selection == LogSelection():
         return [LogFile(run.console)] if run.console.exists() else []
-    attempts = _numbers(run.path / "logs", "attempt-*") if choice.attempt is None else [choice.attempt]
+    attempts = _numbers(run.path / "logs", "attempt-*") if selection.attempt is None else [selection.attempt]
     return [
         LogFile(
             run.rank_log(attempt, rank),
-            f"[rank {rank}] " if choice.all_ranks else "",
-            f"==> attempt {attempt} <==" if choice.attempt is None else "",
+            f"[rank {rank}] " if selection.all_ranks else "",
+            f"==> attempt {attempt} <==" if selection.attempt is None else "",
         )
         for attempt in attempts
         for rank in _numbers(run.attempt_logs(attempt), "rank-*.log")
-        if choice.all_ranks or rank == (choice.rank or 0)
+        if selection.all_ranks or rank == (selection.rank or 0)
     ]
 
 
@@ -76,50 +76,54 @@ def _numbers(directory: Path, pattern: str) -> list[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
-def read_lines(run: RunDir, choice: Choice, *, is_drawn: bool = False) -> Iterator[str]:
-    """Yield the chosen lines that there are; of several ranks, one rank after another.
+def read_lines(run: RunDir, selection: LogSelection, *, only_final_text: bool = False) -> Iterator[str]:
+    """Yield the lines of the selected logs, one rank after another.
 
-    `is_drawn`, of a line that was written over and over, as progress bars do by carriage returns, what it was in the end.
+    With `only_final_text`, a line that was overwritten by carriage returns, as progress bars do, is its final text.
 
     Raises:
-        ConfigError: where there is no such log.
+        ConfigError: if there is no such log.
     """
-    if not log_files(run, choice):
-        raise _no_log(run, choice)
-    yield from follow_lines(run, choice, is_over=lambda: True, pause=lambda: None, is_drawn=is_drawn)
+    if not log_files(run, selection):
+        raise _no_log(run, selection)
+    yield from follow_lines(run, selection, is_over=lambda: True, pause=lambda: None, only_final_text=only_final_text)
 
 
 def follow_lines(
     run: RunDir,
-    choice: Choice,
+    selection: LogSelection,
     *,
     is_over: Callable[[], bool],
     pause: Callable[[], None],
-    is_drawn: bool = False,
+    only_final_text: bool = False,
 ) -> Iterator[str]:
-    """Yield the chosen lines and those that are added, until `is_over`; `pause` is called between looks."""
+    """Yield the lines of the selected logs, and those added later, until `is_over`; `pause` is called between reads."""
     readers: dict[Path, _Reader] = {}
     header = ""
     while True:
-        last_look = is_over()  # asked first, so that the last look sees all that was written before
-        for file in log_files(run, choice):
-            reader = readers.setdefault(file.path, _Reader(file, is_drawn))
-            for line in reader.new_lines(is_over=last_look):
+        is_last_read = is_over()  # called first, so that the last read gets all lines written before it
+        for file in log_files(run, selection):
+            reader = readers.setdefault(file.path, _Reader(file, only_final_text))
+            for line in reader.new_lines(is_over=is_last_read):
                 if file.header != header:
                     yield file.header
                     header = file.header
                 yield line
-        if last_look:
+        if is_last_read:
             return
         pause()
 
 
-def _no_log(run: RunDir, choice: Choice) -> ConfigError:
+def _no_log(run: RunDir, selection: LogSelection) -> ConfigError:
     attempts = _numbers(run.path / "logs", "attempt-*")
-    if choice.attempt is not None and choice.attempt not in attempts:
-        told = ", ".join(map(str, attempts)) or "none"
-        return ConfigError(f"Attempt {choice.attempt} of run {run.name!r} has no logs. Attempts with logs: {told}.")
+    if selection.attempt is not None and selection.attempt not in attempts:
+        with_logs = ", ".join(map(str, attempts)) or "none"
+        return ConfigError(
+            f"Attempt {selection.attempt} of run {run.name!r} has no logs. Attempts with logs: {with_logs}."
+        )
     ranks = sorted({rank for attempt in attempts for rank in _numbers(run.attempt_logs(attempt), "rank-*.log")})
-    if choice.rank is not None and ranks:
-        return ConfigError(f"Rank {choice.rank} of run {run.name!r} has no log. Ranks: {', '.join(map(str, ranks))}.")
+    if selection.rank is not None and ranks:
+        return ConfigError(
+            f"Rank {selection.rank} of run {run.name!r} has no log. Ranks: {', '.join(map(str, ranks))}."
+        )
     return ConfigError(f"Run {run.name!r} has no logs yet. Look at `ddp-hpc status {run.name}`.")

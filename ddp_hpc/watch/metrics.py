@@ -1,12 +1,12 @@
-"""The numbers a run wrote on the way."""
+"""The numbers in one line of a run's metrics."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_ABOUT = frozenset({"kind", "step", "epoch", "at"})
+_NOT_METRICS = frozenset({"kind", "step", "epoch", "at"})
 
 
 def numbers_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return a line's numbers, without what says when they were measured."""
-    return {name: value for name, value in line.items() if name not in _ABOUT and isinstance(value, (int, float))}
+    """Return a line's numbers, without the step, epoch and time at which they were measured."""
+    return {name: value for name, value in line.items() if name not in _NOT_METRICS and isinstance(value, (int, float))}

@@ -1,6 +1,8 @@
-"""What Slurm says of jobs, asked seldom: one squeue a user at a time, kept in a file for all who look.
+"""Asks Slurm about jobs, as seldom as possible.
 
-A running job is read from its run directory; Slurm is asked only for those that wait, or are silent.
+Slurm is asked only about jobs that are pending or have written nothing for a while; a running job is read from its run
+directory. All processes of a user on a host share one answer of squeue, in a cache file. A squeue by many users at once
+slows down the controller: https://slurm.schedmd.com/squeue.html#SECTION_PERFORMANCE.
 """
 
 from __future__ import annotations
@@ -17,23 +19,23 @@ from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.slurm import states
 
 FRESH_S = 30.0
-"""An answer this old is asked for again."""
+"""An older answer is not used."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
-"""After a question without an answer, the next waits: twice as long each time."""
+"""If Slurm does not answer, how long to wait before asking again; doubled each time, up to the second number."""
 UNKNOWN_S = 600.0
-"""For so long, nobody asks again for a job that Slurm does not know."""
+"""How long not to ask again about a job that Slurm does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobWord:
-    """What Slurm says of one job, and when it said so."""
+class QueueStatus:
+    """What Slurm says about one job, and when."""
 
     job_id: str
     state: str | None = None
-    """In Slurm's word; None where it knows no such job, or did not answer."""
+    """As Slurm writes it (`PENDING`); None if Slurm knows no such job, or does not answer."""
     reason: str = ""
     starts_at: float | None = None
-    """While it waits, an estimate."""
+    """When Slurm expects a pending job to start."""
     at: float = 0.0
     source: str = "squeue"
     problem: str = ""
@@ -48,51 +50,58 @@ class JobWord:
         return self.state is not None and states.has_ended(self.state)
 
 
-Ask = Callable[[str, float], JobWord]
-"""(job id, when it was submitted) -> what Slurm says of it."""
+Ask = Callable[[str, float], QueueStatus]
+"""(job id, time of submission) -> what Slurm says about it."""
 
 
 def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
-    """Return a way to ask Slurm about jobs that all processes of this user on this host share."""
+    """Return a function that asks Slurm about a job, through a cache of this user on this host."""
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/nonexistent')}/.cache"
     cache = Path(home) / "ddp_hpc" / "queue.json"
 
-    def ask(job_id: str, submitted_at: float) -> JobWord:
-        with _alone(cache):
-            known = _Known.read(cache)
+    def ask(job_id: str, submitted_at: float) -> QueueStatus:
+        with _locked(cache):
+            known = _Cache.read(cache)
             if known.must_ask(clock(), submitted_at):
                 known = _asked(environ, known, clock())
                 known.write(cache)
-            word = known.word(job_id)
-            if word.state is None and not word.problem and not known.is_unknown(job_id, clock()):
-                word = _of_ended(job_id, environ, clock())
-                if word.has_ended or (word.state is None and not word.problem):
-                    known.ended[job_id] = word
+            status = known.status(job_id)
+            if status.state is None and not status.problem and not known.is_unknown(job_id, clock()):
+                status = _of_ended(job_id, environ, clock())
+                if status.has_ended or (status.state is None and not status.problem):
+                    known.ended[job_id] = status
                     known.write(cache)
-        return word
+        return status
 
     return ask
 
 
 @dataclass
-class _Known:
-    """What the cache holds."""
+class _Cache:
+    """The content of the cache file; its fields are the keys there."""
 
     at: float
-    jobs: dict[str, JobWord]
-    ended: dict[str, JobWord]
-    """Those that Slurm does not know by now, without a state, too."""
+    jobs: dict[str, QueueStatus]
+    ended: dict[str, QueueStatus]
+    """Jobs that squeue does not list any more; without a state, if Slurm does not know them at all."""
     pause_s: float = 0.0
     asked_at: float = 0.0
     problem: str = ""
 
     @classmethod
-    def read(cls, path: Path) -> _Known:
+    def read(cls, path: Path) -> _Cache:
         try:
             record = read_json(path) or {}
-            words = {key: {job: JobWord(**word) for job, word in record[key].items()} for key in ("jobs", "ended")}
+            statuses = {
+                key: {job: QueueStatus(**status) for job, status in record[key].items()} for key in ("jobs", "ended")
+            }
             return cls(
-                record["at"], words["jobs"], words["ended"], record["pause_s"], record["asked_at"], record["problem"]
+                record["at"],
+                statuses["jobs"],
+                statuses["ended"],
+                record["pause_s"],
+                record["asked_at"],
+                record["problem"],
             )
         except (KeyError, TypeError, AttributeError, OSError):
             return cls(0.0, {}, {})
@@ -100,59 +109,66 @@ class _Known:
     def write(self, path: Path) -> None:
         try:
             replace_text(path, json.dumps(asdict(self)), durable=False)
-        except OSError:  # no home, or a full one: ask each time
+        except OSError:  # no home directory, or a full disk: go without the cache
             return
 
     def must_ask(self, now: float, submitted_at: float) -> bool:
-        """Tell whether the answer at hand is too old, or older than the job."""
+        """Tell whether the cached answer is too old, or older than the job."""
         if now - self.asked_at < self.pause_s:
             return False
         return now - self.at >= FRESH_S or self.at < submitted_at
 
     def is_unknown(self, job_id: str, now: float) -> bool:
-        """Tell whether Slurm said not long ago that it knows no such job."""
+        """Tell whether Slurm said recently that it knows no such job."""
         ended = self.ended.get(job_id)
         return ended is not None and ended.state is None and now - ended.at < UNKNOWN_S
 
-    def word(self, job_id: str) -> JobWord:
-        found = self.jobs.get(job_id) or self.ended.get(job_id) or JobWord(job_id=job_id, at=self.at)
-        return JobWord(**{**asdict(found), "problem": self.problem})
+    def status(self, job_id: str) -> QueueStatus:
+        found = self.jobs.get(job_id) or self.ended.get(job_id) or QueueStatus(job_id=job_id, at=self.at)
+        return QueueStatus(**{**asdict(found), "problem": self.problem})
 
 
-def _asked(environ: Mapping[str, str], known: _Known, now: float) -> _Known:
-    """Ask squeue once for all of the user's jobs."""
-    from ddp_hpc.slurm import client  # late: only who asks waits for it
+def _asked(environ: Mapping[str, str], known: _Cache, now: float) -> _Cache:
+    """Ask squeue about all jobs of the user."""
+    from ddp_hpc.slurm import client  # imported here because only a question to Slurm needs it
 
     try:
         entries = client.queue(client.user_name(), environ)
     except (SlurmUnavailableError, ConfigError) as error:
         pause_s = min(max(2 * known.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-        return _Known(known.at, known.jobs, known.ended, pause_s, now, str(error))
+        return _Cache(known.at, known.jobs, known.ended, pause_s, now, str(error))
     jobs = {
-        entry.number: JobWord(
+        entry.number: QueueStatus(
             job_id=entry.number, state=entry.state, reason=entry.reason, starts_at=entry.starts_at, at=now
         )
         for entry in entries
     }
-    return _Known(now, jobs, known.ended, 0.0, now)
+    return _Cache(now, jobs, known.ended, 0.0, now)
 
 
-def _of_ended(job_id: str, environ: Mapping[str, str], now: float) -> JobWord:
-    """Ask for a job that squeue does not list: the controller remembers it for minutes, the database for ever."""
-    from ddp_hpc.slurm import client  # late: only who asks waits for it
+def _of_ended(job_id: str, environ: Mapping[str, str], now: float) -> QueueStatus:
+    """Ask about a job that squeue does not list.
+
+    The controller keeps an ended job for `MinJobAge` seconds (https://slurm.schedmd.com/slurm.conf.html#OPT_MinJobAge),
+    the accounting database for longer.
+    """
+    from ddp_hpc.slurm import client  # imported here because only a question to Slurm needs it
 
     try:
         record = client.job(job_id, environ)
     except (SlurmUnavailableError, ConfigError) as error:
-        return JobWord(job_id=job_id, at=now, problem=str(error))
+        return QueueStatus(job_id=job_id, at=now, problem=str(error))
     if record is None:
-        return JobWord(job_id=job_id, at=now)
-    return JobWord(job_id=job_id, state=record.state, reason=record.reason, at=now, source="scontrol or sacct")
+        return QueueStatus(job_id=job_id, at=now)
+    return QueueStatus(job_id=job_id, state=record.state, reason=record.reason, at=now, source="scontrol or sacct")
 
 
 @contextmanager
-def _alone(cache: Path) -> Iterator[None]:
-    """Hold a lock, so that who looks at the same time shares the answer; go without where there is no place for it."""
+def _locked(cache: Path) -> Iterator[None]:
+    """Hold the lock of the cache, so that processes that ask at the same time share one answer of Slurm.
+
+    Without a lock file, or locks, each of them asks.
+    """
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         lock = cache.with_suffix(".lock").open("w", encoding="utf-8")

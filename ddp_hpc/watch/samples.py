@@ -1,4 +1,4 @@
-"""Which samples each step used, as the ranks wrote down with `train.record_samples`."""
+"""Which samples each step used, as the ranks record with `train.record_samples`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ddp_hpc.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Step:
-    """One step, of all ranks of the newest attempt that took it."""
+    """One step, over all ranks of the newest attempt that took it."""
 
     epoch: int
     samples: Sequence[int]
-    """In order of their numbers."""
+    """Sorted by number."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepsTaken:
     """All steps of a run."""
 
     steps: Mapping[int, Step]
     num_repeated: int
-    """How often a step was taken again: what a death cost."""
+    """How many steps were repeated after a failure."""
 
 
-def read_taken(run: RunDir) -> Taken:
+def read_steps_taken(run: RunDir) -> StepsTaken:
     """Return the steps that a run has taken."""
     by_step: dict[int, tuple[int, int, list[int]]] = {}
     attempts_of: dict[int, set[int]] = {}
@@ -41,7 +41,7 @@ def read_taken(run: RunDir) -> Taken:
         if attempt == by_step[step][0]:
             by_step[step][2].extend(record["samples"])
     steps = {step: Step(epoch, sorted(samples)) for step, (_, epoch, samples) in sorted(by_step.items())}
-    return Taken(steps, sum(len(attempts) - 1 for attempts in attempts_of.values()))
+    return StepsTaken(steps, sum(len(attempts) - 1 for attempts in attempts_of.values()))
 
 
 def _records(run: RunDir) -> list[tuple[int, dict[str, Any]]]:
@@ -52,7 +52,7 @@ def _records(run: RunDir) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def used_twice(taken: Taken) -> list[tuple[int, int]]:
+def used_twice(taken: StepsTaken) -> list[tuple[int, int]]:
     """Return each (epoch, sample) that more than one step of the run has used."""
     uses = Counter((step.epoch, sample) for step in taken.steps.values() for sample in step.samples)
     return sorted(use for use, count in uses.items() if count > 1)

@@ -1,4 +1,4 @@
-"""Where a run stands, told from its directory alone."""
+"""The status of a run, from its directory and, where that is not enough, from Slurm."""
 
 from __future__ import annotations
 
@@ -16,60 +16,61 @@ from ddp_hpc.records import Progress, QueuedJob, read_progress, read_queued_job
 from ddp_hpc.rereading import LastRead
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
-from ddp_hpc.watch.queue import Ask, JobWord
+from ddp_hpc.watch.queue import Ask, QueueStatus
 
 State = Literal[
     "prepared", "waiting", "starting", "running", "stopping", "interrupted", "unknown",
     "finished", "stopped", "failed", "refused", "cancelled", "fenced",
 ]  # fmt: skip
-"""Not started yet: rendered, for plain sbatch. Alive: in Slurm's queue; begun without a step yet; stepping; asked to stop. Not alive: killed without a last word. `unknown`: on
-another host, and silent for long. Or how the newest attempt ended."""
+"""`prepared`: the job script is rendered, for the user's sbatch. `waiting`: in Slurm's queue. `starting`: no step yet.
+`stopping`: asked to stop. `interrupted`: killed before it recorded an end. `unknown`: on another host, and nothing written
+for `SILENCE_S`. Else how the newest attempt ended."""
 
 ALIVE = frozenset({"waiting", "starting", "running", "stopping"})
 SILENCE_S = 120.0
-"""A run on another host that has written nothing for longer may be dead."""
+"""A run on another host that has written nothing for longer may have died."""
 SLURM_SILENCE_S = 20.0
-"""A job that has written nothing for longer is asked about."""
+"""Slurm is asked about a job that has written nothing for longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What the run directory showed at one moment."""
+    """The content of the run directory at one moment."""
 
     attempts: Sequence[Attempt]
     progress: Progress | None
     committed: Sequence[int]
     """Steps with a checkpoint, newest last."""
     is_held: bool | None
-    """Whether a process on this host works on the run; None where the file system cannot tell."""
+    """Whether a process on this host holds the run's lock; None if the file system has no locks."""
     wants_stop: bool
     is_done: bool
     is_rendered: bool = False
-    """Whether a job script lies there."""
+    """Whether the job script exists."""
     host: str
     """This host."""
     now: float
     queued: QueuedJob | None = None
     """The newest job that was submitted."""
-    word: JobWord | None = None
-    """What Slurm says of it; None where it was not asked."""
+    queue_status: QueueStatus | None = None
+    """What Slurm says about that job; None if it was not asked."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether the newest job has begun an attempt, if there is one."""
+        """Whether the newest job has started an attempt; true if there is no job."""
         last = self.attempts[-1] if self.attempts else None
         return self.queued is None or (last is not None and last.attempt >= self.queued.attempt)
 
     @property
     def silent_s(self) -> float | None:
-        """How long nothing was written."""
+        """Seconds since the run last wrote something."""
         written_at = _written_at(self)
         return None if written_at is None else max(0.0, self.now - written_at)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """Where a run stands; the fields are the keys of `status --json`."""
+    """The status of a run; the fields are the keys of `status --json`."""
 
     run: str
     path: str
@@ -85,23 +86,23 @@ class RunStatus:
     loss: float | None
     samples_per_s: float | None
     eta_s: float | None
-    """Seconds to the last step; only of a run that is alive."""
+    """Seconds to the last step, while the run is alive."""
     limit_s: float | None
-    """Seconds to the end of the job's time limit; only of a run that is alive."""
+    """Seconds to the end of the job's time limit, while the run is alive."""
     slurm_state: str | None
-    """In Slurm's word, where it was asked: of a job that waits, is silent, or is gone."""
+    """As Slurm writes it, if it was asked: about a pending job, or one that has written nothing for a while."""
     starts_at: float | None
-    """When Slurm believes that a waiting job starts, in seconds since the epoch."""
+    """When Slurm expects a pending job to start, in seconds since the epoch."""
     metrics: Mapping[str, float]
-    """The newest evaluation's numbers."""
+    """Metrics of the newest evaluation."""
     last_checkpoint: int | None
-    """Step of the newest committed checkpoint: where a resume begins."""
+    """Step of the newest committed checkpoint, from which the run resumes."""
     checkpoint_age_s: float | None
     save_error: str | None
     source: str
-    """Who told: the run directory, or which command of Slurm's."""
+    """Where the state comes from: the run directory, or a command of Slurm."""
     age_s: float | None
-    """Seconds since the newest of what was read was written."""
+    """Age of the newest information that was read."""
 
     @property
     def is_alive(self) -> bool:
@@ -111,18 +112,18 @@ class RunStatus:
 def read_status(
     run: RunDir, *, now: float, host: str | None = None, ask: Ask | None = None, files: LastRead | None = None
 ) -> RunStatus:
-    """Read where a run stands; Slurm is asked, where `ask` can, of a job that waits or has been silent for a while.
+    """Return the status of a run; `ask` asks Slurm about a job that is pending or has written nothing for a while.
 
-    Whoever looks again and again hands in the same `files` each time: what has not changed is not read again.
+    A caller that polls passes the same `files` each time, so that unchanged files are not read again.
     """
     seen = observe(run, now=now, host=host or socket.gethostname(), files=files or LastRead())
-    if ask is not None and seen.queued is not None and _is_for_slurm(seen):
-        seen = replace(seen, word=ask(seen.queued.job_id, seen.queued.at))
+    if ask is not None and seen.queued is not None and _needs_slurm(seen):
+        seen = replace(seen, queue_status=ask(seen.queued.job_id, seen.queued.at))
     return status_of(run, seen)
 
 
-def _is_for_slurm(seen: Observation) -> bool:
-    """Tell whether the run directory alone does not say how the job is."""
+def _needs_slurm(seen: Observation) -> bool:
+    """Tell whether the run directory alone does not give the state of the job."""
     if not seen.has_begun:
         return seen.queued is not None and seen.queued.cancelled_at is None
     last = seen.attempts[-1]
@@ -131,13 +132,13 @@ def _is_for_slurm(seen: Observation) -> bool:
 
 
 def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observation:
-    """Look at the run directory once.
+    """Read the run directory once."""
+    from ddp_hpc import (
+        checkpoint_store,  # imported here: it loads a checksum library, which slows down the start of commands
+    )
 
-    The ledger is read before and after the lock is tried: an attempt that neither look saw end, and that nobody holds
-    in between, is dead.
-    """
-    from ddp_hpc import checkpoint_store  # late: a checksum library, which a plain import of this module need not load
-
+    # The ledger is read before and after the lock is tried. A run may write the end of an attempt and release its lock in
+    # between; only an attempt without an end in both reads, whose lock was free, has died.
     before = files.read(run.attempts, lambda: Ledger.read(run))
     is_held = is_held_here(run, before.newest, host)
     after = files.read(run.attempts, lambda: Ledger.read(run))
@@ -156,7 +157,7 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
 
 
 def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
-    """Return whether a process of this host works on the run; None where that cannot be told."""
+    """Return whether a process of this host works on the run; None if that cannot be found out."""
     try:
         if _is_ours(run.lock):
             return processes.is_locked(run.lock)
@@ -164,23 +165,25 @@ def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
         return False
     except OSError:  # a file system without locks
         return None
-    # Another user's run. Trying its lock would take it for a moment, in which that user could not start the run. And
-    # /proc may hide that user's processes (`hidepid`, proc(5)), so one that is not seen may live all the same.
+    # This is another user's run. To try its lock means to hold it for a moment, in which its owner could not start the
+    # run. So look for the process; /proc may hide it (`hidepid`, https://man7.org/linux/man-pages/man5/proc.5.html), so
+    # that a process which is not found may be alive.
     return True if newest is not None and newest.lives(host) else None
 
 
 def _is_ours(path: Path) -> bool:
-    """Tell whether a file, which nobody but its owner may write, is this user's.
-
-    Where a server maps owners (NFS with `all_squash` or another idmap, SMB), its number does not say so; being let in does.
-    """
+    """Tell whether a file that only its owner may write belongs to this user."""
+    # A file server may map owners (NFS with `all_squash` or idmap, SMB): then the uid differs from ours although the file
+    # is ours, but write permission shows it (https://man7.org/linux/man-pages/man5/exports.5.html).
     if path.stat().st_uid == os.geteuid():
         return True
-    return os.geteuid() != 0 and os.access(path, os.W_OK, effective_ids=True)  # root is let in everywhere
+    return os.geteuid() != 0 and os.access(
+        path, os.W_OK, effective_ids=True
+    )  # root may write all files, so it shows nothing
 
 
 def status_of(run: RunDir, seen: Observation) -> RunStatus:
-    """Tell the status from what was seen."""
+    """Return the status that follows from an observation."""
     state = _state(seen)
     last = seen.attempts[-1] if seen.attempts else None
     progress = seen.progress
@@ -202,8 +205,8 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         samples_per_s=progress.samples_per_s if progress else None,
         eta_s=progress.eta_s if progress and state in {"running", "stopping"} else None,
         limit_s=last.ends_at - seen.now if last and last.ends_at and state in {"running", "stopping"} else None,
-        slurm_state=seen.word.state if seen.word else None,
-        starts_at=seen.word.starts_at if seen.word and state == "waiting" else None,
+        slurm_state=seen.queue_status.state if seen.queue_status else None,
+        starts_at=seen.queue_status.starts_at if seen.queue_status and state == "waiting" else None,
         metrics=progress.metrics if progress else {},
         last_checkpoint=seen.committed[-1] if seen.committed else None,
         checkpoint_age_s=seen.now - saved_at if saved_at else None,
@@ -214,13 +217,15 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
 
 
 def _source(seen: Observation) -> tuple[str, float | None]:
-    """Return who told what counts most here, and how old it is."""
-    word = seen.word
-    if word is None:
+    """Return where the state comes from, and how old that information is."""
+    queue_status = seen.queue_status
+    if queue_status is None:
         return "run directory", seen.silent_s
-    if not word.at:
-        return f"run directory; {word.problem}", seen.silent_s
-    return (f"{word.source}; since then: {word.problem}" if word.problem else word.source), seen.now - word.at
+    if not queue_status.at:
+        return f"run directory; {queue_status.problem}", seen.silent_s
+    return (
+        f"{queue_status.source}; since then: {queue_status.problem}" if queue_status.problem else queue_status.source
+    ), seen.now - queue_status.at
 
 
 _BY_SLURM: Mapping[states.JobState, State] = {
@@ -238,56 +243,57 @@ _BY_SLURM: Mapping[states.JobState, State] = {
     "out_of_memory": "failed",
     "unknown": "unknown",
 }
-"""Slurm's state of a job -> ours of a run, where the job itself has written nothing about it."""
+"""Slurm's state of a job -> the state of the run, if the job has written nothing itself."""
 
 
-_ON_THE_WAY: Mapping[Next, State] = {
+_UNTIL_NEXT: Mapping[Next, State] = {
     Next.IN_PLACE: "starting",
     Next.REQUEUE: "waiting",
     Next.SUCCESSOR: "waiting",
     Next.SLURM: "waiting",
 }
-"""What follows an attempt that has ended -> how the run is until the next one begins."""
+"""What follows an ended attempt -> the state of the run until the next attempt starts."""
 
 
 def _state(seen: Observation) -> State:
     last = seen.attempts[-1] if seen.attempts else None
-    if seen.word is not None and (not seen.has_begun or seen.word.state is not None):
-        return _state_by_slurm(seen, seen.word)
+    if seen.queue_status is not None and (not seen.has_begun or seen.queue_status.state is not None):
+        return _state_by_slurm(seen, seen.queue_status)
     if not seen.has_begun:
         return "cancelled" if seen.queued is not None and seen.queued.cancelled_at else "waiting"
     if last is None and seen.is_rendered and not seen.is_held:
         return "prepared"
     is_alive = _is_alive(seen, last)
     if last is not None and last.ending is not None:
-        is_dead = last.next == Next.IN_PLACE and is_alive is False  # whoever was to begin the next attempt is gone
-        return "interrupted" if is_dead else _ON_THE_WAY.get(last.next, last.ending.value)
+        # Where the supervisor has died, nobody starts the next attempt.
+        is_dead = last.next == Next.IN_PLACE and is_alive is False
+        return "interrupted" if is_dead else _UNTIL_NEXT.get(last.next, last.ending.value)
     if not is_alive:
         return "finished" if seen.is_done else "interrupted" if is_alive is False else "unknown"
-    return "stopping" if seen.wants_stop else _state_of_living(seen)
+    return "stopping" if seen.wants_stop else _state_of_alive(seen)
 
 
-def _state_of_living(seen: Observation) -> State:
+def _state_of_alive(seen: Observation) -> State:
     has_stepped = seen.progress is not None and seen.attempts and seen.progress.attempt == seen.attempts[-1].attempt
     return "running" if has_stepped else "starting"
 
 
-def _state_by_slurm(seen: Observation, word: JobWord) -> State:
-    """Return how a job is that has written nothing, or nothing for long, by what Slurm says of it."""
-    if word.state is None:
-        return "waiting" if word.problem else "unknown"
-    told = _BY_SLURM[states.parse_state(word.state)]
+def _state_by_slurm(seen: Observation, queue_status: QueueStatus) -> State:
+    """Return the state of a job that has written nothing, or nothing for a while, by what Slurm says about it."""
+    if queue_status.state is None:
+        return "waiting" if queue_status.problem else "unknown"
+    state = _BY_SLURM[states.parse_state(queue_status.state)]
     if not seen.has_begun:
-        return told
-    if seen.is_done and word.has_ended:
+        return state
+    if seen.is_done and queue_status.has_ended:
         return "finished"
-    if told == "starting":
-        return "stopping" if seen.wants_stop else _state_of_living(seen)
-    return told
+    if state == "starting":
+        return "stopping" if seen.wants_stop else _state_of_alive(seen)
+    return state
 
 
 def _is_alive(seen: Observation, last: Attempt | None) -> bool | None:
-    """Return whether the newest attempt is alive; None where its silence may also be another host's slow disk."""
+    """Return whether the newest attempt is alive; None if it runs on another host and has written nothing for long."""
     if (last is None or last.host == seen.host) and seen.is_held is not None:
         return seen.is_held
     written_at = _written_at(seen)
@@ -302,46 +308,50 @@ def _written_at(seen: Observation) -> float | None:
 
 
 def _reason(state: State, seen: Observation) -> str:
-    told = "" if seen.word is None else _reason_by_slurm(state, seen, seen.word)
-    if told:
-        return told
+    by_slurm = "" if seen.queue_status is None else _reason_by_slurm(state, seen, seen.queue_status)
+    if by_slurm:
+        return by_slurm
     if state == "prepared":
-        return "its job script was rendered, and no job of it has begun: start it with `sbatch`"
+        return "its job script is rendered, but no job of it has started yet: submit the script with `sbatch`"
     if state == "cancelled" and not seen.has_begun:
         return "cancelled by the user while it waited"
     if state == "interrupted":
-        resume = f"from step {seen.committed[-1]}" if seen.committed else "from the beginning"
-        return f"killed, or its machine went down; submit again to go on {resume}"
+        then = f"continues from step {seen.committed[-1]}" if seen.committed else "starts from the beginning"
+        return f"its processes are gone: they were killed, or the machine went down. Submit the run again: it {then}"
     if state == "unknown":
         host = seen.attempts[-1].host if seen.attempts else "its host"
         return (
-            f"it ran on {host} and has been silent for more than {SILENCE_S:.0f} s; look there, or submit again there"
+            f"it ran on {host} and has written nothing for more than {SILENCE_S:.0f} s, so this host cannot tell whether it "
+            f"still runs: call `ddp-hpc status` on {host}, or submit the run again there"
         )
     return seen.attempts[-1].reason if seen.attempts and seen.has_begun else ""
 
 
-def _reason_by_slurm(state: State, seen: Observation, word: JobWord) -> str:
-    """Return why a job waits, in words; or, of one that wrote nothing, what Slurm says of it."""
-    if word.is_waiting:
-        return states.explain_reason(word.reason) + _way_out(seen, word)
-    if word.state is None:
-        return (
-            "" if word.problem or seen.has_begun else f"Slurm knows no job {word.job_id} any more, and it wrote nothing"
-        )
-    if word.has_ended and not seen.has_begun:
-        return (
-            f"job {word.job_id} {states.phrase(word.state)}, and wrote nothing: do its nodes see the run's directory?"
-        )
-    if word.has_ended:
-        return f"job {word.job_id} {states.phrase(word.state)}"
+def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus) -> str:
+    """Return why a job is pending; or what Slurm says about a job that has written nothing."""
+    if queue_status.is_waiting:
+        return states.explain_reason(queue_status.reason) + _way_out(seen, queue_status)
+    if queue_status.state is None:
+        is_gone = not queue_status.problem and not seen.has_begun
+        gone = f"Slurm has no job {queue_status.job_id} any more, and the job wrote nothing to the run directory: submit again"
+        return gone if is_gone else ""
+    phrase = states.phrase(queue_status.state)
+    if queue_status.has_ended and not seen.has_begun:
+        advice = "check that its nodes can write there, and submit again"
+        return f"job {queue_status.job_id} {phrase} and wrote nothing to the run directory: {advice}"
+    if queue_status.has_ended:
+        return f"job {queue_status.job_id} {phrase}"
     if state == "running" and seen.silent_s is not None:
-        return f"silent for {seen.silent_s:.0f} s, though Slurm says that it {states.phrase(word.state)}"
+        return f"the run has written nothing for {seen.silent_s:.0f} s, but Slurm says that its job {phrase}"
     return ""
 
 
-def _way_out(seen: Observation, word: JobWord) -> str:
-    """Return what the user may do about a job that waits for nodes that are gone while it leaves out others."""
-    is_short_of_nodes = word.reason.strip("(").startswith("ReqNodeNotAvail")
+def _way_out(seen: Observation, queue_status: QueueStatus) -> str:
+    """Return what the user can do if a job waits for nodes that are down while it excludes others."""
+    is_short_of_nodes = queue_status.reason.strip("(").startswith("ReqNodeNotAvail")
     if not is_short_of_nodes or not any(attempt.failed_nodes for attempt in seen.attempts):
         return ""
-    return f"; of the nodes it leaves out, having failed there, `ddp-hpc requeue {word.job_id} --now` lets in those it needs"
+    return (
+        "; the job excludes nodes on which the run failed: "
+        f"`ddp-hpc requeue {queue_status.job_id} --now` allows as many of them as it needs"
+    )

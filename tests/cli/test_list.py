@@ -79,9 +79,9 @@ def test_no_run_is_told_by_the_conditions(capsys: pytest.CaptureFixture[str]) ->
     ("words", "told"),
     [
         (("--filter", "train.batch_size=1"), "Did you mean `train.global_batch_size`?"),
-        (("--filter", "state=dead"), "States: prepared, waiting, starting, running"),
-        (("--filter", "fast"), "write KEY=VALUE or state=STATE"),
-        (("--sort", "beauty"), "take one of name, state, step, loss, checkpoint, attempt, age, accuracy, or a key"),
+        (("--filter", "state=dead"), "The states are prepared, waiting, starting, running"),
+        (("--filter", "fast"), "Write KEY=VALUE or state=STATE"),
+        (("--sort", "beauty"), "Use one of name, state, step, loss, checkpoint, attempt, age, accuracy, or a key"),
     ],
 )
 def test_what_cannot_be_asked_is_an_error_that_says_what_can(

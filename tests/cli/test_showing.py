@@ -14,7 +14,7 @@ from ddp_hpc.cli.live import show_live, view
 from ddp_hpc.cli.summary import cause, exit_code, headline, next_steps
 from ddp_hpc.cli.words import duration, number, size, table
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.follow import Look
+from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import RunStatus, State
 from tests.made_run import add_failure, add_log, make_run
 
@@ -58,7 +58,7 @@ def ticks(interval_s: float) -> Iterator[float]:
         yield now
 
 
-def shown(looks: list[Look], *, interval_s: float) -> list[str]:
+def shown(looks: list[FollowUpdate], *, interval_s: float) -> list[str]:
     """Return the lines that are shown of these looks, taken at such intervals."""
     out, times = io.StringIO(), ticks(interval_s)
     show_lines(looks, out, clock=lambda: next(times))
@@ -66,18 +66,18 @@ def shown(looks: list[Look], *, interval_s: float) -> list[str]:
 
 
 def test_a_line_tells_all_that_moves() -> None:
-    (line,) = shown([Look(status(), [])], interval_s=1)
+    (line,) = shown([FollowUpdate(status(), [])], interval_s=1)
 
     assert line == "running  step 20 of 100  epoch 3 of 10  loss 0.5000  640 samples/s, 1:05 left"
 
 
 def test_steps_are_told_every_few_seconds_and_states_and_evaluations_at_once() -> None:
     looks = [
-        Look(status("starting", 0), []),
-        Look(status("running", 0), []),
-        Look(status("running", 10), []),
-        Look(status("running", 20), [EVALUATION]),
-        Look(status("finished", 100), []),
+        FollowUpdate(status("starting", 0), []),
+        FollowUpdate(status("running", 0), []),
+        FollowUpdate(status("running", 10), []),
+        FollowUpdate(status("running", 20), [EVALUATION]),
+        FollowUpdate(status("finished", 100), []),
     ]
 
     hasty = shown(looks, interval_s=0.01)
@@ -102,7 +102,7 @@ def test_the_live_view_shows_the_newest_numbers() -> None:
 def test_the_live_view_keeps_evaluations_as_lines() -> None:
     out = io.StringIO()
 
-    show_live([Look(status(), [EVALUATION]), Look(status("finished"), [])], out)
+    show_live([FollowUpdate(status(), [EVALUATION]), FollowUpdate(status("finished"), [])], out)
 
     assert "evaluation  step 20  loss 0.2500  accuracy 0.9833\n" in out.getvalue()
 

@@ -18,7 +18,7 @@ from ddp_hpc.drill import scenario
 from ddp_hpc.drill.faults import FAULTS as DRILLED
 from ddp_hpc.records import read_attempts, read_queued_job
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.samples import read_taken, used_twice
+from ddp_hpc.watch.samples import read_steps_taken, used_twice
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.faulty_runs import node_is_down
 from tests.slurm.matrix import FAULTS, ORDER, How, try_cell
@@ -135,12 +135,12 @@ def test_a_run_survives_thirty_faults_in_a_row(cluster: Cluster, login: LoginNod
         DEEDS[name][1](login, run, node)
     cluster.wait_for(run.done.exists, 900)
 
-    taken, attempts = read_taken(run), read_attempts(run)
+    taken, attempts = read_steps_taken(run), read_attempts(run)
     story = {"seed": SEED, "faults": dict(Counter(names)), "attempts": len(attempts)}
     story |= {"steps": len(taken.steps), "steps_taken_again": taken.num_repeated}
     print(json.dumps(story), flush=True)  # noqa: T201  it lasts a while
     assert login.digest("hit") == login.digest("undisturbed")
-    assert taken.steps == read_taken(undisturbed).steps
+    assert taken.steps == read_steps_taken(undisturbed).steps
     assert used_twice(taken) == []
     cluster.wait_for(lambda: not left_over(cluster, run), 30)
     assert [path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-")] == []

@@ -12,7 +12,7 @@ from ddp_hpc.drill.checks import DrillOutcome, check
 from ddp_hpc.drill.faults import FAULTS
 from ddp_hpc.drill.injector import NodeProcess, processes_by_kind
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.samples import Step, Taken, read_taken
+from ddp_hpc.watch.samples import Step, StepsTaken, read_steps_taken
 
 RUN = "/share/runs/drill"
 STEPS = {1: Step(1, [0, 1]), 2: Step(1, [2, 3]), 3: Step(2, [0, 2])}
@@ -23,8 +23,8 @@ SURVIVED = DrillOutcome(
     more_attempts=1,
     digest="aa",
     unbroken_digest="aa",
-    taken=Taken(STEPS, 10),
-    unbroken_taken=Taken(STEPS, 0),
+    taken=StepsTaken(STEPS, 10),
+    unbroken_taken=StepsTaken(STEPS, 0),
 )
 
 
@@ -37,13 +37,13 @@ def test_a_run_that_came_back_with_the_same_bits_and_lost_no_more_than_it_may_ha
     [
         ({"digest": "bb"}, "same bits"),
         ({"more_attempts": 0}, "starts again"),
-        ({"restarts": False, "taken": Taken(STEPS, 0)}, "goes on"),
-        ({"taken": Taken(STEPS, 21)}, "lost steps"),
-        ({"is_graceful": True, "taken": Taken(STEPS, 1)}, "lost steps"),
-        ({"taken": Taken({**STEPS, 3: Step(2, [0, 3])}, 0)}, "each sample once"),
-        ({"taken": Taken({1: STEPS[1]}, 0)}, "each sample once"),
-        (dict.fromkeys(("taken", "unbroken_taken"), Taken({1: STEPS[1], 2: STEPS[1]}, 0)), "each sample once"),
-        (dict.fromkeys(("taken", "unbroken_taken"), Taken({}, 0)), "each sample once"),
+        ({"restarts": False, "taken": StepsTaken(STEPS, 0)}, "goes on"),
+        ({"taken": StepsTaken(STEPS, 21)}, "lost steps"),
+        ({"is_graceful": True, "taken": StepsTaken(STEPS, 1)}, "lost steps"),
+        ({"taken": StepsTaken({**STEPS, 3: Step(2, [0, 3])}, 0)}, "each sample once"),
+        ({"taken": StepsTaken({1: STEPS[1]}, 0)}, "each sample once"),
+        (dict.fromkeys(("taken", "unbroken_taken"), StepsTaken({1: STEPS[1], 2: STEPS[1]}, 0)), "each sample once"),
+        (dict.fromkeys(("taken", "unbroken_taken"), StepsTaken({}, 0)), "each sample once"),
     ],
 )
 def test_each_check_can_fail(changed: dict[str, Any], broken: str) -> None:
@@ -108,7 +108,7 @@ def test_a_step_taken_again_counts_by_its_newest_attempt(tmp_path: Any) -> None:
             ids = [f'{{"step": {step}, "epoch": 1, "samples": [{10 * step + attempt + 2 * rank}]}}' for step in steps]
             path.write_text("\n".join(ids))
 
-    taken = read_taken(run)
+    taken = read_steps_taken(run)
 
     assert taken.num_repeated == 1
     assert {step: list(one.samples) for step, one in taken.steps.items()} == {

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_hpc.slurm import queries
 from ddp_hpc.slurm.times import moment
-from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, Ask, JobWord, asker
+from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, Ask, QueueStatus, asker
 
 DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -73,7 +73,7 @@ def test_a_job_in_the_queue_is_told_as_squeue_lists_it(fake: Fake) -> None:
     waiting, running = fake.ask("12", 900.0), fake.ask("13", 900.0)
 
     starts_at = moment(WAITING["StartTime"])
-    assert waiting == JobWord(job_id="12", state="PENDING", reason="Priority", starts_at=starts_at, at=1000.0)
+    assert waiting == QueueStatus(job_id="12", state="PENDING", reason="Priority", starts_at=starts_at, at=1000.0)
     assert (waiting.is_waiting, waiting.has_ended) == (True, False)
     assert (running.state, running.reason, running.source) == ("RUNNING", "", "squeue")
     assert (running.is_waiting, running.has_ended) == (False, False)
@@ -94,7 +94,7 @@ def test_a_job_in_the_queue_is_told_as_squeue_lists_it(fake: Fake) -> None:
     ],
 )
 def test_a_word_tells_whether_the_job_waits_or_has_ended(state: str | None, is_waiting: bool, has_ended: bool) -> None:
-    word = JobWord(job_id="12", state=state)
+    word = QueueStatus(job_id="12", state=state)
 
     assert (word.is_waiting, word.has_ended) == (is_waiting, has_ended)
 
@@ -156,7 +156,7 @@ def test_a_job_that_has_ended_is_told_by_the_controller_once_for_all(fake: Fake)
     fake.now += 10 * FRESH_S
     again = fake.ask("12", 900.0)
 
-    assert again == first == JobWord(
+    assert again == first == QueueStatus(
         job_id="12", state="NODE_FAIL", reason="NodeDown", at=1000.0, source="scontrol or sacct"
     )  # fmt: skip
     assert fake.calls("scontrol") == 1
@@ -211,7 +211,7 @@ def test_a_controller_that_fails_is_a_problem_and_nothing_is_remembered_of_it(fa
 def test_who_looks_at_the_same_time_shares_the_answer(fake: Fake) -> None:
     fake.queue(WAITING)
     fake.set("squeue", f"sleep 0.2; cat {fake.folder}/queue")
-    words = list[JobWord]()
+    words = list[QueueStatus]()
     lookers = [threading.Thread(target=lambda: words.append(fake.ask("12", 900.0))) for _ in range(8)]
 
     for looker in lookers:

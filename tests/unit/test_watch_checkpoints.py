@@ -59,7 +59,7 @@ def test_the_newest_step_is_chosen_unless_one_is_named(tmp_path: Path) -> None:
     add_checkpoint(run, 40)
 
     assert (choose_step(run, None), choose_step(run, 8)) == (40, 8)
-    with pytest.raises(ConfigError, match=r"no checkpoint of step 9\. It has 8, 40"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 9\. Steps with a checkpoint: 8, 40"):
         choose_step(run, 9)
 
 

@@ -40,9 +40,9 @@ def test_a_name_wins_over_a_directory_of_that_name(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("digit", r"'digit' is neither a run in .* There is digits\."),
+        ("digit", r"'digit' is neither a run in .* Runs there: digits\."),
         ("digits/checkpoints", r"neither a run"),
-        ("xyz", r"There is mnist, digits\."),
+        ("xyz", r"Runs there: mnist, digits\."),
     ],
 )
 def test_a_missing_run_is_told_with_those_there_are(word: str, told: str, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_where_there_are_no_runs_the_message_says_what_to_do(runs_dir: str, tmp_
     assert list_runs(tmp_path / runs_dir) == []
     with pytest.raises(RunNotFoundError, match=r"Submit one"):
         newest_run(tmp_path / runs_dir)
-    with pytest.raises(RunNotFoundError, match=r"submit one"):
+    with pytest.raises(RunNotFoundError, match=r"Submit one"):
         find_run("digits", tmp_path / runs_dir)
 
 

@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.failure import last_lines, log_of
-from ddp_hpc.watch.logs import Choice, follow_lines, read_lines
+from ddp_hpc.watch.logs import LogSelection, follow_lines, read_lines
 from tests.made_run import add_failure, add_log, make_run
 
 
@@ -28,20 +28,20 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize(
     ("choice", "lines"),
     [
-        (Choice(), ["hello"]),
-        (Choice(attempt=1), ["attempt 1 of rank 0", "bye"]),
-        (Choice(rank=1, attempt=0), ["attempt 0 of rank 1", "bye"]),
+        (LogSelection(), ["hello"]),
+        (LogSelection(attempt=1), ["attempt 1 of rank 0", "bye"]),
+        (LogSelection(rank=1, attempt=0), ["attempt 0 of rank 1", "bye"]),
         (
-            Choice(rank=1),
+            LogSelection(rank=1),
             ["==> attempt 0 <==", "attempt 0 of rank 1", "bye", "==> attempt 1 <==", "attempt 1 of rank 1", "bye"],
         ),
         (
-            Choice(all_ranks=True, attempt=1),
+            LogSelection(all_ranks=True, attempt=1),
             ["[rank 0] attempt 1 of rank 0", "[rank 0] bye", "[rank 1] attempt 1 of rank 1", "[rank 1] bye"],
         ),
     ],
 )
-def test_lines_are_those_of_the_chosen_files(choice: Choice, lines: list[str], run: RunDir) -> None:
+def test_lines_are_those_of_the_chosen_files(choice: LogSelection, lines: list[str], run: RunDir) -> None:
     assert list(read_lines(run, choice)) == lines
 
 
@@ -50,31 +50,31 @@ def test_ranks_and_attempts_are_in_the_order_of_numbers(tmp_path: Path) -> None:
     for number in (10, 9):
         add_log(run, f"{number}\n", attempt=number)
 
-    assert list(read_lines(run, Choice(rank=0))) == ["==> attempt 9 <==", "9", "==> attempt 10 <==", "10"]
+    assert list(read_lines(run, LogSelection(rank=0))) == ["==> attempt 9 <==", "9", "==> attempt 10 <==", "10"]
 
 
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
-        (Choice(attempt=7), r"Attempt 7 of run 'digits' has no logs. Attempts with logs: 0, 1"),
-        (Choice(rank=5), r"Rank 5 of run 'digits' has no log. Ranks: 0, 1"),
+        (LogSelection(attempt=7), r"Attempt 7 of run 'digits' has no logs. Attempts with logs: 0, 1"),
+        (LogSelection(rank=5), r"Rank 5 of run 'digits' has no log. Ranks: 0, 1"),
     ],
 )
-def test_a_log_that_is_not_there_is_told_with_those_that_are(choice: Choice, told: str, run: RunDir) -> None:
+def test_a_log_that_is_not_there_is_told_with_those_that_are(choice: LogSelection, told: str, run: RunDir) -> None:
     with pytest.raises(ConfigError, match=told):
         list(read_lines(run, choice))
 
 
 def test_a_run_without_logs_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no logs yet"):
-        list(read_lines(make_run(tmp_path), Choice()))
+        list(read_lines(make_run(tmp_path), LogSelection()))
 
 
 def test_what_is_no_text_is_shown_as_well_as_can_be(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     add_log(run, "").write_bytes(b"\xff tail")
 
-    assert list(read_lines(run, Choice(attempt=0))) == ["\ufffd tail"]
+    assert list(read_lines(run, LogSelection(attempt=0))) == ["\ufffd tail"]
 
 
 def script(*acts: Callable[[], object]) -> tuple[Callable[[], bool], Callable[[], None]]:
@@ -98,7 +98,7 @@ def test_lines_are_followed_over_files_as_they_come(tmp_path: Path) -> None:
         lambda: add_log(run, "without an end", attempt=1),
     )
 
-    lines = list(follow_lines(run, Choice(rank=0), is_over=is_over, pause=pause))
+    lines = list(follow_lines(run, LogSelection(rank=0), is_over=is_over, pause=pause))
 
     assert lines == ["==> attempt 0 <==", "a", "bc", "d", "==> attempt 1 <==", "x", "without an end"]
 
@@ -111,7 +111,7 @@ def test_ranks_are_followed_together(tmp_path: Path) -> None:
         lambda: add_log(run, "three\n", rank=0),
     )
 
-    lines = list(follow_lines(run, Choice(all_ranks=True, attempt=0), is_over=is_over, pause=pause))
+    lines = list(follow_lines(run, LogSelection(all_ranks=True, attempt=0), is_over=is_over, pause=pause))
 
     assert lines == ["[rank 0] one", "[rank 1] two", "[rank 0] three"]
 

@@ -13,13 +13,13 @@ from ddp_hpc.ledger import Next
 from ddp_hpc.records import Attempt, Ending, Progress, QueuedJob, write_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
-from ddp_hpc.watch.queue import JobWord
+from ddp_hpc.watch.queue import QueueStatus
 from ddp_hpc.watch.status import (
     _BY_SLURM,
     SLURM_SILENCE_S,
     Observation,
     State,
-    _is_for_slurm,
+    _needs_slurm,
     read_status,
     status_of,
 )
@@ -39,13 +39,13 @@ def attempt(number: int = 0, ending: Ending | None = None, *, started_at: float 
     )  # fmt: skip
 
 
-def word(state: str | None = None, reason: str = "", *, at: float = NOW - 4, **more: object) -> JobWord:
-    return replace(JobWord(job_id="7", state=state, reason=reason, at=at), **more)  # type: ignore[arg-type]  # any field
+def word(state: str | None = None, reason: str = "", *, at: float = NOW - 4, **more: object) -> QueueStatus:
+    return replace(QueueStatus(job_id="7", state=state, reason=reason, at=at), **more)  # type: ignore[arg-type]  # any field
 
 
 def seen(
     *attempts: Attempt,
-    said: JobWord | None = None,
+    said: QueueStatus | None = None,
     newest: Progress | None = None,
     queued_for: int | None = 0,
     cancelled_at: float | None = None,
@@ -67,7 +67,7 @@ def seen(
         host="login",
         now=NOW,
         queued=queued,
-        word=said,
+        queue_status=said,
     )
 
 
@@ -90,13 +90,13 @@ STATES: list[tuple[str, Observation, State, str]] = [
         "ended without a word",
         seen(said=word("FAILED")),
         "failed",
-        "job 7 failed, and wrote nothing: do its nodes see the run's directory?",
+        "job 7 failed and wrote nothing to the run directory: check that its nodes can write there, and submit again",
     ),
     ("completed without a word", seen(said=word("COMPLETED")), "failed", "wrote nothing"),
-    ("cancelled by others without a word", seen(said=word("CANCELLED by 0")), "cancelled", "was cancelled, and wrote"),
-    ("lost its node before a word", seen(said=word("NODE_FAIL")), "interrupted", "lost a node, and wrote nothing"),
-    ("is unknown to Slurm", seen(said=word()), "unknown", "Slurm knows no job 7 any more, and it wrote nothing"),
-    ("rendered, for plain sbatch", seen(queued_for=None), "prepared", "start it with `sbatch`"),
+    ("cancelled by others without a word", seen(said=word("CANCELLED by 0")), "cancelled", "was cancelled and wrote"),
+    ("lost its node before a word", seen(said=word("NODE_FAIL")), "interrupted", "lost a node and wrote nothing"),
+    ("is unknown to Slurm", seen(said=word()), "unknown", "Slurm has no job 7 any more, and the job wrote nothing"),
+    ("rendered, for plain sbatch", seen(queued_for=None), "prepared", "submit the script with `sbatch`"),
     # Begun, and writes.
     ("begun lately", seen(attempt(started_at=NOW - 5)), "starting", ""),
     ("steps", seen(attempt(), newest=FRESH), "running", ""),
@@ -108,11 +108,11 @@ STATES: list[tuple[str, Observation, State, str]] = [
         "silent, though it runs",
         seen(attempt(), newest=SILENT, said=word("RUNNING")),
         "running",
-        "silent for 60 s, though Slurm says that it runs",
+        "the run has written nothing for 60 s, but Slurm says that its job runs",
     ),
     ("silent before its first step", seen(attempt(), said=word("RUNNING")), "starting", ""),
     ("silent, told to stop", seen(attempt(), newest=SILENT, said=word("RUNNING"), wants_stop=True), "stopping", ""),
-    ("suspended", seen(attempt(), newest=SILENT, said=word("SUSPENDED")), "running", "Slurm says that it is suspended"),
+    ("suspended", seen(attempt(), newest=SILENT, said=word("SUSPENDED")), "running", "Slurm says that its job is suspended"),
     ("requeued while silent", seen(attempt(), newest=SILENT, said=word("PENDING", "BeginTime")), "waiting", "requeue"),
     ("held after its requeue", seen(attempt(), newest=SILENT, said=word("REQUEUE_HOLD", "JobHeldUser")), "waiting", "held"),
     ("lost its node", seen(attempt(), newest=SILENT, said=word("NODE_FAIL")), "interrupted", "job 7 lost a node"),
@@ -144,7 +144,7 @@ STATES: list[tuple[str, Observation, State, str]] = [
         "silent, Slurm's last word is old",
         seen(attempt(), newest=SILENT, said=word("RUNNING", at=NOW - 40, problem=DOWN)),
         "running",
-        "silent for 60 s",
+        "has written nothing for 60 s",
     ),
 ]  # fmt: skip
 
@@ -215,7 +215,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("said", "source", "age_s"), SOURCES, ids=[row[1] for row in SOURCES])
-def test_who_told_and_when_is_told(said: JobWord | None, source: str, age_s: float) -> None:
+def test_who_told_and_when_is_told(said: QueueStatus | None, source: str, age_s: float) -> None:
     status = status_of(RUN, seen(attempt(), newest=SILENT, said=said))
 
     assert (status.source, status.age_s) == (source, age_s)
@@ -238,7 +238,7 @@ ASKED = [
 
 @pytest.mark.parametrize(("observation", "is_asked"), [row[1:] for row in ASKED], ids=[row[0] for row in ASKED])
 def test_slurm_is_asked_only_of_who_waits_or_is_silent(observation: Observation, is_asked: bool) -> None:
-    assert _is_for_slurm(observation) == is_asked
+    assert _needs_slurm(observation) == is_asked
 
 
 class Asked:
@@ -248,7 +248,7 @@ class Asked:
         self.state = state
         self.questions = list[tuple[str, float]]()
 
-    def __call__(self, job_id: str, submitted_at: float) -> JobWord:
+    def __call__(self, job_id: str, submitted_at: float) -> QueueStatus:
         self.questions.append((job_id, submitted_at))
         return word(self.state)
 

@@ -111,7 +111,7 @@ def test_the_last_checkpoint_is_what_lies_on_the_disk() -> None:
     status = status_of(RUN, seen([attempt()], is_held=False, newest=progress(last_checkpoint=10)))
 
     assert status.last_checkpoint == 20
-    assert "submit again to go on from step 20" in status.reason
+    assert "Submit the run again: it continues from step 20" in status.reason
 
 
 def test_a_run_that_has_ended_has_no_time_left() -> None:

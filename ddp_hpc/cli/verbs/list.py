@@ -18,7 +18,7 @@ from ddp_hpc.cli.standing import steps
 from ddp_hpc.cli.words import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.errors import UnreadableError
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.find import look_for_runs
+from ddp_hpc.watch.find import scan_runs
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, read_status
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the table."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     ask = asker(environment, clock=time.time)
-    runs, num_unreadable = look_for_runs(runs_dir)
+    runs, num_unreadable = scan_runs(runs_dir)
     statuses = []
     for each in runs:
         try:
@@ -80,14 +80,16 @@ def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[
     """Return those that were asked for, in the order that was asked for, each with its values of the keys that differ."""
     from ddp_hpc.config import HIDDEN  # late: what compares runs reads configurations
     from ddp_hpc.discretion import is_key_shown
-    from ddp_hpc.watch.compare import Listed, chosen, differing, in_order, values_of
+    from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys, filter_runs, sort_runs
 
-    runs = chosen([Listed(status, values_of(RunDir(Path(status.path)))) for status in statuses], args.filter)
+    runs = filter_runs(
+        [ListedRun(status, config_values(RunDir(Path(status.path)))) for status in statuses], args.filter
+    )
     if args.sort:
-        runs = in_order(runs, args.sort, is_reversed=args.reverse)
+        runs = sort_runs(runs, args.sort, is_reversed=args.reverse)
     elif args.reverse:
         runs.reverse()
-    names = differing(runs)
+    names = differing_keys(runs)
     shown = [
         {name: one if is_key_shown(name, one := run.values.get(name)) else HIDDEN for name in names} for run in runs
     ]

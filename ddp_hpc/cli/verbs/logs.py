@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.rereading import LastRead, await_news, newest_attempt
-from ddp_hpc.watch.logs import Choice, follow_lines, read_lines
+from ddp_hpc.watch.logs import LogSelection, follow_lines, read_lines
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     run_dir = chosen_run(args, environment)
     ask = asker(environment, clock=time.time)
     files = LastRead()
-    choice = Choice(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
+    choice = LogSelection(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
     is_drawn = sys.stdout.isatty()  # what goes to a file or a pipe keeps every byte
     lines = (
         follow_lines(
@@ -37,10 +37,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             choice,
             is_over=lambda: not read_status(run_dir, now=time.time(), ask=ask, files=files).is_alive,
             pause=lambda: await_news(newest_attempt(run_dir, files)),
-            is_drawn=is_drawn,
+            only_final_text=is_drawn,
         )
         if args.follow
-        else read_lines(run_dir, choice, is_drawn=is_drawn)
+        else read_lines(run_dir, choice, only_final_text=is_drawn)
     )
     for line in lines:
         print(line, flush=args.follow)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.records import read_attempts
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.samples import read_taken, used_twice
+from ddp_hpc.watch.samples import read_steps_taken, used_twice
 from tests.slurm.storm.deeds import Done
 
 BELONGS = frozenset(
@@ -68,7 +68,7 @@ def _losses(run: RunDir) -> dict[int, float]:
 
 
 def _samples(run: RunDir, undisturbed: RunDir) -> Iterator[str]:
-    taken, expected = read_taken(run), read_taken(undisturbed)
+    taken, expected = read_steps_taken(run), read_steps_taken(undisturbed)
     other = [
         step for step in sorted({*taken.steps, *expected.steps}) if taken.steps.get(step) != expected.steps.get(step)
     ]

@@ -15,7 +15,7 @@ from ddp_hpc import processes
 from ddp_hpc.checkpoint_store import committed_steps
 from ddp_hpc.records import Attempt, read_attempts, read_progress
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.samples import read_taken
+from ddp_hpc.watch.samples import read_steps_taken
 from tests.campaigns.written import stamp
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import FAULTY, RECIPE
@@ -200,7 +200,7 @@ def _judge(cluster: Cluster, login: LoginNode, name: str, state: str, weather: W
         "problems": problems,
         "attempts": len(attempts),
         "ends": dict(Counter(map(_end_of, attempts))),
-        "steps_taken_again": read_taken(run).num_repeated,
+        "steps_taken_again": read_steps_taken(run).num_repeated,
     }
 
 
