@@ -29,7 +29,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import process_group, training_state
 from ddp_hpc.train.checkpoint import Checkpointer
-from ddp_hpc.train.process_group import Group, Place
+from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.training_state import TrainingState
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
@@ -178,7 +178,7 @@ def _write_all(fd: int, view: memoryview) -> None:
 def measure(rounds: int) -> Samples:
     """Measure all in one process, on all CPUs there are."""
     BUILD.mkdir(exist_ok=True)
-    place = Place(
+    place = RankInfo(
         rank=0, local_rank=0, world_size=1, local_world_size=1, node_rank=0, master_addr="127.0.0.1", master_port=0
     )
     group = process_group.join(place, torch.device("cpu"))

@@ -25,9 +25,9 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, DataSpec, LrScheduleSpec, OptimizerSpec, RunSpec, TrainSpec
 from ddp_hpc.train import loop, process_group, training_state
 from ddp_hpc.train.checkpoint import Checkpointer, Staging, deal_out
-from ddp_hpc.train.data_order import Walk
-from ddp_hpc.train.loader import Fetched, LoadedWindow
-from ddp_hpc.train.process_group import Group, Place
+from ddp_hpc.train.data_order import RankSampler
+from ddp_hpc.train.loader import Fetched, LoadedGlobalBatch
+from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recipes import image_classification
 from ddp_hpc.train.stop import StopFlag
@@ -111,7 +111,7 @@ def cases(device: torch.device, *, tiny: bool) -> tuple[Case, Case, Case]:
 @contextmanager
 def alone(device: torch.device) -> Iterator[Group]:
     """Be a group of one. What is made with it belongs into a function called inside: it must be gone at the end."""
-    place = Place(
+    place = RankInfo(
         rank=0, local_rank=0, world_size=1, local_world_size=1, node_rank=0, master_addr="127.0.0.1", master_port=0
     )
     group = process_group.join(place, device)
@@ -223,14 +223,14 @@ class OurLoop:
         t = self.training
         t.total_steps += self._case.lead + self._case.steps + 1
         marks: list[float] = []
-        source = type(t).windows if own_loader else self.fed
-        t.windows = lambda: self._timed(source(t), marks)  # type: ignore[method-assign]
+        source = type(t).global_batches if own_loader else self.fed
+        t.global_batches = lambda: self._timed(source(t), marks)  # type: ignore[method-assign]
         assert loop.train(t), "the loop was told to stop"
-        t.journal.close()
+        t.recorder.close()
         first, last = marks
         return {RATE: self._case.steps * self._case.batch / (last - first)}
 
-    def _timed(self, windows: Iterator[LoadedWindow], marks: list[float]) -> Iterator[LoadedWindow]:
+    def _timed(self, windows: Iterator[LoadedGlobalBatch], marks: list[float]) -> Iterator[LoadedGlobalBatch]:
         """Pass windows on; note the time, with the device idle, after the lead and after the timed steps."""
         for number, window in enumerate(windows):
             if number - self._case.lead in (0, self._case.steps):
@@ -238,15 +238,15 @@ class OurLoop:
                 marks.append(time.perf_counter())
             yield window
 
-    def fed(self, t: Any = None) -> Iterator[LoadedWindow]:
+    def fed(self, t: Any = None) -> Iterator[LoadedGlobalBatch]:
         """Yield the windows of the steps to do, with batches that lie on the device already."""
         t = t or self.training
-        walk = Walk(order=t.order, start=t.state.position, total_steps=t.total_steps, rank=0)
+        walk = RankSampler(order=t.order, start=t.state.position, total_steps=t.total_steps, rank=0)
         for number, plan in enumerate(walk):
             fetched = Fetched(plan.micro_batches[0].indices, self._batches[number % NUM_BATCHES])
-            yield LoadedWindow(plan, iter((fetched,)))
+            yield LoadedGlobalBatch(plan, iter((fetched,)))
 
-    def take_step(self, windows: Iterator[LoadedWindow]) -> None:
+    def take_step(self, windows: Iterator[LoadedGlobalBatch]) -> None:
         """Take one step as the loop does."""
         window = next(windows)
         loop.accumulate_gradients(self.training, window)
@@ -406,7 +406,7 @@ def _pinned_bandwidth(device: torch.device, num_bytes: int, repeats: int) -> flo
     )
 
 
-def _stall_of_save(ours: OurLoop, windows: Iterator[LoadedWindow]) -> float:
+def _stall_of_save(ours: OurLoop, windows: Iterator[LoadedGlobalBatch]) -> float:
     """Return how long the real `save` keeps the loop, on an idle device; the write is awaited, not timed."""
     ours.take_step(windows)
     torch.cuda.synchronize()
@@ -417,7 +417,7 @@ def _stall_of_save(ours: OurLoop, windows: Iterator[LoadedWindow]) -> float:
     return seconds
 
 
-def _fill_and_step(ours: OurLoop, staging: Staging, windows: Iterator[LoadedWindow]) -> float:
+def _fill_and_step(ours: OurLoop, staging: Staging, windows: Iterator[LoadedGlobalBatch]) -> float:
     """Return how long `fill` keeps the loop; then take the next step beside the copy."""
     began = time.perf_counter()
     staging.fill(ours.named())

@@ -38,7 +38,7 @@ def main(_run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd:
     from ddp_hpc.train import process_group
 
     del attempt
-    process_group.join(process_group.place_from_environ(environ), torch.device("cpu"), listen_fd=listen_fd)
+    process_group.join(process_group.rank_info_from_environ(environ), torch.device("cpu"), listen_fd=listen_fd)
     _all_reduce_and_stamp()
     process_group.leave()
     return 0

@@ -29,9 +29,9 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, LogSpec, LrScheduleSpec, RunSpec, TrainSpec
 from ddp_hpc.train import loop as our_loop
 from ddp_hpc.train import process_group
-from ddp_hpc.train.data_order import Order, Position, Walk
-from ddp_hpc.train.loader import Fetched, LoadedWindow
-from ddp_hpc.train.process_group import Place
+from ddp_hpc.train.data_order import Position, RankSampler, SampleOrder
+from ddp_hpc.train.loader import Fetched, LoadedGlobalBatch
+from ddp_hpc.train.process_group import RankInfo
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.stop import StopFlag
 from ddp_hpc.train.training import Training, prepare
@@ -58,10 +58,12 @@ def dataset() -> TensorDataset:
 
 
 @cache
-def walk() -> Walk:
+def walk() -> RankSampler:
     """Return the order in which our loop takes the samples."""
-    order = Order(num_samples=STEPS * BATCH, seed=0, global_batch_size=BATCH, micro_batch_size=BATCH, world_size=1)
-    return Walk(order=order, start=Position(), total_steps=STEPS, rank=0)
+    order = SampleOrder(
+        num_samples=STEPS * BATCH, seed=0, global_batch_size=BATCH, micro_batch_size=BATCH, world_size=1
+    )
+    return RankSampler(order=order, start=Position(), total_steps=STEPS, rank=0)
 
 
 @cache
@@ -133,15 +135,15 @@ def raw_loading() -> Mapping[str, float]:
     return raw(DataLoader(dataset(), batch_sampler=order))[0]
 
 
-def _watched(windows: Iterable[LoadedWindow], watch: Watch) -> Iterator[LoadedWindow]:
+def _watched(windows: Iterable[LoadedGlobalBatch], watch: Watch) -> Iterator[LoadedGlobalBatch]:
     """Pass windows on, timed from the first to the last: neither start nor final commit count."""
     source = iter(windows)
 
-    def first() -> Iterator[LoadedWindow]:
+    def first() -> Iterator[LoadedGlobalBatch]:
         watch.begin()
         yield next(source)
 
-    def last() -> Iterator[LoadedWindow]:
+    def last() -> Iterator[LoadedGlobalBatch]:
         watch.end()
         yield from source
 
@@ -152,19 +154,19 @@ def ours(*, own_loader: bool) -> Mapping[str, float]:
     """Walk our loop with everything on, on its own loader or on the batches made beforehand."""
     with tempfile.TemporaryDirectory() as folder:
         training = _training(RunDir(Path(folder) / "run"))
-        watch, windows = Watch(), training.windows() if own_loader else _fed()
-        training.windows = lambda: _watched(windows, watch)  # type: ignore[method-assign]
+        watch, windows = Watch(), training.global_batches() if own_loader else _fed()
+        training.global_batches = lambda: _watched(windows, watch)  # type: ignore[method-assign]
         with _log_file(training.run):
             assert our_loop.train(training)
-        training.journal.close()
+        training.recorder.close()
         weights = list(training.state.model.parameters())
         process_group.leave()
     assert all(map(torch.equal, weights, raw_weights())), "our weights differ from the raw loop's"
     return watch.a_step(STEPS - 1)
 
 
-def _fed() -> list[LoadedWindow]:
-    return [LoadedWindow(plan, iter((item,))) for plan, item in zip(walk(), fetched(), strict=True)]
+def _fed() -> list[LoadedGlobalBatch]:
+    return [LoadedGlobalBatch(plan, iter((item,))) for plan, item in zip(walk(), fetched(), strict=True)]
 
 
 @contextlib.contextmanager
@@ -193,7 +195,7 @@ def _training(run: RunDir) -> Training:
         log=LogSpec(every_steps=50),
         checkpoint=CheckpointSpec(every_steps=500),
     )
-    place = Place(
+    place = RankInfo(
         rank=0, local_rank=0, world_size=1, local_world_size=1, node_rank=0, master_addr="127.0.0.1", master_port=0
     )
     group = process_group.join(place, torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""One process a GPU: the only wing that imports torch."""
+"""The training worker, one process per GPU; no other package imports torch."""

@@ -234,13 +234,15 @@ class Checkpointer:
             ConfigError: where the run had checkpoints, and none can be used.
             UnreadableError: where the file system does not say.
         """
-        found = self._newest_that_holds() if self._group.place.is_rank_zero else None
-        step = self._group.share(_RESUME, found[0].step if found else None, on_sign=self._on_progress)
+        found = self._newest_that_holds() if self._group.rank_info.is_rank_zero else None
+        step = self._group.broadcast_through_store(
+            _RESUME, found[0].step if found else None, on_heartbeat=self._on_progress
+        )
         if step is None:
             return None
         if found is None:
             path = checkpoint_store.checkpoint_path(self._run, step)
-            moved = partial(self._read_on, self._group.arrival_key(_RESTORED))
+            moved = partial(self._read_on, self._group.barrier_key(_RESTORED))
             found = patiently(str(path), partial(_read, path, moved), on_wait=moved)
         manifest, raw = found
         saved = {name: to_torch(tensor) for name, tensor in raw.items()}
@@ -251,11 +253,11 @@ class Checkpointer:
     def await_all_restored(self) -> None:
         """Wait until all ranks have read, before they meet in collectives, which have a fixed patience."""
         if self._restored is not None:
-            self._group.meet(_RESTORED, on_sign=self._on_progress)
+            self._group.barrier_through_store(_RESTORED, on_heartbeat=self._on_progress)
 
     def _read_on(self, key: str) -> None:
         """Say that this rank, which others wait for, gets on with reading."""
-        self._group.store.sign(key)
+        self._group.store.heartbeat(key)
         self._on_progress()
 
     def _newest_that_holds(self) -> tuple[Manifest, dict[str, RawTensor]] | None:
@@ -322,12 +324,12 @@ class Checkpointer:
         if step == self._last_saved:
             return
         self.wait()
-        place = self._group.place
-        mine = deal_out(training_state.tensors(state), rank=place.rank, world_size=place.world_size)
+        rank_info = self._group.rank_info
+        mine = deal_out(training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size)
         self._staging.fill(mine)
         manifest = Manifest(
             step=step,
-            world_size=place.world_size,
+            world_size=rank_info.world_size,
             shards=(),
             state=training_state.numbers(state),
             metrics=dict(metrics or {}),
@@ -368,17 +370,17 @@ class Checkpointer:
             raise CheckpointError(f"The checkpoint of step {step} could not be committed: {error}")
 
     def _verdict(self, step: int) -> Any:
-        return json.loads(self._group.side_store.get(self._key(step, "verdict"), on_sign=self._on_progress))
+        return json.loads(self._group.side_store.get(self._key(step, "verdict"), on_heartbeat=self._on_progress))
 
     def _let_all_read(self, step: int) -> None:
         """Keep rank zero, which leaves after this and takes the store with it, until all others have read the verdict."""
-        place, store = self._group.place, self._group.side_store
-        if not place.is_rank_zero:
+        rank_info, store = self._group.rank_info, self._group.side_store
+        if not rank_info.is_rank_zero:
             with suppress(RuntimeError):  # it waits no longer: nothing is lost, for the verdict is here
-                store.set(self._key(step, f"read/{place.rank}"), "")
+                store.set(self._key(step, f"read/{rank_info.rank}"), "")
             return
         deadline = time.monotonic() + PARTING_S
-        for rank in range(1, place.world_size):
+        for rank in range(1, rank_info.world_size):
             with suppress(RuntimeError, WorkerError):  # it died at the last moment: whoever started it tells of that
                 store.get(self._key(step, f"read/{rank}"), silence_s=max(deadline - time.monotonic(), 0.0))
 
@@ -406,19 +408,19 @@ class Checkpointer:
     def _get_on(self, key: str) -> None:
         """Say that the writer's thread gets on: to those who wait for what it will set as `key`, and to the main thread."""
         self._num_moves += 1
-        self._group.side_store.sign(key)
+        self._group.side_store.heartbeat(key)
 
     def _write(self, manifest: Manifest, losses: Sequence[Tensor]) -> None:
         """Write this rank's shard; on rank zero, also commit. Errors are values here: a thread has nobody to raise to."""
         began = time.monotonic()
-        place, store = self._group.place, self._group.side_store
+        rank_info, store = self._group.rank_info, self._group.side_store
         staging = checkpoint_store.staging_path(self._run, manifest.step, self._attempt)
         report: dict[str, Any]
-        own_key = self._key(manifest.step, "verdict" if place.is_rank_zero else str(place.rank))
+        own_key = self._key(manifest.step, "verdict" if rank_info.is_rank_zero else str(rank_info.rank))
         get_on = partial(self._get_on, own_key)
         try:
             checkpoint_store.open_staging(self._run, manifest.step, self._attempt)
-            name = checkpoint_store.shard_name(place.rank, place.world_size)
+            name = checkpoint_store.shard_name(rank_info.rank, rank_info.world_size)
             if not all(math.isfinite(loss.item()) for loss in losses):
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  it is reported like others
             parts = self._staging.parts()  # waits for the copy from the GPU, which the next line reads
@@ -428,13 +430,13 @@ class Checkpointer:
             else:
                 report = asdict(checkpoint_store.write_shard(staging / name, parts, on_progress=get_on))
         except Exception as error:  # noqa: BLE001
-            report = {"error": f"rank {place.rank}: {type(error).__name__}: {error}"}
-        if not place.is_rank_zero:
+            report = {"error": f"rank {rank_info.rank}: {type(error).__name__}: {error}"}
+        if not rank_info.is_rank_zero:
             store.set(own_key, json.dumps(report))
             return
-        others = [self._key(manifest.step, str(rank)) for rank in range(1, place.world_size)]
+        others = [self._key(manifest.step, str(rank)) for rank in range(1, rank_info.world_size)]
         try:
-            reports = [report, *(json.loads(store.get(key, on_sign=get_on)) for key in others)]
+            reports = [report, *(json.loads(store.get(key, on_heartbeat=get_on)) for key in others)]
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
             checkpoint_store.commit(self._run, staging, replace(manifest, shards=shards))
             verdict = None

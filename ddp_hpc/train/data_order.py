@@ -1,9 +1,9 @@
-"""The order of samples: a pure function of (seed, epoch, position), dealt out by rank.
+"""The order of samples: a pure function of (seed, epoch, position), distributed over the ranks.
 
-An epoch is one permutation of the training set. A window is the samples of one optimizer step: the next
-`global_batch_size` positions of the permutation, fewer at the epoch's end. A micro step is what all ranks take through
-the model at once; its positions are dealt out in turn, rank r taking every world_size-th. So the sets of samples a
-window holds do not depend on the world, and a run continues at a position, not at a count of batches.
+An epoch is one permutation of the training set. A global batch holds the samples of one optimizer step: the next
+`global_batch_size` positions of the permutation, fewer at the end of the epoch. In a micro step each rank takes one micro
+batch through the model: rank r gets positions r, r + world_size, r + 2 * world_size and so on. So the samples of a global
+batch do not depend on the number of ranks, and a run can resume at any position with another world size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where the training stands in its data; part of every checkpoint."""
+    """How far the training has got in its data; part of every checkpoint."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -37,8 +37,8 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """The rule that gives every step of a run its samples."""
+class SampleOrder:
+    """The rule that assigns samples to every step of a run."""
 
     num_samples: int
     """Size of the training set."""
@@ -58,15 +58,16 @@ class Order:
         return -(-self.samples_per_epoch // self.global_batch_size)
 
     def samples_left(self, position: Position) -> int:
-        """Return how many samples of its epoch are still to be used.
+        """Return how many samples of the epoch are left.
 
-        The position may come from a run with another batch size, `drop_last` or data, so it is no multiple of anything.
+        The position may come from an attempt with another batch size, `drop_last` or data set, so it need not be a multiple
+        of the batch size.
         """
         left = max(self.num_samples - position.samples_in_epoch, 0)
         return left - (left % self.global_batch_size if self.drop_last else 0)
 
     def last_step(self, position: Position, *, epochs: int) -> int:
-        """Return the step at which so many epochs are over, seen from `position`."""
+        """Return the last step of `epochs` epochs for a run that is at `position`."""
         in_this_epoch = -(-self.samples_left(position) // self.global_batch_size)
         return position.step + in_this_epoch + (epochs - position.epoch - 1) * self.steps_per_epoch
 
@@ -77,20 +78,20 @@ class MicroBatch:
 
     epoch: int
     indices: tuple[int, ...]
-    """Which samples; where the rank has none left, one of the window's, with no weight."""
+    """Which samples; if none is left for this rank, one sample of the global batch, with weight zero."""
     num_real: int
-    """How many of them count: all, or none."""
+    """How many of them count: all or none."""
 
 
 @dataclass(frozen=True)
-class Window:
+class GlobalBatch:
     """The samples of one optimizer step, as one rank sees them."""
 
     num_samples: int
     """Over all ranks."""
     micro_batches: tuple[MicroBatch, ...]
     after: Position
-    """Where the training stands once this step is done."""
+    """The position after this step."""
 
 
 @lru_cache(maxsize=2)
@@ -100,11 +101,9 @@ def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(num_samples, generator=generator)
 
 
-def window_at(order: Order, position: Position, rank: int) -> Window:
-    """Return the window that begins at `position`, as `rank` sees it; never an empty one.
-
-    Where the batch size or `drop_last` was changed amid an epoch, too few of its samples may be left for a window.
-    """
+def global_batch_at(order: SampleOrder, position: Position, rank: int) -> GlobalBatch:
+    """Return the global batch that begins at `position`, as `rank` sees it."""
+    # None are left if the user changed the batch size or `drop_last` in the middle of the epoch: take the next epoch.
     if not order.samples_left(position):
         position = Position(step=position.step, epoch=position.epoch + 1)
     start, end_of_epoch = position.samples_in_epoch, position.samples_in_epoch + order.samples_left(position)
@@ -112,37 +111,38 @@ def window_at(order: Order, position: Position, rank: int) -> Window:
     samples = permutation(order.num_samples, order.seed, position.epoch)[start:end].tolist()
     per_micro_step = order.micro_batch_size * order.world_size
     micro_batches = tuple(
-        _deal(samples[first : first + per_micro_step], position.epoch, rank, order.world_size, spare=samples[0])
+        _micro_batch(samples[first : first + per_micro_step], position.epoch, rank, order.world_size, filler=samples[0])
         for first in range(0, len(samples), per_micro_step)
     )
     after = replace(position, step=position.step + 1, samples_in_epoch=end)
     if end == end_of_epoch:
         after = Position(step=position.step + 1, epoch=position.epoch + 1)
-    return Window(len(samples), micro_batches, after)
+    return GlobalBatch(len(samples), micro_batches, after)
 
 
-def _deal(samples: list[int], epoch: int, rank: int, world_size: int, *, spare: int) -> MicroBatch:
+def _micro_batch(samples: list[int], epoch: int, rank: int, world_size: int, *, filler: int) -> MicroBatch:
     mine = tuple(samples[rank::world_size])
-    return MicroBatch(epoch, mine or (spare,), len(mine))
+    # A rank without a sample takes the filler, with weight zero: DDP's all-reduce needs every rank to go backward.
+    return MicroBatch(epoch, mine or (filler,), len(mine))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk:
-    """One rank's windows from a position to the last step; can be walked more than once."""
+class RankSampler:
+    """The global batches of one rank, from a position to the last step; can be iterated more than once."""
 
-    order: Order
+    order: SampleOrder
     start: Position
     total_steps: int
     rank: int
 
-    def __iter__(self) -> Iterator[Window]:
-        return windows(self.order, self.start, total_steps=self.total_steps, rank=self.rank)
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        return global_batches(self.order, self.start, total_steps=self.total_steps, rank=self.rank)
 
 
-def windows(order: Order, start: Position, *, total_steps: int, rank: int) -> Iterator[Window]:
-    """Yield every window from `start` up to `total_steps`, over the ends of epochs."""
+def global_batches(order: SampleOrder, start: Position, *, total_steps: int, rank: int) -> Iterator[GlobalBatch]:
+    """Yield every global batch from `start` up to `total_steps`, over as many epochs as that takes."""
     position = start
     while position.step < total_steps:
-        window = window_at(order, position, rank)
-        yield window
-        position = window.after
+        global_batch = global_batch_at(order, position, rank)
+        yield global_batch
+        position = global_batch.after

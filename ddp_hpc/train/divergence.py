@@ -1,4 +1,4 @@
-"""What is done about losses, gradients and weights that are not finite (`train.on_nonfinite`)."""
+"""Handles losses, gradients and weights that are not finite (`train.on_nonfinite`)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ MOST_IN_A_ROW: Mapping[OnNonfinite, int] = {"stop": 5, "skip": 50}
 
 
 class LossWatch:
-    """Ends a training whose losses are not finite any more.
+    """Ends a training whose losses are no longer finite.
 
-    The loop notes each loss without looking at it. The ranks look when they meet, where they wait for each other anyway.
+    The loop only keeps each loss. To read one means to wait for the device, so the ranks read them all when they
+    synchronise anyway (`StopConsensus`).
     """
 
     def __init__(self, run: RunDir, group: Group, checkpointer: Checkpointer, *, policy: OnNonfinite) -> None:
@@ -47,17 +48,15 @@ class LossWatch:
         return self._losses[bisect_left(self._steps, self._steps[-1]) :] if self._steps else []
 
     def note(self, step: int, loss: Tensor) -> None:
-        """Keep the loss of one micro batch of `step` until the ranks meet."""
+        """Keep the loss of one micro batch of `step` for the next `check`."""
         if self._limit is not None:
             self._steps.append(step)
             self._losses.append(loss)
 
-    def look(self, *, is_last: bool = False) -> None:
-        """End the run on all ranks where the losses of any ranks, or what should have been saved, are not finite.
+    def check(self, *, is_last: bool = False) -> None:
+        """End the run on all ranks if the losses of any rank, or weights that rank zero should save, are not finite.
 
-        Where no step is left to do, one such loss at the end is enough: such a run has not finished.
-
-        All ranks call it after the same step, and have noted the same steps.
+        After the last step, one such loss is enough. All ranks call this after the same step.
 
         Raises:
             DivergedError: with the same text on all ranks.
@@ -66,7 +65,9 @@ class LossWatch:
             return
         first, last = self._steps[0], self._steps[-1]
         is_bad = torch.stack(self._losses).isfinite().logical_not().cpu().long()
-        votes = torch.zeros(last - first + 2, dtype=torch.int64)  # by step, and whether rank zero refused to save
+        votes = torch.zeros(
+            last - first + 2, dtype=torch.int64
+        )  # bad losses by step; last: whether rank zero refused to save
         votes.index_add_(0, torch.tensor(self._steps) - first, is_bad)
         votes[-1] = int(self._checkpointer.refused is not None)
         *num_bad, is_refused = self._group.sum(votes).tolist()
@@ -81,15 +82,15 @@ class LossWatch:
             self._end(str(self._checkpointer.refused))
 
     def _end(self, what: str) -> None:
-        self._checkpointer.wait()  # what was finite is still to be committed
-        text = diverged(self._run, what) if self._group.place.is_rank_zero else None
-        told = self._group.share("diverged", text)
-        self._group.sum(torch.zeros(1))  # rank zero, whose store it is, leaves after all have read
-        raise DivergedError(told)
+        self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
+        text = diverged(self._run, what) if self._group.rank_info.is_rank_zero else None
+        message = self._group.broadcast_through_store("diverged", text)
+        self._group.sum(torch.zeros(1))  # rank zero serves the store, so it leaves after all have read
+        raise DivergedError(message)
 
 
 def diverged(run: RunDir, what: str) -> str:
-    """Say that a run has diverged, and what its user can do."""
+    """Return the message that a run has diverged, with what its user can do."""
     steps = checkpoint_store.committed_steps(run)
     goes_on = f"goes on from step {steps[-1]}, its newest checkpoint; with `--fresh` it starts over" if steps else ""
     return (
@@ -99,9 +100,9 @@ def diverged(run: RunDir, what: str) -> str:
 
 
 class UpdateGuard:
-    """With the policy `skip`, keeps updates with gradients that are not finite away from the weights.
+    """With the policy `skip`, skips updates whose gradients are not finite.
 
-    It waits for the device once a step. With fp16 the loss scaler does the same, and finds its scale by it.
+    It waits for the device once a step. With fp16 the loss scaler skips such updates itself.
     """
 
     def __init__(self, run: RunDir, model: nn.Module, checkpointer: Checkpointer, *, is_active: bool) -> None:
@@ -114,22 +115,22 @@ class UpdateGuard:
         self._num_in_a_row = 0
 
     def keep_buffers(self) -> None:
-        """Keep what the forward may change (batch-norm statistics), to be put back where the update is skipped."""
+        """Copy what the forward may change (batch-norm statistics), to restore it if the update is skipped."""
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
 
     def skips(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
-        """Tell whether to leave out this update; the gradients, and so the answer, are the same on all ranks.
+        """Tell whether to skip this update; the gradients, and so the answer, are the same on all ranks.
 
         Raises:
-            DivergedError: where every update is left out.
+            DivergedError: if too many updates in a row are skipped.
         """
         if not self._is_active or _are_finite(optimizer):
             self._num_in_a_row = 0
             return False
         self._num_skipped += 1
         self._num_in_a_row += 1
-        if self._num_skipped.bit_count() == 1:  # 1, 2, 4, 8, ...: not a line for each of thousands
+        if self._num_skipped.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th, ...
             log.warning(
                 "the gradients of step %d are not finite, so its update is skipped (`train.on_nonfinite`): "
                 "%d skipped since this attempt began",
@@ -139,7 +140,7 @@ class UpdateGuard:
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._kept)
         if self._num_in_a_row >= MOST_IN_A_ROW["skip"]:
-            self._checkpointer.wait()  # what was finite is still to be committed
+            self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
             raise DivergedError(
                 diverged(self._run, f"the gradients are not finite since step {step - self._num_in_a_row + 1}")
             )

@@ -1,4 +1,4 @@
-"""Evaluation that counts every held-out sample once, whatever the number of ranks."""
+"""Evaluation: uses every held-out sample exactly once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from ddp_hpc.train.traces import put_back
 
 
 class _HeldOut:
-    """This rank's part of the held-out set: every world_size-th sample, nothing padded; one batch for a trial until it is wanted."""
+    """This rank's part of the held-out set: every world_size-th sample, without padding.
+
+    Until `is_wanted`, it is only one batch, for the trial.
+    """
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int, world_size: int) -> None:
         self._mine = range(rank, num_samples, world_size)
@@ -55,12 +58,12 @@ class Evaluator:
         self._channels_last = spec.train.channels_last
         self._loader: DataLoader[Any] | None = None
         if recipe.eval_data is not None:
-            place = group.place
+            rank_info = group.rank_info
             self._held_out = _HeldOut(
                 len(recipe.eval_data),  # type: ignore[arg-type]  # map-style data has a length
                 spec.eval.batch_size,
-                rank=place.rank,
-                world_size=place.world_size,
+                rank=rank_info.rank,
+                world_size=rank_info.world_size,
             )
             self._loader = make_loader(
                 SeededFetch(recipe.eval_data, spec.seed, recipe.collate_fn),
@@ -71,18 +74,20 @@ class Evaluator:
             )
 
     def start(self, model: nn.Module) -> None:
-        """Start the loader's processes, to be kept: later, threads would be running, and forking beside them is risky.
+        """Start the loader's processes, and evaluate one batch as a trial that changes nothing.
 
-        One batch is evaluated for a trial, which leaves no trace, so that a metric of another shape is refused at once.
+        So a metric with a wrong shape fails before the training, not after its first epoch.
 
         Raises:
-            ConfigError: where a metric is not one value a sample.
+            ConfigError: if a metric is not one value per sample.
         """
         if self._loader is None:
             return
-        # A layer may fold its weights for evaluation, and come back from that with other last bits.
-        quietly = put_back(model, with_parameters=True)
-        with quietly, evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
+        # The processes are forked now and kept. Later this process has threads (the checkpoint writer's, pin_memory's), and
+        # a fork beside threads may deadlock: https://docs.python.org/3/library/os.html#os.fork
+        # A layer may merge its weights for evaluation (as LoRA does) and unmerge them with other last bits: restore them.
+        unchanged = put_back(model, with_parameters=True)
+        with unchanged, evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
             for fetched in begin(self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._score(model, batch, len(fetched.indices))
@@ -91,13 +96,13 @@ class Evaluator:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the mean of the loss and of each metric over the held-out samples, the same on every rank.
 
-        Buffers (batch-norm statistics) are rank zero's, as in DDP's forward. Sums are kept in float64.
+        All ranks use the buffers (batch-norm statistics) of rank zero, as DDP's forward does. Sums are float64.
         """
         if self._loader is None:
             return {}
         names = ["loss", *self._recipe.metrics]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self._group.device)
-        self._send_buffers(model)
+        self._broadcast_buffers(model)
         with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
             for fetched in self._loader:
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
@@ -115,15 +120,17 @@ class Evaluator:
             values: object = metric(outputs, targets)
             if not isinstance(values, Tensor) or values.shape != (num_samples,):
                 got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
-                kind = WorkerError if self._held_out.is_wanted else ConfigError  # nothing was trained at the trial
+                kind = (
+                    WorkerError if self._held_out.is_wanted else ConfigError
+                )  # in the trial, nothing has been trained yet
                 raise kind(
                     f"Metric {name!r} returned {got} for {num_samples} samples, "
-                    f"but must return one value a sample, shape ({num_samples},)."
+                    f"but must return one value per sample, shape ({num_samples},)."
                 )
             scores.append(values.double().sum())
         return torch.stack([*scores, torch.full_like(scores[0], num_samples)])
 
-    def _send_buffers(self, model: nn.Module) -> None:
-        if self._group.place.world_size > 1:
+    def _broadcast_buffers(self, model: nn.Module) -> None:
+        if self._group.rank_info.world_size > 1:
             for buffer in model.buffers():
                 torch.distributed.broadcast(buffer, src=0)

@@ -1,7 +1,8 @@
 """Whether workers may be forked from a process that has imported the user's recipe.
 
-A fork takes over one thread alone. OpenMP's pool (libgomp) then waits for ever for threads that are not there, a lock
-that another thread holds is never released, and CUDA does not work at all. So nothing may start them before.
+fork copies only the calling thread (https://man7.org/linux/man-pages/man2/fork.2.html). In the child, libgomp's OpenMP pool
+waits for ever for threads that do not exist, a lock that another thread held is never released, and CUDA cannot be used
+(https://pytorch.org/docs/stable/notes/multiprocessing.html#cuda-in-multiprocessing). So the parent must have no other thread.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from ddp_hpc import processes
 
 @contextmanager
 def no_openmp_pool() -> Iterator[None]:
-    """Have OpenMP compute with the calling thread alone, whatever number of threads is asked for meanwhile.
-
-    The numbers stay as they are, so that what a recipe sets by `torch.set_num_threads` holds in its workers. Where
-    PyTorch's OpenMP is not to be found, nothing changes: `why_not_fork` finds the threads.
-    """
+    """Keep OpenMP from starting threads, whatever number of threads is set meanwhile."""
+    # No active parallel regions are allowed, so every region runs in the calling thread. The number of threads stays as it
+    # is, so that `torch.set_num_threads` in a recipe takes effect in its workers.
+    # https://www.openmp.org/spec-html/5.0/openmpsu121.html (omp_set_max_active_levels)
     openmp = ctypes.CDLL(None)
     try:
         before = openmp.omp_get_max_active_levels()
         openmp.omp_set_max_active_levels(0)
-    except AttributeError:
+    except AttributeError:  # PyTorch uses no OpenMP library, or a hidden one: `why_not_fork` reports its threads
         yield
         return
     try:
@@ -37,7 +37,7 @@ def no_openmp_pool() -> Iterator[None]:
 
 
 def why_not_fork(target: str) -> str:
-    """Return why workers must not be forked from this process, in words for the job's log; nothing where they may."""
+    """Return why workers must not be forked from this process, for the job's log; empty if they may."""
     if torch.cuda.is_initialized():
         return (
             f"importing `recipe.target` {target!r} initialised CUDA, which a forked process cannot use. To have workers "
@@ -46,8 +46,8 @@ def why_not_fork(target: str) -> str:
     names = Counter(processes.lasting_threads())
     if not names:
         return ""
-    told = ", ".join(name if number == 1 else f"{number} of {name}" for name, number in sorted(names.items()))
+    threads = ", ".join(name if number == 1 else f"{number} of {name}" for name, number in sorted(names.items()))
     return (
-        f"importing `recipe.target` {target!r} left threads running, which a forked process would not have ({told}). To have "
+        f"importing `recipe.target` {target!r} left threads running, which a forked process would not have ({threads}). To have "
         "workers start faster, move what starts them into the function"
     )

@@ -1,4 +1,4 @@
-"""The weights that a run begins with (`train.init_from`): from a file, or another run's checkpoint."""
+"""Loads the weights that a run starts with (`train.init_from`), from a file or a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ from ddp_hpc.train.training_state import TrainingState, differences
 log = logging.getLogger(__name__)
 
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DDP and `torch.compile` put before names."""
+"""Prefixes that DDP and `torch.compile` add to names."""
 _NESTED = ("state_dict", "model_state_dict", "model")
-"""Under which name others' training scripts put the weights into a file with more in it."""
+"""Names under which training scripts store the weights in a file that holds more than weights."""
 
 
 def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> None:
-    """Put the weights that `train.init_from` names into the model, and its average; call at step 0 only.
-
-    Rank zero says which file: the run that is named may commit a newer checkpoint meanwhile.
+    """Load the weights that `train.init_from` names into the model, and into its average; call at step 0 only.
 
     Raises:
-        ConfigError: where they cannot be read, or do not fit.
+        ConfigError: if they cannot be read, or do not fit the model.
     """
     if spec.train.init_from is None:
         return
-    found_here = str(_find(spec.train.init_from, runs_dir=spec.path.parent)) if group.place.is_rank_zero else None
-    source = Path(group.share("init_from", found_here))
+    # Rank zero chooses the file for all ranks: the other run may commit a newer checkpoint at this very moment.
+    found_here = str(_find(spec.train.init_from, runs_dir=spec.path.parent)) if group.rank_info.is_rank_zero else None
+    source = Path(group.broadcast_through_store("init_from", found_here))
     found = _unwrapped(_read(source))
     own = state.model.state_dict()
     fitting = {name: found[name] for name in own if name in found and own[name].shape == found[name].shape}
-    told = differences(own, found)
-    if told and spec.train.init_strict:
+    misfits = differences(own, found)
+    if misfits and spec.train.init_strict:
         raise ConfigError(
-            f"`train.init_from` is {str(source)!r}, but its weights are not those of the model: {told}. "
+            f"`train.init_from` is {str(source)!r}, but its weights are not those of the model: {misfits}. "
             "Name weights of this model, or set `train.init_strict=false` to take those that fit."
         )
     if not fitting:
-        raise ConfigError(f"`train.init_from` is {str(source)!r}, but none of its weights fits the model: {told}.")
+        raise ConfigError(
+            f"`train.init_from` is {str(source)!r}, but none of its weights fits the model: {misfits}. Name a file or run with weights of this model."
+        )
     state.model.load_state_dict(fitting, strict=False)
     if state.ema is not None:
         state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
-    log.info("%d of %d weights are from %s%s", len(fitting), len(own), source, f" ({told})" if told else "")
+    log.info("loaded %d of %d weights from %s%s", len(fitting), len(own), source, f" ({misfits})" if misfits else "")
 
 
 def _find(text: str, *, runs_dir: Path) -> Path:
@@ -66,10 +67,12 @@ def _find(text: str, *, runs_dir: Path) -> Path:
             run = RunDir(path)
             steps = checkpoint_store.committed_steps(run)
             if not steps:
-                raise ConfigError(f"`train.init_from` is {text!r}, but the run in {path} has no checkpoint yet.")
+                raise ConfigError(
+                    f"`train.init_from` is {text!r}, but the run in {path} has no checkpoint yet. Wait for one, or name another run or file."
+                )
             return checkpoint_store.checkpoint_path(run, steps[-1])
     raise ConfigError(
-        f"`train.init_from` is {text!r}, but there is neither a file {str(candidates[0])!r} nor a run {str(candidates[1])!r}."
+        f"`train.init_from` is {text!r}, but neither the file {str(candidates[0])!r} nor the run {str(candidates[1])!r} exists."
     )
 
 
@@ -87,8 +90,8 @@ def _read(source: Path) -> dict[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"`train.init_from` is {str(source)!r}, but that is no file of weights: {first} "
-            "Only tensors are read, never code: write it with `torch.save(model.state_dict(), PATH)`, or as safetensors."
+            f"`train.init_from` is {str(source)!r}, but PyTorch cannot read weights from it: {first} "
+            "Only tensors are read, never pickled code. Write the file with `torch.save(model.state_dict(), PATH)`, or as safetensors."
         ) from error
 
 
@@ -99,7 +102,7 @@ def _weights_in(content: Any, source: Path) -> dict[str, Tensor]:
             break
     if not isinstance(content, Mapping) or not content or not all(isinstance(one, Tensor) for one in content.values()):
         raise ConfigError(
-            f"`train.init_from` is {str(source)!r}, but that holds no weights by name. "
+            f"`train.init_from` is {str(source)!r}, but that file holds no weights by name. "
             "Write it with `torch.save(model.state_dict(), PATH)`."
         )
     return {str(name): one for name, one in content.items()}

@@ -1,4 +1,4 @@
-"""From the order of samples to tensors: the loader of one rank."""
+"""Loads the samples of one rank, in the order of `data_order`, as tensors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.processes import deaths_held_back, die_with_parent, ignore_stop_signals, unblock_signals
 from ddp_hpc.spec import DataSpec
-from ddp_hpc.train.data_order import MicroBatch, Walk, Window, derive_seed
+from ddp_hpc.train.data_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.rng import HostGenerators, seed_host_libraries
 
 Collate = Callable[[list[Any]], Any]
-"""A list of samples -> one batch of them."""
+"""A list of samples -> one batch."""
 
 
 class Fetched(NamedTuple):
-    """A micro batch with the ids of the samples that it was made from."""
+    """A micro batch, and the indices of its samples."""
 
     indices: tuple[int, ...]
     batch: Any
 
 
 class SeededFetch(Dataset[Any]):
-    """A map-style dataset whose randomness follows from (seed, epoch, index), whichever process does the work."""
+    """A map-style dataset whose random numbers depend only on (seed, epoch, index), not on the process that loads."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self._dataset = dataset
@@ -36,10 +36,10 @@ class SeededFetch(Dataset[Any]):
         self._collate = collate
 
     def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
-        """Fetch one micro batch; the loader hands over a list of one."""
+        """Fetch one micro batch; the DataLoader passes a list of one."""
         (wanted,) = micro_batch
         if self._collate is None and type(self._dataset) is TensorDataset:
-            # No code of the user's runs, as it does in a subclass: take all rows at once.
+            # Exactly TensorDataset, so no code of the user runs and no random number is drawn: take all rows at once.
             return Fetched(wanted.indices, self._dataset[torch.tensor(wanted.indices)])
         generators = HostGenerators() if get_worker_info() is None else None
         samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
@@ -62,36 +62,36 @@ class SeededFetch(Dataset[Any]):
 
 
 class SampleError(RuntimeError):
-    """A sample could not be read; the message names it. It is no error of input: another attempt may well read it."""
+    """A sample could not be read. It does not count as an invalid request: another attempt may succeed."""
 
 
 class _MicroBatches:
-    """What the loader asks for, one micro batch at a time: a batch sampler of lists of one."""
+    """The DataLoader's batch sampler: yields micro batches, each as a list of one."""
 
-    def __init__(self, walk: Walk) -> None:
-        self._walk = walk
+    def __init__(self, sampler: RankSampler) -> None:
+        self._sampler = sampler
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        for window in self._walk:
-            for micro_batch in window.micro_batches:
+        for global_batch in self._sampler:
+            for micro_batch in global_batch.micro_batches:
                 yield [micro_batch]
 
 
-class LoadedWindow(NamedTuple):
-    """A window with its samples, in the order of its micro batches."""
+class LoadedGlobalBatch(NamedTuple):
+    """A global batch with its samples, in the order of its micro batches."""
 
-    plan: Window
+    plan: GlobalBatch
     fetched: Iterator[Fetched]
 
 
-def training_windows(
-    dataset: Dataset[Any], walk: Walk, *, data: DataSpec, pin_memory: bool, collate: Collate | None = None
-) -> Iterator[LoadedWindow]:
-    """Yield the windows of `walk` with their samples; loading runs ahead over the ends of epochs."""
-    fetch = SeededFetch(dataset, walk.order.seed, collate)
-    fetched = begin(make_loader(fetch, _MicroBatches(walk), data=data, pin_memory=pin_memory))
-    for plan in walk:
-        yield LoadedWindow(plan, (next(fetched) for _ in plan.micro_batches))
+def load_global_batches(
+    dataset: Dataset[Any], sampler: RankSampler, *, data: DataSpec, pin_memory: bool, collate: Collate | None = None
+) -> Iterator[LoadedGlobalBatch]:
+    """Yield the global batches of `sampler` with their samples; loading runs ahead, also into the next epoch."""
+    fetch = SeededFetch(dataset, sampler.order.seed, collate)
+    fetched = begin(make_loader(fetch, _MicroBatches(sampler), data=data, pin_memory=pin_memory))
+    for plan in sampler:
+        yield LoadedGlobalBatch(plan, (next(fetched) for _ in plan.micro_batches))
 
 
 def make_loader(
@@ -102,9 +102,9 @@ def make_loader(
     pin_memory: bool,
     is_kept: bool = False,
 ) -> DataLoader[Any]:
-    """Return a loader of what `sampler` names; its processes die with this one and heed no signals of the job's.
+    """Return a loader of what `sampler` names; its processes die with this one and ignore the job's stop signals.
 
-    A loader that `is_kept` keeps its processes for the next time it is walked through.
+    A loader that `is_kept` keeps its processes for the next iteration.
     """
     parallel: dict[str, Any] = {}
     if data.num_workers:
@@ -115,27 +115,27 @@ def make_loader(
             "multiprocessing_context": "fork",
             "persistent_workers": is_kept,
         }
-    generator = torch.Generator()  # or else the loader would draw its seed from the training's own
+    generator = torch.Generator()  # its own: otherwise the loader would draw its seed from the training's generator
     return DataLoader(
         dataset, batch_sampler=sampler, collate_fn=_as_is, pin_memory=pin_memory, generator=generator, **parallel
     )
 
 
 def begin(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Fork a loader's processes and begin to walk through it; a death among all loaders' is told once they are there.
-
-    PyTorch raises it from its handler of SIGCHLD, wherever the main thread is: not in the midst of a fork, please.
-    """
+    """Fork the processes of a loader, and return its iterator."""
+    # PyTorch's handler of SIGCHLD raises an error in the main thread when a loader process dies, wherever that thread is.
+    # Raised inside a fork, it would leave a half-made child; so the signal is blocked until the processes exist:
+    # https://docs.python.org/3/library/signal.html#signal.pthread_sigmask
     with deaths_held_back():
         return iter(loader)
 
 
 def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
-    """Move every tensor in a nest of tuples, lists and dicts, from pinned memory without waiting.
+    """Move every tensor in nested tuples, lists and dicts to the device, from pinned memory asynchronously.
 
-    With `channels_last`, 4-D tensors come in that order.
+    With `channels_last`, 4-D tensors get that memory format.
     """
-    if device.type == "cpu" and not channels_last:  # where loaders put it
+    if device.type == "cpu" and not channels_last:  # the loader has put it there
         return batch
     if isinstance(batch, torch.Tensor):
         order = torch.channels_last if channels_last and batch.dim() == 4 else torch.preserve_format
@@ -155,7 +155,7 @@ def _as_is(fetched: Any) -> Any:
 
 
 class _LoaderProcess:
-    """Run once in each loader process."""
+    """Runs once in each loader process."""
 
     def __init__(self, parent_pid: int) -> None:
         self._parent_pid = parent_pid

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that there is nothing to save or to restore."""
+"""The learning rate as a pure function of the step, so that it needs no state in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are in training mode, and which are held in evaluation mode, as the recipe left them."""
+"""Sets training and evaluation mode, and keeps modules that the recipe holds in evaluation mode."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from torch import nn
 
 
 def settle(model: nn.Module) -> None:
-    """Let `train()` methods of the user's own act once, before the first step.
-
-    Many models freeze batch norm there and count on a loop that calls `model.train()`. What the recipe holds in
-    evaluation mode by `eval()` stays in it.
-    """
+    """Call `model.train()` once before the first step; modules that the recipe put into evaluation mode stay in it."""
+    # Many models override `train()` to freeze batch norm, and rely on a training loop that calls it.
     held = [module for module in model.modules() if not module.training]
     if model.training:
         model.train()
@@ -35,6 +32,6 @@ def _put_back(modes: dict[nn.Module, bool]) -> None:
     """Set the modules' modes; parents come before their children."""
     for module, is_training in modes.items():
         if module.training != is_training:
-            module.train(is_training)  # not only the flag: a module may do more here, as LoRA's layers do
+            module.train(is_training)  # a call, not the flag alone: layers such as LoRA's do more in `train()`
     for module, is_training in modes.items():
-        module.training = is_training  # a module in two places has been reached by both parents
+        module.training = is_training  # a module with two parents was set by both of them

@@ -1,4 +1,4 @@
-"""The optimizers of the configuration, with weights decayed and biases not."""
+"""The optimizers of the configuration; weight decay applies to weights, not to biases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddp_hpc.spec import OptimizerSpec
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return two parameter groups: matrices and filters, decayed; biases, norms and other vectors, not."""
+    """Return two parameter groups: matrices and filters with weight decay; biases, norms and other vectors without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     vectors = [parameter for parameter in trained if parameter.dim() <= 1]
@@ -18,12 +18,12 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return what the optimizer steps, of all its groups."""
+    """Return the parameters of all groups of the optimizer."""
     return [parameter for options in optimizer.param_groups for parameter in options["params"]]
 
 
 def build_optimizer(spec: OptimizerSpec, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Return the optimizer that the configuration names; fused into one kernel where the device has it."""
+    """Return the optimizer that the configuration names; with fused kernels on GPUs."""
     groups = decay_groups(model, spec.weight_decay)
     fused = all(parameter.is_cuda for parameter in model.parameters())
     if spec.name == "adamw":

@@ -1,4 +1,4 @@
-"""The arithmetic of forward and backward: fp32 with or without TF32, bf16, or fp16 with a scaled loss."""
+"""The precision of forward and backward: fp32 with or without TF32, bf16, or fp16 with a loss scaler."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _AS_IT_IS = nullcontext()
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Set the arithmetic of float32 matrix products; convolutions use TF32 only where matrix products may."""
+    """Set the precision of float32 matrix products; convolutions use TF32 only if matrix products may."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
 def describe() -> str:
-    """Return in words which arithmetic of float32 holds in this process; a recipe may have set another."""
+    """Return a text on the precision of float32 in this process; a recipe may have changed it."""
     try:
         matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # torch refuses to say by its old names what was set by its new ones
-        return "float32 arithmetic as the recipe has set it"
+    except RuntimeError:  # torch raises if TF32 was set by its newer `fp32_precision` settings
+        return "the recipe sets the precision of float32"
     return (
         f"float32 matrix products at precision {matmul!r} (TF32 {'off' if matmul == 'highest' else 'on'}), "
         f"TF32 {'on' if convolutions else 'off'} in convolutions"
@@ -32,17 +32,17 @@ def describe() -> str:
 
 @dataclass(frozen=True)
 class Precision:
-    """How `train.precision` is carried out on one device."""
+    """Applies `train.precision` on one device."""
 
     name: Literal["fp32", "bf16", "fp16"]
     device: torch.device
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context that forward and loss run in."""
+        """Return the context manager for forward and loss."""
         if self.name == "fp32":
             return _AS_IT_IS
         return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name])
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
-        """Return fp16's loss scaler; the others need none."""
+        """Return the loss scaler of fp16; None for the others, which need none."""
         return torch.amp.GradScaler(self.device.type) if self.name == "fp16" else None

@@ -1,4 +1,4 @@
-"""One log file a rank; the console hears rank zero."""
+"""One log file per rank; rank zero also logs to the console."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def open_rank_log(path: Path, *, is_rank_zero: bool) -> None:
-    """Send everything this process prints or logs to `path`; rank zero's log lines go to the old output as well."""
+    """Redirect all output of this process to `path`; rank zero's log lines also go to the old standard output."""
     make_directories(path.parent)
     handlers: list[logging.Handler] = []
     if is_rank_zero:
@@ -27,7 +27,7 @@ def open_rank_log(path: Path, *, is_rank_zero: bool) -> None:
     os.dup2(file, 2)
     os.close(file)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # whatever the locale of a node: what a recipe prints must not end it
+        if isinstance(stream, io.TextIOWrapper):  # with a C locale on a node, printing non-ASCII text would raise
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     handlers.append(logging.StreamHandler(sys.stderr))
     logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=handlers, force=True)

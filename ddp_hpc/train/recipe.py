@@ -1,4 +1,4 @@
-"""What a user brings: a function that returns a `Recipe`."""
+"""`Recipe`, the user's part of a training, and the function that builds it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _OTHERS_CODE = (
     str(Path(__file__).parents[1]),
     "<frozen ",
 )
-"""In paths of code that is not the user's."""
+"""Parts of paths of code that is not the user's."""
 
 Scorer = Callable[[Any, Any], Tensor]
-"""(outputs, targets) -> one value a sample, shape (num_samples,); averaged over the held-out set."""
+"""(outputs, targets) -> one value per sample, shape (num_samples,); averaged over the held-out set."""
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -52,7 +52,7 @@ class Recipe:
     """
 
     model: nn.Module
-    """On the CPU, in fp32; the same on every rank because the seed is (rank zero's weights are sent besides)."""
+    """On the CPU, in fp32; the same on every rank, because all use the same seed (and DDP broadcasts rank zero's weights)."""
     train_data: Dataset[Any]
     """Map-style: `len(data)` and `data[index]`. Random augmentation may use torch's, numpy's or Python's generator."""
     loss: Callable[[Any, Any], Tensor]
@@ -62,11 +62,11 @@ class Recipe:
     optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] | None = None
     """(model, lr) -> optimizer; default: what the configuration's `optimizer` section says."""
     metrics: Mapping[str, Scorer] = field(default_factory=dict)
-    """Numbers of the evaluation besides `loss`, by name."""
+    """Metrics of the evaluation besides `loss`, by name."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes one batch of a list of samples, in training and evaluation; default: torch's `default_collate`."""
     inputs_and_targets: Callable[[Any], tuple[Any, Any]] = _pair
-    """Splits what the data yields, collated; default: a pair. The model is called with the inputs."""
+    """Splits a batch into inputs and targets; default: a pair. The model is called with the inputs."""
 
     def __post_init__(self) -> None:
         _require(isinstance(self.model, nn.Module), "model", self.model, "a `torch.nn.Module`")
@@ -74,7 +74,7 @@ class Recipe:
         _require(_is_map_style(self.train_data), "train_data", self.train_data, MAP_STYLE)
         if self.eval_data is not None:
             _require(_is_map_style(self.eval_data), "eval_data", self.eval_data, MAP_STYLE)
-        _require("loss" not in self.metrics, "metrics", dict(self.metrics), "without `loss`, which is there already")
+        _require("loss" not in self.metrics, "metrics", dict(self.metrics), "without `loss`, which is always recorded")
 
 
 MAP_STYLE = "map-style and not empty: with `len(data)` above zero and `data[index]`, so that samples can be numbered"
@@ -92,7 +92,7 @@ def _require(condition: bool, name: str, value: object, wanted: str) -> None:
 
 
 def nearest_names(name: object, known: Iterable[str]) -> str:
-    """Return the sentence that tells somebody who wrote an unknown name which ones there are."""
+    """Return a sentence with the known names, for somebody who wrote an unknown one."""
     names = list(known)
     nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     meant = [f"Did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
@@ -103,21 +103,21 @@ def load_builder(target: str) -> Callable[..., Recipe]:
     """Import `module:function` (or a built-in recipe's name) and return the function.
 
     Raises:
-        ConfigError: where the module cannot be imported or has no such function.
+        ConfigError: if the module cannot be imported or has no such function.
     """
     module_name, _, function_name = BUILT_IN.get(target, target).partition(":")
     if not function_name:
         raise ConfigError(
-            f"`recipe.target` is {target!r}, but that is no built-in recipe ({', '.join(BUILT_IN)}). "
-            "Name a function of yours as `module:function`."
+            f"`recipe.target` is {target!r}, but there is no built-in recipe of that name ({', '.join(BUILT_IN)}). "
+            "Name your own function as `module:function`."
         )
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"`recipe.target` is {target!r}, but importing {module_name!r} raised "
-            f"{type(error).__name__}: {error}. Look for it with `python -c 'import {module_name}'` in the "
-            "directory you submit from."
+            f"{type(error).__name__}: {error}. Try `python -c 'import {module_name}'` in the directory that "
+            "you submit from."
         ) from error
     builder = getattr(module, function_name, None)
     if not callable(builder):
@@ -134,8 +134,7 @@ def build_recipe(target: str, args: Mapping[str, Any]) -> Recipe:
     """Call the builder and check that it returned a `Recipe`.
 
     Raises:
-        ConfigError: where there is no such builder, it does not take these arguments, cannot use them, or returns something
-            else.
+        ConfigError: if there is no such function, it does not accept or use these arguments, or it returns something else.
     """
     builder = load_builder(target)
     _check_args(target, builder, args)
@@ -148,9 +147,9 @@ def build_recipe(target: str, args: Mapping[str, Any]) -> Recipe:
 
 
 def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> Recipe:
-    """Call the builder; what it raises of wrong values is told with its arguments and its own lines.
+    """Call the builder; an error that wrong arguments cause gets its arguments and the user's lines in the message.
 
-    Any other exception (a disk that cannot be read, a GPU that fails) may be gone in the next attempt, and stays as it is.
+    Other exceptions (a disk that cannot be read, a GPU that fails) may not occur in the next attempt, and pass unchanged.
     """
     try:
         return builder(**args)
@@ -162,20 +161,20 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
 
 
 def _own_lines(error: BaseException) -> str:
-    """Return the last lines of the user's own code in a traceback: no library's, and not ours."""
+    """Return the last lines of the user's own code in a traceback, without libraries and ddp_hpc."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in _OTHERS_CODE)]
     return "".join(f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}\n" for frame in own[-3:])
 
 
 def _check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> None:
-    """Bind the arguments without a call, so that a TypeError inside the builder stays the user's own."""
+    """Check the arguments without a call, so that a TypeError inside the function is reported as the user's own."""
     signature = inspect.signature(builder)
     try:
         signature.bind(**args)
     except TypeError as error:
         unknown = [name for name in args if name not in signature.parameters]
         raise ConfigError(
-            f"`recipe.args` is {dict(args)!r}, but `{target}` does not take that: {error}. "
+            f"`recipe.args` is {dict(args)!r}, but `{target}` does not accept that: {error}. "
             f"{nearest_names(unknown[0] if unknown else '', signature.parameters)}"
         ) from error

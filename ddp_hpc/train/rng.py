@@ -1,4 +1,4 @@
-"""Random generators: seeded from values, saved, and put back, so that chance is part of the training state."""
+"""Seeds, saves and restores the random generators, which are part of the training state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seed_everything(*parts: int | str) -> None:
 def seed_host_libraries(seed: int) -> None:
     """Seed Python's and numpy's global generators."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  the global generator is what datasets use
+    np.random.seed(seed % 2**32)  # noqa: NPY002  data sets use the global generator
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def capture(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore(states: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what `capture` returned."""
+    """Restore what `capture` returned."""
     torch.set_rng_state(states["torch"])
     version, *words, has_gauss, bits = states["python"].tolist()
     random.setstate((version, tuple(words), _float_from_bits(bits) if has_gauss else None))
@@ -48,7 +48,7 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
 
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
-    """Leave every generator afterwards as it was before."""
+    """Restore every generator afterwards."""
     states = capture(device)
     try:
         yield
@@ -57,9 +57,9 @@ def preserved(device: torch.device) -> Iterator[None]:
 
 
 class HostGenerators:
-    """The CPU-side generators of this process, kept and put back around the seeding of samples.
+    """The state of the CPU generators, to be restored after samples have been seeded.
 
-    `capture` and `restore` cost too much for every micro batch; here nothing is converted.
+    Faster than `capture` and `restore`, which convert to tensors: it runs for every micro batch.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The ids of the samples that each step really used, as the loader delivered them."""
+"""Records which samples each step used, as the loader delivered them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import IO
 import msgspec
 
 from ddp_hpc.durable import make_directories, open_private
-from ddp_hpc.train.data_order import MicroBatch, Window
+from ddp_hpc.train.data_order import GlobalBatch, MicroBatch
 
 
 class SampleRecorder:
@@ -23,12 +23,12 @@ class SampleRecorder:
             self._file = open_private(path, "ab", buffering=0)
 
     def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
-        """Remember those of a micro batch's samples that count."""
+        """Keep the samples of a micro batch that have weight."""
         if self._file is not None:
             self._used += delivered[: plan.num_real]
 
-    def record(self, plan: Window) -> None:
-        """Write what was noted since the last window; steps and epochs are counted from one."""
+    def record(self, plan: GlobalBatch) -> None:
+        """Write the samples of one step; steps and epochs are counted from one."""
         if self._file is not None:
             line = {"step": plan.after.step, "epoch": plan.micro_batches[0].epoch + 1, "samples": self._used}
             self._file.write(msgspec.json.encode(line) + b"\n")

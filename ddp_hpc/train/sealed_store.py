@@ -1,8 +1,8 @@
-"""Short texts between the ranks of an attempt, which nobody else can make, waited for while their writer moves.
+"""Exchanges short authenticated texts between the ranks of an attempt, with heartbeats while a rank is at work.
 
-Any process that reaches the port of PyTorch's store can read, set and delete its keys. Each text is sealed with the
-attempt's token, which only the user's own processes can read; a text with another seal is not used, as if it were not
-there. Texts are JSON or numbers, so that nothing from the store is ever unpickled.
+Every process that can connect to the port of PyTorch's store can read, set and delete its keys. So each text carries an
+HMAC made with the attempt's token, which only processes of the user can read; a text with a wrong HMAC is ignored. Texts are
+JSON or numbers: nothing from the store is unpickled.
 """
 
 from __future__ import annotations
@@ -16,74 +16,79 @@ import torch.distributed as dist
 
 from ddp_hpc.errors import WorkerError
 
-SIGN_INTERVAL_S = 2.0
-"""How often a rank that others wait for says that it moves."""
+HEARTBEAT_INTERVAL_S = 2.0
+"""How often a rank that others wait for reports that it is at work."""
 _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.25
 
 
 class SealedStore:
-    """One connection to the store, for one thread: a waiting client blocks all users of its connection."""
+    """One connection to the store, for one thread: a request that waits blocks all other requests on its connection."""
 
     def __init__(self, store: dist.Store, token: str, *, silence_s: float = 600.0) -> None:
         self._store = store
         self._token = token.encode()
         self._silence_s = silence_s
-        self._num_signs = 0
-        self._signed_at = float("-inf")
+        self._num_heartbeats = 0
+        self._heartbeat_at = float("-inf")
 
     def set(self, key: str, text: str) -> None:
-        """Give a text to whoever asks for the key."""
-        self._store.set(key, f"{self._seal(key, text)} {text}")
+        """Set the text of a key."""
+        self._store.set(key, f"{self._hmac(key, text)} {text}")
 
-    def sign(self, key: str) -> None:
-        """Say that what will be set as `key` is being worked on; nearly free when it was said a moment ago."""
+    def heartbeat(self, key: str) -> None:
+        """Report that this rank is at work on what it will set as `key`; nearly free if called often."""
         now = time.monotonic()
-        if now - self._signed_at >= SIGN_INTERVAL_S:
-            self._signed_at = now
-            self._num_signs += 1
-            self.set(_sign_of(key), str(self._num_signs))
+        if now - self._heartbeat_at >= HEARTBEAT_INTERVAL_S:
+            self._heartbeat_at = now
+            self._num_heartbeats += 1
+            self.set(_heartbeat_key(key), str(self._num_heartbeats))
 
-    def look(self, key: str) -> str | None:
-        """Return the text of a key, or None where none of ours is there."""
+    def try_get(self, key: str) -> str | None:
+        """Return the text of a key; None if it is not set, or not by a rank of this attempt."""
         if not self._store.check([key]):
             return None
-        seal, _, text = self._store.get(key).decode(errors="replace").partition(" ")
-        return text if hmac.compare_digest(seal.encode(), self._seal(key, text).encode()) else None
+        found, _, text = self._store.get(key).decode(errors="replace").partition(" ")
+        return text if hmac.compare_digest(found.encode(), self._hmac(key, text).encode()) else None
 
-    def get(self, key: str, *, on_sign: Callable[[], object] = lambda: None, silence_s: float | None = None) -> str:
-        """Wait for the text of a key, as long as its writer moves; `on_sign` is called when it says that it does.
+    def get(
+        self, key: str, *, on_heartbeat: Callable[[], object] = lambda: None, silence_s: float | None = None
+    ) -> str:
+        """Wait for the text of a key while its writer sends heartbeats; call `on_heartbeat` for each of them.
 
         Raises:
-            WorkerError: where nothing was heard of the writer for `silence_s`.
+            WorkerError: if there is neither a text nor a heartbeat for `silence_s`.
         """
         silence_s = self._silence_s if silence_s is None else silence_s
-        sign, seen, pause = _sign_of(key), None, _SHORTEST_PAUSE_S
+        heartbeat_key, seen, pause = _heartbeat_key(key), None, _SHORTEST_PAUSE_S
         heard_at = looked_at = time.monotonic()
         while True:
-            text = self.look(key)
+            text = self.try_get(key)
             if text is not None:
                 return text
             now = time.monotonic()
-            if now - looked_at >= SIGN_INTERVAL_S / 2:
+            if now - looked_at >= HEARTBEAT_INTERVAL_S / 2:
                 looked_at = now
-                signed = self.look(sign)
-                if signed != seen:
-                    seen, heard_at = signed, now
-                    on_sign()
+                counted = self.try_get(heartbeat_key)
+                if counted != seen:
+                    seen, heard_at = counted, now
+                    on_heartbeat()
             if now - heard_at >= silence_s:
-                raise WorkerError(f"Nothing was heard of {key!r} for {silence_s:.0f} s: its rank does not move.")
+                raise WorkerError(
+                    f"This rank waited for {key!r} of another rank, which sent neither that nor a heartbeat for {silence_s:.0f} s. "
+                    "The other rank hangs or has died: read the logs of all ranks (`ddp-hpc logs --all`)."
+                )
             time.sleep(pause)
             pause = min(pause * 1.2, _LONGEST_PAUSE_S)
 
-    def _seal(self, key: str, text: str) -> str:
+    def _hmac(self, key: str, text: str) -> str:
         return hmac.new(self._token, f"{key}\0{text}".encode(), hashlib.sha256).hexdigest()
 
 
 def prefix_of(token: str) -> str:
-    """Return what the attempt's keys begin with: nobody sets one by accident, and it does not give the token away."""
+    """Return the prefix of the attempt's keys: no other process sets them by accident, and it does not reveal the token."""
     return hmac.new(token.encode(), b"keys", hashlib.sha256).hexdigest()[:32]
 
 
-def _sign_of(key: str) -> str:
-    return f"{key}/sign"
+def _heartbeat_key(key: str) -> str:
+    return f"{key}/heartbeat"

@@ -1,4 +1,4 @@
-"""Trying a model out and leaving no trace: the very tensors, with their values, are put back."""
+"""Restores the tensors of a model after a trial pass: the same tensor objects, with their old values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
-    """Put back buffers, and parameters where asked, afterwards; needs memory for a copy of them meanwhile."""
+    """Restore the buffers afterwards, and with `with_parameters` the parameters; keeps a copy of them meanwhile."""
     named = [
         (module, name, tensor, tensor.detach().clone())
         for module in model.modules()
@@ -23,5 +23,5 @@ def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
     yield
     with torch.no_grad():
         for module, name, tensor, before in named:
-            setattr(module, name, tensor)  # the forward may have put another tensor in its place
+            setattr(module, name, tensor)  # the forward may have assigned another tensor
             tensor.copy_(before)

@@ -1,4 +1,4 @@
-"""Putting a training together: model, data, optimizer, records, from a spec and a recipe."""
+"""Assembles a training from a spec and a recipe: model, data, optimizer, records."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import modes, rng
 from ddp_hpc.train.checkpoint import Checkpointer
-from ddp_hpc.train.data_order import Order, Position, Walk
+from ddp_hpc.train.data_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.evaluate import Evaluator
-from ddp_hpc.train.journal import Journal
-from ddp_hpc.train.loader import LoadedWindow, training_windows
+from ddp_hpc.train.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.optimizer import build_optimizer, trained_parameters
 from ddp_hpc.train.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, nearest_names
+from ddp_hpc.train.run_recorder import RunRecorder
 from ddp_hpc.train.samples import SampleRecorder
 from ddp_hpc.train.single_samples import warn_of_single_samples
-from ddp_hpc.train.stop import Meetings, StopFlag
+from ddp_hpc.train.stop import StopConsensus, StopFlag
 from ddp_hpc.train.training_state import TrainingState
 from ddp_hpc.train.watchdog import Watchdog
 
@@ -41,73 +41,73 @@ _NO_END = 2**62
 
 @dataclass
 class Training:
-    """Everything the loop walks with."""
+    """State and collaborators of the training loop."""
 
     spec: RunSpec
     run: RunDir
     group: Group
     recipe: Recipe
     model: nn.Module
-    """What the loop calls: the user's model, wrapped in DDP where there are several ranks."""
+    """The user's model, wrapped in DDP if there are several ranks."""
     state: TrainingState
     precision: Precision
-    order: Order
+    order: SampleOrder
     total_steps: int
     base_lrs: list[float]
     """Peak learning rate of each parameter group."""
     untrained: list[nn.Parameter]
-    """Parameters of the model that the optimizer does not have; a backward may give them gradients all the same."""
-    meetings: Meetings
+    """Parameters of the model that the optimizer does not have; backward may give them gradients all the same."""
+    stop_consensus: StopConsensus
     checkpointer: Checkpointer
     losses: LossWatch
     guard: UpdateGuard
     evaluator: Evaluator
-    journal: Journal
+    recorder: RunRecorder
     samples: SampleRecorder
     watchdog: Watchdog
 
-    def windows(self) -> Iterator[LoadedWindow]:
-        """Yield the samples of every step still to do."""
-        walk = Walk(
+    def global_batches(self) -> Iterator[LoadedGlobalBatch]:
+        """Yield the samples of every step that is left."""
+        sampler = RankSampler(
             order=self.order,
             start=self.state.position,
             total_steps=self.total_steps,
-            rank=self.group.place.rank,
+            rank=self.group.rank_info.rank,
         )
         pin_memory = self.group.device.type == "cuda"
-        return training_windows(
+        return load_global_batches(
             self.recipe.train_data,
-            walk,
+            sampler,
             data=self.spec.data,
             pin_memory=pin_memory,
             collate=self.recipe.collate_fn,
         )
 
     def plan_steps(self) -> None:
-        """Find the last step anew from the position that was restored.
+        """Compute the last step again from the restored position.
 
-        Steps before it may have been longer or shorter, for `train.global_batch_size` may be changed between attempts.
+        The user may have changed `train.global_batch_size` between attempts, so earlier steps may have had other sizes.
         """
         epochs = self.spec.train.epochs
         last = self.order.last_step(self.state.position, epochs=epochs)
         if last == self.order.last_step(Position(), epochs=epochs):
             return
         self.total_steps = min(self.spec.train.max_steps or _NO_END, max(last, self.state.position.step))
-        self.journal.plan_steps(self.total_steps)
+        self.recorder.plan_steps(self.total_steps)
         log.info(
-            "the batch size, `data.drop_last` or the data are not as they were when earlier steps were taken: "
-            "%d epochs are over at step %d",
+            "the batch size, `data.drop_last` or the size of the data has changed since earlier steps: "
+            "%d epochs now end at step %d",
             epochs,
             last,
         )
 
     @property
     def evaluated_model(self) -> nn.Module:
-        """The weights to judge by: the moving average where there is one."""
+        """The model to evaluate: the moving average, if there is one."""
         return self.state.model if self.state.ema is None else self.state.ema.module  # type: ignore[return-value]
 
 
-def prepare(  # noqa: PLR0913  it puts the parts together, and these are the parts
+def prepare(  # noqa: PLR0913  it assembles these parts
     spec: RunSpec,
     recipe: Recipe,
     run: RunDir,
@@ -117,10 +117,10 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
     stop: StopFlag,
     watchdog: Watchdog | None = None,
 ) -> Training:
-    """Put the parts together; nothing is restored yet.
+    """Assemble the parts; nothing is restored yet.
 
     Raises:
-        ConfigError: where the recipe and the spec do not fit.
+        ConfigError: if the recipe and the spec do not fit together.
     """
     watchdog = watchdog or Watchdog(None)
     _check_best(spec, recipe)
@@ -129,11 +129,11 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
     total_steps = min(spec.train.max_steps or _NO_END, order.last_step(Position(), epochs=spec.train.epochs))
     precision = Precision(spec.train.precision, group.device)
     log.info("precision %s; %s", precision.name, describe())
-    bare = _place_model(spec, recipe.model, group)
-    _place_loss(recipe, bare, group.device)
+    bare = _model_on_device(spec, recipe.model, group)
+    _move_loss(recipe, bare, group.device)
     modes.settle(bare)
     warn_of_single_samples(order, bare)
-    bare.zero_grad()  # a recipe may have gone backward while it was built
+    bare.zero_grad()  # the recipe may have called backward while it built the model
     optimizer = (
         recipe.optimizer(bare, spec.train.lr)
         if recipe.optimizer
@@ -143,15 +143,15 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         model=bare,
         optimizer=optimizer,
         device=group.device,
-        rank=group.place.rank,
-        world_size=group.place.world_size,
+        rank=group.rank_info.rank,
+        world_size=group.rank_info.world_size,
         loss_meter=torch.zeros((), device=group.device),
         scaler=precision.make_scaler(),
         ema=_averaged(spec, bare),
     )
-    journal = Journal(run, spec, is_writer=group.place.is_rank_zero, attempt=attempt, total_steps=total_steps)
+    recorder = RunRecorder(run, spec, is_writer=group.rank_info.is_rank_zero, attempt=attempt, total_steps=total_steps)
     checkpointer = Checkpointer(
-        run, group, attempt=attempt, keep=spec.checkpoint, on_result=journal.saved, on_progress=watchdog.feed
+        run, group, attempt=attempt, keep=spec.checkpoint, on_result=recorder.saved, on_progress=watchdog.feed
     )
     checkpointer.check(state)
     policy = spec.train.on_nonfinite
@@ -167,36 +167,37 @@ def prepare(  # noqa: PLR0913  it puts the parts together, and these are the par
         total_steps=total_steps,
         base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
         untrained=_untrained(bare, optimizer),
-        meetings=Meetings(group, stop, is_ousted=partial(ownership.is_ousted, run, attempt)),
+        stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_ousted, run, attempt)),
         checkpointer=checkpointer,
         losses=LossWatch(run, group, checkpointer, policy=policy),
         guard=UpdateGuard(run, bare, checkpointer, is_active=policy == "skip" and state.scaler is None),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
-        journal=journal,
-        samples=SampleRecorder(run.rank_samples(attempt, group.place.rank) if spec.train.record_samples else None),
+        recorder=recorder,
+        samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
     )
 
 
-def _order(spec: RunSpec, recipe: Recipe, group: Group) -> Order:
-    order = Order(
+def _order(spec: RunSpec, recipe: Recipe, group: Group) -> SampleOrder:
+    order = SampleOrder(
         num_samples=len(recipe.train_data),  # type: ignore[arg-type]  # map-style data has a length
         seed=spec.seed,
         global_batch_size=spec.train.global_batch_size,
         micro_batch_size=spec.micro_batch_size,
-        world_size=group.place.world_size,
+        world_size=group.rank_info.world_size,
         drop_last=spec.data.drop_last,
     )
     if order.steps_per_epoch == 0:
         raise ConfigError(
             f"`train.global_batch_size` is {order.global_batch_size}, but the training data has {order.num_samples} "
-            "samples and `data.drop_last` leaves out what does not fill a batch. Choose a smaller batch."
+            "samples, and `data.drop_last` drops an incomplete batch, so no batch is left. Choose a smaller batch, or "
+            "`data.drop_last=false`."
         )
     return order
 
 
 def _check_best(spec: RunSpec, recipe: Recipe) -> None:
-    """Refuse to keep the best of what no evaluation measures."""
+    """Raise ConfigError if the best checkpoint is to be kept, but no evaluation measures it."""
     if not spec.checkpoint.keep_best:
         return
     if recipe.eval_data is None:
@@ -207,13 +208,13 @@ def _check_best(spec: RunSpec, recipe: Recipe) -> None:
     names = ["loss", *recipe.metrics]
     if spec.checkpoint.best_metric not in names:
         raise ConfigError(
-            f"`checkpoint.best_metric` is {spec.checkpoint.best_metric!r}, but the evaluation has no such number. "
+            f"`checkpoint.best_metric` is {spec.checkpoint.best_metric!r}, but the evaluation has no such metric. "
             f"{nearest_names(spec.checkpoint.best_metric, names)}"
         )
 
 
 def _refuse_lazy(recipe: Recipe) -> None:
-    """Refuse layers that have no weights before their first input: neither an optimizer nor DDP can take them."""
+    """Raise ConfigError for lazy layers: neither the optimizer nor DDP accepts parameters without a shape."""
     for part, module in (("model", recipe.model), ("loss", recipe.loss)):
         if not isinstance(module, nn.Module):
             continue
@@ -232,8 +233,8 @@ def _untrained(bare: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Par
     return [parameter for parameter in bare.parameters() if parameter not in trained]
 
 
-def _place_model(spec: RunSpec, model: nn.Module, group: Group) -> nn.Module:
-    if spec.train.sync_batch_norm and group.place.world_size > 1:
+def _model_on_device(spec: RunSpec, model: nn.Module, group: Group) -> nn.Module:
+    if spec.train.sync_batch_norm and group.rank_info.world_size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(group.device)
     if spec.train.channels_last:
@@ -241,8 +242,8 @@ def _place_model(spec: RunSpec, model: nn.Module, group: Group) -> nn.Module:
     return model
 
 
-def _place_loss(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
-    """Put a loss that is a module where the model is: it may have weights for classes, or be a network of its own."""
+def _move_loss(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+    """Move a loss that is a module to the device: it may have class weights, or be a network itself."""
     loss = recipe.loss
     if not isinstance(loss, nn.Module):
         return
@@ -258,9 +259,9 @@ def _place_loss(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
 
 
 def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
-    """Return the model the loop calls; a world of one needs no DDP."""
+    """Return the model for the loop: in DDP if there are several ranks, compiled if asked."""
     model = bare
-    if group.place.world_size > 1:
+    if group.rank_info.world_size > 1:
         model = DistributedDataParallel(
             bare,
             device_ids=[group.device.index] if group.device.type == "cuda" else None,
@@ -277,7 +278,7 @@ def _averaged(spec: RunSpec, bare: nn.Module) -> nn.Module | None:
 
 
 def configure_torch(spec: RunSpec) -> None:
-    """Set what torch keeps globally: the seed that the recipe builds the model with, arithmetic, and determinism."""
+    """Set torch's global state: the seed for building the model, the precision, and determinism."""
     rng.seed_everything("model", spec.seed)
     set_matmul_precision(spec.train.matmul_precision)
     torch.backends.cudnn.benchmark = not spec.train.deterministic

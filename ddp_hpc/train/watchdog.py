@@ -1,8 +1,7 @@
-"""What ends a process that stands still: its stacks in its log first, then the process.
+"""Kills a process that hangs, after its stacks have been written to its log.
 
-Every rank feeds its own watchdog as it goes. When one rank stands still, all do within a step, so all watchdogs bark at
-about the same time, and the logs show who waits for whom. The dog is a thread in C that needs nothing of Python, not
-even its lock: it also bites a process stuck in somebody's extension (https://docs.python.org/3/library/faulthandler.html).
+Every rank feeds its own watchdog while it makes progress. If one rank hangs, all others wait for it within one step, so the
+timeouts of all ranks fire at about the same time, and their logs show which rank the others wait for.
 """
 
 from __future__ import annotations
@@ -20,57 +19,60 @@ from ddp_hpc.durable import open_private
 from ddp_hpc.failure_reports import Phase
 
 FEED_INTERVAL_S = 0.5
-"""Feeding costs a thread, some 50 us, so it is done no more often."""
-SIGN_INTERVAL_S = 5.0
+"""Feeding starts a thread, which takes about 50 us, so it is not done more often."""
+LOG_TOUCH_INTERVAL_S = 5.0
 TEARDOWN_S = 30.0
-"""How long a process whose work is done may take to leave its group."""
+"""How long a finished worker may take to leave the process group."""
 
 
 class Watchdog:
-    """Ends this process when it is not fed for a while; without a timeout, it sleeps.
+    """Kills this process if it is not fed for `timeout_s`; without a timeout it does nothing.
 
-    Rank zero's also renews its log's time of change, which the supervisor takes for a sign of life.
+    With `touches_log` (rank zero) it also updates the modification time of its log, by which the supervisor sees that the
+    run makes progress.
     """
 
     def __init__(
         self,
         timeout_s: float | None,
         *,
-        gives_sign: bool = False,
+        touches_log: bool = False,
         allowance: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = timeout_s
-        self._gives_sign = gives_sign
+        self._touches_log = touches_log
         self._allowance = allowance
         self._is_allowed = False
         self._clock = clock
-        self._fed_at = self._signed_at = float("-inf")
+        self._fed_at = self._touched_at = float("-inf")
 
     def feed(self) -> None:
-        """Say that this rank moves; nearly free when it was said a moment ago."""
+        """Report progress of this rank; nearly free if called often."""
         if self._timeout_s is None:
             return
         now = self._clock()
         if now - self._fed_at >= FEED_INTERVAL_S:
             self._fed_at = now
+            # A C thread of faulthandler waits for the timeout, and needs neither the GIL nor the main thread: it also fires
+            # while an extension hangs. With `exit=True` it calls _exit, without cleanup. Each call replaces the timer before:
+            # https://docs.python.org/3/library/faulthandler.html#faulthandler.dump_traceback_later
             faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=sys.stderr)
             self._withdraw_allowance()
-        if self._gives_sign and now - self._signed_at >= SIGN_INTERVAL_S:
-            self._signed_at = now
+        if self._touches_log and now - self._touched_at >= LOG_TOUCH_INTERVAL_S:
+            self._touched_at = now
             with suppress(OSError):  # no file, or a full disk
                 os.utime(sys.stderr.fileno())
 
     def allow(self, seconds: float, phase: Phase = "building") -> None:
-        """Let this rank stand still for so long, once: until it is fed again. `phase` is what takes so long.
-
-        The supervisor sees it by a file that is dated ahead; a log would get another date by each line that is printed.
-        """
+        """Allow this rank to take `seconds` until it is fed again, instead of the timeout; `phase` is what takes so long."""
         if self._timeout_s is None:
             return
-        self._fed_at = self._signed_at = float("-inf")
+        self._fed_at = self._touched_at = float("-inf")
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
         if self._allowance is not None:
+            # The supervisor learns of it by a file whose modification time lies in the future. The log cannot serve for that:
+            # each line that is printed sets its time to now.
             until, self._is_allowed = time.time() + seconds, True
             with suppress(OSError):
                 with open_private(self._allowance, "w") as file:
@@ -84,12 +86,12 @@ class Watchdog:
                 self._allowance.unlink(missing_ok=True)
 
     def dismiss(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         faulthandler.cancel_dump_traceback_later()
 
 
 def leave_within(seconds: float, leave: Callable[[], object]) -> threading.Timer:
-    """Have `leave` called after so long, whatever the rest of this process does, unless it is gone by then."""
+    """Call `leave` after `seconds` in a daemon thread, unless the process has exited by then."""
     timer = threading.Timer(seconds, leave)
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""One process of the training: join, build, walk the loop, leave with an exit code."""
+"""One process of the training: joins the group, builds the recipe, runs the loop, returns an exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import process_group, rng
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.loop import train
-from ddp_hpc.train.process_group import Group, Place
+from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.rank_log import open_rank_log
 from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder
 from ddp_hpc.train.stop import StopFlag
@@ -30,76 +30,79 @@ from ddp_hpc.train.watchdog import TEARDOWN_S, Watchdog, leave_within
 
 log = logging.getLogger(__name__)
 
-_MOST_TOLD = 8
-"""Changes of the environment that are told one by one."""
+_MOST_SHOWN = 8
+"""How many changes of the environment are logged one by one."""
 
 
 def preload(run_path: str) -> str:
-    """Import what every worker will need; return why they must not be forked from this process then, or nothing.
+    """Import what every worker needs; return why workers must not be forked from this process, or an empty text.
 
     Raises:
-        ConfigError: where the recipe cannot be imported.
+        ConfigError: if the recipe cannot be imported.
     """
     spec = load_resolved(RunDir(Path(run_path)).config, is_patient=True)
     with no_openmp_pool():
         load_builder(spec.recipe.target)
-        _import_what_optimizers_import()
+        _import_for_optimizers()
     return why_not_fork(spec.recipe.target)
 
 
-def _import_what_optimizers_import() -> None:
-    """Have PyTorch import what its first optimizer does: 900 modules and a second of work, once instead of in each worker."""
+def _import_for_optimizers() -> None:
+    """Make one optimizer: its imports, 900 modules and about a second, then happen once rather than in each worker."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).zero_grad()
 
 
 def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:
-    """Run one worker to its end; return its exit code. What it dies of is written to the run's errors."""
+    """Run one worker to its end; return its exit code. An exception is written to the run's errors."""
     run = RunDir(Path(run_path))
-    place = process_group.place_from_environ(environ)
-    open_rank_log(run.rank_log(attempt, place.rank), is_rank_zero=place.is_rank_zero)
+    rank_info = process_group.rank_info_from_environ(environ)
+    open_rank_log(run.rank_log(attempt, rank_info.rank), is_rank_zero=rank_info.is_rank_zero)
     flag = StopFlag(run.stop_request)
     flag.listen()
     training: Training | None = None
     phase: Phase = "joining"
     try:
         spec = load_resolved(run.config, is_patient=True)
-        allowance = run.allowance(attempt) if place.is_rank_zero else None
-        watchdog = Watchdog(spec.restart.hang_timeout_s, gives_sign=place.is_rank_zero, allowance=allowance)
-        device = _device(spec, place, environ)
-        group = _join(run, place, device, attempt=attempt, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s)
-        watchdog.allow(spec.restart.build_timeout_s)  # joining has its own patience: others may start more slowly
+        allowance = run.allowance(attempt) if rank_info.is_rank_zero else None
+        watchdog = Watchdog(spec.restart.hang_timeout_s, touches_log=rank_info.is_rank_zero, allowance=allowance)
+        device = _device(spec, rank_info, environ)
+        group = _join(
+            run, rank_info, device, attempt=attempt, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s
+        )
+        watchdog.allow(spec.restart.build_timeout_s)  # joining has its own timeout: other nodes may start later
         phase = "building"
         recipe = _recipe(spec)
-        group.meet("built", silence_s=spec.restart.build_timeout_s)  # collectives have less patience
+        # Recipes take different times on different nodes; the first collective has a shorter timeout, so wait here before it.
+        group.barrier_through_store("built", silence_s=spec.restart.build_timeout_s)
         watchdog.feed()
         phase = "training"
         training = prepare(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
-        if place.is_rank_zero:
-            _note_environment(run, attempt, environ)
-        finished = _walk(training)
-    except BaseException as error:  # noqa: BLE001  whatever a worker dies of is written down
-        failure = failure_of(error, rank=place.rank, log=run.rank_log(attempt, place.rank), phase=phase)
+        if rank_info.is_rank_zero:
+            _record_environment(run, attempt, environ)
+        finished = _run_loop(training)
+    except BaseException as error:  # noqa: BLE001  whatever ends a worker is recorded
+        failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
         step = training.state.position.step if training else 0
-        _report(run, attempt, replace(failure, step=step, is_secondary=_lost_another(error)))
+        _report(run, attempt, replace(failure, step=step, is_secondary=_lost_connection(error)))
         return exit_code_of(error)
     code = FINISHED if finished else STOPPED
     watchdog.dismiss()
-    leave_within(TEARDOWN_S, lambda: os._exit(code))  # all is committed: a wedged teardown must not hold the job
+    leave_within(TEARDOWN_S, lambda: os._exit(code))  # all is committed, so a teardown that hangs must not keep the job
     del training, group
     process_group.leave()
     return code
 
 
-def _device(spec: RunSpec, place: Place, environ: Mapping[str, str]) -> torch.device:
+def _device(spec: RunSpec, rank_info: RankInfo, environ: Mapping[str, str]) -> torch.device:
     visible, is_task = environ.get("CUDA_VISIBLE_DEVICES"), spec.launcher == "srun"
-    return process_group.choose_device(place, spec.resources.gpus_per_node, visible=visible, may_be_alone=is_task)
+    return process_group.choose_device(rank_info, spec.resources.gpus_per_node, visible=visible, may_be_alone=is_task)
 
 
-def _join(  # noqa: PLR0913  a rank, and what it needs to find the others
-    run: RunDir, place: Place, device: torch.device, *, attempt: int, listen_fd: int | None, timeout_s: float
+def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
+    run: RunDir, rank_info: RankInfo, device: torch.device, *, attempt: int, listen_fd: int | None, timeout_s: float
 ) -> Group:
-    token = read_rendezvous_token(run.rendezvous_token(attempt)) if place.world_size > 1 else ""
-    return process_group.join(place, device, token=token, listen_fd=listen_fd, timeout_s=timeout_s)
+    token = read_rendezvous_token(run.rendezvous_token(attempt)) if rank_info.world_size > 1 else ""
+    return process_group.join(rank_info, device, token=token, listen_fd=listen_fd, timeout_s=timeout_s)
 
 
 def _recipe(spec: RunSpec) -> Recipe:
@@ -108,27 +111,27 @@ def _recipe(spec: RunSpec) -> Recipe:
     return build_recipe(spec.recipe.target, spec.recipe.args)
 
 
-def _note_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -> None:
-    """Write down what this attempt runs on; say what is not as it was in the one before."""
+def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -> None:
+    """Record the software and hardware of this attempt; log what differs from the attempt before."""
     try:
         here = capture(environ)
         before = newest_environment(run, before=attempt)
         write_environment(run, attempt, here)
-    except (ConfigError, OSError, ValueError) as error:  # nobody's training ends for a note
-        log.warning("what this attempt runs on is not noted: %s", error)
+    except (ConfigError, OSError, ValueError) as error:  # a missing record must not end the training
+        log.warning("cannot record the environment of this attempt: %s. The training goes on without it.", error)
         return
     changed = list(differences(before[1], here)) if before else []
     if before and changed:
-        more = f"; and {len(changed) - _MOST_TOLD} more" if len(changed) > _MOST_TOLD else ""
-        told = "; ".join(changed[:_MOST_TOLD])
-        log.warning("not as in attempt %d, so results may differ: %s%s", before[0], told, more)
+        more = f"; and {len(changed) - _MOST_SHOWN} more" if len(changed) > _MOST_SHOWN else ""
+        shown = "; ".join(changed[:_MOST_SHOWN])
+        log.warning("the environment is not as in attempt %d, so results may differ: %s%s", before[0], shown, more)
 
 
-def _walk(training: Training) -> bool:
-    """Walk the loop from a seed of this rank's own; return whether the last step was reached."""
-    rng.seed_everything("rank", training.spec.seed, 0, training.group.place.rank)
+def _run_loop(training: Training) -> bool:
+    """Run the loop, with this rank's own seed; return whether the last step was reached."""
+    rng.seed_everything("rank", training.spec.seed, 0, training.group.rank_info.rank)
     finished = train(training)
-    training.journal.close()
+    training.recorder.close()
     training.samples.close()
     return finished
 
@@ -141,8 +144,8 @@ def _report(run: RunDir, attempt: int, failure: WorkerFailure) -> None:
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe")
 
 
-def _lost_another(error: BaseException) -> bool:
-    """Tell whether a worker died of another's death: what gloo, NCCL and the store say when a peer is gone."""
+def _lost_connection(error: BaseException) -> bool:
+    """Tell whether a worker failed because another one died: gloo, NCCL and the store raise these when a peer is gone."""
     if isinstance(error, torch.distributed.DistNetworkError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_CONNECTION)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from ddp_hpc.train import process_group
-from ddp_hpc.train.process_group import Group, Place
+from ddp_hpc.train.process_group import Group, RankInfo
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def _fork(
     try:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        place = Place(
+        place = RankInfo(
             rank=rank,
             local_rank=rank,
             world_size=world_size,

@@ -22,7 +22,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local
 from ddp_hpc.train.data_order import Position
-from ddp_hpc.train.journal import Journal
+from ddp_hpc.train.run_recorder import RunRecorder
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.made_run import make_run
 
@@ -173,7 +173,7 @@ def test_records_that_cannot_be_written_are_left_out_and_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
-    journal = Journal(run, RunSpec(name="full"), is_writer=True, attempt=0, total_steps=4)
+    journal = RunRecorder(run, RunSpec(name="full"), is_writer=True, attempt=0, total_steps=4)
     journal.open(Position())
 
     with no_room_beyond(0):
@@ -199,7 +199,7 @@ def test_records_that_cannot_be_written_are_left_out_and_told_once(
 
 def test_a_line_torn_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    journal = Journal(run, RunSpec(name="torn"), is_writer=True, attempt=0, total_steps=4)
+    journal = RunRecorder(run, RunSpec(name="torn"), is_writer=True, attempt=0, total_steps=4)
     journal.open(Position())
     journal.train(Position(step=1), loss=1.0, lr=0.1)
 

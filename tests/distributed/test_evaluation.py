@@ -58,7 +58,7 @@ def an_evaluator(group: Group, recipe: Recipe, *, batch_size: int = 4, num_worke
 def _evaluate(group: Group, *, num_samples: int = NUM_SAMPLES, **settings: Any) -> dict[str, float]:
     recipe = a_recipe(num_samples)
     with torch.no_grad():
-        next(recipe.model.buffers()).add_(group.place.rank)  # batch norm's mean: only rank zero's may count
+        next(recipe.model.buffers()).add_(group.rank_info.rank)  # batch norm's mean: only rank zero's may count
     return an_evaluator(group, recipe, **settings).evaluate(recipe.model)
 
 

@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train import rng
-from ddp_hpc.train.data_order import MicroBatch, Order, Position, Window, window_at
-from ddp_hpc.train.loader import LoadedWindow
-from ddp_hpc.train.loop import accumulate_gradients, rehearsed, without_exchange
+from ddp_hpc.train.data_order import GlobalBatch, MicroBatch, Position, SampleOrder, global_batch_at
+from ddp_hpc.train.loader import LoadedGlobalBatch
+from ddp_hpc.train.loop import accumulate_gradients, warmed_up, without_sync
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.stop import StopFlag
@@ -64,13 +64,13 @@ class World:
     accumulation: int
 
 
-Walk = Callable[[Training, LoadedWindow], None]
-Shares = Callable[[Training, MicroBatch, Window], float]
+RankSampler = Callable[[Training, LoadedGlobalBatch], None]
+Shares = Callable[[Training, MicroBatch, GlobalBatch], float]
 
 
 def _by_hand(
     t: Training,
-    window: LoadedWindow,
+    window: LoadedGlobalBatch,
     *,
     share: Shares,
     keeps_to_itself: Callable[[int, int], bool] = lambda index, last: index < last,
@@ -78,34 +78,34 @@ def _by_hand(
     """Accumulate like the loop, but with the choices that it makes left to the caller."""
     last = len(window.plan.micro_batches) - 1
     for index, (plan, fetched) in enumerate(zip(window.plan.micro_batches, window.fetched, strict=True)):
-        with without_exchange(t) if keeps_to_itself(index, last) else nullcontext():
+        with without_sync(t) if keeps_to_itself(index, last) else nullcontext():
             inputs, targets = t.recipe.inputs_and_targets(fetched.batch)
             loss = t.recipe.loss(t.model(inputs), targets)
             (loss * share(t, plan, window.plan)).backward()
 
 
-def _right_share(t: Training, plan: MicroBatch, window: Window) -> float:
-    return plan.num_real * t.group.place.world_size / window.num_samples
+def _right_share(t: Training, plan: MicroBatch, window: GlobalBatch) -> float:
+    return plan.num_real * t.group.rank_info.world_size / window.num_samples
 
 
 @dataclass(frozen=True)
 class Wrong:
     """A walk with one mistake, and where it shows in the gradients."""
 
-    walk: Walk
+    walk: RankSampler
     shows: Callable[[World, bool], bool]
     """By the world, and whether the window is short."""
 
 
-def _share_of_short_as_of_full(t: Training, plan: MicroBatch, _: Window) -> float:
-    return plan.num_real * t.group.place.world_size / t.order.global_batch_size
+def _share_of_short_as_of_full(t: Training, plan: MicroBatch, _: GlobalBatch) -> float:
+    return plan.num_real * t.group.rank_info.world_size / t.order.global_batch_size
 
 
-def _share_with_spare_samples(t: Training, plan: MicroBatch, window: Window) -> float:
-    return max(plan.num_real, 1) * t.group.place.world_size / window.num_samples
+def _share_with_spare_samples(t: Training, plan: MicroBatch, window: GlobalBatch) -> float:
+    return max(plan.num_real, 1) * t.group.rank_info.world_size / window.num_samples
 
 
-RIGHT: Mapping[str, Walk] = {
+RIGHT: Mapping[str, RankSampler] = {
     "the loop": accumulate_gradients,
     "by hand": partial(_by_hand, share=_right_share),
 }
@@ -140,7 +140,7 @@ WRONG = {
     ),
 }
 TOO_OFTEN = {"exchanged in every micro step": partial(_by_hand, share=_right_share, keeps_to_itself=lambda *_: False)}
-ALL_WALKS: Mapping[str, Walk] = {**RIGHT, **{name: wrong.walk for name, wrong in WRONG.items()}, **TOO_OFTEN}
+ALL_WALKS: Mapping[str, RankSampler] = {**RIGHT, **{name: wrong.walk for name, wrong in WRONG.items()}, **TOO_OFTEN}
 
 
 def _measure(group: Group, *, accumulation: int, folder: Path) -> dict[str, Measured]:
@@ -150,7 +150,7 @@ def _measure(group: Group, *, accumulation: int, folder: Path) -> dict[str, Meas
         t = _prepare(group, accumulation, folder)
         t.state.position = start
         exchanges = _count_exchanges(t)
-        window = next(t.windows())
+        window = next(t.global_batches())
         walk(t, window)
         measured[f"{walk_name}/{window_name}"] = Measured(
             [parameter.grad.clone() for parameter in t.state.model.parameters() if parameter.grad is not None],
@@ -161,7 +161,7 @@ def _measure(group: Group, *, accumulation: int, folder: Path) -> dict[str, Meas
 
 
 def _prepare(group: Group, accumulation: int, folder: Path) -> Training:
-    world_size = group.place.world_size
+    world_size = group.rank_info.world_size
     spec = RunSpec(
         name="gradients",
         train=TrainSpec(
@@ -191,14 +191,14 @@ def _count_exchanges(t: Training) -> list[int]:
 def expected(window_name: str) -> tuple[list[Tensor], float]:
     """Return gradients and loss of the whole window as one batch, in plain PyTorch."""
     recipe = a_recipe()
-    order = Order(
+    order = SampleOrder(
         num_samples=GLOBAL_BATCH_SIZE + SHORT,
         seed=0,
         global_batch_size=GLOBAL_BATCH_SIZE,
         micro_batch_size=GLOBAL_BATCH_SIZE,
         world_size=1,
     )
-    (whole,) = window_at(order, WINDOWS[window_name], rank=0).micro_batches
+    (whole,) = global_batch_at(order, WINDOWS[window_name], rank=0).micro_batches
     inputs, targets = recipe.train_data[torch.tensor(whole.indices)]
     loss = recipe.loss(recipe.model(inputs), targets)
     loss.backward()
@@ -277,7 +277,7 @@ def _rehearse_first(group: Group, folder: Path) -> tuple[Measured, bool]:
     t = _prepare(group, 3, folder)
     exchanges = _count_exchanges(t)
     before = rng.capture(group.device)
-    window = next(rehearsed(t, t.windows()))
+    window = next(warmed_up(t, t.global_batches()))
     after = rng.capture(group.device)
     accumulate_gradients(t, window)
     gradients = [parameter.grad.clone() for parameter in t.state.model.parameters() if parameter.grad is not None]

@@ -49,5 +49,5 @@ def trained(folder: Path, recipe: Recipe, *, change: Callable[[Training], object
     try:
         train(training)
     finally:
-        training.journal.close()
+        training.recorder.close()
     return training

@@ -229,12 +229,12 @@ def test_all_ranks_end_with_the_same_words_though_one_alone_saw_it(tmp_path: Pat
         run = RunDir(tmp_path / "run")
         watch = LossWatch(run, group, made_checkpointer(run, group), policy="stop")
         for step in range(10, 20):
-            bad = group.place.rank == 1 and step >= 12
+            bad = group.rank_info.rank == 1 and step >= 12
             watch.note(step, torch.tensor(float("nan") if bad else 1.0))
             if step in {11, 13}:
-                watch.look()
+                watch.check()
         try:
-            watch.look()
+            watch.check()
         except DivergedError as error:
             return str(error), True
         return "", False

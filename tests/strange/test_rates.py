@@ -45,8 +45,8 @@ def test_rates_are_those_of_the_training_however_long_an_evaluation_takes(tmp_pa
     clock = Clock()
 
     def set_clock(training: Training) -> None:
-        training.journal._clock = clock
-        training.journal._measured_at = (0.0, 0, 0)
+        training.recorder._clock = clock
+        training.recorder._measured_at = (0.0, 0, 0)
 
     training = trained(
         tmp_path / "run",

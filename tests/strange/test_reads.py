@@ -25,7 +25,7 @@ from ddp_hpc.records import End, read_stop_request, record_end, record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.data_order import Position
-from ddp_hpc.train.journal import Journal
+from ddp_hpc.train.run_recorder import RunRecorder
 from ddp_hpc.train.stop import StopFlag
 from tests.distributed.whole_runs import make_workplace
 from tests.made_run import add_metrics, add_progress, make_run
@@ -322,7 +322,7 @@ def test_a_supervisor_takes_what_the_records_say_of_checkpoints_that_cannot_be_l
 
 def test_metrics_of_steps_that_are_taken_again_are_kept_beside(run: RunDir) -> None:
     add_metrics(run, [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, 7)])
-    journal = Journal(run, RunSpec(name="digits"), is_writer=True, attempt=1, total_steps=8)
+    journal = RunRecorder(run, RunSpec(name="digits"), is_writer=True, attempt=1, total_steps=8)
 
     journal.open(Position(step=4))
     journal.close()

@@ -16,9 +16,9 @@ from ddp_hpc import checkpoint_store
 from ddp_hpc.errors import CheckpointError, ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import DataSpec, EvalSpec, ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.train.data_order import Order, Position, Walk
+from ddp_hpc.train.data_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.loader import make_loader
-from ddp_hpc.train.process_group import Group, Place, choose_device
+from ddp_hpc.train.process_group import Group, RankInfo, choose_device
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.training import configure_torch
 from tests.distributed.processes import in_group
@@ -172,8 +172,8 @@ def test_evaluations_come_after_so_many_epochs_and_at_the_end(tmp_path: Path, ca
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_loaders_prepare_so_many_micro_batches_ahead(number: int) -> None:
-    order = Order(num_samples=8, seed=0, global_batch_size=4, micro_batch_size=4, world_size=1)
-    walk_of_data = Walk(order=order, start=Position(), total_steps=2, rank=0)
+    order = SampleOrder(num_samples=8, seed=0, global_batch_size=4, micro_batch_size=4, world_size=1)
+    walk_of_data = RankSampler(order=order, start=Position(), total_steps=2, rank=0)
 
     loader = make_loader(
         TensorDataset(torch.zeros(8)),
@@ -211,8 +211,8 @@ def test_too_few_gpus_are_refused(visible: int, monkeypatch: pytest.MonkeyPatch)
         choose_device(a_place(0, 4), 4)
 
 
-def a_place(local_rank: int, local_world_size: int) -> Place:
-    return Place(
+def a_place(local_rank: int, local_world_size: int) -> RankInfo:
+    return RankInfo(
         rank=local_rank,
         local_rank=local_rank,
         world_size=local_world_size,

@@ -22,7 +22,7 @@ from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.checkpoint import Checkpointer
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.sealed_store import SIGN_INTERVAL_S, SealedStore
+from ddp_hpc.train.sealed_store import HEARTBEAT_INTERVAL_S, SealedStore
 from tests.distributed.processes import in_group
 from tests.made_run import make_run
 from tests.unit.made_state import make_checkpointers, make_state, take_step
@@ -54,16 +54,16 @@ def test_a_stranger_who_guesses_keys_fails_no_save_and_no_resume(tmp_path: Path)
     claim(run, 0)
 
     def train(group: Group) -> int | None:
-        state = make_state(rank=group.place.rank, world_size=2)
+        state = make_state(rank=group.rank_info.rank, world_size=2)
         checkpointer = Checkpointer(run, group, attempt=0, keep=CheckpointSpec())
         is_over = threading.Event()
-        if group.place.is_rank_zero:
-            threading.Thread(target=disturb, args=(group.place.master_port, is_over), daemon=True).start()
+        if group.rank_info.is_rank_zero:
+            threading.Thread(target=disturb, args=(group.rank_info.master_port, is_over), daemon=True).start()
             time.sleep(0.5)
         take_step(state)
         checkpointer.save_and_wait(state)
         step = Checkpointer(run, group, attempt=0, keep=CheckpointSpec()).restore_newest(state, seed=0)
-        if group.place.is_rank_zero:
+        if group.rank_info.is_rank_zero:
             group.store.get("over")  # the store is in this process
             is_over.set()
         else:
@@ -80,14 +80,14 @@ def test_a_text_with_another_seal_is_as_if_it_were_not_there() -> None:
     plain = dist.HashStore()
     ours, theirs = SealedStore(plain, "secret"), SealedStore(plain, "guess")
     theirs.set("key", "forged")
-    assert ours.look("key") is None
-    with pytest.raises(WorkerError, match="Nothing was heard"):
+    assert ours.try_get("key") is None
+    with pytest.raises(WorkerError, match="sent neither that nor a heartbeat"):
         ours.get("key", silence_s=0.0)
 
     ours.set("other", "true")
     plain.set("key", plain.get("other").decode())  # replayed under another name
 
-    assert ours.look("key") is None
+    assert ours.try_get("key") is None
     assert ours.get("other") == "true"
 
 
@@ -101,20 +101,20 @@ def test_a_rank_waits_as_long_as_the_other_says_that_it_moves_and_no_longer() ->
 
     def work() -> None:
         writer = SealedStore(plain, "secret")
-        while time.monotonic() - began < 3 * SIGN_INTERVAL_S:
-            writer.sign("key")
+        while time.monotonic() - began < 3 * HEARTBEAT_INTERVAL_S:
+            writer.heartbeat("key")
             time.sleep(0.05)
 
     working = threading.Thread(target=work)
     working.start()
     with pytest.raises(WorkerError, match="'key'"):
         SealedStore(plain, "secret").get(
-            "key", silence_s=1.5 * SIGN_INTERVAL_S, on_sign=lambda: heard.append(time.monotonic())
+            "key", silence_s=1.5 * HEARTBEAT_INTERVAL_S, on_heartbeat=lambda: heard.append(time.monotonic())
         )
     working.join()
 
     assert len(heard) >= 2
-    assert time.monotonic() - began >= 3 * SIGN_INTERVAL_S
+    assert time.monotonic() - began >= 3 * HEARTBEAT_INTERVAL_S
 
 
 # --- the token -------------------------------------------------------------------------------------------------------

@@ -70,15 +70,15 @@ class Case:
 def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: int = 0) -> Training:
     """Prepare an attempt, seeded as a worker is."""
     run = RunDir(path)
-    if group.place.is_rank_zero:
+    if group.rank_info.is_rank_zero:
         path.mkdir(parents=True, exist_ok=True)
         run.config.touch()
         ownership.claim(run, attempt)
-    spec = case.spec(group.place.world_size)
+    spec = case.spec(group.rank_info.world_size)
     torch.manual_seed(1)
     recipe = case.recipe()
     t = prepare(spec, recipe, run, group_of(group, attempt), attempt=attempt, stop=StopAtMeeting(run, stop_at))
-    torch.manual_seed(100 + group.place.rank)
+    torch.manual_seed(100 + group.rank_info.rank)
     return t
 
 
@@ -88,7 +88,7 @@ def group_of(group: Group, attempt: int) -> Group:
         SealedStore(torch.distributed.PrefixStore(f"attempt-{attempt}", sealed._store), "")
         for sealed in (group.store, group.side_store)
     ]
-    return Group(group.place, group.device, *stores)
+    return Group(group.rank_info, group.device, *stores)
 
 
 def walk(group: Group, case: Case, path: Path) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def walk_in_parts(group: Group, case: Case, path: Path) -> dict[str, Any]:
 
 
 def close(t: Training) -> None:
-    t.journal.close()
+    t.recorder.close()
     t.samples.close()
 
 

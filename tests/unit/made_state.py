@@ -16,7 +16,7 @@ from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import rng
 from ddp_hpc.train.checkpoint import Checkpointer, SaveResult
 from ddp_hpc.train.data_order import Position
-from ddp_hpc.train.process_group import Group, Place
+from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.training_state import TrainingState
 
@@ -75,7 +75,7 @@ def take_step(state: TrainingState) -> None:
 
 def make_group(store: HashStore, *, rank: int = 0, world_size: int = 1) -> Group:
     """Return what one rank knows of the others."""
-    place = Place(
+    place = RankInfo(
         rank=rank,
         local_rank=rank,
         world_size=world_size,

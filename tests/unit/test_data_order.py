@@ -9,26 +9,34 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.train.data_order import Order, Position, Walk, Window, derive_seed, permutation, window_at
+from ddp_hpc.train.data_order import (
+    GlobalBatch,
+    Position,
+    RankSampler,
+    SampleOrder,
+    derive_seed,
+    global_batch_at,
+    permutation,
+)
 
 
-def an_order(**changes: int | bool) -> Order:
+def an_order(**changes: int | bool) -> SampleOrder:
     """Return the order of 41 samples in windows of 24, the last of them short: 17."""
-    plain = Order(num_samples=41, seed=3, global_batch_size=24, micro_batch_size=2, world_size=4)
+    plain = SampleOrder(num_samples=41, seed=3, global_batch_size=24, micro_batch_size=2, world_size=4)
     return replace(plain, **changes)  # type: ignore[arg-type]  # each field has its own type
 
 
-def walk(order: Order, *, epochs: int = 2, rank: int = 0, start: Position = Position()) -> list[Window]:
+def walk(order: SampleOrder, *, epochs: int = 2, rank: int = 0, start: Position = Position()) -> list[GlobalBatch]:
     """Return a rank's windows from `start` to the end of so many epochs."""
-    return list(Walk(order=order, start=start, total_steps=epochs * order.steps_per_epoch, rank=rank))
+    return list(RankSampler(order=order, start=start, total_steps=epochs * order.steps_per_epoch, rank=rank))
 
 
-def real(window: Window) -> list[int]:
+def real(window: GlobalBatch) -> list[int]:
     """Return the samples that count, as one rank sees its window."""
     return [index for batch in window.micro_batches for index in batch.indices[: batch.num_real]]
 
 
-def walk_all(order: Order, *, epochs: int = 2) -> list[tuple[Position, list[int]]]:
+def walk_all(order: SampleOrder, *, epochs: int = 2) -> list[tuple[Position, list[int]]]:
     """Return where each step ends, and the samples of all its ranks in the order of their ids."""
     ranks = [walk(order, epochs=epochs, rank=rank) for rank in range(order.world_size)]
     return [
@@ -45,10 +53,10 @@ class Layout:
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> Order:
+def orders(draw: st.DrawFn) -> SampleOrder:
     """Draw an order whose global batch divides evenly among its ranks and micro steps."""
     layout = Layout(draw(st.integers(1, 5)), draw(st.integers(1, 4)))
-    return Order(
+    return SampleOrder(
         num_samples=draw(st.integers(1, 120)),
         seed=draw(st.integers(0, 2**63 - 1)),
         global_batch_size=layout.world_size * layout.micro_batch_size * draw(st.integers(1, 4)),
@@ -94,7 +102,7 @@ def test_epochs_and_seeds_have_permutations_of_their_own(other: tuple[int, int, 
 
 
 @given(orders())
-def test_each_sample_comes_once_an_epoch(order: Order) -> None:
+def test_each_sample_comes_once_an_epoch(order: SampleOrder) -> None:
     steps = walk_all(order)
 
     for epoch in range(2):
@@ -110,7 +118,7 @@ def test_windows_hold_the_same_samples_on_every_world(num_samples: int, one: Lay
 
 
 @given(orders(), st.data())
-def test_from_any_position_the_rest_is_that_of_the_unbroken_walk(order: Order, data: st.DataObject) -> None:
+def test_from_any_position_the_rest_is_that_of_the_unbroken_walk(order: SampleOrder, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, order.world_size - 1))
     unbroken = walk(order, epochs=3, rank=rank)
     done = data.draw(st.integers(0, len(unbroken)))
@@ -121,7 +129,7 @@ def test_from_any_position_the_rest_is_that_of_the_unbroken_walk(order: Order, d
 
 
 @given(orders())
-def test_no_rank_has_more_than_its_micro_batch_or_one_more_than_another(order: Order) -> None:
+def test_no_rank_has_more_than_its_micro_batch_or_one_more_than_another(order: SampleOrder) -> None:
     ranks = [walk(order, rank=rank) for rank in range(order.world_size)]
 
     for views in zip(*ranks, strict=True):
@@ -132,7 +140,7 @@ def test_no_rank_has_more_than_its_micro_batch_or_one_more_than_another(order: O
 
 
 @given(orders())
-def test_shares_of_a_window_add_up_to_it(order: Order) -> None:
+def test_shares_of_a_window_add_up_to_it(order: SampleOrder) -> None:
     ranks = [walk(order, rank=rank) for rank in range(order.world_size)]
 
     for views in zip(*ranks, strict=True):
@@ -144,7 +152,7 @@ def test_a_rank_without_samples_has_one_of_the_windows_without_weight() -> None:
     short = Position(step=1, samples_in_epoch=24)
     of_window = permutation(41, 3, 0)[24:].tolist()
 
-    last = [window_at(order, short, rank).micro_batches[-1] for rank in range(4)]
+    last = [global_batch_at(order, short, rank).micro_batches[-1] for rank in range(4)]
 
     assert [batch.num_real for batch in last] == [1, 0, 0, 0]
     assert all(batch.indices[0] in of_window for batch in last)
@@ -192,7 +200,7 @@ def test_positions_count_steps_epochs_and_samples() -> None:
 
 
 def test_a_walk_ends_at_its_last_step_even_amid_an_epoch() -> None:
-    windows = Walk(order=an_order(), start=Position(), total_steps=3, rank=0)
+    windows = RankSampler(order=an_order(), start=Position(), total_steps=3, rank=0)
 
     ends = [window.after for window in windows]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.train.process_group import Place, choose_device, device_index
+from ddp_hpc.train.process_group import RankInfo, choose_device, device_index
 
 
-def place(local_rank: int, local_world_size: int) -> Place:
-    return Place(
+def place(local_rank: int, local_world_size: int) -> RankInfo:
+    return RankInfo(
         rank=local_rank,
         local_rank=local_rank,
         world_size=local_world_size,

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ddp_hpc.spec import DataSpec
 from ddp_hpc.train import rng
-from ddp_hpc.train.data_order import Order, Position, Walk
-from ddp_hpc.train.loader import LoadedWindow, to_device, training_windows
+from ddp_hpc.train.data_order import Position, RankSampler, SampleOrder
+from ddp_hpc.train.loader import LoadedGlobalBatch, load_global_batches, to_device
 from tests.distributed.trial_recipe import NoisyImages
 
 CPU = torch.device("cpu")
@@ -35,16 +35,16 @@ def load(
     num_workers: int = 0,
     rank: int = 0,
     start: Position = Position(),
-) -> Iterator[LoadedWindow]:
+) -> Iterator[LoadedGlobalBatch]:
     """Walk through two epochs of ten samples in windows of four, as one rank."""
-    order = Order(
+    order = SampleOrder(
         num_samples=NUM_SAMPLES, seed=5, global_batch_size=4, micro_batch_size=2 // world_size, world_size=world_size
     )
-    walk = Walk(order=order, start=start, total_steps=2 * order.steps_per_epoch, rank=rank)
-    return training_windows(dataset, walk, data=DataSpec(num_workers=num_workers), pin_memory=False)
+    walk = RankSampler(order=order, start=start, total_steps=2 * order.steps_per_epoch, rank=rank)
+    return load_global_batches(dataset, walk, data=DataSpec(num_workers=num_workers), pin_memory=False)
 
 
-def by_sample(loaded: Iterator[LoadedWindow]) -> Samples:
+def by_sample(loaded: Iterator[LoadedGlobalBatch]) -> Samples:
     """Return what was loaded, by sample."""
     return {
         (plan.epoch, index): image

@@ -16,7 +16,7 @@ from ddp_hpc.train.sealed_store import SealedStore
 
 def rank_of_three(rank: int, store: dist.Store) -> Any:
     place = SimpleNamespace(rank=rank, world_size=3, is_rank_zero=rank == 0)
-    group = SimpleNamespace(place=place, side_store=SealedStore(store, ""))
+    group = SimpleNamespace(rank_info=place, side_store=SealedStore(store, ""))
     return SimpleNamespace(_group=group, _key=lambda step, name: f"{step}/{name}")
 
 

@@ -62,7 +62,7 @@ def test_the_built_in_recipe_has_a_short_name() -> None:
         (
             "image_clasification",
             "",
-            r"'image_clasification'.*no built-in recipe \(image_classification, drill\).*`module:func",
+            r"'image_clasification'.*no built-in recipe of that name \(image_classification, drill\).*`module:func",
         ),
         ("not_there:build", "", "'not_there:build'.*No module named 'not_there'.*python -c 'import not_there'"),
         ("mine:build", "import not_there_either", "importing 'mine' raised ModuleNotFoundError: .*'not_there_either'"),
@@ -103,7 +103,7 @@ def test_an_unknown_argument_is_refused_with_the_ones_there_are(
 def test_a_missing_argument_is_named(write_module: WriteModule) -> None:
     write_module("mine", "def build(width, depth): ...")
 
-    with pytest.raises(ConfigError, match="`mine:build` does not take that: missing a required argument: 'depth'"):
+    with pytest.raises(ConfigError, match="`mine:build` does not accept that: missing a required argument: 'depth'"):
         build_recipe("mine:build", {"width": 1})
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.processes import STOP_SIGNALS
-from ddp_hpc.train.stop import Meetings, StopFlag
+from ddp_hpc.train.stop import StopConsensus, StopFlag
 from tests.unit.made_state import alone
 
 
@@ -78,7 +78,7 @@ def test_a_child_that_inherits_the_handler_does_not_set_its_copy(tmp_path: Path)
 
 def test_a_meeting_finds_out_who_was_told(tmp_path: Path) -> None:
     flag = StopFlag(tmp_path / "STOP")
-    meetings = Meetings(alone(), flag, is_ousted=lambda: False)
+    meetings = StopConsensus(alone(), flag, is_fenced=lambda: False)
 
     before = meetings.agree_to_stop(1)
     (tmp_path / "STOP").touch()
@@ -88,7 +88,7 @@ def test_a_meeting_finds_out_who_was_told(tmp_path: Path) -> None:
 
 
 def test_meetings_of_fast_steps_become_rare_by_doubling(tmp_path: Path) -> None:
-    meetings = Meetings(alone(), StopFlag(tmp_path / "STOP"), is_ousted=lambda: False)
+    meetings = StopConsensus(alone(), StopFlag(tmp_path / "STOP"), is_fenced=lambda: False)
 
     met_at = []
     for step in range(1, 40):

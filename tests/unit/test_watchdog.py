@@ -116,7 +116,7 @@ def test_a_teardown_in_time_is_not_cut_short_nor_waited_for(log: Path) -> None:
 
 SIGN = """
 now = 0.0
-dog = Watchdog(600.0, gives_sign={gives_sign}, clock=lambda: now)
+dog = Watchdog(600.0, touches_log={touches_log}, clock=lambda: now)
 for now in {moments}:
     os.utime({log!r}, (0, 0))
     dog.feed()
@@ -126,12 +126,14 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("gives_sign", "signs"),
+    ("touches_log", "signs"),
     [(True, [True, False, False, True]), (False, [False] * 4)],
     ids=["rank zero's", "another's"],
 )
-def test_rank_zeros_dog_renews_the_time_of_its_log_now_and_then(gives_sign: bool, signs: list[bool], log: Path) -> None:
-    text = SIGN.format(gives_sign=gives_sign, moments=(0.0, 1.0, 4.9, 5.0), log=str(log))
+def test_rank_zeros_dog_renews_the_time_of_its_log_now_and_then(
+    touches_log: bool, signs: list[bool], log: Path
+) -> None:
+    text = SIGN.format(touches_log=touches_log, moments=(0.0, 1.0, 4.9, 5.0), log=str(log))
     with log.open("wb") as file:
         done = subprocess.run(
             [sys.executable, "-c", BEGIN + text], stdout=subprocess.PIPE, stderr=file, text=True, check=True
@@ -141,7 +143,7 @@ def test_rank_zeros_dog_renews_the_time_of_its_log_now_and_then(gives_sign: bool
 
 
 def test_a_log_whose_time_cannot_be_renewed_is_no_failure() -> None:
-    text = "dog = Watchdog(600.0, gives_sign=True)\nos.close(2)\nsys.stderr = open('/dev/full', 'w')\ndog.feed()\nos._exit(5)"
+    text = "dog = Watchdog(600.0, touches_log=True)\nos.close(2)\nsys.stderr = open('/dev/full', 'w')\ndog.feed()\nos._exit(5)"
 
     done = subprocess.run([sys.executable, "-c", BEGIN + text], check=False, capture_output=True)
 
@@ -186,7 +188,7 @@ def test_who_is_allowed_to_stand_still_is_not_ended_for_it_until_he_is_fed_again
     code = run_python(
         """
 allowance = Path(sys.argv[1])
-dog = Watchdog(1.0, gives_sign=True, allowance=allowance)
+dog = Watchdog(1.0, touches_log=True, allowance=allowance)
 dog.feed()
 dog.allow(600.0)
 print("what a recipe prints dates the log, and nothing else", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ HELD_OUT_EVERY = 5
 
 
 def load(wanted: ImagesWanted) -> Images:
-    """Return the digits as plain TensorDatasets, which the loader takes a micro batch at a time."""
+    """Return the digits as TensorDatasets, from which the loader takes a whole micro batch at once."""
     with np.load(FILE) as archive:
         images = torch.from_numpy(archive["images"]).unsqueeze(1).float() / 16
         labels = torch.from_numpy(archive["labels"]).long()

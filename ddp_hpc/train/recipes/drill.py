@@ -1,4 +1,4 @@
-"""The built-in recipe `drill`: a training for `ddp-hpc drill` that is small, slow, and random wherever one can be."""
+"""The built-in recipe `drill` for `ddp-hpc drill`: a small, slow training that uses every random generator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGE_SIZE = 6
 
 
 class NoisyImages(Dataset[Any]):
-    """Images that all three generators disturb, so that a resume that forgot any of them shows."""
+    """Images with noise from all three random generators, so that a generator that is not restored changes the result."""
 
     def __init__(self, num_samples: int, sample_s: float) -> None:
         self._num_samples = num_samples
@@ -31,7 +31,7 @@ class NoisyImages(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         time.sleep(self._sample_s)
         image = torch.full((1, IMAGE_SIZE, IMAGE_SIZE), (index % 7) / 7) + 0.1 * torch.randn(1, IMAGE_SIZE, IMAGE_SIZE)
-        image += random.random() + float(np.random.rand())  # noqa: NPY002  users' data does just this
+        image += random.random() + float(np.random.rand())  # noqa: NPY002  data sets of users do this
         return image, index % NUM_CLASSES
 
 
@@ -40,8 +40,8 @@ def build(*, num_samples: int = 480, sample_s: float = 0.0, width: int = 64) -> 
 
     Args:
         num_samples: Training samples.
-        sample_s: Seconds that each of them takes to load, so that a fault finds the run at work.
-        width: Of the hidden layer.
+        sample_s: Seconds that each of them takes to load, so that the run lasts long enough for a fault.
+        width: Units of the hidden layer.
     """
     side = IMAGE_SIZE - 2
     return Recipe(

@@ -1,4 +1,4 @@
-"""Images made up on the spot, for trying things out without any data."""
+"""Generated images, for trials without data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_hpc.train.recipes.images import Images, ImagesWanted
 
 
 def load(wanted: ImagesWanted) -> Images:
-    """Return training images, and a quarter as many held-out ones besides."""
+    """Return training images, and a quarter as many held-out images."""
     num_classes = wanted.num_classes or 10
     patterns = torch.randn(num_classes, wanted.channels, 4, 4, generator=torch.Generator().manual_seed(0))
     held_out_from = wanted.num_samples
@@ -23,7 +23,7 @@ def load(wanted: ImagesWanted) -> Images:
 
 
 class FakeImages(Dataset[tuple[Tensor, int]]):
-    """Noise over a faint pattern of each class, so that a loss can fall; a sample follows from its seed alone."""
+    """Noise over a weak pattern of each class, so that the loss can fall; a sample depends only on its seed."""
 
     def __init__(self, patterns: Tensor, image_size: int, seeds: range) -> None:
         self._patterns = patterns

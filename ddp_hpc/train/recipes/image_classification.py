@@ -1,4 +1,4 @@
-"""The built-in recipe `image_classification`: a network by name, images by name."""
+"""The built-in recipe `image_classification`: a network and a set of images, both chosen by name."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`
         image_size: Pixels a side; the data's usual size when unset.
         augment: Vary the training's images at random; when unset, as is usual for the data.
         label_smoothing: Share of each target that is spread over all classes.
-        data_dir: Where the files of a torchvision set lie, or are downloaded to; `data` when unset.
+        data_dir: Where the files of a torchvision set are, or are downloaded to; `data` when unset.
         num_samples: Training samples of `fake`; 1024 when unset.
 
     Raises:
-        ConfigError: where there is no such model or data, or the two do not go together.
+        ConfigError: if there is no such model or data set, or they do not fit together.
     """
     _check_model(model, width)
     _check_label_smoothing(label_smoothing)
@@ -94,7 +94,7 @@ def _check_label_smoothing(share: object) -> None:
 
 
 def _check_model(model: str, width: int | None) -> None:
-    """Refuse a model that is not to be had before any data is loaded."""
+    """Raise ConfigError for an unknown model, before any data is loaded."""
     check_counts(width=width)
     if model == MINI_RESNET:
         return
@@ -109,7 +109,7 @@ def _check_model(model: str, width: int | None) -> None:
     if width is not None:
         raise ConfigError(
             f"`recipe.args.width` is {width}, but only {MINI_RESNET!r} has a width, not {model!r}. "
-            "Choose the torchvision model that is as wide as you want."
+            "Leave out `width`, or choose a wider torchvision model."
         )
 
 
@@ -129,7 +129,7 @@ def _torchvision_network(model: str, wanted: ImagesWanted, num_classes: int) -> 
         )
     except (AssertionError, ValueError) as error:
         raise ConfigError(
-            f"`recipe.args.model` is {model!r}, but torchvision does not make it for images of {size} pixels "
+            f"`recipe.args.model` is {model!r}, but torchvision cannot build it for images of {size} pixels "
             f"(`recipe.args.image_size`): {error}"
         ) from error
     return network

@@ -15,7 +15,7 @@ from ddp_hpc.train.recipes.images import Images, ImagesWanted
 
 
 class ImageSet(NamedTuple):
-    """How a set is loaded, and in which form when nobody asks for another."""
+    """How a set is loaded, and its usual form."""
 
     load: Callable[[ImagesWanted], Images]
     usual: ImagesWanted
@@ -36,26 +36,26 @@ def images_wanted(dataset: str, **asked: Any) -> ImagesWanted:
     """Return the usual form of a set, changed by what is asked for; None asks for nothing.
 
     Raises:
-        ConfigError: where there is no set of that name, or what is asked for makes no sense.
+        ConfigError: if there is no set of that name, or a value is invalid.
     """
     if dataset not in IMAGE_SETS:
         raise ConfigError(
-            f"`recipe.args.dataset` is {dataset!r}, but that is no built-in one. {nearest_names(dataset, IMAGE_SETS)} "
-            "Data of your own goes into a recipe of your own: docs/recipes.md."
+            f"`recipe.args.dataset` is {dataset!r}, but that is not a built-in data set. {nearest_names(dataset, IMAGE_SETS)} "
+            "For your own data, write your own recipe: docs/recipes.md."
         )
     if dataset != "fake" and asked.get("num_samples") is not None:
         raise ConfigError(
-            f"`recipe.args.num_samples` is {asked['num_samples']!r}, but {dataset!r} has the samples it has. "
-            "Only 'fake' can be of any size."
+            f"`recipe.args.num_samples` is {asked['num_samples']!r}, but the size of {dataset!r} is fixed. "
+            "Leave it unset; only 'fake' can be of any size."
         )
     return replace(IMAGE_SETS[dataset].usual, **{key: value for key, value in asked.items() if value is not None})
 
 
 def load_images(dataset: str, wanted: ImagesWanted) -> Images:
-    """Return the images; where that downloads or unpacks, rank zero does it first and the others wait.
+    """Return the images; if they must be downloaded or unpacked, rank zero does it while the others wait.
 
     Raises:
-        ConfigError: where they cannot be had, or have more classes than asked for.
+        ConfigError: if they cannot be loaded, or have more classes than asked for.
     """
     images = IMAGE_SETS[dataset].load(wanted)
     if wanted.num_classes is not None and wanted.num_classes < images.num_classes:

@@ -1,4 +1,4 @@
-"""What is asked of a set of images, and what is given."""
+"""The form in which a set of images is requested, and the set that is returned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddp_hpc.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesWanted:
-    """The form the images should have, and where they lie."""
+    """The form that the images should have, and where their files are."""
 
     channels: int
     image_size: int
@@ -23,7 +23,7 @@ class ImagesWanted:
     num_classes: int | None = None
     """Unset: as many as the set has."""
     num_samples: int = 1024
-    """Of training, where the set can be of any size."""
+    """Number of training samples, if the set can be of any size."""
 
     def __post_init__(self) -> None:
         check_counts(image_size=self.image_size, num_classes=self.num_classes, num_samples=self.num_samples)
@@ -41,10 +41,10 @@ class Images:
 
 
 def check_counts(**values: object) -> None:
-    """Refuse arguments that are no whole numbers above zero; unset ones pass.
+    """Check that arguments are whole numbers above zero, or unset.
 
     Raises:
-        ConfigError: where one is not.
+        ConfigError: if one is not.
     """
     for name, value in values.items():
         _check(value is None or (type(value) is int and value > 0), name, value, "a whole number above zero")

@@ -1,4 +1,4 @@
-"""Letting rank zero go first, so that data is downloaded once and not by every rank."""
+"""Runs a function on rank zero first, so that data is downloaded once, not by every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rank_zero_first(make: Callable[[bool], T]) -> T:
     The others wait for as long as the process group's timeout allows: `restart.hang_timeout_s`, on CPUs a minute more.
 
     Raises:
-        ConfigError: on every rank, with the same words, where rank zero's call raised.
+        ConfigError: on every rank, with the same message, if the call on rank zero raised.
     """
     if not dist.is_initialized():
         return make(True)
@@ -33,21 +33,23 @@ def _lead(make: Callable[[bool], T]) -> T:
         made = make(True)
     except Exception as error:
         failure = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        _tell(failure)  # or else the others would wait until they time out
+        _broadcast(failure)  # otherwise the others would wait until they time out
         raise ConfigError(failure) from error
-    _tell(None)
+    _broadcast(None)
     return made
 
 
 def _follow(make: Callable[[bool], T]) -> T:
-    failure = _tell(None)
+    failure = _broadcast(None)
     if failure is not None:
         raise ConfigError(failure)
     return make(False)
 
 
-def _tell(failure: str | None) -> str | None:
-    """Return, on every rank, what rank zero was given. As JSON: PyTorch's way for objects unpickles what it receives."""
+def _broadcast(failure: str | None) -> str | None:
+    """Return rank zero's argument on every rank."""
+    # As JSON in a tensor: `broadcast_object_list` unpickles what it receives, which may run code:
+    # https://pytorch.org/docs/stable/distributed.html#torch.distributed.broadcast_object_list
     text = json.dumps(failure).encode()
     size = torch.tensor([len(text)])
     dist.broadcast(size, src=0)
@@ -55,5 +57,5 @@ def _tell(failure: str | None) -> str | None:
     if dist.get_rank() == 0:
         body = torch.tensor(list(text), dtype=torch.uint8)
     dist.broadcast(body, src=0)
-    told: str | None = json.loads(bytes(body.tolist()))
-    return told
+    received: str | None = json.loads(bytes(body.tolist()))
+    return received

@@ -1,4 +1,4 @@
-"""Sets of images that torchvision knows how to read."""
+"""Sets of images that torchvision can read."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Transform = Callable[[Any], Any]
 
 
 class TorchvisionSet(NamedTuple):
-    """How torchvision opens a set, and what its pixels are like."""
+    """How torchvision opens a set, and the properties of its images."""
 
     name: str
     open: Callable[[Path, bool, bool], Any]
     """(data_dir, train, may_write) -> a torchvision dataset without transforms; `may_write` on rank zero only."""
     needs: str
-    """What must lie in `data_dir` where nothing can be downloaded."""
+    """Which files must be in `data_dir` on a machine without internet access."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     photos: bool
-    """Of any size: training crops and scales them at random. Otherwise they are small, and of one size."""
+    """Images have different sizes, and training crops and scales them at random; otherwise all have one small size."""
     flip: bool
     """A mirror image is of the same class."""
 
 
 def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
-    """Open a set; rank zero goes first, and downloads or unpacks it where need be.
+    """Open a set; rank zero goes first, and downloads or unpacks it if necessary.
 
     Raises:
-        ConfigError: where it cannot be had, or its two parts have different classes.
+        ConfigError: if it cannot be loaded, or its two parts have different classes.
     """
     data_dir = Path(wanted.data_dir).expanduser().absolute()
     train, held_out = rank_zero_first(lambda may_write: _open_both(source, data_dir, may_write=may_write))
@@ -56,12 +56,12 @@ def _open_both(source: TorchvisionSet, data_dir: Path, *, may_write: bool) -> tu
         raise ConfigError(
             f"`recipe.args.dataset` is {source.name!r}, but torchvision cannot open it in {data_dir} "
             f"(`recipe.args.data_dir`), a directory that every node must see: {type(error).__name__}: {said} "
-            f"If this machine cannot download, put {source.needs} there. If a download was cut short, remove its rest."
+            f"If this machine cannot download, put {source.needs} there. If a download was interrupted, delete its incomplete files."
         ) from error
 
 
 def plain_transform(source: TorchvisionSet, wanted: ImagesWanted) -> Transform:
-    """From a PIL image to a normalised tensor, without chance."""
+    """From a PIL image to a normalised tensor, without random changes."""
     from torchvision.transforms import v2  # type: ignore[import-untyped]  # torchvision ships no types
 
     if source.photos:  # a margin of an eighth round the crop, as is usual: 256 for 224
@@ -70,7 +70,7 @@ def plain_transform(source: TorchvisionSet, wanted: ImagesWanted) -> Transform:
 
 
 def training_transform(source: TorchvisionSet, wanted: ImagesWanted) -> Transform:
-    """From a PIL image to a normalised tensor, cropped and mirrored by chance."""
+    """From a PIL image to a normalised tensor, cropped and mirrored at random."""
     from torchvision.transforms import v2
 
     if source.photos:
@@ -84,7 +84,7 @@ def _composed(source: TorchvisionSet, wanted: ImagesWanted, geometry: list[Any])
     import torch
     from torchvision.transforms import v2
 
-    repeats = wanted.channels // len(source.mean)  # grey images shown to a network that wants colours
+    repeats = wanted.channels // len(source.mean)  # repeats the grey channel for a network that expects three
     return v2.Compose(  # type: ignore[no-any-return]  # torchvision ships no types
         [
             *geometry,
@@ -118,7 +118,9 @@ def _open_image_folder(data_dir: Path, train: bool, _may_write: bool) -> Any:
 def _open_imagenet(data_dir: Path, train: bool, _may_write: bool) -> Any:
     from torchvision import datasets
 
-    return datasets.ImageNet(data_dir, split="train" if train else "val")  # unpacks the archives where nobody has yet
+    return datasets.ImageNet(
+        data_dir, split="train" if train else "val"
+    )  # unpacks the archives, if that has not been done
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -1,4 +1,4 @@
-"""What rank zero writes down on the way: metrics, progress, TensorBoard, console."""
+"""Rank zero's records of a run: metrics, progress, TensorBoard, console."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 PROGRESS_INTERVAL_S = 1.0
 
 
-class Journal:
-    """Rank zero's records; on other ranks every method does nothing.
+class RunRecorder:
+    """Writes the records on rank zero; on other ranks every method does nothing.
 
-    After a resume, lines of steps that are to be taken again are moved to a file beside first, so each step stands in
+    After a resume, lines of steps that will be repeated are first moved to another file, so that each step is in
     `metrics.jsonl` once.
     """
 
@@ -61,14 +61,14 @@ class Journal:
         self._is_torn = False
 
     def open(self, position: Position) -> None:
-        """Begin at `position`, the step the run was resumed at, or zero."""
+        """Open the records at `position`: where the run resumes, or step zero."""
         if not self._is_writer:
             return
         text = patiently(str(self._run.metrics), self._read_metrics)
         lines = list(read_json_lines(self._run.metrics)) if text else []
         kept = [line for line in lines if _step_of(line) <= position.step]
         if _as_lines(kept) != text:
-            if len(kept) < len(lines):  # else only a torn line is mended
+            if len(kept) < len(lines):  # otherwise only an incomplete line is removed
                 self._set_aside([line for line in lines if _step_of(line) > position.step])
             replace_text(self._run.metrics, _as_lines(kept))
         self._recall(kept)
@@ -78,7 +78,7 @@ class Journal:
         self._write_progress(position)
 
     def plan_steps(self, total_steps: int) -> None:
-        """Take note that the run ends at another step than it was made with."""
+        """Change the number of the last step."""
         self._total_steps = total_steps
 
     def _read_metrics(self) -> str:
@@ -88,14 +88,14 @@ class Journal:
             return ""
 
     def _set_aside(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Keep lines of steps that are to be taken again: perhaps they never are."""
+        """Keep the lines of steps that will be repeated, in case they never are."""
         with open_private(self._run.superseded_metrics, "a") as file:
             file.write(_as_lines(lines))
             file.flush()
             os.fsync(file.fileno())
 
     def _recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Take up the newest loss and evaluation, so that `status` shows them before there are new ones."""
+        """Load the newest loss and evaluation, so that `status` shows them before there are new ones."""
         for line in lines:
             numbers = {key: value for key, value in line.items() if isinstance(value, float) and key != "at"}
             if line.get("kind") == "train":
@@ -104,7 +104,7 @@ class Journal:
                 self._metrics = numbers
 
     def count(self, num_samples: int) -> None:
-        """Count a step and its samples, for the rates; these begin after the first, which is slower than all others."""
+        """Count a step and its samples, for the rates; the first step, which is slower, is left out of them."""
         self._samples += num_samples
         self._steps += 1
         if self._steps == 1:
@@ -112,7 +112,7 @@ class Journal:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what takes time between the steps, an evaluation, of the rates of the training."""
+        """Exclude the time of an evaluation or a save from the rates."""
         began = self._clock()
         try:
             yield
@@ -120,7 +120,7 @@ class Journal:
             self._paused_s += self._clock() - began
 
     def train(self, position: Position, *, loss: float, lr: float) -> None:
-        """Write a log interval's mean loss."""
+        """Write the mean loss of a log interval."""
         if not self._is_writer:
             return
         self._loss = loss
@@ -132,7 +132,7 @@ class Journal:
             log.warning("the loss is %s at step %d", loss, position.step)
 
     def evaluated(self, position: Position, metrics: Mapping[str, float]) -> None:
-        """Write an evaluation's numbers."""
+        """Write the metrics of an evaluation."""
         if not self._is_writer or not metrics:
             return
         self._metrics = dict(metrics)
@@ -142,23 +142,27 @@ class Journal:
         self._write_progress(position)
 
     def saved(self, result: SaveResult) -> None:
-        """Note how a save ended; called by the checkpoint writer's thread."""
+        """Record how a save ended; the checkpoint writer's thread calls this."""
         if result.error is not None:
             self._save_error = result.error
-            log.warning("the checkpoint of step %d could not be written: %s", result.step, result.error)
+            log.warning(
+                "the checkpoint of step %d could not be written: %s. The training goes on; the next save tries again.",
+                result.step,
+                result.error,
+            )
             return
         self._save_error, self._saved, self._saved_at = None, result, time.time()
         log.info("checkpoint of step %d committed in %.2f s", result.step, result.seconds)
 
     def resumed(self, step: int) -> None:
-        """Note the checkpoint that the run was resumed from."""
+        """Record the checkpoint from which the run resumes."""
         manifest = checkpoint_store.checkpoint_path(self._run, step) / checkpoint_store.MANIFEST
         self._saved = SaveResult(step, 0.0)
-        with suppress(OSError):  # of a file system that does not answer: then the time is not known
+        with suppress(OSError):  # the file system does not answer: leave the time unknown
             self._saved_at = manifest.stat().st_mtime
 
     def progress(self, position: Position, *, now: bool = False) -> None:
-        """Replace progress.json, at most once a second or so."""
+        """Replace progress.json, at most about once a second."""
         if self._is_writer and (now or time.monotonic() - self._written_at > PROGRESS_INTERVAL_S):
             self._measure_rate()
             self._write_progress(position)
@@ -182,14 +186,14 @@ class Journal:
     ) -> None:
         record = {"kind": kind, "step": position.step, "epoch": _epoch_of(position), **numbers, **more}
         line = msgspec.json.encode({**record, "at": time.time()}) + b"\n"
-        with self._going_on():
+        with self._errors_logged():
             self._append(line)
             if self._board is not None:
                 for name, value in numbers.items():
                     self._board.add_scalar(f"{kind}/{name}", value, position.step)
 
     def _append(self, line: bytes) -> None:
-        """Add a line; what a full disk tore off an earlier one is closed first, so that only that one is lost."""
+        """Append a line. After an incomplete line (a full disk), end that one first, so that only it is lost."""
         assert self._file is not None  # noqa: S101  `open` comes first
         whole = b"\n" + line if self._is_torn else line
         self._is_torn = True
@@ -216,17 +220,17 @@ class Journal:
             save_error=self._save_error,
             at=time.time(),
         )
-        with self._going_on():
+        with self._errors_logged():
             write_progress(self._run, progress)
 
     @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Let no full disk end the training: a record that cannot be written is left out, and the first one told."""
+    def _errors_logged(self) -> Iterator[None]:
+        """Keep the training running on a full disk: skip records that cannot be written, and log the first of them."""
         try:
             yield
         except OSError as error:
             if not self._is_losing:
-                log.warning("records cannot be written: %s. The training goes on without them.", error)
+                log.warning("metrics and progress cannot be written: %s. The training goes on without them.", error)
             self._is_losing = True
         else:
             self._is_losing = False
@@ -247,7 +251,7 @@ def _as_lines(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _epoch_of(position: Position) -> int:
-    """Return the epoch that the step just done belongs to, counted from one."""
+    """Return the epoch of the last step, counted from one."""
     return position.epoch + (1 if position.samples_in_epoch or position.step == 0 else 0)
 
 
@@ -256,8 +260,8 @@ def _open_tensorboard(run: RunDir, *, purge_step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "`log.tensorboard` is true, but TensorBoard is not installed here. "
-            "Install it with `pip install ddp_hpc[tensorboard]`, or leave the option out."
+            "`log.tensorboard` is true, but TensorBoard is not installed on this node. "
+            "Install it with `pip install ddp_hpc[tensorboard]`, or leave out `log.tensorboard`."
         ) from error
-    make_directories(run.tensorboard)  # what TensorBoard makes goes by the umask
+    make_directories(run.tensorboard)  # made here with the run's permissions; TensorBoard would use the umask
     return SummaryWriter(str(run.tensorboard), purge_step=purge_step)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_hpc.train.ddp_warmup import copied, warm_up_ddp
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.rehearsal import copied, rehearse
 from tests.distributed.processes import in_group
 
 STEPS = 6
@@ -44,8 +44,8 @@ def _train(group: Group, *, restarts: bool, rehearses: bool) -> list[Tensor]:
     for step in range(STEPS):
         if restarts and step == RESTART_AFTER:
             wrapped = _wrap(model, group, rehearses=rehearses)
-        torch.manual_seed(1000 * step + group.place.rank)
-        _backward(wrapped, step, group.place.rank)
+        torch.manual_seed(1000 * step + group.rank_info.rank)
+        _backward(wrapped, step, group.rank_info.rank)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return list(model.state_dict().values())
@@ -54,7 +54,7 @@ def _train(group: Group, *, restarts: bool, rehearses: bool) -> list[Tensor]:
 def _wrap(model: nn.Module, group: Group, *, rehearses: bool) -> nn.Module:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if rehearses:
-        rehearse(model, group.device, partial(_backward, wrapped, 0, group.place.rank))
+        warm_up_ddp(model, group.device, partial(_backward, wrapped, 0, group.rank_info.rank))
     return wrapped
 
 
@@ -85,7 +85,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     before = [value.clone() for value in model.state_dict().values()]
     generator = torch.get_rng_state()
 
-    rehearse(model, torch.device("cpu"), partial(_backward, model, 0, 0))
+    warm_up_ddp(model, torch.device("cpu"), partial(_backward, model, 0, 0))
 
     assert all(torch.equal(one, other) for one, other in zip(before, model.state_dict().values(), strict=True))
     assert torch.equal(generator, torch.get_rng_state())
@@ -110,7 +110,7 @@ def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_forward_replaces() -> None
     model = Replaces()
     buffer = model.mean
 
-    rehearse(model, torch.device("cpu"), partial(_backward, model, 0, 0))
+    warm_up_ddp(model, torch.device("cpu"), partial(_backward, model, 0, 0))
 
     assert model.mean is buffer
     assert not buffer.any()
