@@ -43,7 +43,7 @@ IN_PLACE, BY_SRUN, TORCHRUN = (
 )
 AGENT_KILLED = "an agent killed: ddp_hpc"
 NODE_LOST = "a node's power cut: ddp_hpc"
-REQUEUED, SUBMITIT = "told to make room: ddp_hpc", "told to make room: submitit"
+REQUEUED, SUBMITIT = "asked to requeue: ddp_hpc", "asked to requeue: submitit"
 WAITED, SUCCESSOR = "held back 120 s: ddp_hpc, `--wait`", "held back 120 s: ddp_hpc, successor"
 SUBMITIT_HELD = "held back 120 s: submitit"
 
@@ -243,12 +243,12 @@ def verdicts(samples: Samples) -> list[Verdict]:
     """Hold ours against the peers'."""
     return [
         judge("a worker killed: torchrun's time, by our agent's", samples.ratios(AGAIN, over=TORCHRUN, under=IN_PLACE)),
-        judge("told to make room: submitit's time, by ours", samples.ratios(AGAIN, over=SUBMITIT, under=REQUEUED)),
+        judge("asked to requeue: submitit's time, by ours", samples.ratios(AGAIN, over=SUBMITIT, under=REQUEUED)),
         judge("held back 120 s: submitit's, by `--wait`'s", samples.ratios(AGAIN, over=SUBMITIT_HELD, under=WAITED)),
         judge(
             "held back 120 s: submitit's, by a successor's", samples.ratios(AGAIN, over=SUBMITIT_HELD, under=SUCCESSOR)
         ),
-        judge("told to make room: our time, by an empty job's", samples.ratios(AGAIN, over=REQUEUED, under=LIMIT)),
+        judge("asked to requeue: our time, by an empty job's", samples.ratios(AGAIN, over=REQUEUED, under=LIMIT)),
     ]
 
 

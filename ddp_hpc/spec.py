@@ -331,7 +331,7 @@ class CheckpointSpec(_Checked):
     """When the training state is committed, and how much of it is kept."""
 
     every_steps: int | None = 500
-    """Commit after so many steps (and always at the end and when told to stop); unset: only then."""
+    """Commit after so many steps (and always at the end and after a stop signal); unset: only then."""
     keep_last: int = 2
     """Newest checkpoints to keep."""
     keep_best: int = 0
@@ -384,9 +384,9 @@ class SlurmSpec(_Checked):
     requeue: bool = True
     """`--requeue`: let Slurm put the job back into the queue when it takes its nodes away."""
     signal_lead_s: int = 120
-    """`--signal`: how long before its time limit a run is told to commit and leave."""
+    """`--signal`: how long before its time limit Slurm warns a run, which then commits a checkpoint and exits."""
     signal_to: Literal["steps", "batch"] = "steps"
-    """Whom Slurm tells: the job's steps, or the batch shell alone (`--signal=B:...`), as some sites want it."""
+    """Which processes Slurm signals: the job's steps, or the batch shell alone (`--signal=B:...`), as some sites want it."""
     hasten: Literal["auto", "never"] = "auto"
     """Whether `submit --wait` and `--follow` let a requeued job begin before the site's delay is over; `requeue --now` does."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -451,7 +451,7 @@ class RestartSpec(_Checked):
     """How a job goes back into the queue: under its number (`scontrol requeue`), or as a new job, which starts sooner
     where Slurm holds requeued ones back (2 minutes, usually) and loses the age the old one had in the queue."""
     hang_timeout_s: int = 900
-    """Take the workers for hung when none has moved for so long: longer than any step, batch or save of yours."""
+    """Treat the workers as hung when none has made progress for so long: longer than any step, batch or save of yours."""
     exclude_after: int = 2
     """Failures of one node after which the run avoids it (hangs, deaths by signal, losses; not exceptions)."""
     forget_h: int = 24
