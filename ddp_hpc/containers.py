@@ -1,7 +1,7 @@
-"""From a spec to the words that run a command inside an image. Pure, but for a look at paths and images.
+"""Build the command line that runs a process inside a container image. Pure, except that it reads paths and image files.
 
-What runs inside are the processes that hold PyTorch: agents, tasks, torchrun. Whatever talks to Slurm stays outside:
-the job script, the supervisor, srun. So an image needs neither Slurm's commands nor munge.
+The processes that use PyTorch run inside: agents, tasks, torchrun. The processes that call Slurm stay outside: the job
+script, the supervisor, srun. So an image needs neither Slurm's commands nor munge.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ddp_hpc.spec import RunSpec
 
 PACKAGE_DIR = Path(ddp_hpc.__file__).parent
 INSIDE = Path("/opt/ddp_hpc")
-"""Where the image's Python finds the very code that submitted the run, and nothing else of the host's."""
-_THE_MACHINES = tuple(map(Path, ("/proc", "/sys", "/dev", "/etc", "/usr", "/bin", "/lib", "/lib64", "/sbin")))
-"""The image has its own of these."""
+"""Where the image's Python finds the copy of ddp_hpc that submitted the run, and no other package of the host."""
+_HOST_DIRECTORIES = tuple(map(Path, ("/proc", "/sys", "/dev", "/etc", "/usr", "/bin", "/lib", "/lib64", "/sbin")))
+"""Host directories that are never mounted: the image has its own."""
 
 Gpus = Literal["nvidia", "rocm", "none"]
 RuntimeName = Literal["apptainer", "singularity", "pyxis", "docker"]
@@ -33,7 +33,7 @@ RuntimeName = Literal["apptainer", "singularity", "pyxis", "docker"]
 
 @dataclass(frozen=True)
 class Bind:
-    """A path of the host's that is seen inside."""
+    """A path of the host that is mounted in the container."""
 
     source: str
     target: str
@@ -44,79 +44,79 @@ class Bind:
         """Read `SOURCE[:TARGET[:ro|rw]]`.
 
         Raises:
-            ConfigError: where it is something else.
+            ConfigError: if the text has another form.
         """
         source, *rest = text.split(":")
         target = rest[0] if rest else source
         modes = rest[1:]
         if not (source.startswith("/") and target.startswith("/")) or modes not in ([], ["ro"], ["rw"]):
             raise ConfigError(
-                f"`container.binds` has {text!r}, but a bind is `/SOURCE`, `/SOURCE:/TARGET` or `...:ro`."
+                f"`container.binds` has {text!r}, but a bind must be `/SOURCE`, `/SOURCE:/TARGET` or `/SOURCE:/TARGET:ro`."
             )
         return cls(source, target, modes == ["ro"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inside:
-    """What a command is to find inside an image."""
+class ContainerSetup:
+    """What a container provides to the command in it: mounts, variables, working directory, GPUs."""
 
     image: str
     binds: tuple[Bind, ...]
     environ: Mapping[str, str]
-    """Variables that are set inside, whatever they are outside; all others come through as they are."""
+    """Variables that are set inside and win over those outside; all others are passed on unchanged."""
     work_dir: str
     gpus: Gpus = "none"
     options: tuple[str, ...] = ()
-    """The user's own, of the runtime."""
+    """Options of the user for the runtime."""
     passed: tuple[str, ...] = ()
-    """Names of the variables outside, for a runtime that has to be told of each."""
+    """Names of the variables outside, for a runtime that passes on only those that are named (Docker)."""
     user: str = ""
-    """`UID:GID` of whoever runs it, likewise."""
+    """`UID:GID` of the user, for the same runtime."""
 
 
 @dataclass(frozen=True)
-class Housing:
-    """How a command of Python's is run on a node: `srun_args` go to srun, `prefix` and `python` before `-m`."""
+class CommandWrapper:
+    """How a node starts a Python command: `srun_args` are for srun; `prefix` and `python` come before `-m MODULE`."""
 
     python: str = sys.executable
     prefix: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
-    """What its starter must have in the environment: values that are set inside, which no command line may show."""
+    """Variables for the process that starts it. They carry the values to set inside, since any user can see command lines."""
     image: str = ""
-    """What tells the image from others."""
+    """Identity of the image, as `identity_of` returns it."""
 
     @property
     def command(self) -> list[str]:
         return [*self.prefix, self.python]
 
 
-BARE = Housing()
-"""Without an image."""
+BARE = CommandWrapper()
+"""Start Python directly, without a container."""
 
 
-# --- what is to be found inside ----------------------------------------------------------------------------------------
+# --- what the container provides ---------------------------------------------------------------------------------------
 
 
-def inside_of(
+def container_setup(
     spec: RunSpec, run: RunDir, *, import_paths: Sequence[str], work_dir: Path, environ: Mapping[str, str] | None = None
-) -> Inside | None:
-    """Return what a run's workers are to find in their image; None for a run without one.
+) -> ContainerSetup | None:
+    """Return what a run's container provides to its workers; None for a run without an image.
 
     Raises:
-        ConfigError: where a bind cannot be read.
+        ConfigError: if a bind is invalid.
     """
     container, resources = spec.container, spec.resources
     if container.image is None:
         return None
     gpus: Gpus = container.gpus if container.gpus != "auto" else "nvidia" if resources.gpus_per_node else "none"
-    return Inside(
+    return ContainerSetup(
         image=container.image if is_name(spec) else str(image_path(container.image)),
         binds=tuple(_binds(spec, run, import_paths, work_dir)),
         environ={
-            **spec.environ,  # else the image's own PATH and LD_LIBRARY_PATH win, and with pyxis all of its variables
-            "PYTHONPATH": str(INSIDE),  # the user's code is the workers' own to find
-            "PYTHONNOUSERSITE": "1",  # else ~/.local, which is mounted, comes before the image's packages
+            **spec.environ,  # set inside: else the image's PATH and LD_LIBRARY_PATH win, and with pyxis all its variables
+            "PYTHONPATH": str(INSIDE),  # the workers themselves add the user's code to sys.path
+            "PYTHONNOUSERSITE": "1",  # else packages in ~/.local, which is mounted, win over the image's packages
         },
         work_dir=str(work_dir),
         gpus=gpus,
@@ -127,26 +127,26 @@ def inside_of(
 
 
 def is_name(spec: RunSpec) -> bool:
-    """Tell whether the image is something that its runtime knows, rather than a path."""
+    """Tell whether the image is a name or an address for its runtime, rather than a path."""
     return spec.container.runtime == "docker" or is_address(spec.container.image or "")
 
 
 def is_address(image: str) -> bool:
-    """Tell `docker://...` and its like from a path."""
+    """Tell whether an image is an address such as `docker://...`, rather than a path."""
     return "://" in image or ("#" in image and not image.startswith(("/", ".", "~")))
 
 
 def image_path(image: str) -> Path:
-    """Return where an image lies."""
-    return Path(os.path.abspath(Path(image).expanduser()))  # noqa: PTH100  links stay, as the user named them
+    """Return the absolute path of an image."""
+    return Path(os.path.abspath(Path(image).expanduser()))  # noqa: PTH100  # keep links: the user named them
 
 
 def _binds(spec: RunSpec, run: RunDir, import_paths: Sequence[str], work_dir: Path) -> Iterator[Bind]:
-    """Return the user's own binds, and those that follow from the run; what lies within another needs none of its own."""
+    """Yield the user's binds, then those that the run needs, without paths that are within another bind."""
     asked = [Bind.parse(text) for text in spec.container.binds]
     yield Bind(str(PACKAGE_DIR), str(INSIDE / PACKAGE_DIR.name), is_read_only=True)
     yield from asked
-    seen = [Path(one.target) for one in asked]
+    seen = [Path(bind.target) for bind in asked]
     inputs = [*_paths_in(spec.recipe.args), *_initial_weights(spec, work_dir)]
     wanted = [str(run.path), str(work_dir), *import_paths, *inputs]
     for path in sorted(dict.fromkeys(Path(text) for text in wanted), key=lambda path: len(path.parts)):
@@ -156,68 +156,72 @@ def _binds(spec: RunSpec, run: RunDir, import_paths: Sequence[str], work_dir: Pa
 
 
 def _paths_in(args: Mapping[str, object]) -> Iterator[str]:
-    """Return the arguments of the recipe that name something on this host: data, weights."""
+    """Yield the arguments that are paths of this host: data, weights."""
     for value in args.values():
         is_path = isinstance(value, str) and value.startswith("/") and os.path.exists(value)  # noqa: PTH110
-        if is_path and not any(Path(str(value)).is_relative_to(place) for place in _THE_MACHINES):
+        if is_path and not any(Path(str(value)).is_relative_to(directory) for directory in _HOST_DIRECTORIES):
             yield str(value)
 
 
 def _initial_weights(spec: RunSpec, work_dir: Path) -> Iterator[str]:
-    """Return what `train.init_from` names: a path from the working directory, or a run beside this one."""
+    """Yield the paths that `train.init_from` may mean: one below the working directory, and a run beside this one."""
     if spec.train.init_from is None:
         return
     candidates = (work_dir / Path(spec.train.init_from).expanduser(), spec.path.parent / spec.train.init_from)
-    # Each that exists: which of them holds weights is for the worker to find out.
+    # All that exist: the worker decides which of them has the weights.
     yield from _paths_in({str(path): os.path.normpath(path) for path in candidates})
 
 
 def refuse_misplaced(spec: RunSpec, *, is_for_slurm: bool) -> None:
-    """Refuse a runtime that is for elsewhere.
+    """Refuse a runtime that cannot run here.
 
     Raises:
-        ConfigError: for Docker in a job of Slurm's, and pyxis outside of one.
+        ConfigError: for Docker in a Slurm job, and for pyxis without Slurm.
     """
     runtime = spec.container.runtime
     if runtime == "docker" and is_for_slurm:
         raise ConfigError(
-            "`container.runtime` is docker, but a job's nodes have none that a user may use. Make a file of the image "
-            "(`apptainer build image.sif docker-daemon:NAME:TAG`), and name that: `container.image=image.sif`."
+            "`container.runtime` is docker, but users cannot run Docker on the nodes of a Slurm cluster. Convert the image to "
+            "a file (`apptainer build image.sif docker-daemon:NAME:TAG`), set `container.image=image.sif`, and leave "
+            "`container.runtime` out."
         )
     if runtime == "pyxis" and not is_for_slurm:
         raise ConfigError(
-            "`container.runtime` is pyxis, a plugin of Slurm's srun. On this machine, use apptainer or docker."
+            "`container.runtime` is pyxis, which is a plugin of Slurm's srun, but this run does not use Slurm. Set "
+            "`container.runtime` to apptainer or docker."
         )
 
 
-def missing_sources(inside: Inside) -> list[str]:
-    """Return what would be bound, but is not there: every runtime refuses that, on every node."""
+def missing_sources(inside: ContainerSetup) -> list[str]:
+    """Return the sources of binds that do not exist: every runtime refuses to start with one, on every node."""
     return [bind.source for bind in inside.binds if not os.path.exists(bind.source)]  # noqa: PTH110
 
 
 # --- staging -----------------------------------------------------------------------------------------------------------
 
 PACKED = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
-"""What `tar` unpacks."""
+"""Endings of archives that `tar` unpacks."""
 
 
 def is_packed(source: str) -> bool:
-    """Tell an archive from an image, by its name."""
+    """Tell whether a file is an archive rather than an image, by its name."""
     return source.endswith(PACKED)
 
 
 def staged_source(spec: RunSpec) -> str | None:
-    """Return what a run wants on its nodes' own disks: a packed environment, or an image that is a file.
+    """Return the file that a run copies to its nodes' local disks: an archive, or an image file; None if there is none.
 
     Raises:
-        ConfigError: where the archive is none, or not there.
+        ConfigError: if `stage.archive` is not an archive, or does not exist.
     """
     if spec.stage.archive is not None:
         path = image_path(spec.stage.archive)
         if not is_packed(path.name):
-            raise ConfigError(f"`stage.archive` is {spec.stage.archive!r}, but `tar` unpacks {', '.join(PACKED)}.")
+            raise ConfigError(
+                f"`stage.archive` is {spec.stage.archive!r}, but its name must end in one of {', '.join(PACKED)}."
+            )
         if not path.is_file():
-            raise ConfigError(f"`stage.archive` is {path}, but there is no such file.")
+            raise ConfigError(f"`stage.archive` is {path}, but that file does not exist. Correct the path.")
         return str(path)
     if spec.stage.dir is None or spec.container.image is None or is_name(spec):
         return None
@@ -227,22 +231,22 @@ def staged_source(spec: RunSpec) -> str | None:
 
 # --- images ------------------------------------------------------------------------------------------------------------
 
-# The SIF format's global header (apptainer/sif, `pkg/sif`): a line for the kernel, then these.
+# The global header of the SIF format (apptainer/sif, `pkg/sif`): a `#!` line for the kernel, then these fields.
 _SIF_MAGIC, _MAGIC_AT, _ARCHITECTURE_AT, _ID_AT, _HEADER_BYTES = b"SIF_MAGIC", 32, 45, 48, 64
 _ARCHITECTURES = {b"02": "x86_64", b"04": "aarch64", b"06": "ppc64le"}
-"""By `platform.machine()`'s names."""
+"""SIF's code -> the name of `platform.machine()`."""
 
 
 def sif_architecture(path: Path) -> str | None:
-    """Return the machine that an image file is for; None where it does not say."""
+    """Return the CPU architecture of an image file; None if it does not say."""
     header = _sif_header(path)
     return None if header is None else _ARCHITECTURES.get(header[_ARCHITECTURE_AT : _ARCHITECTURE_AT + 2])
 
 
 def identity_of(image: str) -> str:
-    """Return what tells this image from others: the number that a SIF was given when it was built; else an address.
+    """Return what identifies an image: its address, or the id that a SIF file got when it was built.
 
-    Empty for directories, which can change unseen.
+    Empty for directories, whose contents may change.
     """
     if is_address(image):
         return image
@@ -263,15 +267,15 @@ def _sif_header(path: Path) -> bytes | None:
 
 
 def candidate_runtimes(asked: Literal["auto"] | RuntimeName) -> Sequence[RuntimeName]:
-    """Return the programs of which one is to run the image, the first that is there."""
+    """Return the programs that may run the image; the first one on PATH is used."""
     return ("apptainer", "singularity") if asked == "auto" else (asked,)
 
 
 def find_runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:
-    """Return what runs the image here.
+    """Return the program that runs the image on this host.
 
     Raises:
-        ConfigError: where it is not on PATH.
+        ConfigError: if it is not on PATH.
     """
     asked = spec.container.runtime
     if asked == "pyxis":
@@ -280,39 +284,39 @@ def find_runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:
     found = next((name for name in candidates if shutil.which(name, path=environ.get("PATH", ""))), None)
     if found is None:
         raise ConfigError(
-            f"`container.image` needs {' or '.join(candidates)}, but the PATH here has none. Load its module, in a job by "
-            "`slurm.setup`, or choose `container.runtime`."
+            f"`container.image` needs {' or '.join(candidates)}, but PATH on this host has none. Load its module (in a job, with "
+            "`slurm.modules`), or set `container.runtime` to a runtime that is installed."
         )
     return found
 
 
-def house(inside: Inside, runtime: RuntimeName, python: str) -> Housing:
-    """Return how a command is run inside.
+def command_wrapper(inside: ContainerSetup, runtime: RuntimeName, python: str) -> CommandWrapper:
+    """Return how the runtime starts a Python command in the container.
 
     Raises:
-        ConfigError: where the runtime cannot be told of a path.
+        ConfigError: if the runtime cannot mount a path, or an option of the user would break the workers.
     """
     return _RUNTIMES[runtime](inside, python)
 
 
-def _apptainer(inside: Inside, python: str, *, program: RuntimeName) -> Housing:
-    """Return the words of Apptainer (1.0 and newer) and SingularityCE (3.9 and newer).
-
-    Variables go through the environment, and a shell inside names them again (`_setting`): what `--env` and
-    `APPTAINERENV_...` carry is evaluated by a shell there. Neither `--cleanenv` nor `--containall`: the ranks come from
-    Slurm's variables, and share memory with those beside them.
-    """
+def _apptainer(inside: ContainerSetup, python: str, *, program: RuntimeName) -> CommandWrapper:
+    """Return the wrapper for Apptainer (1.0 and newer) and SingularityCE (3.9 and newer)."""
+    # Values go through the environment under other names, and a shell inside renames them (`_setting`). Not `--env` and
+    # `APPTAINERENV_...`: a shell in the container evaluates their values, so that a `$` in one would be replaced
+    # (https://apptainer.org/docs/user/latest/environment_and_metadata.html). Neither `--cleanenv` nor `--containall`:
+    # workers read their ranks from Slurm's variables, and share memory (/dev/shm) with the other workers of the node.
     cleaning = [word for word in inside.options if word in {"--cleanenv", "-e", "--containall", "-C"}]
     if cleaning:
         raise ConfigError(
-            f"`container.options` has {cleaning[0]!r}, but ranks, addresses and the run's own `env` reach the workers by the "
-            "environment. Leave it out; `env.NAME=` sets a variable that the image must not see to nothing."
+            f"`container.options` has {cleaning[0]!r}, which removes environment variables, but workers get their ranks, the "
+            "address of rank zero and `env` from these. Remove the option; to hide one variable from the image, set it to "
+            "the empty string with `env.NAME=`."
         )
     gpus = {"nvidia": ["--nv"], "rocm": ["--rocm"], "none": []}[inside.gpus]
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind))]
     where = ["--pwd", inside.work_dir]
     prefix = [program, "exec", *gpus, *mounts, *where, *inside.options, inside.image, *_setting(inside)]
-    return Housing(python=python, prefix=tuple(prefix), environ=_carried(inside))
+    return CommandWrapper(python=python, prefix=tuple(prefix), environ=_carried(inside))
 
 
 def _csv_mount(bind: Bind, read_only: str = "ro") -> str:
@@ -327,14 +331,14 @@ def _csv_mount(bind: Bind, read_only: str = "ro") -> str:
     return row.getvalue()
 
 
-def _pyxis(inside: Inside, python: str) -> Housing:
-    """Return srun's options of NVIDIA's pyxis plugin (its README); `enroot` runs the image."""
+def _pyxis(inside: ContainerSetup, python: str) -> CommandWrapper:
+    """Return the wrapper for pyxis, NVIDIA's plugin of srun, which runs images with enroot (https://github.com/NVIDIA/pyxis)."""
     mounts = []
     for bind in inside.binds:
         for path in (bind.source, bind.target):
             if "," in path or ":" in path:
                 raise ConfigError(
-                    f"pyxis cannot mount {path}: it takes `,` and `:` for its own. Rename it, or link to it."
+                    f"pyxis cannot mount {path}: `,` and `:` separate mounts in its options. Rename it, or make a link to it without them."
                 )
         mounts.append(f"{bind.source}:{bind.target}{':ro' if bind.is_read_only else ''}")
     options = [
@@ -345,18 +349,18 @@ def _pyxis(inside: Inside, python: str) -> Housing:
         *inside.options,
     ]
     prefix = tuple(_setting(inside))
-    return Housing(python=python, prefix=prefix, srun_args=tuple(options), environ=_carried(inside))
+    return CommandWrapper(python=python, prefix=prefix, srun_args=tuple(options), environ=_carried(inside))
 
 
 _IMAGES_OWN = frozenset({"PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
-"""Variables that mean nothing inside; Apptainer leaves these out by itself, or has others come first."""
+"""Variables of the host that are wrong in an image. Docker must not pass them on; Apptainer handles them itself."""
 
 
-def _docker(inside: Inside, python: str) -> Housing:
-    """Return the words of `docker run` (24 and newer), on this machine: Docker belongs to root, and no cluster lends it.
+def _docker(inside: ContainerSetup, python: str) -> CommandWrapper:
+    """Return the wrapper for `docker run` (24 and newer), for runs without Slurm.
 
-    Networks, shared memory and process numbers are the host's, and files belong to whoever runs it. Variables are passed by
-    name: docker reads their values from its own environment, so no value is seen by a shell.
+    The container uses the host's network, shared memory and process ids, and writes files as the user. Variables are
+    passed by name: docker reads their values from its own environment, so no shell evaluates them.
     """
     gpus = {"nvidia": ["--gpus=all"], "rocm": ["--device=/dev/kfd", "--device=/dev/dri"], "none": []}[inside.gpus]
     shared = ["--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1"]
@@ -366,25 +370,25 @@ def _docker(inside: Inside, python: str) -> Housing:
     passed = [f"--env={name}" for name in names if name not in _IMAGES_OWN]
     start = ["docker", "run", "--rm", "--interactive", "--init", "--no-healthcheck"]
     prefix = [*start, *gpus, *shared, *who, *mounts, *passed, f"--workdir={inside.work_dir}", *inside.options]
-    return Housing(python=python, prefix=(*prefix, inside.image, *_setting(inside)), environ=_carried(inside))
+    return CommandWrapper(python=python, prefix=(*prefix, inside.image, *_setting(inside)), environ=_carried(inside))
 
 
 _CARRIER = "_DDP_HPC_INSIDE_"
-"""Begins the name under which a value goes into an image: no image has such a variable, so none overrides it."""
+"""Prefix of the names under which values go into an image. No image sets such a variable, so none replaces the value."""
 _SHELLS_OWN = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
-"""Names that a shell does not set again."""
+"""Variables that a shell does not let anyone set."""
 
 
-def _carried(inside: Inside) -> dict[str, str]:
-    """Return the values that are set inside, under the names that carry them there."""
+def _carried(inside: ContainerSetup) -> dict[str, str]:
+    """Return the values to set inside, under their prefixed names."""
     return {f"{_CARRIER}{name}": value for name, value in inside.environ.items()}
 
 
-def _setting(inside: Inside) -> list[str]:
-    """Return a shell's words that give each carried value its own name, and then become the command.
+def _setting(inside: ContainerSetup) -> list[str]:
+    """Return the shell command that sets each variable from its prefixed name, and then executes the command.
 
-    Every user of a host sees command lines (`ps`), so they hold names only. A shell does not evaluate what a quoted
-    variable holds, and no image may change it on the way.
+    Every user of a host can read command lines (`ps`), so this one has names only, no values. The shell does not evaluate
+    the value of a quoted variable.
     """
     lines = [f'export {name}="${_CARRIER}{name}"' for name in inside.environ if name not in _SHELLS_OWN]
     by_env = [f'{name}="${_CARRIER}{name}"' for name in inside.environ if name in _SHELLS_OWN]
@@ -396,7 +400,7 @@ def _setting(inside: Inside) -> list[str]:
     return ["sh", "-c", "; ".join([*lines, " ".join(["exec", *by_env, '"$@"'])]), "sh"]
 
 
-_RUNTIMES: Mapping[RuntimeName, Callable[[Inside, str], Housing]] = {
+_RUNTIMES: Mapping[RuntimeName, Callable[[ContainerSetup, str], CommandWrapper]] = {
     "apptainer": lambda inside, python: _apptainer(inside, python, program="apptainer"),
     "singularity": lambda inside, python: _apptainer(inside, python, program="singularity"),
     "pyxis": _pyxis,

@@ -1,4 +1,4 @@
-"""Which values logs and displays show, and which ones they name only: anybody may look over a shoulder or read a log."""
+"""Decide which values logs and displays may show, and which are hidden because they may be secrets."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _HARMLESS = (
     ),
     *("TORCHINDUCTOR_", "UCX_", "XLA_"),
 )
-"""Beginnings of variables that tune libraries: what they hold is worth knowing, and nobody's secret."""
+"""Prefixes of variables that configure libraries and hold no secrets."""
 _HARMLESS_NAMES = frozenset({"LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED", "PYTHONPATH", "TMPDIR", "TZ"})
 _SECRET = re.compile(
     r"(?:^|[_.-])(?:api_?key|key|tokens?|secrets?|pass|passwd|password|passphrase|credentials?|auth|cookie)$",
     re.IGNORECASE,
 )
-"""How names end whose values are secrets: `HF_TOKEN`, but not `num_tokens_seen` or `key_size`."""
+"""Names whose values are secrets, by their ending: `HF_TOKEN`, but not `num_tokens_seen` or `key_size`."""
 
 
 def is_shown(variable: str) -> bool:
-    """Tell whether the value of an environment variable may stand in logs and displays."""
+    """Tell whether logs and displays may show the value of an environment variable."""
     return (variable.startswith(_HARMLESS) or variable in _HARMLESS_NAMES) and not _SECRET.search(variable)
 
 
 def is_key_shown(key: str, value: Any) -> bool:
-    """Tell whether the value of a configuration's key may; outside of `env`, only text is a secret."""
+    """Tell whether logs and displays may show the value of a configuration key; outside of `env`, only text can be a secret."""
     section, _, name = key.partition(".")
     if section == "env" and name:
         return value is None or is_shown(name)

@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the whole new text or the whole old one."""
+"""Write files so that a reader sees either the whole old text or the whole new one, also after a crash."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_hpc.errors import ConfigError
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's data, or a directory's entries, to the disk."""
+    """Flush a file's data, or a directory's entries, to disk (fsync(2))."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -24,10 +24,9 @@ def fsync_path(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory, and those above it that are missing, for their owner and whoever may read their parent.
+    """Make a directory and its missing parents. Only the owner may write; others may read if they may read the parent.
 
-    Whatever the umask, nobody else may write to them: a run's own directory is made for its owner alone, and what is made
-    in it takes after it.
+    This does not depend on the umask. A run's own directory is for its owner alone, and so is all that is made in it.
     """
     if path.is_dir():
         return
@@ -40,16 +39,16 @@ def make_directories(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make one directory, likewise.
+    """Make one directory, with the same permissions.
 
     Raises:
-        FileExistsError: where there is something of that name.
+        FileExistsError: if the name exists.
     """
     path.mkdir(mode=0o700 | readers(path.parent))
 
 
 def open_private(path: Path, mode: str, *, buffering: int = -1) -> IO[Any]:
-    """Open a file to write to; a new one may be read by those who may read its directory, and written by its owner."""
+    """Open a file for writing. A new file is writable for its owner, and readable for those who may read its directory."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags, private_mode(path))
@@ -59,26 +58,28 @@ def open_private(path: Path, mode: str, *, buffering: int = -1) -> IO[Any]:
 
 
 def private_mode(path: Path) -> int:
-    """Return the mode of a new file at `path`: 0600, and readable for those whom its directory is shared with."""
+    """Return the mode of a new file at `path`: 0600, and readable for those who may read its directory."""
     return 0o600 | readers(path.parent) & 0o444
 
 
 def readers(folder: Path) -> int:
-    """Return the bits by which group and others may read a directory."""
+    """Return the permission bits with which group and others may read a directory."""
     return folder.stat().st_mode & 0o055
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool = False) -> None:
-    """Put `text` at `path` by one rename; `durable` also waits for the disk; what is secret is for the owner alone.
+    """Replace the file at `path` with `text`, atomically.
 
-    A leftover of a killed writer never blocks the next one: the name beside carries the writer's pid. A writer that
-    fails (the disk is full) leaves none.
+    With `durable`, wait until the text is on disk. With `is_secret`, only the owner may read it.
     """
+    # Write beside, then rename: rename(2) replaces the old file in one step, so a reader never sees half of the new text.
+    # fsync before the rename, else a crash may leave an empty file under the new name; fsync of the directory after it,
+    # else the rename itself may be lost. The pid in the name keeps the leftover of a killed writer out of our way.
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open_private(beside, "w") as file:
             if is_secret:
-                with suppress(OSError):  # a file system without modes
+                with suppress(OSError):  # a file system without permissions
                     os.fchmod(file.fileno(), 0o600)
             file.write(text)
             if durable:
@@ -92,10 +93,9 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
 
 
 def delete_directory(path: Path) -> None:
-    """Delete a directory, if nobody else does at this moment.
-
-    It begins with a rename, so that nobody takes a half-deleted one for whole, to a name that is nobody else's.
-    """
+    """Delete a directory, also if another process deletes it at the same time."""
+    # Rename it first, so that no reader takes a half-deleted directory for a complete one. The random name is for this call
+    # alone, so two processes cannot rename to the same name.
     away = path.with_name(f"{path.name}.{os.urandom(4).hex()}.deleted.tmp")
     with suppress(FileNotFoundError):
         path.rename(away)
@@ -104,17 +104,19 @@ def delete_directory(path: Path) -> None:
 
 @contextmanager
 def output_at(path: Path) -> Iterator[Path]:
-    """Yield where to write what a user wants at `path`: beside it, to be renamed at the end, or a device or pipe itself.
+    """Yield the path to write a user's output file to: a file beside `path`, which is renamed to it at the end.
 
-    A link stays one; what it leads to is replaced.
+    A device or pipe is written directly. Of a symbolic link, the target is replaced.
 
     Raises:
-        ConfigError: where there can be no such file.
+        ConfigError: if `path` is a directory, or its directory does not exist.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"The output is {str(path)!r}, but there is no directory {str(path.parent)!r}. Make it.")
+        raise ConfigError(
+            f"The output file is {str(path)!r}, but the directory {str(path.parent)!r} does not exist. Create it first."
+        )
     if path.is_dir():
-        raise ConfigError(f"The output is {str(path)!r}, but that is a directory. Name a file in it.")
+        raise ConfigError(f"The output file is {str(path)!r}, but that is a directory. Name a file in it.")
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         yield path
         return
@@ -128,7 +130,8 @@ def output_at(path: Path) -> Iterator[Path]:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Add one line in one write, and wait for the disk; a torn last line of a dead writer is closed first."""
+    """Add one line in one write, and wait until it is on disk."""
+    # A writer that was killed may have left the last line incomplete. End it first, so that ours is a line of its own.
     line = json.dumps(record, separators=(",", ":")) + "\n"
     with open_private(path, "ab+") as file:
         if file.tell() > 0:
@@ -141,10 +144,10 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, Any]]:
-    """Yield the objects in the lines of `path`; a missing file has none.
+    """Yield the objects in the lines of `path`; none if the file does not exist.
 
-    A line torn by a crash is passed over; `on_odd` is called with it, unless it is the last, which may be in the middle of
-    being written. Zeros that a crash of a network file system left before a line are no part of it.
+    A line that a crash left incomplete is skipped. `on_odd` is called with it, unless it is the last line, which another
+    process may be writing now. NUL bytes around a line, which a crashed network file system may leave, are removed.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -166,7 +169,7 @@ def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: N
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object at `path`, or None where there is none yet."""
+    """Return the JSON object at `path`, or None if there is none yet."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

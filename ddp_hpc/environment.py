@@ -1,4 +1,4 @@
-"""What a Python and its machine really are: versions, driver, modules, packages. Looked up without importing PyTorch."""
+"""Record what a run ran on: versions, driver, modules, packages. PyTorch is not imported for it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 
-_TELLING = ("NCCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "CUDA_", "CUBLAS_", "HSA_", "OMP_", "MKL_", "RDMAV_", "OFI_")
-"""Beginnings of variables that change what is computed, or how fast."""
-_OF_EACH = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"})
-"""These differ from worker to worker, or from job to job, and mean nothing by that."""
+_RECORDED = ("NCCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "CUDA_", "CUBLAS_", "HSA_", "OMP_", "MKL_", "RDMAV_", "OFI_")
+"""Prefixes of variables that change results or speed."""
+_DIFFERENT_EACH_TIME = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+)
+"""Variables that differ between workers or jobs without any meaning for the run."""
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What a run used; the fields are the keys of `ddp-hpc env capture --json`."""
+    """What a run ran on; the fields are the keys of `ddp-hpc env capture --json`."""
 
     python: str = ""
     machine: str = ""
@@ -34,22 +36,22 @@ class Environment:
     cpu: str = ""
     torch: str = ""
     cuda: str = ""
-    """What PyTorch was built with; empty for none."""
+    """The CUDA version that PyTorch was built with; empty without CUDA."""
     hip: str = ""
     nccl: str = ""
     driver: str = ""
-    """The GPU driver's."""
+    """Version of the GPU driver."""
     gpus: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    """Environment modules that were loaded."""
+    """Loaded environment modules."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Those that NCCL, PyTorch, OpenMP and the like read."""
+    """Environment variables that NCCL, PyTorch, OpenMP and similar libraries read."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Every package that can be imported -> its version."""
+    """Installed package -> its version."""
 
 
 def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Environment:
-    """Return what this process runs on."""
+    """Return the environment of this process."""
     packages = _packages()
     built = _built_with()
     return Environment(
@@ -68,14 +70,14 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
         variables={
             name: value
             for name, value in sorted(environ.items())
-            if name.startswith(_TELLING) and name not in _OF_EACH and is_shown(name)
+            if name.startswith(_RECORDED) and name not in _DIFFERENT_EACH_TIME and is_shown(name)
         },
         packages=packages,
     )
 
 
 def _packages() -> dict[str, str]:
-    """Return what is installed, by the names of its folders (PEP 376, PEP 427); `importlib.metadata` reads each file."""
+    """Return the installed packages, by the names of their directories (PEP 376, PEP 427), without reading each metadata file."""
     found: dict[str, str] = {}
     for folder in sys.path:
         for name in _names_in(folder):
@@ -85,7 +87,7 @@ def _packages() -> dict[str, str]:
 
 
 def _names_in(folder: str) -> list[str]:
-    """Return what lies in a folder that is imported from; like Python, pass over one that cannot be read."""
+    """Return the names in a directory of `sys.path`; like Python's import, ignore one that cannot be read."""
     try:
         return [path.name for path in Path(folder or ".").iterdir()]
     except OSError:
@@ -93,7 +95,7 @@ def _names_in(folder: str) -> list[str]:
 
 
 def _built_with() -> dict[str, str]:
-    """Return what `torch/version.py` says, which is read rather than imported: that takes seconds."""
+    """Return the assignments in `torch/version.py`; importing torch would take seconds."""
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if path is None or not path.exists():
@@ -110,18 +112,18 @@ def _first(path: Path, pattern: str) -> str:
     return found[1].strip() if found else ""
 
 
-# --- of a run ----------------------------------------------------------------------------------------------------------
+# --- records of a run --------------------------------------------------------------------------------------------------
 
 
 def write_environment(run: RunDir, attempt: int, environment: Environment) -> None:
-    """Write down what an attempt uses."""
+    """Write the environment of an attempt into the run directory."""
     path = run.environment(attempt)
     make_directories(path.parent)
     replace_text(path, msgspec.json.format(msgspec.json.encode(environment), indent=1).decode() + "\n")
 
 
 def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, Environment] | None:
-    """Return the newest attempt that wrote its environment down, and what it wrote; only those `before` an attempt."""
+    """Return the newest attempt (`before` another one) with a recorded environment, and that environment."""
     numbers = (int(path.parent.name.rpartition("-")[2]) for path in run.environments())
     for attempt in sorted(numbers, reverse=True):
         if before is None or attempt < before:
@@ -130,30 +132,30 @@ def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, 
 
 
 def read_environment(run: RunDir, attempt: int) -> Environment:
-    """Read what an attempt used.
+    """Read the environment of an attempt.
 
     Raises:
-        ConfigError: where its file cannot be read.
+        ConfigError: if its file cannot be read.
     """
     path = run.environment(attempt)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Environment)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"The recorded environment {path} cannot be read: {error}") from error
 
 
 def differences(old: Environment, new: Environment) -> Iterator[str]:
-    """Yield what changed, one thing an item: `torch 2.9.0 -> 2.9.1`."""
-    for one in fields(Environment):
-        before, after = getattr(old, one.name), getattr(new, one.name)
+    """Yield the changes, one for each item: `torch 2.9.0 -> 2.9.1`."""
+    for field_ in fields(Environment):
+        before, after = getattr(old, field_.name), getattr(new, field_.name)
         if isinstance(before, Mapping):
             for name in sorted({*before, *after}):
                 if before.get(name) != after.get(name) and name not in {"torch", "ddp-hpc"}:
                     yield f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
         elif before != after:
-            yield f"{one.name} {_told(before)} -> {_told(after)}"
+            yield f"{field_.name} {_as_text(before)} -> {_as_text(after)}"
 
 
-def _told(value: str | tuple[str, ...]) -> str:
+def _as_text(value: str | tuple[str, ...]) -> str:
     text = value if isinstance(value, str) else ", ".join(value)
     return text or "none"

@@ -1,4 +1,4 @@
-"""A field's annotation, in words and held against a value: text, numbers, lists, mappings and what may be left out."""
+"""Describe a field's annotation in plain English, and check a value against it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-_WORDS: Mapping[Any, tuple[str, str]] = {
+_NAMES: Mapping[Any, tuple[str, str]] = {
     float: ("a number", "numbers"),
     int: ("a whole number", "whole numbers"),
     bool: ("true or false", "booleans"),
@@ -16,23 +16,23 @@ _WORDS: Mapping[Any, tuple[str, str]] = {
     Any: ("any value", "values"),
     str | int: ("text", "texts"),
 }
-"""Type -> one, and several."""
+"""Type -> its singular and plural."""
 
 
 def is_optional(annotation: Any) -> bool:
-    """Return whether None is a value of it; `X | None` is a `types.UnionType`, or a `typing.Union` on old Pythons."""
+    """Return whether None is a valid value. `X | None` is a `types.UnionType` or a `typing.Union`, by the version of Python."""
     return get_origin(annotation) is not Literal and type(None) in get_args(annotation)
 
 
 def without_none(annotation: Any) -> Any:
-    """Return `X` of `X | None`, and anything else as it is."""
+    """Return `X` for `X | None`; other annotations are returned unchanged."""
     if not is_optional(annotation):
         return annotation
     return Union[tuple(arm for arm in get_args(annotation) if arm is not type(None))]  # noqa: UP007  # arms are data
 
 
 def type_in_words(annotation: Any) -> str:
-    """Say what a value must be: `a whole number, or null`."""
+    """Return what a value must be: `a whole number, or null`."""
     if is_optional(annotation):
         return f"{type_in_words(without_none(annotation))}, or null"
     origin, arms = get_origin(annotation), get_args(annotation)
@@ -40,17 +40,17 @@ def type_in_words(annotation: Any) -> str:
         return f"one of {', '.join(arms)}"
     if origin is tuple:
         count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
-        return f"a list of {count}{_WORDS[arms[0]][1]}"
+        return f"a list of {count}{_NAMES[arms[0]][1]}"
     if is_dataclass(annotation):
         return f"a {getattr(annotation, '__name__', annotation)}"
-    return "a mapping" if origin is Mapping else _WORDS[annotation][0]
+    return "a mapping" if origin is Mapping else _NAMES[annotation][0]
 
 
 def as_field(value: Any, annotation: Any) -> Any:
-    """Return a value from Python as the plain value that its field holds: 1.0 for 1, a tuple for a list, text for a path.
+    """Return a value from Python as the value that its field holds: 1.0 for 1, a tuple for a list, text for a path.
 
     Raises:
-        TypeError: where it is of another type; the message is for the caller alone.
+        TypeError: if it has another type; the caller makes the message for users.
     """
     if annotation is Any or (value is None and is_optional(annotation)):
         return value
@@ -73,7 +73,7 @@ def _as_tuple(value: Any, arms: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _as_plain(value: Any, wanted: Any) -> Any:
-    """Numbers of other libraries (`numpy.float32`) become Python's own, which a file can hold."""
+    """Convert numbers of other libraries (`numpy.float32`) to Python's, which can be written to a file."""
     if wanted is float:
         return float(_require(value, isinstance(value, numbers.Real) and not isinstance(value, bool)))
     if wanted is int:

@@ -1,7 +1,7 @@
-"""Asking a shared file system that may not answer for a while: what is known, what is not, and asking again.
+"""Read from a shared file system that may fail for a while: tell a missing file from an unknown one, and try again.
 
-A network file system answers with EIO, ESTALE, EACCES or ETIMEDOUT while a server restarts, a mount comes back, or a
-ticket is renewed. That says nothing about the file. Only "no such file" is an answer.
+A network file system returns EIO, ESTALE, EACCES or ETIMEDOUT while a server restarts, a mount recovers, or a Kerberos
+ticket is renewed. Such an error says nothing about the file. Only "no such file" is an answer.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from ddp_hpc.errors import UnreadableError
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long to ask again."""
+"""How long to try again."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
 _ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors that say what is there."""
-_noted: set[Path] = set()
-"""Paths that could not be looked at, and of which that is said: once, until they answer again."""
+"""Errors that are an answer: they say what exists at the path."""
+_warned: set[Path] = set()
+"""Paths for which a warning was logged that they cannot be read; removed once they can be read again."""
 
 T = TypeVar("T")
 
 
 def is_answer(error: OSError) -> bool:
-    """Tell whether an error says what is there, rather than that nothing can be known now."""
+    """Tell whether an error says what exists at the path, rather than that the file system does not answer."""
     return isinstance(error, _ANSWERS)
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether there is a file or directory; raise what does not say.
+    """Tell whether a file or directory exists.
 
-    `Path.exists` says no to that in some versions of Python.
+    Raises:
+        OSError: if the file system does not say. (`Path.exists` returns False then, in some versions of Python.)
     """
     try:
         path.stat()
@@ -50,10 +51,10 @@ def is_there(path: Path) -> bool:
 def patiently(
     what: str, ask: Callable[[], T], *, patience_s: float | None = None, on_wait: Callable[[], object] = lambda: None
 ) -> T:
-    """Return what `ask` returns; ask again while the file system does not answer. `on_wait` is called before each try.
+    """Return what `ask` returns; try again while the file system does not answer. `on_wait` is called before each try.
 
     Raises:
-        UnreadableError: where it has not answered for `patience_s`.
+        UnreadableError: if the file system does not answer for `patience_s`.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     began, pause, num_failures = time.monotonic(), _FIRST_PAUSE_S, 0
@@ -62,38 +63,40 @@ def patiently(
         try:
             found = ask()
         except (OSError, UnreadableError) as error:
-            told = str(error).rstrip(".")
+            detail = str(error).rstrip(".")
             if isinstance(error, OSError) and is_answer(error):
                 raise
             waited = time.monotonic() - began
             if waited + pause > patience_s:
                 raise UnreadableError(
-                    f"{what} cannot be read: {told}. It was tried for {waited:.0f} s. Nothing was changed; see that the "
-                    "file system answers and that you may read there, and submit the run again if it does not go on by "
-                    "itself."
+                    f"{what} cannot be read: {detail}. ddp-hpc tried for {waited:.0f} s, and changed nothing. Check that "
+                    "the file system answers and that you have permission to read there. Then run the command again, or "
+                    "submit the run again if it has stopped."
                 ) from error
             num_failures += 1
             if num_failures == 1:
-                log.warning("%s cannot be read: %s. It is tried again for %.0f s.", what, told, patience_s)
+                log.warning("%s cannot be read: %s. Trying again for %.0f s.", what, detail, patience_s)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
         else:
             if num_failures:
-                log.warning("%s was read after %.0f s, at try %d", what, time.monotonic() - began, num_failures + 1)
+                log.warning(
+                    "%s can be read again, after %.0f s and %d tries", what, time.monotonic() - began, num_failures + 1
+                )
             return found
 
 
 def known(path: Path, ask: Callable[[], T], unknown: T) -> T:
-    """Return what `ask` returns of a path, or `unknown` where that cannot be known now; for looks that come again soon.
+    """Return what `ask` returns for a path, or `unknown` if the file system does not answer; for checks repeated soon.
 
-    The first look without an answer is logged, and the next only after one with an answer.
+    The first failure is logged; the next one only after a success.
     """
     try:
         found = ask()
     except OSError as error:
-        if path not in _noted:
-            _noted.add(path)
-            log.warning("%s cannot be looked at: %s. It is looked at again.", path, error)
+        if path not in _warned:
+            _warned.add(path)
+            log.warning("%s cannot be read: %s. Trying again.", path, error)
         return unknown
-    _noted.discard(path)
+    _warned.discard(path)
     return found

@@ -1,4 +1,4 @@
-"""What the kernel is asked about processes: dying together, waiting for signals, holding a run."""
+"""System calls for processes: exit together with the parent, wait for signals, hold a run's lock."""
 
 from __future__ import annotations
 
@@ -16,82 +16,86 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-"""What a cluster sends before it takes the machine away: both mean, commit and leave."""
+"""The signals that a cluster sends before it takes the nodes away. Both mean: commit a checkpoint and exit."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
+    """Have the kernel kill this process when its parent exits, for whatever reason (prctl(2), PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # a race: the parent exited before prctl, so no signal will come
         os._exit(128 + signal.SIGKILL)
 
 
-def be_ended_with_parent(parent_pid: int) -> None:
-    """Between fork and exec: have the kernel ask this process to end (SIGTERM) when its parent dies, however it dies."""
+def terminate_with_parent(parent_pid: int) -> None:
+    """Have the kernel send SIGTERM to this process when its parent exits; to be called between fork and exec."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # the same race
         os._exit(128 + signal.SIGTERM)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    """Become the parent of each descendant whose own parent exits (prctl(2), PR_SET_CHILD_SUBREAPER)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def become_bound_child(parent_pid: int) -> None:
-    """Between fork and exec: take signals as they come, and die with the parent."""
+    """Receive signals again, and exit together with the parent; to be called between fork and exec."""
     die_with_parent(parent_pid)
     unblock_signals()
 
 
 def ignore_stop_signals() -> None:
-    """Leave it to the parent to answer them: Slurm signals every process of a job step, helpers included."""
+    """Ignore stop signals in a helper process: Slurm signals every process of a job step, and the parent handles them."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def heed_stop_signals() -> None:
-    """Undo that the parent had this process ignore them, and so all that it starts; call once they are blocked."""
+def restore_stop_signals() -> None:
+    """Set stop signals back to their default action, if the parent ignored them; to be called while they are blocked.
+
+    Ignored signals stay ignored across fork and exec (signal(7)), also in all children.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 _SIGSET_BYTES = 128
-"""Of a `sigset_t`, in glibc and in musl."""
+"""Size of a `sigset_t`, in glibc and in musl."""
 _AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
 
 
 def block_awaited_signals() -> None:
-    """Keep stop signals, children's deaths and news of input for `await_signal`; call before any thread is started.
+    """Block stop signals, SIGCHLD and SIGIO, which `await_signal` then returns.
 
-    Who started this process may ignore the deaths of children. Then the kernel would keep no exit codes for us.
+    To be called before any thread starts: threads inherit the mask of their creator, and the kernel delivers a signal to
+    any thread that does not block it (signal(7)).
     """
+    # Our parent may have ignored SIGCHLD. Then the kernel would discard the exit codes of our children (waitpid(2)).
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
 
 
 def unblock_signals() -> None:
-    """Take signals as they come again; for a child, once its handlers are set."""
+    """Receive these signals again; to be called in a child after it set its handlers. A forked process inherits the mask."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
 
 def wake_on_input(fd: int) -> None:
-    """Have input on a pipe or socket, and its end, wake `await_signal` (fcntl(2), O_ASYNC); reads do not wait any more."""
+    """Have input on a pipe or socket, or its end, wake `await_signal` (SIGIO; fcntl(2), O_ASYNC). Reads no longer block."""
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
 
 
 @contextmanager
-def deaths_held_back() -> Iterator[None]:
-    """Have children's deaths (SIGCHLD) wait until the block is left; a process forked in it waits until `unblock_signals`.
-
-    Python's fork calls hooks that swallow exceptions. One that a handler of SIGCHLD raises amid them is lost, and with it
-    the release of `logging`'s lock: whoever logs first in another thread then waits for ever.
-    """
+def sigchld_blocked() -> Iterator[None]:
+    """Block SIGCHLD within the `with` block; a process that is forked there calls `unblock_signals` itself."""
+    # os.fork runs the hooks of os.register_at_fork, and only prints an exception that one of them raises. A handler of
+    # SIGCHLD may raise (PyTorch's DataLoader does) while the hook of `logging` runs, which then does not release its lock:
+    # the next thread that logs would wait forever.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     try:
         yield
@@ -100,11 +104,9 @@ def deaths_held_back() -> Iterator[None]:
 
 
 def await_signal(timeout_s: float) -> signal.Signals | None:
-    """Wait for a stop signal, a child's death or input; return which, or None after `timeout_s`.
-
-    By the C library: Python's own `signal.sigtimedwait` returns a number that nobody has sent where the process is
-    suspended while it waits, and goes on after the time has passed.
-    """
+    """Wait for a stop signal, the exit of a child, or input; return the signal, or None after `timeout_s`."""
+    # Through the C library: Python's `signal.sigtimedwait` returns a signal that was not sent if the process was stopped
+    # while it waited (SIGSTOP, SIGCONT) and the time passed meanwhile.
     libc, awaited = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_SIGSET_BYTES)
     libc.sigemptyset(awaited)
     for each in _AWAITED:
@@ -121,7 +123,7 @@ def await_signal(timeout_s: float) -> signal.Signals | None:
 
 
 def reap() -> dict[int, int]:
-    """Return the exit codes, by pid, of the children that have died; minus the number for a signal."""
+    """Return the exit codes of children that have exited, by pid; minus the signal's number for a killed one."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -134,7 +136,7 @@ def reap() -> dict[int, int]:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to those of `pids` that still live."""
+    """Send a signal to those of `pids` that still run."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -142,16 +144,16 @@ def send(pids: Iterable[int], number: int) -> None:
             continue
 
 
-def tell_to_stop(pids: Iterable[int]) -> None:
-    """Have those of `pids` that still live commit and leave."""
+def request_stop(pids: Iterable[int]) -> None:
+    """Ask those of `pids` that still run to commit a checkpoint and exit (SIGUSR2)."""
     send(pids, signal.SIGUSR2)
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process of this host started, in ticks since the boot; None where it is gone, or dead and not reaped.
+    """Return when a process of this host started, in clock ticks since boot; None if it is gone or a zombie.
 
-    With its number, that tells it from a later process of the same number (proc(5), /proc/pid/stat). Another user's process
-    may be hidden from us (`hidepid`, proc(5)); then it is None, too.
+    The pid and the start time together identify a process: the kernel uses pids again (proc(5), /proc/pid/stat). None also
+    if /proc hides another user's process (`hidepid`, proc(5)).
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -162,22 +164,24 @@ def start_ticks(pid: int) -> int | None:
 
 
 def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
-    """Return once a process of this host has ended, or after `timeout_s`; at once where it is gone.
+    """Return once a process of this host has exited, or after `timeout_s`; at once if it is gone.
 
-    `started` is what `start_ticks` said of it, where that is known: a later process of its number is not waited for.
+    `started` is what `start_ticks` returned for it, or None if that is not known. A later process with the same pid is not
+    waited for.
     """
-    if not hasattr(os, "pidfd_open"):  # Python was built for kernels before Linux 5.3, as some standalone ones are
+    if not hasattr(os, "pidfd_open"):  # this Python was built for kernels before Linux 5.3
         time.sleep(timeout_s)
         return
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except OSError:  # such a kernel, a sandbox that forbids the call, or no descriptor left
+    except OSError:  # an old kernel, a sandbox that forbids the call, or too many open files
         time.sleep(timeout_s)
         return
     try:
-        # Asked after the descriptor was opened, so that both mean the same process.
+        # Compare the start time only now. The descriptor refers to one process for good, while its pid may be used again; had
+        # the pid been used again before pidfd_open, the start time would differ (pidfd_open(2)).
         if started in (None, start_ticks(pid)):
             end = select.poll()  # select(2) takes no descriptor above 1023
             end.register(fd, select.POLLIN)
@@ -187,31 +191,31 @@ def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
 
 
 def is_listening(pid: int) -> bool:
-    """Tell whether a process would hear `tell_to_stop`: one that neither blocks nor catches it may die of it."""
+    """Tell whether a process blocks or catches the signal of `request_stop`; the signal would kill any other process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
     fields = dict(line.split(":", 1) for line in status.splitlines())
-    heard = int(fields["SigBlk"], 16) | int(fields["SigCgt"], 16)  # proc(5): the lowest bit is signal 1
-    return bool(heard >> (signal.SIGUSR2 - 1) & 1)
+    handled = int(fields["SigBlk"], 16) | int(fields["SigCgt"], 16)  # proc(5): the lowest bit is signal 1
+    return bool(handled >> (signal.SIGUSR2 - 1) & 1)
 
 
-def tell_to_end(pids: Iterable[int]) -> None:
-    """Have those of `pids` that still live clear up and leave."""
+def terminate(pids: Iterable[int]) -> None:
+    """Ask those of `pids` that still run to clean up and exit (SIGTERM)."""
     send(pids, signal.SIGTERM)
 
 
 def kill(pids: Iterable[int]) -> None:
-    """End those of `pids` that still live, at once."""
+    """Kill those of `pids` that still run (SIGKILL)."""
     send(pids, signal.SIGKILL)
 
 
 def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
-    """Lock `path` for this process and all its children; return the descriptor that holds it, or None if it is held.
+    """Lock `path` for this process and all its children; return the descriptor with the lock, or None if it is taken.
 
-    The kernel lets go of it when the last of them is gone, so a run that was killed is free at once. A file system that
-    knows no locks (Lustre without `flock`, NFS without lockd) gives it to everybody.
+    Children inherit the descriptor. The kernel releases the lock when the last process with it exits, also if all were
+    killed (flock(2)). On a file system without locks (Lustre without `flock`, NFS without lockd) everybody gets the lock.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + patience_s
@@ -236,10 +240,10 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether somebody on this host holds the lock at `path`.
+    """Tell whether a process on this host holds the lock at `path`.
 
     Raises:
-        OSError: where the file system knows no locks, or the file is not ours to open.
+        OSError: if the file system has no locks, or the file cannot be opened.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -255,16 +259,14 @@ def is_locked(path: Path) -> bool:
 
 
 def lasting_threads() -> list[str]:
-    """Return the names of this process's other threads, which a forked process would not have.
-
-    A library that ends its threads before a fork, and starts them again later, is safe (OpenBLAS): so a fork is made, and
-    what is left after it counts. So is one that starts them again in the child.
-    """
+    """Return the names of this process's other threads that a fork would lose."""
+    # fork(2) copies only the calling thread. A library is safe if it ends its threads before a fork (OpenBLAS, with
+    # pthread_atfork) or starts them again in the child. So fork once, and then list the threads that are still here.
     folder = Path("/proc/self/task")
     if len(list(folder.iterdir())) == 1:
         return []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # what Python 3.12 and newer say of a fork beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer warn of a fork beside threads
         pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -277,7 +279,7 @@ def lasting_threads() -> list[str]:
     for task in folder.iterdir():
         if int(task.name) == os.getpid():
             continue
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the thread has ended meanwhile
             command = (task / "comm").read_text(errors="replace").strip()
             if command not in _STARTED_AGAIN_AFTER_FORK:
                 names.append(known.get(int(task.name)) or f"{command!r} of a library")
@@ -285,4 +287,4 @@ def lasting_threads() -> list[str]:
 
 
 _STARTED_AGAIN_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
-"""Threads that their library starts again in a forked process: jemalloc's, which pyarrow brings, and so pandas."""
+"""Threads that their library starts again in a forked process: those of jemalloc, which pyarrow (and so pandas) loads."""

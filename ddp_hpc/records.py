@@ -115,14 +115,14 @@ def _stop_request(run: RunDir) -> dict[str, Any] | None:
 
 def write_verdict(run: RunDir, attempt: int, exit_code: int) -> None:
     """Leave word of how rank zero's processes ended: srun and torchrun make a failure of every code but zero."""
-    path = run.verdict(attempt)
+    path = run.rank_zero_exit(attempt)
     make_directories(path.parent)
     replace_text(path, json.dumps({"exit_code": exit_code}))
 
 
 def take_verdict(run: RunDir, attempt: int) -> int | None:
     """Return the word that rank zero's processes left, once; None where they had no time to."""
-    path = run.verdict(attempt)
+    path = run.rank_zero_exit(attempt)
     record = patiently(str(path), lambda: read_json(path), patience_s=_VERDICT_PATIENCE_S)
     with suppress(OSError):  # the next attempt has a file of its own
         path.unlink(missing_ok=True)

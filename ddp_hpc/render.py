@@ -1,4 +1,4 @@
-"""From a spec to the text of its job script; the one door of jinja2."""
+"""Render a run's job script from its spec. No other module uses jinja2."""
 
 from __future__ import annotations
 
@@ -21,37 +21,39 @@ TEMPLATE = "ddp.sbatch.j2"
 
 @dataclass(frozen=True, kw_only=True)
 class JobScript:
-    """What a job script needs besides the spec."""
+    """The spec, and what else a job script needs."""
 
     spec: RunSpec
     run: RunDir
     chdir: Path
-    """Directory the job works in, as a local run does in that of `submit`."""
+    """The job's working directory: the one in which the user called `submit`, as for a local run."""
     import_paths: Sequence[Path] = ()
-    """Where the user's code is imported from: its snapshot."""
+    """Directories from which the workers import the user's code: its snapshot."""
     python: str = sys.executable
 
 
 def render(script: JobScript) -> str:
-    """Return the script's text, the same for the same input, byte for byte.
+    """Return the script's text. Equal input gives equal text, byte for byte.
 
     Raises:
-        ConfigError: where the user's own template cannot be read or filled.
+        ConfigError: if the user's template cannot be read or rendered.
     """
-    from jinja2 import TemplateError  # late: only a submission on Slurm waits for it
+    from jinja2 import TemplateError  # late: only a submission to Slurm needs it
 
     path = _template(script.spec)
     try:
         text: str = _environment().from_string(path.read_text(encoding="utf-8")).render(_values(script))
-    except (OSError, TemplateError, TypeError, ValueError) as error:  # no file, no template, no sense, no text
+    except (OSError, TemplateError, TypeError, ValueError) as error:  # unreadable, invalid, wrong types, not UTF-8
         line = getattr(error, "lineno", None)
         where = f"{path}, line {line}" if line else str(path)
-        raise ConfigError(f"The job script's template cannot be used: {where}: {error}") from error
+        raise ConfigError(
+            f"The job script's template (`slurm.template`) cannot be rendered: {where}: {str(error).rstrip('.')}. Correct it."
+        ) from error
     return text
 
 
 def _template(spec: RunSpec) -> Path:
-    """Return the user's template, or ours: beside the package in a checkout, in it once installed."""
+    """Return the user's template, or ours: beside the package in a checkout, inside it once installed."""
     if spec.slurm.template is not None:
         return Path(spec.slurm.template).expanduser()
     package = Path(__file__).parent
@@ -63,7 +65,7 @@ def _environment() -> Any:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
-        autoescape=False,  # noqa: S701  # a shell script: two filters quote
+        autoescape=False,  # noqa: S701  # a shell script, not HTML: the filters `sh` and `sbatch` quote
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -82,15 +84,16 @@ def quote(value: object) -> str:
     """
     text = os.fspath(value) if isinstance(value, Path) else str(value)
     if "\n" in text or "\0" in text:
-        raise ConfigError(f"{text!r} would go into the job script, but it must be one line.")
+        raise ConfigError(
+            f"{text!r} would become part of the job script, but it must be one line. Remove the line break."
+        )
     return shlex.quote(text)
 
 
 def quote_for_sbatch(value: object) -> str:
-    """Quote a value for a `#SBATCH` line, which sbatch reads as a shell would, but for one thing.
-
-    A backslash takes the meaning from what follows in quotes of either kind too (measured: 22.05, 24.11).
-    """
+    """Quote a value for a `#SBATCH` line."""
+    # sbatch reads the line as a shell would, with one difference: a backslash escapes the next character within single
+    # quotes, too (measured: 22.05, 24.11).
     return quote(value).replace("\\", "\\\\")
 
 

@@ -1,6 +1,6 @@
-"""Looking at a run again and again, at little cost to the file system that it lies on.
+"""Poll a run's files at little cost for the file system.
 
-Whoever follows a run opens its files every `LOOK_INTERVAL_S`, and reads only what has changed since the look before.
+A command that follows a run opens its files every `LOOK_INTERVAL_S`, and reads only what changed since the last time.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ddp_hpc.patience import patiently
 from ddp_hpc.run_dir import RunDir
 
 LOOK_INTERVAL_S = 2.0
-"""From one look at a run's directory to the next, at least."""
+"""The shortest time between two polls of a run directory."""
 SETTLED_S = 1.5
-"""A file that has not changed for so long counts as read: clocks of file systems may be as coarse as a second."""
+"""A file is read once more after it has been unchanged for this long: clocks of file systems may tick once a second."""
 
 _NUM_COMPARED = 256
-"""So many bytes before the newest line must be as they were, for a file to be the one that was read."""
+"""How many bytes before the newest line are compared, to know whether it is still the same file."""
 
 Mark = tuple[int, int, int, int]
-"""Inode, size, times of the last change of what is in the file and of what is known about it."""
+"""Inode, size, modification time, status change time."""
 T = TypeVar("T")
 
 
 def mark(path: Path) -> Mark | None:
-    """Return what differs once a file is written or replaced, or a directory gains or loses an entry; None without one.
+    """Return what changes if a file is written or replaced, or a directory's entries change; None if it does not exist.
 
     Raises:
-        OSError: where the file system does not say.
+        OSError: if the file system does not answer.
     """
-    # Opened first: NFS asks its server at open(2), and may answer a bare stat(2) from a cache that is up to a minute old
+    # Open it first: NFS asks its server at open(2), but may answer stat(2) alone from a cache that is up to a minute old
     # (nfs(5), "close-to-open cache consistency").
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -65,23 +65,23 @@ class _Known:
 
 
 class LastRead:
-    """What was last read of each path; a path is read again only where it has changed."""
+    """What was last read from each path; a path is read again only if it changed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: dict[Path, _Known] = {}
 
     def read(self, path: Path, read: Callable[[], T]) -> T:
-        """Return what `read` makes of `path`, now or when it last changed; errors are those of `read`."""
+        """Return the result of `read`, which reads `path`; call it again only if `path` changed. Errors are those of `read`."""
         try:
             seen, now = mark(path), self._clock()
-        except OSError:  # a file system that does not answer: `read` says so in the words of its caller
+        except OSError:  # the file system does not answer: let `read` raise the error, with its own message
             return read()
         known = self._known.get(path)
         if known is not None and known.mark == seen and known.read_at - known.since >= SETTLED_S:
             return cast("T", known.value)
-        # A change in the same tick of the file system's clock as the one before leaves the mark as it was, so a file is read
-        # once more when its mark has stood for a while. (Git's "racy" index entries are the same problem.)
+        # Two changes within one tick of the file system's clock leave the same mark. So a file is read once more after its
+        # mark was unchanged for a while. (Git's "racy" index entries are the same problem.)
         since = known.since if known is not None and known.mark == seen else now
         value = read()
         self._known[path] = _Known(seen, since, now, value)
@@ -89,30 +89,30 @@ class LastRead:
 
 
 def newest_attempt(run: RunDir, files: LastRead) -> Attempt | None:
-    """Return the newest attempt of a run, read again only where the ledger has changed; None before the first.
+    """Return the newest attempt of a run, or None before the first; the ledger is read only if it changed.
 
     Raises:
-        UnreadableError: where the file system has not answered for long.
+        UnreadableError: if the file system does not answer for a long time.
     """
     return patiently(str(run.attempts), lambda: files.read(run.attempts, lambda: Ledger.read(run))).newest
 
 
 class Tail:
-    """The lines of a JSON file that grows, each returned once."""
+    """The lines of a growing file of JSON lines, each returned once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inode, self._offset = 0, 0
         self._last = b""
-        """What stands before the offset."""
+        """The last bytes before the offset."""
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """Return the objects in the lines that were added since the last call; all of a file that was replaced or cut.
+        """Return the objects in the lines added since the last call; all lines if the file was replaced or truncated.
 
-        A line that is not whole yet, as its end is missing, is left for the next call. Lines that are no objects are skipped.
+        A line without its line break is left for the next call. Lines that are not JSON objects are skipped.
 
         Raises:
-            OSError: where the file system does not say.
+            OSError: if the file system does not answer.
         """
         try:
             stream = self._path.open("rb")
@@ -123,7 +123,7 @@ class Tail:
             if inode == self._inode and size == self._offset:
                 return []
             stream.seek(max(0, self._offset - len(self._last)))
-            # A new file may get the inode of one that was deleted, and may have grown past the offset since.
+            # A new file may have the inode of a deleted one, and may already be longer than the offset.
             if inode != self._inode or stream.read(len(self._last)) != self._last:
                 self._inode, self._offset, self._last = inode, 0, b""
                 stream.seek(0)
@@ -143,9 +143,9 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def await_news(newest: Attempt | None) -> None:
-    """Pause between two looks at a run.
+    """Wait until the next poll of a run.
 
-    The pause ends early where the newest attempt's supervisor is a process of this host, and ends.
+    The wait ends early if the newest attempt's supervisor is a process of this host, and exits.
     """
     if newest is not None and newest.lives(socket.gethostname()):
         processes.await_exit(newest.pid, newest.pid_start, LOOK_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Every path of a run, named once."""
+"""The paths of a run. No other module names them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_RUNS_DIR = "runs"
-"""Where runs live unless the user says otherwise: in the working directory."""
+"""Default of `runs_dir`, below the working directory."""
 
 
 def settings_dirs(environment: Mapping[str, str]) -> list[Path]:
-    """Return where site profiles are kept: the user's own, then the machine's."""
+    """Return the settings directories, with site profiles: the user's, then the machine's."""
     home = environment.get("HOME")
     return [*([Path(home, ".config/ddp_hpc")] if home else []), Path("/etc/ddp_hpc")]
 
 
 def is_folder(path: Path) -> bool:
-    """Tell whether there is a folder; what cannot be looked at is none."""
+    """Tell whether a directory exists and can be read."""
     try:
         return path.is_dir()
-    except OSError:  # another's home, or one without a ticket
+    except OSError:  # no permission, for instance without a Kerberos ticket
         return False
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of one run; it outlives the jobs that work on it."""
+    """The directory of one run, which may have several jobs."""
 
     path: Path
 
@@ -36,22 +36,22 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The resolved configuration, every value with its source."""
+        """The resolved configuration, with the source of each value."""
         return self.path / "config.yaml"
 
     @property
     def lock(self) -> Path:
-        """Held, by flock, as long as any process of the run lives on this host."""
+        """Locked (flock) while any process of the run runs on this host."""
         return self.path / "run.lock"
 
     @property
     def attempts(self) -> Path:
-        """The ledger: one line an attempt's start, one its end."""
+        """The ledger: one line for each attempt's start, one for its end."""
         return self.path / "attempts.jsonl"
 
     @property
     def submission(self) -> Path:
-        """The newest job that was submitted for this run."""
+        """The newest job of this run."""
         return self.path / "submission.json"
 
     @property
@@ -61,37 +61,37 @@ class RunDir:
 
     @property
     def job_script(self) -> Path:
-        """What sbatch got; plain `sbatch` runs it again."""
+        """The job script; `sbatch job.sbatch` submits it again."""
         return self.path / "job.sbatch"
 
     @property
     def snapshots(self) -> Path:
-        """Copies of the user's code, one a submission of other code than before."""
+        """Copies of the user's code, one for each submission with changed code."""
         return self.path / "snapshots"
 
     @property
     def snapshot(self) -> Path:
-        """A link to the newest of them, which jobs import from."""
+        """A link to the newest copy, from which jobs import."""
         return self.path / "snapshot"
 
     @property
     def submitit(self) -> Path:
-        """What submitit keeps of its jobs."""
+        """Files that submitit keeps for its jobs."""
         return self.path / "submitit"
 
     @property
     def progress(self) -> Path:
-        """Newest step, loss, rate; replaced atomically every few seconds by rank zero."""
+        """Newest step, loss and rate; rank zero replaces the file every few seconds."""
         return self.path / "progress.json"
 
     @property
     def metrics(self) -> Path:
-        """One line a log interval or an evaluation, without duplicates after a resume."""
+        """One line for each log interval or evaluation; steps repeated after a resume are in it once."""
         return self.path / "metrics.jsonl"
 
     @property
     def superseded_metrics(self) -> Path:
-        """Lines of `metrics` of steps that a later attempt had to take again, as they were."""
+        """The first lines of `metrics` for steps that a later attempt repeated."""
         return self.path / "metrics.superseded.jsonl"
 
     @property
@@ -104,29 +104,32 @@ class RunDir:
 
     @property
     def console(self) -> Path:
-        """What the supervisor, the agent and rank zero's logger say, of all attempts."""
+        """The log of supervisor, agents and rank zero, for all attempts."""
         return self.path / "logs" / "console.log"
 
     @property
     def stop_request(self) -> Path:
-        """Present: commit a checkpoint and leave."""
+        """If it exists, the run commits a checkpoint and stops."""
         return self.path / "STOP"
 
     @property
     def gave_up(self) -> Path:
-        """Present: no supervisor could work in the last start of the job, and none has begun an attempt since."""
+        """If it exists, no supervisor could work in the job's last start, and none has begun an attempt since."""
         return self.path / "supervisor-gave-up"
 
     @property
     def done(self) -> Path:
-        """Present: the run has finished; holds its last step."""
+        """If it exists, the run has finished; it holds the last step."""
         return self.path / "DONE"
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt}"
 
     def allowance(self, attempt: int) -> Path:
-        """Dated to when rank zero has to move again, while it builds its recipe; holds what it is at (`failure_reports.Phase`)."""
+        """While rank zero builds its recipe: a file whose modification time is the deadline for that.
+
+        It holds the worker's phase (`failure_reports.Phase`).
+        """
         return self.attempt_logs(attempt) / "building"
 
     def rank_log(self, attempt: int, rank: int) -> Path:
@@ -137,16 +140,16 @@ class RunDir:
         return self.attempt_logs(attempt) / "environment.json"
 
     def environments(self) -> list[Path]:
-        """Those that were written, of all attempts."""
+        """The recorded environments of all attempts."""
         return list(self.path.glob("logs/attempt-*/environment.json"))
 
     def rendezvous_token(self, attempt: int) -> Path:
-        """The secret that the ranks of an attempt share; no other user can read it."""
+        """The secret that the ranks of an attempt share. No other user can read it."""
         return self.attempt_logs(attempt) / "rendezvous.token"
 
-    def verdict(self, attempt: int) -> Path:
-        """What rank zero's processes ended with, where their exit code passes through others' hands."""
-        return self.attempt_errors(attempt) / "verdict.json"
+    def rank_zero_exit(self, attempt: int) -> Path:
+        """Rank zero's exit code, for launchers (srun, torchrun) that do not pass it on unchanged."""
+        return self.attempt_errors(attempt) / "rank_zero_exit.json"
 
     def attempt_errors(self, attempt: int) -> Path:
         return self.path / "errors" / f"attempt-{attempt}"
@@ -155,7 +158,7 @@ class RunDir:
         return self.attempt_errors(attempt) / f"rank-{rank}.json"
 
     def stacks(self, attempt: int) -> Path:
-        """Where every rank stood when an attempt hung."""
+        """The stacks of all ranks when an attempt hung."""
         return self.attempt_errors(attempt) / "stacks.txt"
 
     def agent_error(self, attempt: int, node_rank: int) -> Path:
@@ -166,5 +169,5 @@ class RunDir:
         return self.path / "samples"
 
     def rank_samples(self, attempt: int, rank: int) -> Path:
-        """The sample ids of every step this rank took in this attempt."""
+        """The sample ids of every step of this rank in this attempt."""
         return self.samples / f"attempt-{attempt}" / f"rank-{rank}.jsonl"

@@ -1,7 +1,7 @@
-"""What the user asks for: frozen dataclasses that check themselves when made.
+"""What the user asks for, as frozen dataclasses that check their values when they are made.
 
 Every field is a key of the configuration (`train.lr` is `RunSpec.train.lr`); the text below a field is what
-`ddp-hpc config` prints about it. Numbers that follow from others are properties.
+`ddp-hpc config` prints about it. Values that follow from others are properties.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddp_hpc.run_dir import DEFAULT_RUNS_DIR
 _CPU_WORKER_GB = 2
 _FLAG_PATTERN = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
 _MOST_SIGNAL_LEAD_S = 65535
-"""What sbatch takes."""
+"""The maximum of sbatch's `--signal`."""
 _VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OUR_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"})
 OnNonfinite = Literal["stop", "skip", "ignore"]
@@ -45,30 +45,32 @@ def _require_one_line(section: str, **values: object) -> None:
         texts = map(str, value if isinstance(value, tuple) else [value])
         _require(
             not any("\n" in text or "\0" in text for text in texts),
-            f"`{section}.{key}` is {value!r}, but it must be one line: a line break would become "
-            "another line of the job script.",
+            f"`{section}.{key}` is {value!r}, but it must be one line: a line break in it would start "
+            "a new line in the job script.",
         )
 
 
 def _check_variable(name: str, value: object) -> None:
-    """Refuse a variable that cannot be set, or that is not the user's to set."""
+    """Refuse a variable that no process can have, or that ddp_hpc or Slurm sets."""
     _require(
         _VARIABLE_PATTERN.fullmatch(name) is not None,
-        f"`env` has {name!r}, but a variable's name is made of letters, digits and `_`.",
+        f"`env` has {name!r}, but a variable's name may have only letters, digits and `_`.",
     )
     _require(
         name not in _OUR_VARIABLES and not name.startswith("SLURM_"),
-        f"`env.{name}` is set, but each worker gets a {name} of its own. Remove it.",
+        f"`env.{name}` is set, but ddp-hpc or Slurm sets {name} for each worker. Remove it.",
     )
     _require(
         value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool)),
-        f"`env.{name}` is {value!r}, but a variable holds text. Put it in quotes.",
+        f"`env.{name}` is {value!r}, but a variable holds text. Put the value in quotes.",
     )
-    _require("\0" not in str(value), f"`env.{name}` is {value!r}, but a variable cannot hold a NUL.")
+    _require(
+        "\0" not in str(value), f"`env.{name}` is {value!r}, but a variable cannot hold a NUL character. Remove it."
+    )
 
 
 class _Checked:
-    """Base of all sections: each field holds what its annotation says, whoever made it, a file or Python."""
+    """Base of all sections: checks each field against its annotation, for values from files and from Python."""
 
     def __post_init__(self) -> None:
         for name, annotation in _annotations(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
@@ -80,7 +82,7 @@ class _Checked:
                     f"`{_key_of(type(self), name)}` is {value!r}, but it must be {type_in_words(annotation)}."
                 ) from error
             if plain is not value:
-                object.__setattr__(self, name, plain)  # frozen for others
+                object.__setattr__(self, name, plain)  # the class is frozen, also for this method
 
 
 @cache
@@ -96,10 +98,10 @@ def _key_of(section: type, name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeSpec(_Checked):
-    """What is trained."""
+    """What to train."""
 
     target: str = "image_classification"
-    """`my_module:build`, a function that returns a `Recipe`; or a built-in one: `image_classification`."""
+    """A function that returns a `Recipe` (`my_module:build`), or the name of a built-in recipe (`image_classification`)."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for that function (`recipe.args.width=32`)."""
 
@@ -115,45 +117,47 @@ class RecipeSpec(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec(_Checked):
-    """How long and with which numbers."""
+    """How long to train, and with which hyperparameters."""
 
     epochs: int = 10
     """Passes over the training data."""
     max_steps: int | None = None
-    """Stop after so many optimizer steps, even amid an epoch."""
+    """Stop after this many optimizer steps, even within an epoch."""
     global_batch_size: int = 64
-    """Samples of one optimizer step, over all workers and micro batches; it stays when the world changes."""
+    """Samples of one optimizer step, over all workers and micro batches; it does not change with the number of workers."""
     micro_batch_size: int | None = None
-    """Samples a worker takes through the model at once; gradients are accumulated up to the global batch.
-    Unset: the worker's whole share."""
+    """Samples in one forward and backward pass of a worker, which accumulates gradients up to the global batch.
+    Unset: the worker's whole share of the global batch, in one pass."""
     lr: float = 0.1
     """Peak learning rate."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of forward and backward (autocast); fp16 scales the loss. Weights stay in fp32."""
+    """Precision of the forward and backward passes (autocast); fp16 scales the loss. Weights stay in fp32."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Arithmetic of float32 matrix products, as for `torch.set_float32_matmul_precision`. TF32 is off with `highest`, in
-    convolutions too, and on with the others."""
+    """Precision of float32 matrix products, as in `torch.set_float32_matmul_precision`. `highest` turns TF32 off, also for
+    convolutions; the others turn it on."""
     grad_clip_norm: float | None = None
-    """Clip the norm of all gradients that the optimizer uses together to this."""
+    """Clip the total norm of the gradients that the optimizer uses to this value."""
     on_nonfinite: OnNonfinite = "stop"
-    """When the loss is not finite: `stop` ends the run as failed after 5 such steps in a row; `skip` leaves out updates whose
-    gradients are not finite, which waits for the GPU at each step, and ends the run after 50 in a row; `ignore` goes on."""
+    """What to do when the loss is not finite: `stop` ends the run as failed after 5 such steps in a row; `skip` skips
+    updates whose gradients are not finite (this waits for the GPU at each step), and ends the run as failed after 50 in a
+    row; `ignore` continues."""
     init_from: str | None = None
-    """Weights to begin with, at step 0 only: a `.safetensors` or `.pt` file, another run's name or directory, or a checkpoint's."""
+    """Load these weights before step 0: a `.safetensors` or `.pt` file, the name or directory of another run, or the directory
+    of a checkpoint."""
     init_strict: bool = True
-    """Refuse `init_from` where a weight is missing, unknown or of another shape; else only those that fit are taken."""
+    """Refuse `init_from` if a weight is missing, unknown or of another shape. If false, only the weights that fit are loaded."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate with it."""
     sync_batch_norm: bool = False
     """Compute batch-norm statistics over all workers (GPUs only)."""
     find_unused_parameters: bool = False
-    """Allow parameters that take no part in a backward (slower)."""
+    """Allow parameters that get no gradient in some backward passes (slower)."""
     compile: bool = False
-    """Run the model through `torch.compile`."""
+    """Compile the model with `torch.compile`."""
     channels_last: bool = False
-    """Keep 4-D weights and inputs in channels-last order, faster for convolutions on GPUs."""
+    """Keep 4-D weights and inputs in channels-last memory format, which is faster for convolutions on GPUs."""
     deterministic: bool = False
-    """Allow only deterministic algorithms; needed on GPUs for a resume that is exact to the bit."""
+    """Use deterministic algorithms only; on GPUs, a resumed run needs this to give exactly the same bits."""
     record_samples: bool = False
     """Write the sample ids of every step to `samples/`."""
 
@@ -170,26 +174,26 @@ class TrainSpec(_Checked):
         )
         _require(
             self.ema_decay is None or 0 < self.ema_decay < 1,
-            f"`train.ema_decay` is {self.ema_decay!r}, but it must lie between 0 and 1.",
+            f"`train.ema_decay` is {self.ema_decay!r}, but it must be between 0 and 1.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(_Checked):
-    """The optimizer, where the recipe brings none of its own."""
+    """The optimizer, if the recipe does not define one."""
 
     name: Literal["sgd", "adamw"] = "sgd"
     """SGD with momentum, or AdamW."""
     momentum: float = 0.9
     """Momentum of SGD."""
     nesterov: bool = False
-    """Nesterov's form of momentum."""
+    """Use Nesterov momentum (SGD)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     eps: float = 1e-8
     """Term added to AdamW's denominator."""
     weight_decay: float = 5e-4
-    """Decay of weights; biases and normalisation parameters (1-D or scalar) are never decayed."""
+    """Weight decay; biases and normalisation parameters (1-D or scalar) are never decayed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,13 +208,13 @@ class LrScheduleSpec(_Checked):
     """The learning rate over the steps, as a factor of `train.lr`."""
 
     name: Literal["cosine", "step", "constant"] = "cosine"
-    """Cosine to `min_factor` at the last step; a drop by `gamma` at each milestone; or no change."""
+    """`cosine`: down to `min_factor` at the last step; `step`: times `gamma` at each milestone; `constant`: no change."""
     warmup_steps: int = 0
-    """Rise linearly over the first so many steps."""
+    """Raise the rate linearly over this many first steps."""
     milestones: tuple[int, ...] = ()
-    """Steps at which `step` drops the rate."""
+    """Steps at which `step` lowers the rate."""
     gamma: float = 0.1
-    """Factor of each drop of `step`."""
+    """Factor by which `step` multiplies the rate."""
     min_factor: float = 0.0
     """Where `cosine` ends, as a factor of `train.lr`."""
 
@@ -227,11 +231,11 @@ class DataSpec(_Checked):
     """How samples reach the model."""
 
     num_workers: int = 0
-    """Loader processes a worker; 0 loads in the worker itself."""
+    """Loader processes for each worker; 0: the worker loads the samples itself."""
     prefetch_factor: int = 2
-    """Micro batches each loader process prepares ahead."""
+    """Micro batches that each loader process prepares ahead."""
     drop_last: bool = False
-    """Leave out the samples at an epoch's end that do not fill a global batch."""
+    """Skip the samples at an epoch's end that do not fill a global batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,12 +248,12 @@ class DataSpec(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSpec(_Checked):
-    """When the held-out samples are evaluated."""
+    """When to evaluate the held-out samples."""
 
     every_epochs: int = 1
-    """Evaluate after so many epochs, and at the end."""
+    """Evaluate after every so many epochs, and at the end."""
     batch_size: int = 256
-    """Samples a worker evaluates at once."""
+    """Samples in one forward pass of a worker's evaluation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,10 +262,10 @@ class EvalSpec(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LogSpec(_Checked):
-    """What is written down on the way."""
+    """What to log while training."""
 
     every_steps: int = 20
-    """Write loss and learning rate to `metrics.jsonl` after so many steps."""
+    """Write loss and learning rate to `metrics.jsonl` after every so many steps."""
     tensorboard: bool = False
     """Write the same to `tensorboard/` (needs `pip install ddp_hpc[tensorboard]`)."""
 
@@ -272,20 +276,21 @@ class LogSpec(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ResourcesSpec(_Checked):
-    """What the run asks of machines."""
+    """The machines that the run asks for."""
 
     nodes: int = 1
-    """Machines."""
+    """Number of machines."""
     workers_per_node: int | None = None
-    """Training processes a node. Unset: one a GPU, or one."""
+    """Training processes on each node. Unset: one for each GPU, or one without GPUs."""
     gpus_per_node: int = 0
     """GPUs of each node; 0 trains on CPUs."""
     gpu_type: str | None = None
-    """Type of GPU, as the cluster calls it (`a100`). Unset: any."""
+    """Type of GPU, by the cluster's name for it (`a100`). Unset: any."""
     cpus_per_worker: int | None = None
-    """CPUs of each worker. Unset: an equal share of the CPUs at hand; on Slurm, one and one a loader process."""
+    """CPUs of each worker. Unset: an equal share of the machine's CPUs; on Slurm, one, and one more for each loader process."""
     mem_gb: int | None = None
-    """Memory of each node, in GiB. Unset: the cluster's default; on CPUs, for which that is often too little, 2 a worker."""
+    """Memory of each node, in GiB. Unset: the cluster's default; without GPUs, 2 for each worker, as the default is often
+    too small."""
     time_limit_min: int | None = None
     """Time limit of a job, in minutes. Unset: the cluster's default."""
 
@@ -312,34 +317,34 @@ class ResourcesSpec(_Checked):
         _require(
             self.gpus_per_node == 0 or self.local_world_size <= self.gpus_per_node,
             f"`resources.workers_per_node` is {self.workers_per_node}, but `resources.gpus_per_node` is "
-            f"{self.gpus_per_node}. Ask for one GPU a worker, or for `resources.gpus_per_node=0`.",
+            f"{self.gpus_per_node}. Ask for one GPU for each worker, or set `resources.gpus_per_node=0` to train on CPUs.",
         )
 
     @property
     def local_world_size(self) -> int:
-        """Workers a node."""
+        """Workers on each node."""
         return self.workers_per_node or self.gpus_per_node or 1
 
     @property
     def world_size(self) -> int:
-        """Workers of the run."""
+        """Workers of the whole run."""
         return self.nodes * self.local_world_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec(_Checked):
-    """When the training state is committed, and how much of it is kept."""
+    """When to commit checkpoints, and how many to keep."""
 
     every_steps: int | None = 500
-    """Commit after so many steps (and always at the end and after a stop signal); unset: only then."""
+    """Commit after every so many steps, and always at the end and at a stop signal. Unset: only at the end and at a stop signal."""
     keep_last: int = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = 0
-    """Best checkpoints, by `best_metric`, to keep besides."""
+    """Number of best checkpoints, by `best_metric`, to keep in addition."""
     best_metric: str = "loss"
-    """The evaluation's number that says which is best."""
+    """The evaluation metric that decides which checkpoint is best."""
     best_is: Literal["lowest", "highest"] | None = None
-    """Whether the lowest or the highest is best. Unset: the lowest `loss`; for any other number it must be given."""
+    """Whether the lowest or the highest value is best. Unset: the lowest `loss`; for other metrics it must be set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -350,14 +355,14 @@ class CheckpointSpec(_Checked):
         )
         _require(
             self.keep_best == 0 or self.best_metric == "loss" or self.best_is is not None,
-            f"`checkpoint.best_metric` is {self.best_metric!r}, but nothing says which of two is better. "
+            f"`checkpoint.best_metric` is {self.best_metric!r}, but `checkpoint.best_is` is not set. "
             "Set `checkpoint.best_is` to `highest` or `lowest`.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmSpec(_Checked):
-    """Slurm's options, by Slurm's own names; used with `--cluster slurm`."""
+    """Slurm's options, by Slurm's names; used for runs on Slurm."""
 
     partition: str | None = None
     """`--partition`."""
@@ -382,23 +387,23 @@ class SlurmSpec(_Checked):
     comment: str | None = None
     """`--comment`."""
     requeue: bool = True
-    """`--requeue`: let Slurm put the job back into the queue when it takes its nodes away."""
+    """`--requeue`: let Slurm put the job back into the queue after a preemption or a node failure."""
     signal_lead_s: int = 120
-    """`--signal`: how long before its time limit Slurm warns a run, which then commits a checkpoint and exits."""
+    """`--signal`: how many seconds before the time limit Slurm asks the run to commit a checkpoint and exit."""
     signal_to: Literal["steps", "batch"] = "steps"
-    """Which processes Slurm signals: the job's steps, or the batch shell alone (`--signal=B:...`), as some sites want it."""
+    """Who gets that signal: the job's steps, or the batch shell alone (`--signal=B:...`), which some sites require."""
     hasten: Literal["auto", "never"] = "auto"
-    """Whether `submit --wait` and `--follow` let a requeued job begin before the site's delay is over; `requeue --now` does."""
+    """Whether `submit --wait` and `--follow` shorten the site's delay of a requeued job. `requeue --now` always does."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Any other flag of sbatch (`slurm.extra.switches=1`); `true` is a flag without a value, `false` none."""
+    """Any other flag of sbatch (`slurm.extra.switches=1`); `true` adds a flag without a value, `false` leaves it out."""
     modules: tuple[str, ...] = ()
-    """Modules that the job script loads first, after `module purge` (`cuda/12.4`)."""
+    """Environment modules that the job script loads first, after `module purge` (`cuda/12.4`)."""
     setup: tuple[str, ...] = ()
-    """Lines of shell that the job script runs next (`ulimit -l unlimited`)."""
+    """Lines of shell that the job script runs after loading modules (`ulimit -l unlimited`)."""
     srun_args: tuple[str, ...] = ()
-    """More arguments of srun, one an item (`--cpu-bind=none`)."""
+    """More arguments for srun, one for each item (`--cpu-bind=none`)."""
     template: str | None = None
-    """A template of your own for the job script. Unset: `sbatch_templates/ddp.sbatch.j2`."""
+    """Path of your own template for the job script. Unset: `sbatch_templates/ddp.sbatch.j2`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -406,18 +411,18 @@ class SlurmSpec(_Checked):
         _require_one_line("slurm.extra", **{str(key): value for key, value in self.extra.items()})
         _require(
             0 < self.signal_lead_s <= _MOST_SIGNAL_LEAD_S,
-            f"`slurm.signal_lead_s` is {self.signal_lead_s!r}, but it must lie between 1 and {_MOST_SIGNAL_LEAD_S}.",
+            f"`slurm.signal_lead_s` is {self.signal_lead_s!r}, but it must be between 1 and {_MOST_SIGNAL_LEAD_S}.",
         )
         for flag in self.extra:
             _require(
                 _FLAG_PATTERN.fullmatch(str(flag)) is not None,
-                f"`slurm.extra` has {flag!r}, but a flag of sbatch is made of letters, digits and `-`, "
-                "without the dashes before it (`switches`).",
+                f"`slurm.extra` has {flag!r}, but a flag of sbatch has only letters, digits and `-`. "
+                "Write it without the leading dashes (`switches`).",
             )
             _require(
                 str(flag) not in {"clusters", "M"},
-                f"`slurm.extra.{flag}` asks for another cluster, but a run's job is looked for on the cluster of this login "
-                "node alone. Submit it from a login node of that cluster.",
+                f"`slurm.extra.{flag}` asks for another cluster, but ddp-hpc works only with the cluster of the login node. "
+                "Remove it, and submit the run from a login node of that cluster.",
             )
 
 
@@ -426,7 +431,7 @@ class TorchrunSpec(_Checked):
     """torchrun's options; used with `launcher=torchrun`."""
 
     max_restarts: int = 0
-    """`--max-restarts`: how often torchrun starts the workers again, in the same job, when one has failed."""
+    """`--max-restarts`: how often torchrun restarts the workers within the same job after one failed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -441,21 +446,21 @@ _LEAST_BUILD_TIMEOUT_S = 1800
 
 @dataclass(frozen=True, kw_only=True)
 class RestartSpec(_Checked):
-    """What is done on Slurm when an attempt ends before the run does; on this machine, you are told."""
+    """What to do on Slurm when an attempt ends before the run is finished. On one machine, `submit` only reports it."""
 
     max_no_progress: int = 3
-    """Give up after so many failures in a row without a new checkpoint; with new ones, there is no limit."""
+    """End the run after this many failures in a row without a new checkpoint. While checkpoints advance, failures are unlimited."""
     in_place: bool = True
-    """Start crashed workers again on the nodes the job has; else the job goes back into the queue."""
+    """Restart crashed workers on the job's nodes. If false, the job goes back into the queue."""
     by: Literal["requeue", "successor"] = "requeue"
-    """How a job goes back into the queue: under its number (`scontrol requeue`), or as a new job, which starts sooner
-    where Slurm holds requeued ones back (2 minutes, usually) and loses the age the old one had in the queue."""
+    """How a job goes back into the queue: `requeue` keeps its job id (`scontrol requeue`); `successor` submits a new job,
+    which can start sooner, as Slurm delays requeued jobs (usually 2 minutes), but loses the old job's age priority."""
     hang_timeout_s: int = 900
-    """Treat the workers as hung when none has made progress for so long: longer than any step, batch or save of yours."""
+    """Treat the workers as hung after this many seconds without progress. Set it longer than any step, batch or save takes."""
     exclude_after: int = 2
-    """Failures of one node after which the run avoids it (hangs, deaths by signal, losses; not exceptions)."""
+    """Failures of one node after which the run's jobs exclude it: hangs, workers killed by a signal, lost nodes; not exceptions."""
     forget_h: int = 24
-    """How long failures of nodes are remembered, in hours."""
+    """How many hours a node's failures count."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -469,18 +474,18 @@ class RestartSpec(_Checked):
 
     @property
     def build_timeout_s(self) -> int:
-        """How long the recipe may take to be built on the slowest rank: listing a large data set is no hang."""
+        """How long the recipe may take to build on the slowest rank: listing a large data set is not a hang."""
         return max(self.hang_timeout_s, _LEAST_BUILD_TIMEOUT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSpec(_Checked):
-    """The copy of your code that a queued job runs."""
+    """The copy of your code that a job runs."""
 
     enabled: bool = True
-    """Copy the code at submit, so that edits after it do not reach the job; else the job imports it where it lies."""
+    """Copy the code at submit, so that later edits do not change the job. If false, the job imports the code from its directory."""
     max_mb: int = 100
-    """Refuse to copy more than this, in MB."""
+    """Refuse to copy more code than this, in MB."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -489,20 +494,20 @@ class SnapshotSpec(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerSpec(_Checked):
-    """The image the workers run in; unset: none."""
+    """The container image that the workers run in."""
 
     image: str | None = None
-    """Image file or directory; with pyxis, an address it understands too; with Docker, a name."""
+    """Image file or directory; for pyxis also an image address; for Docker an image name. Unset: no container."""
     runtime: Literal["auto", "apptainer", "singularity", "pyxis", "docker"] = "auto"
-    """What runs the image; `auto` takes Apptainer, or else Singularity, from the job's PATH. Docker: on one machine only."""
+    """The container runtime. `auto`: Apptainer, or else Singularity, from the job's PATH. Docker works without Slurm only."""
     python: str = "python3"
-    """The image's Python, which has PyTorch and what ddp_hpc needs."""
+    """The image's Python, with PyTorch and the packages that ddp_hpc needs."""
     binds: tuple[str, ...] = ()
-    """More paths to see inside, `SOURCE[:TARGET[:ro]]`."""
+    """More paths to mount in the container, `SOURCE[:TARGET[:ro]]`."""
     gpus: Literal["auto", "nvidia", "rocm", "none"] = "auto"
-    """Whose driver is brought in (`--nv`, `--rocm`); `auto`: NVIDIA's, where GPUs are asked for."""
+    """Whose GPU driver the container gets (`--nv`, `--rocm`). `auto`: NVIDIA's, if the run asks for GPUs."""
     options: tuple[str, ...] = ()
-    """More options of the runtime, one an item (`--fakeroot`)."""
+    """More options for the runtime, one for each item (`--fakeroot`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -511,19 +516,19 @@ class ContainerSpec(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec(_Checked):
-    """What is put on each node's own disk before the workers start, on Slurm."""
+    """What to copy to each node's local disk before the workers start, on Slurm."""
 
     dir: str | None = None
-    """A directory of each node's own (`/local`, `$TMPDIR`), for the image, if it is a file, or the archive. Unset: nothing is staged."""
+    """A directory on each node's local disk (`/local`, `$TMPDIR`) for the image file or the archive. Unset: nothing is copied."""
     archive: str | None = None
-    """An environment packed by conda-pack or venv-pack (`env.tar.gz`): its Python runs the workers."""
+    """A Python environment packed with conda-pack or venv-pack (`env.tar.gz`); its Python runs the workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_one_line("stage", **vars(self))
         _require(
             self.archive is None or self.dir is not None,
-            "`stage.archive` is set, but `stage.dir` is not: name a directory of each node's own.",
+            "`stage.archive` is set, but `stage.dir` is not. Set it to a directory on each node's local disk.",
         )
 
 
@@ -532,21 +537,22 @@ class NetworkSpec(_Checked):
     """The network that the ranks meet on."""
 
     interfaces: tuple[str, ...] = ()
-    """Names of interfaces to prefer on rank zero's node, the best first (`hsn*`). Unset: the fastest that all nodes share."""
+    """Interfaces to prefer on rank zero's node, the best first (`hsn*`). Unset: the fastest network that all nodes share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(_Checked):
-    """One training, from its name to its last key."""
+    """One run: all keys of its configuration."""
 
     name: str
-    """Name of the run and of its directory. Default: the configuration file's stem."""
+    """Name of the run and of its directory. Default: the configuration file's name without its ending."""
     runs_dir: str = DEFAULT_RUNS_DIR
-    """Where runs live; on a cluster, a directory that all nodes share."""
+    """The directory of all runs; on a cluster, all nodes must share it."""
     seed: int = 0
-    """Everything random follows from it."""
+    """Seed of all random numbers."""
     launcher: Literal["agent", "srun", "torchrun"] = "agent"
-    """What starts the workers: one agent a node that forks them; or, on Slurm, one task a GPU; or torchrun."""
+    """What starts the workers: `agent`, one process on each node that forks them; `srun`, one Slurm task for each worker; or
+    `torchrun` on each node. Without Slurm it is always `agent`."""
     recipe: RecipeSpec = field(default_factory=RecipeSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
@@ -564,23 +570,23 @@ class RunSpec(_Checked):
     stage: StageSpec = field(default_factory=StageSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     env: Mapping[str, Any] = field(default_factory=dict)
-    """Variables that the run sets in its job, whatever they were at submit (`env.NCCL_DEBUG=INFO`)."""
+    """Environment variables for the run's processes; they win over those of the shell that submits (`env.NCCL_DEBUG=INFO`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(
             NAME_PATTERN.fullmatch(self.name) is not None,
-            f"`name` is {self.name!r}, but it names a directory: use letters, digits, `.`, `_` and `-`, "
-            "beginning with a letter or a digit, 128 at most.",
+            f"`name` is {self.name!r}, but it becomes a directory's name: use at most 128 letters, digits, "
+            "`.`, `_` and `-`, and begin with a letter or a digit.",
         )
         _require(
             0 <= self.seed < 2**63,
-            f"`seed` is {self.seed!r}, but it must lie between 0 and 2**63 - 1.",
+            f"`seed` is {self.seed!r}, but it must be between 0 and 2**63 - 1.",
         )
         self._check_batch()
         _require(
             self.stage.archive is None or self.container.image is None,
-            "`stage.archive` and `container.image` are set, but workers run in one of them. Unset the other.",
+            "`stage.archive` and `container.image` are both set, but workers can use only one of them. Unset the other.",
         )
         for variable, value in self.env.items():
             _check_variable(variable, value)
@@ -588,11 +594,11 @@ class RunSpec(_Checked):
         _require(
             not (self.train.sync_batch_norm and on_cpus),
             "`train.sync_batch_norm` is true, but PyTorch synchronises batch norm on GPUs only and "
-            "`resources.gpus_per_node` is 0. Leave it out, or ask for GPUs.",
+            "`resources.gpus_per_node` is 0. Set `train.sync_batch_norm=false`, or ask for GPUs.",
         )
 
     def _check_batch(self) -> None:
-        """Refuse a global batch that the world cannot deal out evenly."""
+        """Refuse a global batch that cannot be split evenly among the workers."""
         share = self.resources.world_size * (self.train.micro_batch_size or 1)
         asked = self.train.global_batch_size
         if asked % share == 0:
@@ -604,12 +610,12 @@ class RunSpec(_Checked):
             f"`train.global_batch_size` is {asked}, but {self.resources.world_size} workers "
             f"(`resources.nodes` {self.resources.nodes} x `resources.workers_per_node` "
             f"{self.resources.local_world_size}){micro} "
-            f"take {share} at a time. Choose a multiple of {share}: {nearest}."
+            f"need a multiple of {share}. Set `train.global_batch_size` to {nearest}."
         )
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables that the run sets; one that is null is left as it was."""
+        """The environment variables that the run sets; a variable that is null stays as it is."""
         return {name: str(value) for name, value in self.env.items() if value is not None}
 
     @property
@@ -619,7 +625,7 @@ class RunSpec(_Checked):
 
     @property
     def mem_gb(self) -> int | None:
-        """Memory to ask Slurm for, a node; None for the cluster's default, which goes by the GPU where there are some."""
+        """Memory of each node to ask Slurm for; None for the cluster's default, which often depends on the GPUs."""
         resources = self.resources
         if resources.mem_gb is None and resources.gpus_per_node == 0:
             return _CPU_WORKER_GB * resources.local_world_size
@@ -627,10 +633,10 @@ class RunSpec(_Checked):
 
     @property
     def cpus_per_task(self) -> int:
-        """CPUs to ask Slurm for, a worker: what was asked, or one and one a loader process."""
+        """CPUs of each worker to ask Slurm for: what the user set, or one, and one more for each loader process."""
         return self.resources.cpus_per_worker or 1 + self.data.num_workers
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples a worker takes through the model at once."""
+        """Samples in one forward and backward pass of a worker."""
         return self.train.micro_batch_size or self.train.global_batch_size // self.resources.world_size

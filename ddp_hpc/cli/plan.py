@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.containers import BARE, Housing, candidate_runtimes, find_runtime, house, inside_of
+from ddp_hpc.containers import BARE, CommandWrapper, candidate_runtimes, command_wrapper, container_setup, find_runtime
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
@@ -75,15 +75,19 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
     )
 
 
-def _housing(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environment: Mapping[str, str]) -> Housing:
-    inside = inside_of(spec, run, import_paths=list(map(str, import_paths)), work_dir=Path.cwd(), environ=environment)
+def _housing(
+    spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environment: Mapping[str, str]
+) -> CommandWrapper:
+    inside = container_setup(
+        spec, run, import_paths=list(map(str, import_paths)), work_dir=Path.cwd(), environ=environment
+    )
     if inside is None:
         return BARE
     try:
         runtime = find_runtime(spec, environment)
     except ConfigError:
         runtime = candidate_runtimes(spec.container.runtime)[0]  # the job's nodes may have it, or load its module
-    return house(inside, runtime, spec.container.python)
+    return command_wrapper(inside, runtime, spec.container.python)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +103,14 @@ class _NodeFacts:
 class _HowStarted:
     """How the supervisor of a back end's runs starts workers."""
 
-    steps: Callable[[RunSpec, RunDir, Housing], Mapping[str, str]]
+    steps: Callable[[RunSpec, RunDir, CommandWrapper], Mapping[str, str]]
     """What each command is for -> the command."""
     node: Callable[[RunSpec], _NodeFacts]
     inherits: Callable[[RunSpec], bool]
     """Whether workers inherit the variables that are set where the run is submitted."""
 
 
-def _local_steps(spec: RunSpec, run: RunDir, housing: Housing) -> Mapping[str, str]:
+def _local_steps(spec: RunSpec, run: RunDir, housing: CommandWrapper) -> Mapping[str, str]:
     return {"the workers": shlex.join(agent_argv(spec, run, housing))}
 
 
@@ -119,12 +123,12 @@ def _local_node(spec: RunSpec) -> _NodeFacts:
     )
 
 
-def _slurm_steps(spec: RunSpec, run: RunDir, housing: Housing) -> Mapping[str, str]:
+def _slurm_steps(spec: RunSpec, run: RunDir, housing: CommandWrapper) -> Mapping[str, str]:
     probe = [*probe_argv(spec.resources.nodes), "..."]
     return {"a look at each node's networks": shlex.join(probe), "the workers": _srun(spec, run, housing)}
 
 
-def _srun(spec: RunSpec, run: RunDir, housing: Housing) -> str:
+def _srun(spec: RunSpec, run: RunDir, housing: CommandWrapper) -> str:
     if spec.launcher == "agent":
         return shlex.join(step_of_agents(spec, run, housing))
     start = Start(spec=spec, run=run, attempt=0, meeting=_IN_JOB, housing=housing)

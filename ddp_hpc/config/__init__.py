@@ -1,4 +1,4 @@
-"""From YAML, environment and command line to one frozen spec, every value with where it came from."""
+"""Read YAML files, environment variables and the command line into one frozen spec, and keep each value's source."""
 
 from ddp_hpc.config.resolve import (
     HIDDEN,

@@ -1,10 +1,10 @@
-"""The words of torchrun, Lightning, Transformers and Slurm for what our keys set."""
+"""Names that torchrun, Lightning, Transformers and Slurm use for what our keys set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_WORDS: Mapping[str, str] = {
+_OTHER_NAMES: Mapping[str, str] = {
     "name": "run_name experiment experiment_name job_name wandb_name",
     "runs_dir": "output_dir out_dir save_dir log_dir logdir default_root_dir root_dir work_dir workdir ckpt_dir checkpoint_dir",
     "seed": "random_seed manual_seed seed_everything data_seed",
@@ -59,16 +59,16 @@ _WORDS: Mapping[str, str] = {
     "network.interfaces": "interface nic ifname nccl_socket_ifname gloo_socket_ifname",
     "env": "env_vars environment environ export",
 }
-"""Our key -> what others call it."""
+"""Our key -> its names in other tools."""
 
-FOREIGN: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}
-"""Another tool's word -> our key."""
+FOREIGN: Mapping[str, str] = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+"""Name in another tool -> our key."""
 _VARIABLES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "UCX_", "FI_", "HF_")
-"""How the names of variables begin that users set as if they were keys."""
+"""Prefixes of environment variables that users write as if they were keys."""
 
 
 def ours_for(name: str) -> str | None:
-    """Return our key for a word of another tool, whichever section it was put into and however it was spelled."""
+    """Return our key for a name from another tool, whatever its section and spelling (`--batch-size`, `data.batch_size`)."""
     leaf = name.rpartition(".")[2]
     known = FOREIGN.get(leaf.lower().replace("-", "_"))
     return f"env.{leaf}" if known is None and leaf.isupper() and leaf.startswith(_VARIABLES) else known

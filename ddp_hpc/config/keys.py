@@ -1,4 +1,4 @@
-"""The table of keys: one row for each leaf of the spec, and what a word beside the table may have meant."""
+"""The table of keys, one for each leaf of the spec; and suggestions for a key that does not exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_hpc.field_types import is_optional, without_none
 from ddp_hpc.spec import RunSpec
 
 OF_A_VARIABLE = str | int | None
-"""What stands below `env`: files may leave out the quotes around whole numbers."""
+"""The type of the values in `env`: a file may leave out the quotes around whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Key:
     name: str
     annotation: Any
     default: Any
-    """MISSING where it must be given."""
+    """MISSING if the user must set the key."""
 
     @property
     def is_open(self) -> bool:
-        """Whether any key may stand below it (`recipe.args`)."""
+        """Whether users may invent keys below it (`recipe.args`)."""
         return get_origin(self.annotation) is Mapping
 
     @property
@@ -36,7 +36,7 @@ class Key:
 
     @property
     def is_text(self) -> bool:
-        """Whether its values are words, so that `3` is one too."""
+        """Whether its values are text, so that an unquoted `3` is text, too."""
         wanted = without_none(self.annotation)
         return wanted in (str, without_none(OF_A_VARIABLE)) or get_origin(wanted) is Literal
 
@@ -59,7 +59,7 @@ def _rows(section: type, prefix: str) -> Iterator[Key]:
 
 
 def key_of(name: str) -> Key | None:
-    """Return the key of that name; below an open one any name is a key, of any value, but for variables."""
+    """Return the key with this name. Below an open key, every name is a key: of any type, or of a variable's below `env`."""
     if name in all_keys():
         return all_keys()[name]
     if not is_free(name):
@@ -73,33 +73,33 @@ def is_free(name: str) -> bool:
 
 
 def is_section(name: str) -> bool:
-    """Return whether keys stand below this name."""
+    """Return whether this name is a section: keys may be below it."""
     return any(other.startswith(f"{name}.") or (other == name and key.is_open) for other, key in all_keys().items())
 
 
 def is_below(name: str, section: str) -> bool:
-    """Return whether `name` is `section` or lies in it; everything lies in the nameless section."""
+    """Return whether `name` is `section` or is in it; all keys are in the section without a name."""
     return not section or name == section or name.startswith(f"{section}.")
 
 
-def unknown_key(name: str, place: str) -> ConfigError:
-    """Say that `name` is no key, which is the nearest, and which are valid beside it."""
+def unknown_key(name: str, location: str) -> ConfigError:
+    """Return the error for an unknown key, with the nearest key and all keys of its section."""
     section = name.rpartition(".")[0]
     if not is_section(section):
         section = ""
-    told = ", ".join(_children(section))
-    where = f"Keys of `{section}`" if section else "Keys and sections"
-    return ConfigError(f"`{name}` ({place}) is no key.{did_you_mean(name)} {where}: {told}.")
+    valid = ", ".join(_children(section))
+    heading = f"Keys of `{section}`" if section else "Keys and sections"
+    return ConfigError(f"`{name}` ({location}) is not a key.{did_you_mean(name)} {heading}: {valid}.")
 
 
 def did_you_mean(name: str) -> str:
-    """Return ` Did you mean ...?`, or nothing where no key is near."""
+    """Return ` Did you mean ...?`, or the empty string if no key is near."""
     meant = " or ".join(f"`{key}`" for key in _meant_by(name))
     return f" Did you mean {meant}?" if meant else ""
 
 
 def _meant_by(name: str) -> list[str]:
-    """Return the keys that a word may stand for: another tool's word, a key of another section, or the nearest spelling."""
+    """Return the keys that a name may mean: another tool's name, a key of another section, or the nearest spelling."""
     from ddp_hpc.config.foreign import ours_for  # late: only an error needs the table
 
     if ours := ours_for(name):
@@ -119,7 +119,7 @@ def _leaf(name: str) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Return the one that `word` was probably meant to be, if any is near."""
+    """Return the one of `words` that is spelled most like `word`, or None if none is near."""
     import difflib
 
     return next(iter(difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.7)), None)

@@ -1,4 +1,4 @@
-"""Variables and `~` in the values that are paths: whoever submits fills them in, before anything is made of them."""
+"""Replace variables and `~` in path values, with the environment of the user who submits."""
 
 from __future__ import annotations
 
@@ -19,47 +19,48 @@ _PATHS = (
     "site.scratch",
     "site.no_write",
 )
-"""Values in which `$NAME` stands for a variable of whoever submits; elsewhere it is the job's to read."""
+"""Keys in whose values `$NAME` is a variable of the user who submits. In other values, `$NAME` stays as it is, for the job."""
 _OWN_HOME = re.compile(r"~(?=/|$)")
 
 
-def filled(settings: Sequence[Setting], environment: Mapping[str, str]) -> list[Setting]:
-    """Return the settings with paths filled in; of several for one key, only the last counts and is filled in."""
+def filled(settings: Sequence[Setting], environ: Mapping[str, str]) -> list[Setting]:
+    """Return the settings with their paths filled in. Of several settings for one key only the last counts and is filled in."""
     last = {setting.key: setting for setting in settings}
-    return [fill(setting, environment) if setting is last[setting.key] else setting for setting in settings]
+    return [fill(setting, environ) if setting is last[setting.key] else setting for setting in settings]
 
 
-def fill(setting: Setting, environment: Mapping[str, str]) -> Setting:
-    """Return a path with the variables and the `~` in it filled in; anything else as it is.
+def fill(setting: Setting, environ: Mapping[str, str]) -> Setting:
+    """Return a path setting with its variables and `~` replaced; other settings unchanged.
 
     Raises:
-        ConfigError: where a variable is not set, or a `$` names none.
+        ConfigError: if a variable is not set, or a `$` is not followed by a name.
     """
     if setting.key not in _PATHS or not isinstance(setting.value, (str, list)):
         return setting
     is_text = isinstance(setting.value, str)
     texts = [setting.value] if is_text else setting.value
-    full = [_fill_text(text, setting, environment) if isinstance(text, str) else text for text in texts]
+    full = [_fill_text(text, setting, environ) if isinstance(text, str) else text for text in texts]
     return Setting(setting.key, full[0] if is_text else full, setting.origin)
 
 
 def literal(path: object) -> str:
-    """Return the text of a path in which nothing is to be filled in."""
+    """Return a path's text with `$` doubled, so that `fill` returns it unchanged."""
     return str(path).replace("$", "$$")
 
 
-def _fill_text(text: str, setting: Setting, environment: Mapping[str, str]) -> str:
+def _fill_text(text: str, setting: Setting, environ: Mapping[str, str]) -> str:
     try:
-        full = Template(text).substitute(environment)
+        full = Template(text).substitute(environ)
     except KeyError as error:
         raise ConfigError(
-            f"`{setting.key}` is {text!r} ({setting.origin}), but the variable ${error.args[0]} is not set here. "
+            f"`{setting.key}` is {text!r} ({setting.origin}), but the environment variable {error.args[0]} is not set. "
             "Set it, or correct the value."
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"`{setting.key}` is {text!r} ({setting.origin}), but a `$` names a variable; `$$` is a `$`."
+            f"`{setting.key}` is {text!r} ({setting.origin}), but a `$` must be followed by a variable's name. "
+            "Write `$$` for a plain `$`."
         ) from error
-    if "HOME" in environment:
-        return _OWN_HOME.sub(lambda _: environment["HOME"], full, count=1) if full.startswith("~") else full
-    return os.path.expanduser(full)  # noqa: PTH111  # it may be an address, which a Path would change
+    if "HOME" in environ:
+        return _OWN_HOME.sub(lambda _: environ["HOME"], full, count=1) if full.startswith("~") else full
+    return os.path.expanduser(full)  # noqa: PTH111  # it may be an image's address, which a Path would change

@@ -1,4 +1,4 @@
-"""The reference of all keys: type, default, and meaning from the text below each field of the spec."""
+"""The reference of all keys: type, default, and meaning. The meaning is the docstring below each field of the spec."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_hpc.config.yaml_text import dump_value
 from ddp_hpc.field_types import type_in_words
 
 NO_DEFAULT = "the file's name"
-"""Of `name`, the one key without a default of its own."""
+"""The default of `name`, the one key without a default in the spec."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ def rows_of(name: str) -> list[KeyDoc]:
     """Return the rows of a key, or of a section.
 
     Raises:
-        ConfigError: where there is none, with the nearest.
+        ConfigError: if there is none, with the nearest key.
     """
     if name and not is_section(name) and name not in all_keys() and not is_free(name):
-        raise unknown_key(name, "asked for")
+        raise unknown_key(name, "the command line")
     return [row for row in reference() if is_below(row.key, name) or (is_free(name) and is_below(name, row.key))]
 
 
@@ -67,7 +67,7 @@ def as_markdown(rows: Sequence[KeyDoc]) -> str:
 
 
 def _field_texts() -> dict[tuple[str, str], str]:
-    """Return (class, field) -> the text below the field in the source of the spec."""
+    """Return (class, field) -> the docstring below the field in the source of the spec."""
     tree = ast.parse(inspect.getsource(spec))
     return {
         (section.name, field.target.id): " ".join(text.value.value.split())

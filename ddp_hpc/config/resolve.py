@@ -1,4 +1,4 @@
-"""All sources into one spec: merged by precedence, converted strictly, each value with where it came from."""
+"""Merge all sources into one spec by precedence, convert values strictly, and keep the source of each value."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ from ddp_hpc.spec import RunSpec
 
 @dataclass(frozen=True)
 class Resolved:
-    """A spec, and where each of its values came from."""
+    """A spec, and the source of each of its values."""
 
     spec: RunSpec
     sources: Mapping[str, str]
     """Key -> `default`, `site profile PATH`, `file NAME`, `environment VARIABLE`, `command line`."""
     profile: Profile | None = None
-    """The site's, where one had a say."""
+    """The site profile, if one was used."""
 
 
 def resolve(
     path: Path,
     overrides: Sequence[str] | Mapping[str, Any],
-    environment: Mapping[str, str],
+    environ: Mapping[str, str],
     *,
     site: str | None = None,
     is_for_slurm: bool = True,
 ) -> Resolved:
     """Read a configuration: defaults < site profile < file < environment < command line.
 
-    What a profile says of the partition that is chosen comes right after what it says of all, for runs on Slurm. `site`
-    names the profile; unset: the one that is for this host.
+    For runs on Slurm, a profile's values for the chosen partition win over its values for all runs. `site` names the
+    profile; None means the one for this host.
 
     Raises:
-        ConfigError: for the first value that cannot be, with its key, its source and what is wanted.
+        ConfigError: for the first invalid value, with its key, its source and the valid values.
     """
-    profile = find_profile(environment, site)
+    profile = find_profile(environ, site)
     before = [*from_defaults(), Setting("name", _name_after(path), DEFAULT), *(profile.settings if profile else ())]
     after = filled(
         [
             *from_file(path, f"file {path.name}"),
-            *from_environment(environment),
+            *from_environment(environ),
             *_overriding(overrides),
         ],
-        environment,
+        environ,
     )
     between = _of_partition(profile, [*before, *after]) if is_for_slurm else ()
     resolved = replace(_build([*before, *between, *after]), profile=profile)
@@ -73,7 +73,7 @@ def resolve(
 
 
 def _overriding(given: Sequence[str] | Mapping[str, Any]) -> list[Setting]:
-    """Return words of the command line, or keys and values from Python, as settings."""
+    """Return the settings from the command line, or from the keys and values of a Python caller."""
     return settings_in(given, Origin("Python", "Python")) if isinstance(given, Mapping) else from_overrides(given)
 
 
@@ -83,12 +83,12 @@ def _of_partition(profile: Profile | None, settings: Sequence[Setting]) -> Seque
 
 
 def load_resolved(path: Path, *, is_patient: bool = False) -> RunSpec:
-    """Read the resolved configuration of a run, as `render_resolved` wrote it; nothing else has a say.
+    """Read the resolved configuration of a run, as `render_resolved` wrote it, without any other source.
 
-    A process of the run `is_patient`: it knows that the file is there, and waits for a file system that does not show it.
+    `is_patient` is for processes of the run: the file exists, so they wait for a file system that does not show it yet.
 
     Raises:
-        UnreadableError: where that stays so.
+        UnreadableError: if the file system does not answer for a long time.
     """
     return patiently(str(path), lambda: _load(path, is_known=not is_patient))
 
@@ -102,10 +102,10 @@ def _load(path: Path, *, is_known: bool) -> RunSpec:
         raise UnreadableError(str(error)) from error
 
 
-def resolve_key(name: str, environment: Mapping[str, str]) -> Any:
-    """Return one key's value where no run is at hand: default < site profile < environment."""
-    profile = find_profile(environment)
-    own = filled(from_environment(environment), environment)
+def resolve_key(name: str, environ: Mapping[str, str]) -> Any:
+    """Return one key's value for commands without a run: default < site profile < environment."""
+    profile = find_profile(environ)
+    own = filled(from_environment(environ), environ)
     given = [*from_defaults(), *(profile.settings if profile else ()), *own]
     setting = [setting for setting in given if setting.key == name][-1]
     return _value(setting)
@@ -126,7 +126,7 @@ def _build(settings: Iterable[Setting]) -> Resolved:
 
 
 def _merge(settings: Iterable[Setting]) -> dict[str, Setting]:
-    """Keep the last setting of each key; below an open key, one also replaces those above and below itself."""
+    """Keep the last setting of each key. Below an open key, a setting also replaces earlier ones above and below it."""
     chosen: dict[str, Setting] = {}
     for setting in settings:
         for other in [name for name in chosen if _replaces(setting.key, name)]:
@@ -148,7 +148,7 @@ def _value(setting: Setting) -> Any:
 
 
 def _section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
-    """Make a section, and those in it, from the values of its keys."""
+    """Make a section, and the sections in it, from the values of its keys."""
     annotations = get_type_hints(section)
     made: dict[str, Any] = {}
     for field in fields(section):
@@ -160,12 +160,12 @@ def _section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
         elif all_keys()[name].is_open:
             made[field.name] = _unflatten(name, values)
         elif all_keys()[name].default is MISSING:
-            raise ConfigError(f"`{name}` is not set, and has no default. Set it.")
+            raise ConfigError(f"`{name}` is not set, and it has no default. Set it.")
     return section(**made)
 
 
 def _unflatten(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping of an open key from its leaves."""
+    """Return the value of an open key, a mapping, from its leaves."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         if key.startswith(f"{name}."):
@@ -178,14 +178,14 @@ def _unflatten(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origins(message: str, chosen: Mapping[str, Setting]) -> str:
-    """Say where the keys that a message names came from, where it was not the default."""
+    """Return the sources of the keys that a message names, except for defaults."""
     named = dict.fromkeys(re.findall(r"`([a-z_.]+)`", message))
-    told = [
+    sources = [
         f"`{key}` came from {chosen[key].origin}"
         for key in named
         if key in chosen and chosen[key].origin is not DEFAULT
     ]
-    return f" ({'; '.join(told)}.)" if told else ""
+    return f" ({'; '.join(sources)}.)" if sources else ""
 
 
 def flat(spec: RunSpec) -> dict[str, Any]:
@@ -201,14 +201,14 @@ def flat(spec: RunSpec) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs between two specs; None also where one lacks it."""
+    """A key whose value differs between two specs. None also means that a spec lacks the key."""
 
     key: str
     old: Any
     new: Any
 
     def __str__(self) -> str:
-        """Return `train.lr 0.1 -> 0.2`, without values that may be secrets."""
+        """Return `train.lr 0.1 -> 0.2`; values that may be secrets are hidden."""
         old, new = (repr(one) if is_key_shown(self.key, one) else HIDDEN for one in (self.old, self.new))
         return f"{self.key} {old} -> {new}"
 
@@ -224,19 +224,19 @@ def changes(old: RunSpec, new: RunSpec) -> list[Change]:
 
 
 def _is_filled(key: str, *leaves: Mapping[str, Any]) -> bool:
-    """Tell whether an empty section of one spec has keys in the other, which say all that has changed."""
+    """Tell whether a section is empty in one spec and has keys in the other: these keys are the changes then."""
     is_empty = any(one.get(key) == {} for one in leaves)
     return is_empty and any(other.startswith(f"{key}.") for one in leaves for other in one)
 
 
 HIDDEN = "(not shown)"
-"""Stands for a value that may be a secret."""
+"""Printed instead of a value that may be a secret."""
 
 
 def render_resolved(resolved: Resolved, *, for_eyes: bool = False) -> str:
-    """Return the whole configuration as YAML, a line a value with its source; `load_resolved` reads it back.
+    """Return the whole configuration as YAML, one line for each value with its source; `load_resolved` reads it back.
 
-    `for_eyes`, values that may be secrets are left out, and their keys named in comments at the end.
+    With `for_eyes`, values that may be secrets are left out, and comments at the end name their keys.
     """
     from ddp_hpc.config.yaml_text import dump_value  # late: `status` reads no YAML
 

@@ -1,4 +1,4 @@
-"""Site profiles: what holds for all runs on one cluster, found by its name or by the host one is on."""
+"""Site profiles: defaults for all runs on one cluster, chosen by name or by this host's name."""
 
 from __future__ import annotations
 
@@ -18,83 +18,83 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import is_folder, settings_dirs
 
 PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
-"""Names a profile, or its file; empty: none."""
+"""The environment variable that names a profile or its file; empty means no profile."""
 _FOLDER, _GENERAL = "sites", "site.yaml"
-"""In a directory of settings: the profiles of sites, and the one for all hosts."""
+"""In a settings directory: the subdirectory of site profiles, and the profile for all hosts."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a profile says of the site itself; the fields are the keys of its section `site`."""
+    """A profile's section `site`, which describes the site itself; the fields are its keys."""
 
     name: str = ""
-    """Unset: the file's name."""
+    """The profile's name. Default: the file's name without its ending."""
     about: str = ""
-    """One line for whoever looks at it."""
+    """One line that describes the site."""
     hosts: tuple[str, ...] = ()
-    """Names of hosts that the profile is for, `*` and `?` allowed; with a dot, whole domain names are compared."""
+    """Host names for which the profile is used, `*` and `?` allowed; a name with a dot is compared with the full domain name."""
     scratch: str | None = None
-    """Where large files belong."""
+    """The directory for large files."""
     no_write: tuple[str, ...] = ()
     """Directories that runs must not write to: homes with small quotas, read-only software."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A site's defaults for runs."""
+    """A site's defaults for runs, as read from a profile."""
 
     path: Path
     why: str
-    """Why this one is used."""
+    """Why this profile is used."""
     site: Site
     settings: tuple[Setting, ...]
-    """For every run."""
+    """Settings for every run."""
     partitions: Mapping[str, tuple[Setting, ...]]
-    """For runs in one partition."""
+    """Partition -> more settings for runs there."""
 
 
 # --- which one ---------------------------------------------------------------------------------------------------------
 
 
 def examples_dir() -> Path:
-    """Return where the profiles are that come with us: beside the package in a checkout, in it once installed."""
+    """Return the directory of the example profiles: beside the package in a checkout, inside it once installed."""
     package = Path(__file__).parents[1]
     installed = package / "sites"
     return installed if installed.exists() else package.parent / "envs" / "sites"
 
 
-def profile_dirs(environment: Mapping[str, str]) -> list[Path]:
-    """Return where profiles are looked for by host: the user's own, then the machine's."""
-    return [folder / _FOLDER for folder in settings_dirs(environment)]
+def profile_dirs(environ: Mapping[str, str]) -> list[Path]:
+    """Return the directories that are searched for a host's profile: the user's, then the machine's."""
+    return [folder / _FOLDER for folder in settings_dirs(environ)]
 
 
 def find_profile(
-    environment: Mapping[str, str],
+    environ: Mapping[str, str],
     named: str | None = None,
     *,
     fill: bool = True,
     host: Callable[[], str] = socket.gethostname,
 ) -> Profile | None:
-    """Return the profile that is named, or is for this host, or is for all hosts; None where there is none.
+    """Return the profile with this name, or else the one for this host, or else the one for all hosts; None without any.
 
     Without `fill`, variables in its paths stay as they are written.
 
     Raises:
-        ConfigError: where the one that is named does not exist, several are for this host, or it cannot be read.
+        ConfigError: if the named profile does not exist, several are for this host, or it cannot be read.
     """
-    found = _find(environment, named, host)
-    return None if found is None else read_profile(*found, environment if fill else None)
+    found = _find(environ, named, host)
+    return None if found is None else read_profile(*found, environ if fill else None)
 
 
-def _find(environment: Mapping[str, str], named: str | None, host: Callable[[], str]) -> tuple[Path, str] | None:
-    """Return a profile's file, and why it is the one."""
+def _find(environ: Mapping[str, str], named: str | None, host: Callable[[], str]) -> tuple[Path, str] | None:
+    """Return a profile's file, and why it is used."""
     if named is not None:
-        return _named(named, "it was named", environment)
-    if PROFILE_VARIABLE in environment:
-        asked = environment[PROFILE_VARIABLE]
-        return _named(asked, f"{PROFILE_VARIABLE} names it", environment) if asked else None
-    for folder in profile_dirs(environment):
+        return _named(named, "named on the command line", environ)
+    if PROFILE_VARIABLE in environ:
+        asked = environ[PROFILE_VARIABLE]
+        return _named(asked, f"{PROFILE_VARIABLE} names it", environ) if asked else None
+    for folder in profile_dirs(environ):
         if fitting := [(one, pattern) for one in _profiles_in(folder) if (pattern := _pattern_for(one, host()))]:
             if len(fitting) > 1:
                 several = " and ".join(f"{one.name} ({pattern!r})" for one, pattern in fitting)
@@ -103,28 +103,29 @@ def _find(environment: Mapping[str, str], named: str | None, host: Callable[[], 
                     f"Make their `site.hosts` differ, or name one in {PROFILE_VARIABLE}."
                 )
             path, pattern = fitting[0]
-            return path, f"this host, {host()}, is {pattern!r}"
-    general = (folder / _GENERAL for folder in settings_dirs(environment) if is_folder(folder))
+            return path, f"its `site.hosts` has {pattern!r}, which fits this host, {host()}"
+    general = (folder / _GENERAL for folder in settings_dirs(environ) if is_folder(folder))
     path_of_all = next((path for path in general if path.is_file()), None)
     return None if path_of_all is None else (path_of_all, "it is for all hosts")
 
 
-def known_profiles(environment: Mapping[str, str]) -> dict[str, Path]:
-    """Return the profiles that can be named, by name: the user's own before the machine's before the examples."""
-    folders = [*profile_dirs(environment), examples_dir()]
+def known_profiles(environ: Mapping[str, str]) -> dict[str, Path]:
+    """Return all profiles by name; of equal names the user's wins, then the machine's, then the example."""
+    folders = [*profile_dirs(environ), examples_dir()]
     return {path.stem: path for folder in reversed(folders) for path in _profiles_in(folder)}
 
 
-def _named(name: str, why: str, environment: Mapping[str, str]) -> tuple[Path, str]:
+def _named(name: str, why: str, environ: Mapping[str, str]) -> tuple[Path, str]:
     if "/" in name or name.endswith((".yaml", ".yml")):
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ConfigError(f"The site profile {name!r} does not exist ({why}). Correct it, or leave it out.")
+            raise ConfigError(f"The site profile {name!r} does not exist ({why}). Correct the path, or leave it out.")
         return path, why
-    known = known_profiles(environment)
+    known = known_profiles(environ)
     if name not in known:
         raise ConfigError(
-            f"There is no site profile {name!r} ({why}). Known: {', '.join(sorted(known))}. `ddp-hpc site init` makes one."
+            f"There is no site profile {name!r} ({why}). Name one of {', '.join(sorted(known))}, or make one "
+            "with `ddp-hpc site init`."
         )
     return known[name], why
 
@@ -134,7 +135,7 @@ def _profiles_in(folder: Path) -> list[Path]:
 
 
 def _pattern_for(path: Path, host: str) -> str | None:
-    """Return the pattern of a profile that is this host's name, if any."""
+    """Return the pattern in a profile's `site.hosts` that fits this host, or None."""
     section = read_mapping(path).get("site") or {}
     patterns = section.get("hosts") or [] if isinstance(section, dict) else []
     return (
@@ -151,13 +152,13 @@ def _is_host(pattern: str, host: str) -> bool:
 # --- what it says ------------------------------------------------------------------------------------------------------
 
 
-def read_profile(path: Path, why: str, environment: Mapping[str, str] | None) -> Profile:
-    """Read one profile: keys as in any configuration, and the sections `site` and `partitions`.
+def read_profile(path: Path, why: str, environ: Mapping[str, str] | None) -> Profile:
+    """Read one profile: keys as in every configuration, and the sections `site` and `partitions`.
+
+    Without `environ`, variables in its paths stay as they are written.
 
     Raises:
-        ConfigError: where it cannot be read, or a value cannot be.
-
-    Without `environment`, variables in its paths stay as they are written.
+        ConfigError: if it cannot be read, or a value is invalid.
     """
     content = read_mapping(path)
     lines = getattr(content, "lines", {})
@@ -165,72 +166,78 @@ def read_profile(path: Path, why: str, environment: Mapping[str, str] | None) ->
     partitions = content.pop("partitions", None) or {}
     for name, section in {"site": about, "partitions": partitions}.items():
         if not isinstance(section, dict):
-            raise ConfigError(f"`{name}` is {section!r} ({path}, line {lines[name]}), but it is a section.")
+            raise ConfigError(
+                f"`{name}` is {section!r} ({path}, line {lines[name]}), but it is a section: set the keys below it."
+            )
     source = f"site profile {path}"
     return Profile(
         path=path,
         why=why,
-        site=_site(path, about, environment),
-        settings=_expanded(settings_in(content, Origin(source, str(path))), environment),
+        site=_site(path, about, environ),
+        settings=_expanded(settings_in(content, Origin(source, str(path))), environ),
         partitions={
-            str(name): _partition(str(name), section, Origin(f"{source}, partition {name}", str(path)), environment)
+            str(name): _partition(str(name), section, Origin(f"{source}, partition {name}", str(path)), environ)
             for name, section in partitions.items()
         },
     )
 
 
-def _partition(name: str, section: Any, origin: Origin, environment: Mapping[str, str] | None) -> tuple[Setting, ...]:
+def _partition(name: str, section: Any, origin: Origin, environ: Mapping[str, str] | None) -> tuple[Setting, ...]:
     if not isinstance(section, dict):
         if section is None:
             return ()
-        raise ConfigError(f"`partitions.{name}` is {section!r} ({origin}), but it holds keys, such as `resources`.")
-    settings = _expanded(settings_in(section, origin), environment)
+        raise ConfigError(
+            f"`partitions.{name}` is {section!r} ({origin}), but it is a section: set keys such as `resources` below it."
+        )
+    settings = _expanded(settings_in(section, origin), environ)
     if any(setting.key == "slurm.partition" for setting in settings):
-        raise ConfigError(f"`partitions.{name}` sets `slurm.partition` ({origin}), by which it is chosen. Remove it.")
+        raise ConfigError(
+            f"`partitions.{name}` sets `slurm.partition` ({origin}), but that key selects this section. Remove it."
+        )
     return settings
 
 
-def _site(path: Path, section: Mapping[str, Any], environment: Mapping[str, str] | None) -> Site:
+def _site(path: Path, section: Mapping[str, Any], environ: Mapping[str, str] | None) -> Site:
     annotations = get_type_hints(Site)
     lines = getattr(section, "lines", {})
     values: dict[str, Any] = {}
     for name, value in section.items():
-        place = Origin("", str(path), lines.get(name))
+        origin = Origin("", str(path), lines.get(name))
         if name not in annotations:
             near = nearest(str(name), annotations)
             hint = f" Did you mean `site.{near}`?" if near else ""
-            told = ", ".join(field.name for field in fields(Site))
-            raise ConfigError(f"`site.{name}` ({place}) is no key.{hint} Keys of `site`: {told}.")
-        given = Setting(f"site.{name}", value, place)
-        values[name] = convert(Key(given.key, annotations[name], MISSING), _fill(given, environment).value, str(place))
+            valid = ", ".join(field.name for field in fields(Site))
+            raise ConfigError(f"`site.{name}` ({origin}) is not a key.{hint} Keys of `site`: {valid}.")
+        given = Setting(f"site.{name}", value, origin)
+        values[name] = convert(Key(given.key, annotations[name], MISSING), _fill(given, environ).value, str(origin))
     site = Site(**{"name": path.stem, **values})
     if not PLAIN_NAME.fullmatch(site.name):
         raise ConfigError(
-            f"`site.name` is {site.name!r} ({path}), but a name is made of letters, digits, `.`, `_`, `-`."
+            f"`site.name` is {site.name!r} ({path}), but a name may have only letters, digits, `.`, `_` and `-`."
         )
     return site
 
 
-def _expanded(settings: Sequence[Setting], environment: Mapping[str, str] | None) -> tuple[Setting, ...]:
-    return tuple(_fill(setting, environment) for setting in settings)
+def _expanded(settings: Sequence[Setting], environ: Mapping[str, str] | None) -> tuple[Setting, ...]:
+    return tuple(_fill(setting, environ) for setting in settings)
 
 
-def _fill(setting: Setting, environment: Mapping[str, str] | None) -> Setting:
-    return setting if environment is None else fill(setting, environment)
+def _fill(setting: Setting, environ: Mapping[str, str] | None) -> Setting:
+    return setting if environ is None else fill(setting, environ)
 
 
 def refuse_unwelcome(path: Path, profile: Profile | None) -> None:
-    """Refuse a run's directory where the site wants none.
+    """Refuse a run's directory in one of the directories `site.no_write`.
 
     Raises:
-        ConfigError: where it lies in one of `site.no_write`.
+        ConfigError: if it is in one of them.
     """
     if profile is None:
         return
-    for place in profile.site.no_write:
-        if path.resolve().is_relative_to(Path(place).expanduser().resolve()):
+    for refused in profile.site.no_write:
+        if path.resolve().is_relative_to(Path(refused).expanduser().resolve()):
             instead = f": `runs_dir={profile.site.scratch}/runs`" if profile.site.scratch else " with `runs_dir=...`"
             raise ConfigError(
-                f"The run's directory would be {path}, but the site profile {profile.site.name} ({profile.path}) wants no "
-                f"runs in {place}. Choose another place{instead}."
+                f"The run's directory would be {path}, but the site profile {profile.site.name} ({profile.path}) forbids "
+                f"runs in {refused} (`site.no_write`). Choose another directory{instead}."
             )

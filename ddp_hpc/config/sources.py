@@ -1,4 +1,4 @@
-"""Where values come from: defaults, files, the environment, the command line; `site` finds the site's file."""
+"""Read settings from defaults, files, environment variables and the command line; `site` finds site profiles."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from."""
+    """The source of a value."""
 
     source: str
-    """As the resolved configuration tells it: `file run.yaml`."""
-    place: str
-    """As an error tells it: `run.yaml`."""
+    """The source as the resolved configuration names it: `file run.yaml`."""
+    location: str
+    """The source as an error names it: `run.yaml`."""
     line: int | None = None
 
     def __str__(self) -> str:
-        return self.place if self.line is None else f"{self.place}, line {self.line}"
+        return self.location if self.line is None else f"{self.location}, line {self.line}"
 
 
 DEFAULT = Origin("default", "the default")
@@ -37,7 +37,7 @@ COMMAND_LINE = Origin("command line", "the command line")
 
 @dataclass(frozen=True)
 class Setting:
-    """One value that a source gives to one key."""
+    """One value that a source sets for one key."""
 
     key: str
     value: Any
@@ -45,7 +45,7 @@ class Setting:
 
 
 def from_defaults() -> list[Setting]:
-    """Return the defaults of all keys that have one."""
+    """Return the defaults of all keys that have a default."""
     return [Setting(key.name, key.default, DEFAULT) for key in all_keys().values() if key.default is not MISSING]
 
 
@@ -53,30 +53,30 @@ def from_file(path: Path, source: str) -> list[Setting]:
     """Read a YAML file of sections and keys; `train.lr: 0.1` may stand for `train: {lr: 0.1}`.
 
     Raises:
-        ConfigError: where it cannot be read, is no mapping, names an unknown key or one twice.
+        ConfigError: if it cannot be read, is not a mapping, or has an unknown key or one key twice.
     """
     return settings_in(read_mapping(path), Origin(source, str(path)))
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """Read a YAML file of keys and values, which knows its lines.
+    """Read a YAML file of keys and values; the result knows the line of each key.
 
     Raises:
-        ConfigError: where it cannot be read, or is no mapping.
+        ConfigError: if it cannot be read, or is not a mapping.
     """
     from ddp_hpc.config.yaml_text import read_yaml  # late: `status` reads no YAML
 
     content = read_yaml(_read_bytes(path), str(path))
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {content!r:.60}, but it must hold keys and values, such as `seed: 1`.")
+        raise ConfigError(f"{path} has {content!r:.60}, but it must have keys and values, such as `seed: 1`.")
     return content or {}
 
 
 def settings_in(mapping: Mapping[Any, Any], origin: Origin) -> list[Setting]:
-    """Return what a file's keys and values, or a part of them, set.
+    """Return the settings in a file's mapping, or in a part of it.
 
     Raises:
-        ConfigError: for an unknown key, or one that is set twice.
+        ConfigError: for an unknown key, or a key that is set twice.
     """
     return list(_once(_flatten_mapping("", mapping, origin)))
 
@@ -86,30 +86,33 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         beside = sorted(other.name for pattern in ("*.yaml", "*.yml") for other in path.parent.glob(pattern))
-        found = f" {path.parent} has {', '.join(beside[:10])}." if beside else ""
+        found = f" {path.parent} has {', '.join(beside[:10])}." if beside else " Check the path."
         raise ConfigError(f"The configuration file {str(path)!r} does not exist.{found}") from error
     except OSError as error:
-        raise ConfigError(f"The configuration file {str(path)!r} cannot be read: {error.strerror}.") from error
+        raise ConfigError(
+            f"The configuration file {str(path)!r} cannot be read: {error.strerror}. Check its permissions."
+        ) from error
 
 
-def from_environment(environment: Mapping[str, str]) -> list[Setting]:
-    """Read `DDP_HPC__TRAIN__LR=0.1` and its like, in any case.
+def from_environment(environ: Mapping[str, str]) -> list[Setting]:
+    """Read variables such as `DDP_HPC__TRAIN__LR=0.1`; their case does not matter.
 
     Raises:
-        ConfigError: where two variables name one key, or one names no key.
+        ConfigError: if two variables name one key, or one does not name a key.
     """
     settings: list[Setting] = []
-    for variable, text in sorted(environment.items()):
+    for variable, text in sorted(environ.items()):
         if variable.upper().startswith(ENVIRONMENT_PREFIX):
-            told = f"environment {variable}"
-            settings += _from_text(_key_name(variable), text, Origin(told, told))
+            source = f"environment {variable}"
+            settings += _from_text(_key_name(variable), text, Origin(source, source))
     return list(_once(settings))
 
 
 def _key_name(variable: str) -> str:
-    """Return the key a variable names; a free one keeps its capitals, unless the whole name is in capitals.
+    """Return the key that a variable names, in lower case.
 
-    One below `env` names a variable itself, and keeps its own in any case.
+    A key that the user invented (`recipe.args.*`) keeps its case, unless the whole name is in capitals. A key below `env`
+    is a variable itself, and always keeps its case.
     """
     name = variable[len(ENVIRONMENT_PREFIX) :].replace("__", ".")
     section, dot, rest = name.partition(".")
@@ -122,27 +125,29 @@ def _key_name(variable: str) -> str:
 
 
 def from_overrides(words: Sequence[str]) -> list[Setting]:
-    """Read `train.lr=0.1` and `--train.lr=0.1`; of two for one key the later counts.
+    """Read `train.lr=0.1` and `--train.lr=0.1`; of two settings for one key the later counts.
 
     Raises:
-        ConfigError: where a word has no `=`, or names no key.
+        ConfigError: if a word has no `=`, or does not name a key.
     """
     settings: list[Setting] = []
     for word in words:
         name, equals, text = word.removeprefix("--").partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is no setting: write KEY=VALUE, such as `train.lr=0.1`.")
+            raise ConfigError(f"{word!r} is not a setting. Write KEY=VALUE, such as `train.lr=0.1`.")
         settings += _from_text(name.strip(), text, COMMAND_LINE)
     return settings
 
 
 def _from_text(name: str, text: str, origin: Origin) -> list[Setting]:
-    """Read one key's text; a section's is a mapping (`train={lr: 0.1}`)."""
+    """Read the text of one key, or of a section, which is a mapping (`train={lr: 0.1}`)."""
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"`{name}` is {text!r} ({origin}), but that is not UTF-8.") from error
+            raise ConfigError(
+                f"`{name}` is {text!r} ({origin}), but that is not UTF-8. Use a UTF-8 locale, or write the value into a file."
+            ) from error
     key = None if is_section(name) else key_of(name)
     if key is None and not is_section(name):
         raise unknown_key(name, str(origin))
@@ -154,7 +159,7 @@ def _flatten_mapping(section: str, mapping: Mapping[Any, Any], origin: Origin) -
     for key, value in mapping.items():
         here = replace(origin, line=lines.get(key, origin.line))
         if not isinstance(key, str):
-            raise ConfigError(f"{section or 'The file'} has the key {key!r} ({here}), but a key must be a word.")
+            raise ConfigError(f"{section or 'The file'} has the key {key!r} ({here}), but a key must be text.")
         yield from _flatten(f"{section}.{key}" if section else key, value, here)
 
 
@@ -165,7 +170,7 @@ def _flatten(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
     elif key_of(name) is None:
         raise unknown_key(name, str(origin))
     elif is_free(name) and not all(map(_PLAIN_NAME.fullmatch, name.split("."))):
-        raise ConfigError(f"`{name}` ({origin}) is no key: letters, digits, `_` and `-` may follow a `.`.")
+        raise ConfigError(f"`{name}` ({origin}) is not a key: only letters, digits, `_` and `-` may follow a `.`.")
     elif is_free(name) and _is_tree(value):
         yield from _flatten_mapping(name, value, origin)
     else:
@@ -174,18 +179,18 @@ def _flatten(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
 
 def _flatten_section(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
     if value is None:
-        return  # `train:` with nothing below it
+        return  # an empty section: `train:` with nothing below it
     if not isinstance(value, dict):
         ours = ours_for(name) or ""
         such = f", such as `{ours}`" if ours.startswith(f"{name}.") else ""
         raise ConfigError(f"`{name}` is {value!r} ({origin}), but it is a section: set the keys below it{such}.")
     if not value and name in all_keys():
-        yield Setting(name, {}, origin)  # `recipe.args={}` takes back what earlier sources put there
+        yield Setting(name, {}, origin)  # `recipe.args={}` removes what earlier sources set there
     yield from _flatten_mapping(name, value, origin)
 
 
 def _is_tree(value: Any) -> bool:
-    """Return whether a free value is a mapping to merge key by key, rather than to take whole."""
+    """Return whether an invented key's value is a mapping that is merged key by key, rather than replaced as a whole."""
     return (
         isinstance(value, dict)
         and bool(value)
@@ -194,14 +199,14 @@ def _is_tree(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value without the lines its mappings remember."""
+    """Return the value as plain dictionaries and lists, without line numbers."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _once(settings: Iterable[Setting]) -> Iterator[Setting]:
-    """Pass on settings of one source, each key once."""
+    """Yield the settings of one source, and refuse a key that is set twice."""
     seen: dict[str, Origin] = {}
     for setting in settings:
         if setting.key in seen:
@@ -211,5 +216,5 @@ def _once(settings: Iterable[Setting]) -> Iterator[Setting]:
 
 
 def flatten_free(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of an open key's value, as a source would give them."""
+    """Return the leaves of an open key's value, by key."""
     return {setting.key: setting.value for setting in _flatten(name, dict(mapping), DEFAULT)}

@@ -1,4 +1,4 @@
-"""One raw value to the type its key wants, strictly; and the types in words."""
+"""Convert one raw value to the type of its key, strictly."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from ddp_hpc.field_types import type_in_words
 _NOTHING = {"", "~", "null", "none"}
 
 
-def convert(key: Key, value: Any, place: str) -> Any:
-    """Return `value` as the key's type: no text for numbers, no booleans for whole numbers, but 1 for 1.0.
+def convert(key: Key, value: Any, location: str) -> Any:
+    """Return `value` as the key's type. Text is not converted to numbers, nor booleans to whole numbers, but 1 to 1.0.
 
     Raises:
-        ConfigError: naming the key, the value, the wanted type, and `place`, where the value came from.
+        ConfigError: with the key, the value, the type, and `location`, the value's source.
     """
-    import msgspec  # late: only what reads a configuration waits for it
+    import msgspec  # late: imported only by commands that read a configuration
 
     try:
         return msgspec.convert(value, key.annotation, strict=True)
     except msgspec.ValidationError as error:
         quotes = " Put it in quotes." if key.is_text and isinstance(value, (int, float)) else ""
         raise ConfigError(
-            f"`{key.name}` is {value!r} ({place}), but it must be {type_in_words(key.annotation)}.{quotes}"
+            f"`{key.name}` is {value!r} ({location}), but it must be {type_in_words(key.annotation)}.{quotes}"
         ) from error
 
 
-def parse_text(key: Key | None, text: str, place: str) -> Any:
-    """Return what a word of the command line or of the environment means for this key (None: for a section).
+def parse_text(key: Key | None, text: str, location: str) -> Any:
+    """Return the value of a text from the command line or the environment, for this key (None: for a section).
 
-    Where the key wants text, it is the text. Elsewhere it is YAML: a scalar, or a list, mapping or quoted text.
+    For a key of type text, it is the text itself. For others it is YAML: a scalar, or a list, mapping or quoted text.
     """
     from ddp_hpc.config.yaml_text import plain_scalar, read_yaml  # late: as above
 
@@ -42,6 +42,6 @@ def parse_text(key: Key | None, text: str, place: str) -> Any:
     if key is not None and key.is_text:
         return text
     if stripped[:1] in {"[", "{", '"', "'"}:
-        return read_yaml(stripped, f"{text!r} ({place})")
+        return read_yaml(stripped, f"{text!r} ({location})")
     value = plain_scalar(stripped)
     return text if isinstance(value, str) else value

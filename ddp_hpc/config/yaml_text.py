@@ -1,7 +1,7 @@
-"""YAML text to plain values and back, by the rules of YAML 1.2: `1e-3` is a number, `12:30` and `no` are words.
+"""Convert YAML text to plain values and back, by the rules of YAML 1.2: `1e-3` is a number, `12:30` and `no` are text.
 
-PyYAML's own rules are YAML 1.1's; here its parser is kept and its table of scalars replaced (https://yaml.org/spec/1.2.2,
-10.3.2). What is read is what JSON knows: null, booleans, numbers, text, lists, mappings.
+PyYAML follows YAML 1.1. This module uses its parser, with the scalars of YAML 1.2 (https://yaml.org/spec/1.2.2, 10.3.2).
+It reads the types of JSON only: null, booleans, numbers, text, lists, mappings.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ddp_hpc.errors import ConfigError
 try:
     from yaml import CSafeLoader as _BaseLoader
 except ImportError:  # PyYAML was built without its C parser
-    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]  # the same, slower
+    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]  # the same class, slower
 
 _TAG = "tag:yaml.org,2002:"
 _INFINITIES = {"+": float("inf"), "-": float("-inf")}
 
 
-class LinedDict(dict[Any, Any]):
+class DictWithLines(dict[Any, Any]):
     """A mapping that remembers the line of each of its keys."""
 
     lines: dict[Any, int]
@@ -53,11 +53,11 @@ _SCALARS: dict[str, tuple[re.Pattern[str], str, Callable[[str], Any]]] = {
         _float,
     ),
 }
-"""Tag -> what such a scalar looks like, how it may begin, and its value."""
+"""Tag -> pattern of such a scalar, characters with which it may begin, and conversion to its value."""
 
 
 class _Loader(_BaseLoader):
-    """Knows the tags and scalars that `_teach` gives it, no others."""
+    """Knows only the tags and scalars that `_register_scalars` adds."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -79,10 +79,10 @@ def _construct_list(loader: Any, node: yaml.SequenceNode) -> list[Any]:
     return [loader.construct_object(item, deep=True) for item in node.value]
 
 
-def _construct_mapping(loader: Any, node: yaml.MappingNode) -> LinedDict:
+def _construct_mapping(loader: Any, node: yaml.MappingNode) -> DictWithLines:
     _refuse_duplicates(loader, node)
     loader.flatten_mapping(node)  # `<<: *defaults`
-    mapping = LinedDict()
+    mapping = DictWithLines()
     mapping.lines = {}
     for key_node, value_node in node.value:
         key = _construct_key(loader, key_node)
@@ -97,7 +97,7 @@ def _refuse_tag(_: Any, node: yaml.Node) -> NoReturn:
 
 def _construct_key(loader: Any, node: yaml.Node) -> Any:
     if not isinstance(node, yaml.ScalarNode):
-        raise yaml.constructor.ConstructorError(None, None, "a key must be a word or a number", node.start_mark)
+        raise yaml.constructor.ConstructorError(None, None, "a key must be text or a number", node.start_mark)
     return loader.construct_object(node, deep=True)
 
 
@@ -108,13 +108,13 @@ def _refuse_duplicates(loader: Any, node: yaml.MappingNode) -> None:
             continue
         key, line = _construct_key(loader, key_node), key_node.start_mark.line + 1
         if key in seen:
-            problem = f"the key {key!r} stands on line {seen[key]} already"
+            problem = f"the key {key!r} is already set on line {seen[key]}"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen[key] = line
 
 
-def _teach() -> None:
-    """Give both classes the one table, so that what is written is read as the same."""
+def _register_scalars() -> None:
+    """Give the same table of scalars to the loader and the dumper, so that a dumped value reads back as the same value."""
     _Loader.yaml_constructors = {}
     for cls in (_Loader, _Dumper):
         cls.yaml_implicit_resolvers = {}
@@ -136,17 +136,17 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
 
 
-_teach()
+_register_scalars()
 
 
 def read_yaml(text: str | bytes, name: str) -> Any:
-    """Return the value in `text`; mappings know their lines. `name` is what an error calls the text.
+    """Return the value in `text`; mappings know the lines of their keys. `name` names the text in errors.
 
     Raises:
-        ConfigError: where it is not YAML, with line and column.
+        ConfigError: if it is not YAML, with line and column.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  # derived from SafeLoader, and it knows less
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  # a subclass of SafeLoader with fewer tags
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -158,7 +158,7 @@ def read_yaml(text: str | bytes, name: str) -> Any:
 
 
 def plain_scalar(text: str) -> Any:
-    """Return what `text` is as an unquoted scalar: a number, a boolean, null, or itself."""
+    """Return the value of `text` as an unquoted scalar: a number, a boolean, null, or the text itself."""
     for pattern, _, value_of in _SCALARS.values():
         if pattern.match(text):
             try:

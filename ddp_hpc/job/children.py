@@ -26,7 +26,7 @@ def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False
         pass_fds=lock_fds,
         stdin=pipe or subprocess.DEVNULL,
         stdout=pipe,
-        preexec_fn=partial(processes.be_ended_with_parent, os.getpid()),  # noqa: PLW1509  there are no threads here
+        preexec_fn=partial(processes.terminate_with_parent, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
 
 

@@ -57,7 +57,7 @@ def _guard(run: RunDir, words: Sequence[str], *, since: int) -> int:
     num_deaths, is_told, after = 0, False, 0
     while True:
         began = time.monotonic()
-        more = [*(["--told"] if is_told else []), *([f"--after={after}"] if after else [])]
+        more = [*(["--stop-requested"] if is_told else []), *([f"--after={after}"] if after else [])]
         after, heard = _see_through([*words, *more])
         is_told = is_told or heard
         if after in exit_codes.DECISIONS:  # what users' code has left running, such as an upload, may go on

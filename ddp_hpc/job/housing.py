@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ddp_hpc.containers import (
     BARE,
-    Housing,
+    CommandWrapper,
+    command_wrapper,
+    container_setup,
     find_runtime,
-    house,
     identity_of,
-    inside_of,
     is_name,
     missing_sources,
     refuse_misplaced,
@@ -28,13 +28,13 @@ from ddp_hpc.spec import RunSpec
 
 def housing_of(
     spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str], *, is_for_slurm: bool = True
-) -> Housing:
+) -> CommandWrapper:
     """Return how this job's commands are run on its nodes, where nothing is staged.
 
     Raises:
         ConfigError: where the image, a path that it is to see, or the runtime is not there.
     """
-    inside = inside_of(spec, run, import_paths=import_paths, work_dir=Path.cwd(), environ=environ)
+    inside = container_setup(spec, run, import_paths=import_paths, work_dir=Path.cwd(), environ=environ)
     if inside is None:
         return BARE
     refuse_misplaced(spec, is_for_slurm=is_for_slurm)
@@ -50,10 +50,10 @@ def housing_of(
     image = identity_of(inside.image)
     if told := Ledger.read(run).other_image(image):
         sys.stderr.write(f"note: {told}\n")
-    return replace(house(inside, runtime, spec.container.python), image=image)
+    return replace(command_wrapper(inside, runtime, spec.container.python), image=image)
 
 
-def moved(housing: Housing, staged: Staged | None, environ: Mapping[str, str]) -> Housing:
+def moved(housing: CommandWrapper, staged: Staged | None, environ: Mapping[str, str]) -> CommandWrapper:
     """Return the same with what was staged in the place of what it was staged from."""
     if staged is None:
         return housing

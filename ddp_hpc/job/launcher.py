@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ddp_hpc.containers import BARE, Housing
+from ddp_hpc.containers import BARE, CommandWrapper
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import step_argv
@@ -22,15 +22,15 @@ class Start:
     run: RunDir
     attempt: int
     meeting: Meeting
-    housing: Housing = BARE
+    housing: CommandWrapper = BARE
 
 
-def agent_argv(spec: RunSpec, run: RunDir, housing: Housing = BARE) -> list[str]:
+def agent_argv(spec: RunSpec, run: RunDir, housing: CommandWrapper = BARE) -> list[str]:
     """Return the command of the node agent on this machine."""
     return [*housing.command, "-m", "ddp_hpc.job.agent", str(run.path), "--worker", WORKER, *_crew(spec)]
 
 
-def step_of_agents(spec: RunSpec, run: RunDir, housing: Housing = BARE) -> list[str]:
+def step_of_agents(spec: RunSpec, run: RunDir, housing: CommandWrapper = BARE) -> list[str]:
     """Return the command that starts one agent a node; they are told of each attempt by their line."""
     return [*step_argv(spec, tasks_per_node=1), *housing.srun_args, *agent_argv(spec, run, housing), "--in-step"]
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from ddp_hpc import exit_codes
-from ddp_hpc.containers import Housing
+from ddp_hpc.containers import CommandWrapper
 from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.job.assignment import Assignment, Outcome
 from ddp_hpc.job.children import printed_by
@@ -34,7 +34,7 @@ _CODE = (
 )
 
 
-def blame(assignment: Assignment, housing: Housing, attempt: int, outcome: Outcome) -> Outcome:
+def blame(assignment: Assignment, housing: CommandWrapper, attempt: int, outcome: Outcome) -> Outcome:
     """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before said nothing."""
     if not _is_mute(assignment.run, attempt, outcome) or len(assignment.nodes) < 2:
         return outcome
@@ -66,14 +66,16 @@ def _is_mute(run: RunDir, attempt: int, outcome: Outcome) -> bool:
     return has_failed and not is_explained and first_failure(run, attempt) is None
 
 
-def unable_nodes(nodes: Sequence[str], run: RunDir, housing: Housing, environ: Mapping[str, str]) -> tuple[str, ...]:
+def unable_nodes(
+    nodes: Sequence[str], run: RunDir, housing: CommandWrapper, environ: Mapping[str, str]
+) -> tuple[str, ...]:
     """Return the nodes on which a step of one task does not import what a worker needs."""
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         answers = pool.map(partial(_answer, run=run, housing=housing, environ=environ), nodes)
         return tuple(node for node, answer in zip(nodes, answers, strict=True) if _CAN not in answer)
 
 
-def _answer(node: str, *, run: RunDir, housing: Housing, environ: Mapping[str, str]) -> str:
+def _answer(node: str, *, run: RunDir, housing: CommandWrapper, environ: Mapping[str, str]) -> str:
     command = [*housing.srun_args, *housing.command, "-c", _CODE, str(run.path), WORKER]
     printed, _ = printed_by([*probe_argv(1), f"--nodelist={node}", *command], environ=environ, timeout_s=TIMEOUT_S)
     return printed

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.config import load_resolved
-from ddp_hpc.containers import Housing
+from ddp_hpc.containers import CommandWrapper
 from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.supervisor", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--cluster", choices=("local", "slurm"), default="local")
-    parser.add_argument("--told", action="store_true", help="to leave, before this process could listen")
+    # `--told`: the name in job scripts of older versions, which may still be pending in Slurm's queue.
+    parser.add_argument(
+        "--stop-requested", "--told", action="store_true", help="a stop signal arrived before this process started"
+    )
     parser.add_argument("--import-path", action="append", default=[], help="where workers find the user's code")
     parser.add_argument("--guarded", action="store_true", help="somebody starts another one if this one dies")
     parser.add_argument("--after", type=int, help="how the one before died: its exit code")
@@ -80,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: argparse.Namespace) -> int:
     run, is_for_slurm = RunDir(arguments.run), arguments.cluster == "slurm"
     processes.block_awaited_signals()
-    processes.heed_stop_signals()
-    if arguments.told:
-        processes.tell_to_stop([os.getpid()])
+    processes.restore_stop_signals()
+    if arguments.stop_requested:
+        processes.request_stop([os.getpid()])
     allocation: Allocation | None = None
     try:
         _settle(run, arguments)
@@ -242,7 +245,7 @@ def _leave_node(assignment: Assignment, error: ConfigError) -> int:
     return conclusion.exit_code
 
 
-def _supervise(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]) -> int:
+def _supervise(assignment: Assignment, housing: CommandWrapper, lock_fds: Sequence[int]) -> int:
     """Walk from attempt to attempt while the next one begins on the same nodes."""
     run, train = assignment.run, assignment.spec.train
     if is_done(run, epochs=train.epochs, max_steps=train.max_steps):
@@ -291,7 +294,7 @@ def _await_slurm(assignment: Assignment) -> None:
             return
 
 
-def _workers(assignment: Assignment, housing: Housing, lock_fds: Sequence[int]) -> Workers:
+def _workers(assignment: Assignment, housing: CommandWrapper, lock_fds: Sequence[int]) -> Workers:
     spec, run = assignment.spec, assignment.run
     if not assignment.is_for_slurm:
         return ByAgents(agent_argv(spec, run, housing), num_nodes=1, lock_fds=lock_fds)

@@ -76,7 +76,7 @@ def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
         number = processes.await_signal(TELL_AGAIN_S if was_told else 3600.0)
         was_told = was_told or number in processes.STOP_SIGNALS
         if was_told:
-            processes.tell_to_stop(filter(processes.is_listening, _children(torchrun.pid)))
+            processes.request_stop(filter(processes.is_listening, _children(torchrun.pid)))
     return code
 
 

@@ -208,7 +208,7 @@ class ByTasks:
         with suppress(OSError):  # a full disk: the signal tells them, too
             if not ownership.is_ousted(self._run, self._attempt):  # else the file would tell a newer attempt
                 ask_to_stop(self._run, by="supervisor")
-        processes.tell_to_stop([self._process.pid])
+        processes.request_stop([self._process.pid])
 
     def end(self) -> None:
         """Have srun end the step; where it does not, end srun."""
@@ -240,7 +240,7 @@ class ByTasks:
 
 def _have_srun_end(pid: int, *, at_once: bool) -> None:
     """Have srun end its step, or have it gone."""
-    end = processes.kill if at_once else processes.tell_to_end
+    end = processes.kill if at_once else processes.terminate
     end([pid])
 
 

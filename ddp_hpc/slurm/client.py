@@ -96,7 +96,7 @@ def is_no_answer(text: str) -> bool:
 
 
 def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
-    """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code is no error here.
+    """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code does not raise.
 
     Raises:
         ConfigError: if the command is not on PATH, or finds no cluster.

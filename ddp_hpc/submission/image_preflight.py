@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ddp_hpc.containers import (
-    Inside,
+    ContainerSetup,
     candidate_runtimes,
+    container_setup,
     identity_of,
-    inside_of,
     is_address,
     missing_sources,
     refuse_misplaced,
@@ -33,7 +33,7 @@ def look_at_image(
         ConfigError: where it, or a path that it is to see, is not there; or the runtime cannot take it.
     """
     staged_source(spec)
-    inside = inside_of(spec, run, import_paths=[str(path) for path in import_paths], work_dir=Path.cwd())
+    inside = container_setup(spec, run, import_paths=[str(path) for path in import_paths], work_dir=Path.cwd())
     if inside is None:
         return
     refuse_misplaced(spec, is_for_slurm=is_for_slurm)
@@ -58,7 +58,7 @@ def look_at_image(
         yield told
 
 
-def _require_fetching_runtime(spec: RunSpec, inside: Inside) -> None:
+def _require_fetching_runtime(spec: RunSpec, inside: ContainerSetup) -> None:
     """Refuse to have every node fetch and convert the same image."""
     if spec.container.runtime != "pyxis":
         raise ConfigError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.containers import find_runtime, house, inside_of
+from ddp_hpc.containers import command_wrapper, container_setup, find_runtime
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
@@ -63,13 +63,13 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
         ConfigError: where the spec names no image, or the runtime is not here.
     """
     with tempfile.TemporaryDirectory() as run_dir:
-        inside = inside_of(spec, RunDir(Path(run_dir)), import_paths=[], work_dir=work_dir, environ=environ)
+        inside = container_setup(spec, RunDir(Path(run_dir)), import_paths=[], work_dir=work_dir, environ=environ)
         if inside is None:
             raise ConfigError("The run has no image to look into: set `container.image`.")
         runtime = find_runtime(spec, environ)
         if runtime == "pyxis":
             raise ConfigError("pyxis starts images in jobs alone, so there is nothing to look into here.")
-        housing = house(inside, runtime, spec.container.python)
+        housing = command_wrapper(inside, runtime, spec.container.python)
         argv = [*housing.command, "-c", _PROBE, ",".join((*NEEDED, *USEFUL, "ddp_hpc"))]
         try:
             done = subprocess.run(

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from ddp_hpc.errors import DdpHpcError
-from ddp_hpc.processes import deaths_held_back, die_with_parent, ignore_stop_signals, unblock_signals
+from ddp_hpc.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
 from ddp_hpc.spec import DataSpec
 from ddp_hpc.train.data_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.rng import HostGenerators, seed_host_libraries
@@ -126,7 +126,7 @@ def begin(loader: DataLoader[Any]) -> Iterator[Any]:
     # PyTorch's handler of SIGCHLD raises an error in the main thread when a loader process dies, wherever that thread is.
     # Raised inside a fork, it would leave a half-made child; so the signal is blocked until the processes exist:
     # https://docs.python.org/3/library/signal.html#signal.pthread_sigmask
-    with deaths_held_back():
+    with sigchld_blocked():
         return iter(loader)
 
 

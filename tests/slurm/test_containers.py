@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.containers import Bind, Housing, Inside, house, identity_of
+from ddp_hpc.containers import Bind, CommandWrapper, ContainerSetup, command_wrapper, identity_of
 from ddp_hpc.records import read_attempts
 from tests.slurm import apptainer
 from tests.slurm.apptainer import PYTHON_INSIDE, Apptainer, NoApptainerError
@@ -174,7 +174,7 @@ def hostile(chance: random.Random, *, but_for: str = "") -> str:
     return "".join(chance.choices(pieces, k=chance.randint(1, 12)))
 
 
-def run_inside(housing: Housing, code: str, *args: str, environ: dict[str, str]) -> Any:
+def run_inside(housing: CommandWrapper, code: str, *args: str, environ: dict[str, str]) -> Any:
     """Run Python inside as an ordinary user, on this machine."""
     user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups"]
     argv = [*user, *housing.command, "-c", code, *args]
@@ -184,25 +184,25 @@ def run_inside(housing: Housing, code: str, *args: str, environ: dict[str, str])
 
 
 @pytest.fixture
-def house_here(program: Apptainer, images: dict[str, Path]) -> Callable[..., Housing]:
+def house_here(program: Apptainer, images: dict[str, Path]) -> Callable[..., CommandWrapper]:
     """Return how Python is run in the sandbox with binds, as the supervisor would have it."""
 
-    def make(binds: Sequence[Bind], *, environ: dict[str, str], work_dir: str) -> Housing:
+    def make(binds: Sequence[Bind], *, environ: dict[str, str], work_dir: str) -> CommandWrapper:
         needed = [Bind.parse(text) for text in program.binds.strip("[]").split(", ")]
-        inside = Inside(
+        inside = ContainerSetup(
             image=str(images["sandbox"]),
             binds=(*needed, *binds),
             environ=environ,
             work_dir=work_dir,
             options=("--no-home",),
         )
-        housing = house(inside, "apptainer", PYTHON_INSIDE)
+        housing = command_wrapper(inside, "apptainer", PYTHON_INSIDE)
         return replace(housing, prefix=(str(program.program), *housing.prefix[1:]))
 
     return make
 
 
-def test_hostile_values_arrive_byte_for_byte(house_here: Callable[..., Housing], shared_dir: Path) -> None:
+def test_hostile_values_arrive_byte_for_byte(house_here: Callable[..., CommandWrapper], shared_dir: Path) -> None:
     chance = random.Random(0)
     values = {f"VALUE_{number}": hostile(chance) for number in range(NUM_VALUES)}
     through, set_inside = dict(list(values.items())[: NUM_VALUES // 2]), dict(list(values.items())[NUM_VALUES // 2 :])
@@ -214,7 +214,9 @@ def test_hostile_values_arrive_byte_for_byte(house_here: Callable[..., Housing],
     assert where == str(shared_dir)
 
 
-def test_hostile_paths_are_seen_under_their_own_names(house_here: Callable[..., Housing], shared_dir: Path) -> None:
+def test_hostile_paths_are_seen_under_their_own_names(
+    house_here: Callable[..., CommandWrapper], shared_dir: Path
+) -> None:
     chance = random.Random(1)
     names = list(dict.fromkeys(hostile(chance, but_for="/\n") for _ in range(3 * NUM_PATHS)))
     paths = [shared_dir / name for name in names if name not in {".", ".."}][:NUM_PATHS]

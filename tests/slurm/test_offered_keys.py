@@ -17,7 +17,9 @@ def test_one_run_by_all_keys_that_are_handed_on(cluster: Cluster, login: LoginNo
     login.add_recipe(TRIAL_RECIPE)
     template = login.folder / "mine.j2"
     ours = (ROOT / "sbatch_templates" / "ddp.sbatch.j2").read_text()
-    template.write_text(ours.replace("\nddp_hpc_told=\n", "\necho 'a template of my own'\nddp_hpc_told=\n"))
+    template.write_text(
+        ours.replace("\nddp_hpc_stop_requested=\n", "\necho 'a template of my own'\nddp_hpc_stop_requested=\n")
+    )
     cluster.run("scontrol", "update", "nodename=node2", "availablefeatures=fast", "activefeatures=fast", user="root")
     reserved = ["reservationname=maint", "starttime=now", "duration=60", "users=hpc", "nodes=node2"]
     cluster.run("scontrol", "create", "reservation", *reserved, user="root")

@@ -103,9 +103,9 @@ def test_images_and_binds_are_filled_in_and_what_the_job_reads_is_left_to_it(tmp
     [
         (
             "runs_dir=$NOWHERE/runs",
-            r"`runs_dir` is '\$NOWHERE/runs' \(the command line\), but the variable \$NOWHERE is not",
+            r"`runs_dir` is '\$NOWHERE/runs' \(the command line\), but the environment variable NOWHERE is not",
         ),
-        ("runs_dir=/a$", r"a `\$` names a variable; `\$\$` is a `\$`"),
+        ("runs_dir=/a$", r"a `\$` must be followed by a variable's name. Write `\$\$` for"),
     ],
 )
 def test_a_variable_that_is_not_set_makes_no_directory_of_its_name(word: str, told: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved
-from ddp_hpc.containers import Bind, Inside, house
+from ddp_hpc.containers import Bind, ContainerSetup, command_wrapper
 from ddp_hpc.environment import capture
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.supervisor import _set_variables
@@ -108,9 +108,11 @@ def test_a_secret_reaches_workers_in_an_image_and_stands_on_no_command_line_and_
 @pytest.mark.parametrize("name", ["apptainer", "singularity", "pyxis", "docker"])
 def test_no_runtimes_words_hold_a_value(name: Any) -> None:
     values = {"API_KEY": HOSTILE, "LD_LIBRARY_PATH": "/s3cr3t/too", "UID": "s3cr3t", "PYTHONPATH": "/opt/ddp_hpc"}
-    inside = Inside(image="/i.sif", binds=(Bind("/a", "/b"),), environ=values, work_dir="/w", passed=("API_KEY",))
+    inside = ContainerSetup(
+        image="/i.sif", binds=(Bind("/a", "/b"),), environ=values, work_dir="/w", passed=("API_KEY",)
+    )
 
-    housing = house(inside, name, sys.executable)
+    housing = command_wrapper(inside, name, sys.executable)
     shell = [*housing.prefix[housing.prefix.index("sh") :], sys.executable]
     argv = [*shell, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
     done = subprocess.run(argv, env={"PATH": os.environ["PATH"], **housing.environ}, capture_output=True, check=True)
@@ -123,10 +125,10 @@ def test_no_runtimes_words_hold_a_value(name: Any) -> None:
 
 @pytest.mark.parametrize("word", ["--cleanenv", "-e", "--containall", "-C"])
 def test_a_word_that_keeps_the_environment_out_is_refused(word: str) -> None:
-    inside = Inside(image="/i.sif", binds=(), environ={}, work_dir="/w", options=("--fakeroot", word))
+    inside = ContainerSetup(image="/i.sif", binds=(), environ={}, work_dir="/w", options=("--fakeroot", word))
 
     with pytest.raises(ConfigError, match=f"`container.options` has '{word}'"):
-        house(inside, "apptainer", "python3")
+        command_wrapper(inside, "apptainer", "python3")
 
 
 def test_displays_name_a_secret_and_its_source_without_its_value(

@@ -27,7 +27,7 @@ def test_a_row_tells_a_key_in_words() -> None:
             "train.max_steps",
             "a whole number, or null",
             "null",
-            "Stop after so many optimizer steps, even amid an epoch.",
+            "Stop after this many optimizer steps, even within an epoch.",
         )
     ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.config.yaml_text import LinedDict, dump_value, plain_scalar, read_yaml
+from ddp_hpc.config.yaml_text import DictWithLines, dump_value, plain_scalar, read_yaml
 from ddp_hpc.errors import ConfigError
 
 SCALARS: list[tuple[str, Any]] = [
@@ -70,7 +70,7 @@ def test_merge_keys_are_taken_in_and_own_keys_win() -> None:
 def test_mappings_know_the_lines_of_their_keys() -> None:
     value = read_yaml("a: 1\n\nb:\n  c: 2\n", "t")
 
-    assert isinstance(value, LinedDict)
+    assert isinstance(value, DictWithLines)
     assert value.lines == {"a": 1, "b": 3}
     assert value["b"].lines == {"c": 4}
 
@@ -78,8 +78,8 @@ def test_mappings_know_the_lines_of_their_keys() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: 1\na: 2", r"t\.yaml, line 2, column 1: .*'a' stands on line 1 already"),
-        ("x:\n  a: 1\n  b: 2\n  a: 3", r"line 4, column 3: .*stands on line 2 already"),
+        ("a: 1\na: 2", r"t\.yaml, line 2, column 1: .*'a' is already set on line 1"),
+        ("x:\n  a: 1\n  b: 2\n  a: 3", r"line 4, column 3: .*is already set on line 2"),
         ("a: [1, 2", r"line 1, column 9|line 2, column 1"),
         ("a:\n\tb: 1", r"line 2, column 1"),
         ("a: 1\n---\nb: 2", r"line 2, column 1: .*another document"),
@@ -87,7 +87,7 @@ def test_mappings_know_the_lines_of_their_keys() -> None:
         ("a: !!binary aGk=", r"tag .* is not allowed"),
         ("a: !!int x", r"line 1, column 4"),
         ("a: &x [*x]", r"line 1, column \d+: .*recursive"),
-        ("? [1]\n: 2", r"a key must be a word or a number"),
+        ("? [1]\n: 2", r"a key must be text or a number"),
         ("a: \x07", r"t\.yaml: this is not valid YAML"),
         (b"a: \xff\xfe", r"t\.yaml.*: this is not valid YAML"),
     ],

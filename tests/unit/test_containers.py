@@ -13,10 +13,10 @@ import pytest
 from ddp_hpc import containers
 from ddp_hpc.containers import (
     Bind,
-    Housing,
-    house,
+    CommandWrapper,
+    command_wrapper,
+    container_setup,
     identity_of,
-    inside_of,
     is_address,
     missing_sources,
     sif_architecture,
@@ -41,9 +41,9 @@ def spec(**container: Any) -> RunSpec:
     return RunSpec(name="net", container=ContainerSpec(**known), resources=ResourcesSpec(nodes=2, gpus_per_node=4))
 
 
-def inside(monkeypatch: pytest.MonkeyPatch, one: RunSpec | None = None) -> containers.Inside:
+def inside(monkeypatch: pytest.MonkeyPatch, one: RunSpec | None = None) -> containers.ContainerSetup:
     monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
-    found = inside_of(one or spec(), RUN, import_paths=[CODE], work_dir=WORK_DIR)
+    found = container_setup(one or spec(), RUN, import_paths=[CODE], work_dir=WORK_DIR)
     assert found is not None
     return found
 
@@ -128,7 +128,7 @@ def test_a_command_line_is_the_golden_one(monkeypatch: pytest.MonkeyPatch, runti
         inside(monkeypatch, one), passed=("HOME", "MASTER_ADDR", "NCCL_DEBUG", "PYTHONPATH"), user="1000:100"
     )
 
-    housing = house(found, runtime, "python3")
+    housing = command_wrapper(found, runtime, "python3")
 
     assert (list(housing.srun_args), list(housing.prefix)) == GOLDEN[runtime]
     assert (housing.python, housing.environ) == ("python3", VALUES)
@@ -151,7 +151,7 @@ def test_dockers_images_are_names_even_where_a_file_is_called_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    found = inside_of(
+    found = container_setup(
         spec(runtime="docker", image="torch:1"), RUN, import_paths=[], work_dir=WORK_DIR, environ={"A": "1"}
     )
 
@@ -172,7 +172,7 @@ def test_the_runs_own_variables_are_set_inside_over_the_images(monkeypatch: pyte
 
 @pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
 def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
-    housing = Housing(python="/opt/python", prefix=("runtime", "image"), srun_args=("--of-the-runtime",))
+    housing = CommandWrapper(python="/opt/python", prefix=("runtime", "image"), srun_args=("--of-the-runtime",))
     start = Start(spec=spec(), run=RUN, attempt=0, meeting=Meeting("10.0.0.1", 29500), housing=housing)
 
     argv = step_of_agents(spec(), RUN, housing) if launcher == "agent" else STEPS[launcher](start)
@@ -186,7 +186,7 @@ def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
 def test_without_an_image_everything_is_as_it_was() -> None:
     bare = RunSpec(name="net")
 
-    assert inside_of(bare, RUN, import_paths=[], work_dir=WORK_DIR) is None
+    assert container_setup(bare, RUN, import_paths=[], work_dir=WORK_DIR) is None
     assert housing_of(bare, RUN, [], {}) == containers.BARE
     assert agent_argv(bare, RUN)[0] == sys.executable
 
@@ -200,7 +200,7 @@ def test_the_driver_comes_in_where_gpus_are_asked_for(
 ) -> None:
     one = replace(spec(gpus=gpus), resources=ResourcesSpec(gpus_per_node=asked))
 
-    words = house(inside(monkeypatch, one), "apptainer", "python3").prefix
+    words = command_wrapper(inside(monkeypatch, one), "apptainer", "python3").prefix
 
     assert [word for word in words if word in {"--nv", "--rocm"}] == flags
 
@@ -231,7 +231,7 @@ def test_the_weights_to_begin_with_are_seen_inside(monkeypatch: pytest.MonkeyPat
     one = replace(spec(), runs_dir=str(runs), train=TrainSpec(init_from=text))
     monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
 
-    found = inside_of(one, RunDir(one.path), import_paths=[], work_dir=work_dir)
+    found = container_setup(one, RunDir(one.path), import_paths=[], work_dir=work_dir)
 
     assert found is not None
     assert Bind(str(place), str(place)) in found.binds
@@ -245,7 +245,7 @@ def test_both_places_that_may_hold_the_weights_are_bound(tmp_path: Path, monkeyp
     one = replace(spec(), runs_dir=str(runs), train=TrainSpec(init_from="pretrained"))
     monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
 
-    found = inside_of(one, RunDir(one.path), import_paths=[], work_dir=work_dir)
+    found = container_setup(one, RunDir(one.path), import_paths=[], work_dir=work_dir)
 
     assert found is not None
     assert {str(runs / "pretrained"), str(work_dir)} <= {bind.source for bind in found.binds}
@@ -265,7 +265,7 @@ def test_what_lies_in_a_bound_path_is_not_bound_again(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("text", ["data", "/a:b", "/a:/b:rx", "/a:/b:ro:ro", ""])
 def test_a_bind_that_is_none_is_told_with_the_form(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"a bind is `/SOURCE`, `/SOURCE:/TARGET`"):
+    with pytest.raises(ConfigError, match=r"a bind must be `/SOURCE`, `/SOURCE:/TARGET`"):
         Bind.parse(text)
 
 
@@ -287,7 +287,7 @@ def test_a_path_that_pyxis_would_misread_is_refused(monkeypatch: pytest.MonkeyPa
     found = replace(inside(monkeypatch), binds=(Bind(path, path),))
 
     with pytest.raises(ConfigError, match="pyxis cannot mount"):
-        house(found, "pyxis", "python3")
+        command_wrapper(found, "pyxis", "python3")
 
 
 # --- looked at before it is used -------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def test_a_job_takes_the_runtime_that_is_there(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_job_without_the_runtime_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"needs apptainer or singularity, .* Load its module, in a job by `slurm.setup`"
+        ConfigError, match=r"needs apptainer or singularity, .* Load its module \(in a job, with `slurm.modules`\)"
     ):
         housing_of(spec(image=str(tmp_path)), RunDir(tmp_path), [], {"PATH": str(tmp_path)})
 

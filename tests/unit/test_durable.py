@@ -85,7 +85,9 @@ def test_an_output_that_is_a_link_stays_one(target: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("output", "told"), [(".", "that is a directory"), ("nowhere/out", "there is no directory")], ids=["is", "is none"]
+    ("output", "told"),
+    [(".", "that is a directory"), ("nowhere/out", "does not exist. Create it first")],
+    ids=["is", "is none"],
 )
 def test_an_output_that_cannot_be_a_file_is_refused(output: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=told), output_at(tmp_path / output):

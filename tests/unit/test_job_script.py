@@ -104,7 +104,7 @@ def test_a_script_that_is_told_to_leave_goes_on_and_passes_it_on(
     done = subprocess.run(["bash", "-c", made], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stderr) == (code, "")
-    assert done.stdout.endswith("--guarded --told\n" if is_told else "--guarded\n" if code == 0 else "")
+    assert done.stdout.endswith("--guarded --stop-requested\n" if is_told else "--guarded\n" if code == 0 else "")
 
 
 @dataclass
@@ -162,7 +162,7 @@ def test_a_supervisor_that_dies_is_started_again_and_is_given_the_reason(
     ended, said, calls = Guarded(tmp_path, once).see_through()
 
     assert (ended, calls) == (99, ["supervisor", "sleep 1", f"supervisor --after={after}"])
-    assert f"the supervisor ended with code {after}, undecided" in said
+    assert f"the supervisor exited with code {after} before it decided what follows" in said
 
 
 def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_path: Path) -> None:
@@ -176,9 +176,12 @@ def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_pa
     assert first[2].count("supervisor --after=137") == len(exit_codes.GUARD_PAUSES_S)
     assert first[2][-1] == "scontrol requeue 7"
     assert not any(call.startswith("scontrol") for call in second[2])
-    assert "nor in the one before: the run ends" in second[1]
-    assert "the supervisor ended with code 137, undecided; another one starts in 60 s" in first[1]
-    assert "undecided, too often: no other one starts on this node" in first[1]
+    assert "nor in the one before, so the run ends" in second[1]
+    assert (
+        "the supervisor exited with code 137 before it decided what follows; the job starts it again in 60 s"
+        in first[1]
+    )
+    assert "so the job does not start it again on this node" in first[1]
 
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGUSR2, "USR2"), (signal.SIGTERM, "TERM")])
@@ -196,7 +199,9 @@ def test_a_signal_for_the_jobs_shell_reaches_the_supervisor_and_the_next_one(
         "os.kill(os.getpid(), 9)\n"
     )
     (tmp_path / "listener.py").write_text(python)
-    guarded = Guarded(tmp_path, f'[[ "$*" == *--told* ]] && exit 99\nexec {sys.executable} {tmp_path}/listener.py')
+    guarded = Guarded(
+        tmp_path, f'[[ "$*" == *--stop-requested* ]] && exit 99\nexec {sys.executable} {tmp_path}/listener.py'
+    )
     process = guarded.start()
     while not (guarded.calls.exists() and "listens" in guarded.calls.read_text()):
         assert process.poll() is None
@@ -207,7 +212,7 @@ def test_a_signal_for_the_jobs_shell_reaches_the_supervisor_and_the_next_one(
 
     assert process.returncode == 99
     calls = guarded.calls.read_text().splitlines()
-    assert calls == ["supervisor", "listens", f"SIG{word}", "sleep 1", "supervisor --told --after=137"]
+    assert calls == ["supervisor", "listens", f"SIG{word}", "sleep 1", "supervisor --stop-requested --after=137"]
 
 
 @pytest.mark.parametrize(("has", "code"), [("cuda/12.4", 0), ("cuda/11.0", 2)])
@@ -219,7 +224,7 @@ def test_a_module_that_is_not_there_ends_the_job_with_its_name(has: str, code: i
     done = subprocess.run(["bash", "-c", f"{function}\n{modules}"], capture_output=True, text=True, check=False)
 
     assert done.returncode == code
-    assert ("does not have: cuda/12.4" in done.stderr) is (code == 2)
+    assert ("slurm.modules (module avail lists the valid ones): cuda/12.4" in done.stderr) is (code == 2)
 
 
 def test_a_node_without_modules_is_told_apart_from_a_module_that_is_missing() -> None:
@@ -235,7 +240,7 @@ def test_a_node_without_modules_is_told_apart_from_a_module_that_is_missing() ->
     )
 
     assert done.returncode == 2
-    assert "has no command module" in done.stderr
+    assert "has no module command" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -275,7 +280,7 @@ def test_a_flag_that_is_none_is_refused(flag: str) -> None:
 
 @pytest.mark.parametrize("flag", ["clusters", "M"])
 def test_a_job_for_another_cluster_is_refused_for_nobody_would_find_it(flag: str) -> None:
-    with pytest.raises(ConfigError, match="Submit it from a login node of that cluster"):
+    with pytest.raises(ConfigError, match="submit the run from a login node of that cluster"):
         SlurmSpec(extra={flag: "other"})
 
 

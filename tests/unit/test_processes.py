@@ -230,7 +230,7 @@ def test_a_process_whose_parent_died_before_it_asked_is_gone_at_once() -> None:
 def test_what_a_parent_had_ignored_is_heard_again_and_not_inherited() -> None:
     script = """
 import os, signal, subprocess, sys
-from ddp_hpc.processes import await_signal, block_awaited_signals, heed_stop_signals, ignore_stop_signals
+from ddp_hpc.processes import await_signal, block_awaited_signals, restore_stop_signals, ignore_stop_signals
 
 def of_a_child():
     told = "import signal; print(signal.getsignal(signal.SIGUSR2).name)"
@@ -240,7 +240,7 @@ ignore_stop_signals()
 before = of_a_child()
 block_awaited_signals()
 os.kill(os.getpid(), signal.SIGUSR2)
-heed_stop_signals()
+restore_stop_signals()
 print(before, await_signal(10.0).name, of_a_child())
 """
 

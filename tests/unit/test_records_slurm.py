@@ -98,11 +98,11 @@ def test_a_second_verdict_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", '{"exit_c', "99"], ids=["empty", "torn", "no object"])
 def test_a_verdict_that_cannot_be_read_is_none_and_goes(text: str, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.verdict(0).parent.mkdir(parents=True)
-    run.verdict(0).write_text(text)
+    run.rank_zero_exit(0).parent.mkdir(parents=True)
+    run.rank_zero_exit(0).write_text(text)
 
     assert take_verdict(run, 0) is None
-    assert not run.verdict(0).exists()
+    assert not run.rank_zero_exit(0).exists()
 
 
 def test_an_attempt_on_slurm_knows_its_nodes_and_its_end(tmp_path: Path) -> None:

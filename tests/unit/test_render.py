@@ -93,7 +93,7 @@ def test_an_option_that_is_set_to_nothing_is_left_out(value: object) -> None:
 def test_what_another_key_sets_is_refused_in_either_spelling(extra: dict[str, Any]) -> None:
     spec = make_spec(slurm={"extra": extra}, time_limit_min=5)
 
-    with pytest.raises(ConfigError, match=r"which another key sets already") as error:
+    with pytest.raises(ConfigError, match=r"another key sets that option already") as error:
         options(spec)
 
     assert f"slurm.extra.{next(iter(extra)).replace('-', '_')}" in str(error.value)
@@ -154,7 +154,7 @@ def test_a_job_that_does_not_see_its_directory_says_so_and_leaves(tmp_path: Path
     done = subprocess.run(["bash", tmp_path / "job.sbatch"], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert "does not see the run's directory or its Python" in done.stderr
+    assert "cannot read the run directory or execute its Python" in done.stderr
 
 
 @pytest.mark.parametrize("before", [None, "/users/own"], ids=["unset", "set"])
@@ -246,7 +246,7 @@ def test_a_broken_template_is_one_error_with_its_file_and_what_is_wrong(text: st
     with pytest.raises(ConfigError) as error:
         script(make_spec(slurm={"template": str(template)}))
 
-    assert str(error.value).startswith(f"The job script's template cannot be used: {template}")
+    assert str(error.value).startswith(f"The job script's template (`slurm.template`) cannot be rendered: {template}")
     assert told in str(error.value)
 
 

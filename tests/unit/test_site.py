@@ -173,25 +173,25 @@ def test_runs_are_looked_for_where_the_profile_keeps_them(user: dict[str, str]) 
 def test_a_run_where_the_site_wants_none_is_refused_with_where_to_go(tmp_path: Path, user: dict[str, str]) -> None:
     write_profile(user, "mine", PARTITIONED)
 
-    with pytest.raises(ConfigError, match=r"wants no runs in .*runs_dir=/scratch/ada/runs"):
+    with pytest.raises(ConfigError, match=r"forbids runs in .*runs_dir=/scratch/ada/runs"):
         resolve(run_file(tmp_path), [f"runs_dir={tmp_path}/runs"], user, site="mine")
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("runs_dir: $NOWHERE/runs", r"\$NOWHERE is not set"),
-        ("runs_dir: /a/$/b", r"`\$\$` is a `\$`"),
+        ("runs_dir: $NOWHERE/runs", r"NOWHERE is not set"),
+        ("runs_dir: /a/$/b", r"Write `\$\$` for"),
         ("site: {host: [a]}", r"`site.host` .*line 1.* Did you mean `site.hosts`"),
         ("site: {hosts: a}", r"`site.hosts` .* must be a list of texts"),
         ("site: {name: a b}", "`site.name`"),
         ("site: 3", "it is a section"),
         ("partitions: [gpu]", "it is a section"),
         ("partitions: {gpu: 4}", r"`partitions.gpu` is 4"),
-        ("partitions: {gpu: {slurm: {partition: cpu}}}", "by which it is chosen"),
+        ("partitions: {gpu: {slurm: {partition: cpu}}}", "selects this section"),
         ("partitions: {gpu: {resources: {gpus: 4}}}", r"`resources.gpus` .*partition gpu|`resources.gpus` "),
         ("train: {lrr: 1}", "Did you mean `train.lr`"),
-        ("- a", "must hold keys and values"),
+        ("- a", "must have keys and values"),
     ],
 )
 def test_what_a_profile_cannot_say_is_named_with_its_place(text: str, told: str, user: dict[str, str]) -> None:
@@ -205,8 +205,8 @@ def test_what_a_profile_cannot_say_is_named_with_its_place(text: str, told: str,
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("env.RANK=0", "a RANK of its own"),
-        ("env.SLURM_JOB_ID=1", "of its own"),
+        ("env.RANK=0", "sets RANK for each worker"),
+        ("env.SLURM_JOB_ID=1", "sets SLURM_JOB_ID"),
         ("env.a-b=1", "letters, digits and `_`"),
     ],
 )
@@ -254,9 +254,11 @@ def test_what_an_example_makes_of_a_run_is_the_golden_text(
     spec = resolve(tmp_path / "net.yaml", settings, {**user, "SCRATCH": "/scratch/ada"}, site=path.stem).spec
     run = RunDir(spec.path)
     script = render(JobScript(spec=spec, run=run, chdir=Path("/home/ada"), python="/venv/bin/python"))
-    inside = containers.inside_of(spec, run, import_paths=[], work_dir=Path("/home/ada"))
+    inside = containers.container_setup(spec, run, import_paths=[], work_dir=Path("/home/ada"))
     assert inside is not None
-    housing = containers.house(inside, containers.find_runtime(spec, {"PATH": str(runtimes(tmp_path))}), "python3")
+    housing = containers.command_wrapper(
+        inside, containers.find_runtime(spec, {"PATH": str(runtimes(tmp_path))}), "python3"
+    )
     made = [
         " ".join(step_of_agents(spec, run, housing)),
         *(f"{name}={value}" for name, value in spec.environ.items()),
@@ -396,7 +398,7 @@ def test_show_says_which_profile_counts_here_and_what_it_says(
     assert main(["site", "show"]) == 0
     told = capsys.readouterr().out
     assert str(path) in told
-    assert "is '*'" in told
+    assert "`site.hosts` has '*'" in told
     assert main(["site", "show", "mine", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["partitions"]["gpu"]["resources.gpus_per_node"] == 4

@@ -53,7 +53,7 @@ def test_a_disk_without_room_for_an_attempt_is_told_in_a_line(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(("words", "heard"), [([], "None"), (["--told"], "SIGUSR2")])
+@pytest.mark.parametrize(("words", "heard"), [([], "None"), (["--stop-requested"], "SIGUSR2"), (["--told"], "SIGUSR2")])
 def test_a_supervisor_that_was_told_before_it_could_listen_hears_it(
     tmp_path: Path, words: list[str], heard: str
 ) -> None:
