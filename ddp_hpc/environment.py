@@ -141,7 +141,10 @@ def read_environment(run: RunDir, attempt: int) -> Environment:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Environment)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"The recorded environment {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"The file {path}, which records an attempt's environment, cannot be read: {error}. Check its permissions, or "
+            "delete it if it is damaged."
+        ) from error
 
 
 def differences(old: Environment, new: Environment) -> Iterator[str]:

@@ -68,7 +68,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 
     content = read_yaml(_read_bytes(path), str(path))
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{path} has {content!r:.60}, but it must have keys and values, such as `seed: 1`.")
+        raise ConfigError(f"The file {path} has {content!r:.60}, but it must have keys and values, such as `seed: 1`.")
     return content or {}
 
 

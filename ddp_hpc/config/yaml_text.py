@@ -92,7 +92,9 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> DictWithLines:
 
 
 def _refuse_tag(_: Any, node: yaml.Node) -> NoReturn:
-    raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag!r} is not allowed here", node.start_mark)
+    raise yaml.constructor.ConstructorError(
+        None, None, f"the tag {node.tag!r} is not supported; remove it", node.start_mark
+    )
 
 
 def _construct_key(loader: Any, node: yaml.Node) -> Any:

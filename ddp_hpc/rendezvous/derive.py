@@ -50,7 +50,8 @@ def _process(allocation: Allocation | None) -> str:
     if step is not None:
         where = f"on node {step.node_rank} of {step.num_nodes}"
         return f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
-    return f"{allocation.process_kind} of job {allocation.job_id}: all tasks get what it exports"
+    where = "a node" if allocation.process_kind == "shell on a node" else "a host that is not in the job"
+    return f"shell of job {allocation.job_id}, on {where}: all tasks get what it exports"
 
 
 def _ranks(allocation: Allocation | None) -> dict[str, Fact]:
@@ -94,7 +95,7 @@ def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact
     if allocation is not None and allocation.step is None and allocation.node_names != (allocation.node_name,):
         return Fact(rule="interface names may differ between nodes: each task finds its own")
     if address.value is None:
-        return Fact(rule="rank zero's address is not known")
+        return Fact(rule="rank zero's address is not known; see MASTER_ADDR")
     numeric = _numeric(address.value, host)
     return (
         host.interface_towards(numeric)

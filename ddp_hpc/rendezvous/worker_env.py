@@ -109,12 +109,16 @@ def library_variables(threads: Fact) -> dict[str, Fact]:
             rule="cuBLAS needs it for `train.deterministic`, and reads it when it is loaded",
         ),
         "PYTORCH_NVML_BASED_CUDA_CHECK": Fact(
-            value="1", source=OURS, rule="a check for GPUs must not initialise CUDA before the agent forks workers"
+            value="1",
+            source=OURS,
+            rule="PyTorch then checks for GPUs without CUDA, which must not be initialised before the agent forks workers",
         ),
         # PyTorch's store resolves the name of every peer (getnameinfo in c10d's socket.cpp). If reverse DNS is broken, that
         # takes ten seconds for each process. One try of one second is the least that resolv.conf(5) allows.
         "RES_OPTIONS": Fact(
-            value="timeout:1 attempts:1", source=OURS, rule="a broken reverse DNS must not delay the start"
+            value="timeout:1 attempts:1",
+            source=OURS,
+            rule="keeps name lookups short, so that a broken reverse DNS does not delay the start",
         ),
     }
 
@@ -166,7 +170,7 @@ def ranks_by_shape(*, node_rank: int, num_nodes: int, num_workers: int, local_ra
         (node_rank * num_workers + local_rank, "ranks count the workers node by node"),
         (local_rank, "the worker's number on its node"),
         (num_nodes * num_workers, f"nodes: {num_nodes}, workers on each: {num_workers}"),
-        (num_workers, "every node has as many workers"),
+        (num_workers, "every node has this many workers"),
         (node_rank, "the node's number"),
     )
     return _ranks((str(number), OURS, rule) for number, rule in rows)
@@ -204,7 +208,7 @@ def ranks_of_shell(allocation: Allocation) -> dict[str, Fact]:
     by_task = (None, UNKNOWN, "each task of a step has its own; a shell has none")
     world = (str(sum(tasks)), source, f"all tasks of the job: {listed}; right for a step that has them all")
     local = (
-        (str(tasks[0]), source, "every node has as many workers")
+        (str(tasks[0]), source, "every node has this many workers")
         if is_even
         else (None, UNKNOWN, f"the nodes have different numbers of tasks: {listed}")
     )

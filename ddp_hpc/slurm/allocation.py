@@ -201,8 +201,8 @@ def shape_problem(allocation: Allocation, *, num_nodes: int, tasks_per_node: int
     fewest = min(allocation.tasks_per_node)
     if fewest < tasks_per_node:
         return (
-            f"The run needs {tasks_per_node} workers on each node, but job {allocation.job_id} has room for {fewest} tasks on "
-            "one of them. "
+            f"The run needs {tasks_per_node} workers on each node, but job {allocation.job_id} has a node with room for only "
+            f"{fewest}. "
             f"Submit the run again with `ddp-hpc submit`, or start a job with `--ntasks-per-node={tasks_per_node}`."
         )
     return None

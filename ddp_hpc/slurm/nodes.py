@@ -25,9 +25,10 @@ class Exclusions:
         """Why the job may use nodes that failed before; empty if there are none."""
         if not self.allowed:
             return ""
+        pronoun = "it" if len(self.allowed) == 1 else "them"
         return (
-            f"{', '.join(self.allowed)} failed before, but the job may use them: "
-            f"only {self.num_others} other nodes take jobs"
+            f"{', '.join(self.allowed)} failed before, but the job may still use {pronoun}: "
+            f"the other nodes that take jobs ({self.num_others}) are too few"
         )
 
 

@@ -33,7 +33,7 @@ def test_slurm_without_sbatch_is_one_error_that_says_what_to_do(here: Path, caps
     assert main(["submit", "run.yaml", "--cluster", "slurm"]) == 2
 
     told = capsys.readouterr().err
-    assert told.startswith("error: Slurm was asked for, but there is no `sbatch` on PATH here.")
+    assert told.startswith("error: ddp-hpc needs Slurm's `sbatch`, but PATH on this host has none.")
     assert "--cluster local" in told
     assert told.count("\n") == 1
     assert not (here / "runs").exists()

@@ -94,8 +94,8 @@ def test_a_dry_run_for_this_machine_prints_no_script(capsys: pytest.CaptureFixtu
     [
         (["slurm.comment=a\nb"], "`slurm.comment` is 'a\\nb', but it must be one line"),
         (["slurm.extra.nodes=3"], "`slurm.extra.nodes` sets `--nodes`, another key sets that option already"),
-        (["slurm.template=nowhere.j2"], "The job script's template cannot be used: nowhere.j2"),
-        (["slurm.signal_lead_s=70000"], "must lie between 1 and 65535"),
+        (["slurm.template=nowhere.j2"], "The job script's template (`slurm.template`) cannot be rendered: nowhere.j2"),
+        (["slurm.signal_lead_s=70000"], "must be between 1 and 65535"),
     ],
 )
 @pytest.mark.parametrize("more", [["--dry-run"], []], ids=["dry", "wet"])
@@ -165,7 +165,7 @@ def test_a_script_that_cannot_be_where_it_is_asked_for_is_refused_before_anythin
 ) -> None:
     assert main(["render", "run.yaml", "-o", "bin"]) == 2
 
-    assert "The output is 'bin', but that is a directory" in capsys.readouterr().err
+    assert "The output file is 'bin', but that is a directory" in capsys.readouterr().err
     assert not (slurm / "runs").exists()
 
 

@@ -90,7 +90,10 @@ def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
         (["run.yaml", "--trian.lr=1"], "Did you mean `train.lr`?"),
         (["run.yaml", "lr"], "'lr' is not a setting. Write KEY=VALUE"),
         (["train.lr=1"], "name the configuration file too"),
-        (["run.yaml", "train.global_batch_size=7", "resources.workers_per_node=2"], "Choose a multiple of 2: 6 or 8"),
+        (
+            ["run.yaml", "train.global_batch_size=7", "resources.workers_per_node=2"],
+            "need a multiple of 2. Set `train.global_batch_size` to 6 or 8",
+        ),
         (["run.yaml", "train.sync_batch_norm=true", "resources.workers_per_node=2"], "on GPUs only"),
         (["run.yaml", "runs_dir=/proc/nowhere"], "cannot be written"),
         (["run.yaml", "recipe.target=no_such_module:build"], "no_such_module"),

@@ -105,7 +105,7 @@ def test_a_run_whose_reads_fail_now_and_then_goes_on_where_it_was(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr + said
     assert "(INJECTED)" in (tmp_path / "strace.txt").read_text()
     assert f"resumed at step {STEPS[-1]} of 40" in said
-    assert re.search(r"Input/output error: '.*shard-00000-of-00001.safetensors'\)\. It is tried again for 60 s", said)
+    assert re.search(r"Input/output error: '.*shard-00000-of-00001.safetensors'\)\. Trying again for 60 s", said)
     assert list(run.checkpoints.glob("*.corrupt-*")) == []
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines() if '"train"' in line]
     assert steps == list(range(1, 41))
@@ -291,7 +291,7 @@ def test_a_look_without_an_answer_asks_nobody_to_stop_and_ousts_nobody(caplog: p
     assert read_failures(UNKNOWABLE, 0) == []
     told = [record.getMessage() for record in caplog.records if str(UNKNOWABLE.stop_request) in record.getMessage()]
     assert len(told) == 1
-    assert told[0].endswith("It is looked at again.")
+    assert told[0].endswith("Trying again.")
 
 
 def test_a_supervisor_goes_on_where_the_first_sign_of_the_workers_cannot_be_looked_at() -> None:

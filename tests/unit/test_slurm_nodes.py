@@ -30,7 +30,10 @@ def test_nodes_are_spared_as_far_as_others_can_take_their_place(slurm: FakeSlurm
     assert nodes_to_exclude(["node1"], spec, slurm.environ) == Exclusions(("node1",), (), 2)
     both = nodes_to_exclude(["node1", "node2"], spec, slurm.environ)
     assert both == Exclusions(("node1",), ("node2",), 1)
-    assert both.detail == "node2 failed before, but the job may use them: only 1 other nodes take jobs"
+    assert (
+        both.detail
+        == "node2 failed before, but the job may still use it: the other nodes that take jobs (1) are too few"
+    )
 
 
 def test_nodes_that_the_user_leaves_out_take_nobodys_place(slurm: FakeSlurm) -> None:

@@ -35,7 +35,7 @@ from tests.unit.held_signals import signals_held_back
 from tests.unit.made_network import task
 from tests.unit.test_agent import await_news
 
-NO_ROUTE = Fact(rule="no route leads to 10.0.0.1")
+NO_ROUTE = Fact(rule="this node has no route to 10.0.0.1")
 IB0 = Fact(value="ib0", source="routing table", rule="the interface of this node on the route to 10.0.0.1")
 ALL_NAMES = {
     *RANKS, "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS",
@@ -55,7 +55,7 @@ ROWS = [
     ("RANK", "3", "ddp-hpc", "ranks count the workers node by node"),
     ("LOCAL_RANK", "1", "ddp-hpc", "the worker's number on its node"),
     ("WORLD_SIZE", "6", "ddp-hpc", "nodes: 3, workers on each: 2"),
-    ("LOCAL_WORLD_SIZE", "2", "ddp-hpc", "every node has as many workers"),
+    ("LOCAL_WORLD_SIZE", "2", "ddp-hpc", "every node has this many workers"),
     ("NODE_RANK", "1", "ddp-hpc", "the node's number"),
     ("MASTER_ADDR", "10.0.0.1", "supervisor", "the line `ranks meet at` in the job's log"),
     ("MASTER_PORT", "29500", "supervisor", "the line `ranks meet at` in the job's log"),
@@ -63,7 +63,7 @@ ROWS = [
     ("GLOO_SOCKET_IFNAME", "ib0", "routing table", "the interface of this node on the route"),
     ("OMP_NUM_THREADS", "4", "Slurm", "CPUs here: 8, workers: 2"),
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "ddp-hpc", "train.deterministic"),
-    ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", "ddp-hpc", "must not initialise CUDA"),
+    ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", "ddp-hpc", "must not be initialised before"),
     ("RES_OPTIONS", "timeout:1 attempts:1", "ddp-hpc", "reverse DNS"),
     ("PYTHONPATH", "/run/snapshot", "ddp-hpc", "the user's code"),
 ]
