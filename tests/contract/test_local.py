@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from ddp_hpc.submission import local
 from tests.contract.suite import BackendContract
 from tests.contract.test_memory import InThisProcess
 
@@ -11,5 +14,7 @@ from tests.contract.test_memory import InThisProcess
 class TestLocal(BackendContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def bench(cls, tmp_path_factory: pytest.TempPathFactory) -> InThisProcess:
-        return InThisProcess("local", tmp_path_factory.mktemp("local"), "resources.nodes=2")
+    def bench(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThisProcess]:
+        yield InThisProcess("local", tmp_path_factory.mktemp("local"), "resources.nodes=2")
+        for guardian in local._guardians:
+            guardian.wait(timeout=60)
