@@ -123,7 +123,9 @@ class Backend(Protocol):
         """
 
     def cancel(self, run: RunDir, environ: Mapping[str, str]) -> str:
-        """End the run at once, without a checkpoint; return what to tell the user.
+        """End the run without waiting for a checkpoint; return what to tell the user.
+
+        Where a scheduler sends a signal before it kills, ranks that agree on a step in time commit it all the same.
 
         Raises:
             ConfigError: where there is nothing to cancel.

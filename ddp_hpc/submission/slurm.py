@@ -382,6 +382,9 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     """Take the run's job out of Slurm, whether it waits or runs; return what to tell the user.
 
+    Slurm sends SIGTERM, and SIGKILL after the cluster's KillWait (30 s, usually): ranks that agree on a step in that time
+    commit it, and the attempt counts as cancelled all the same.
+
     Raises:
         ConfigError: where it has no job.
     """

@@ -32,6 +32,8 @@ def _registered() -> Iterator[None]:
 class InThisProcess:
     """Calls a back end here."""
 
+    may_commit_when_cancelled = False
+
     def __init__(self, backend: str, folder: Path, refused: str) -> None:
         self.backend, self.folder, self.refused = backend, furnished(folder), refused
 

@@ -22,6 +22,7 @@ class OnLoginNode:
 
     backend = "slurm"
     refused = "slurm.extra.nodes=3"
+    may_commit_when_cancelled = True  # scancel sends SIGTERM, and SIGKILL after the cluster's KillWait
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
