@@ -41,9 +41,9 @@ def claim(run: RunDir, attempt: int) -> list[str]:
     raise FencedError(f"Attempt {attempt} of {run.name} has been begun by another job, so this one gives way.")
 
 
-def next_attempt(run: RunDir) -> int:
+def next_attempt(run: RunDir, ledger: Ledger | None = None) -> int:
     """Return one more than any before; one that was killed before it wrote into the ledger has only its claim."""
-    return 1 + max([Ledger.read(run).newest_number, *claims(run)])
+    return 1 + max([(ledger or Ledger.read(run)).newest_number, *claims(run)])
 
 
 def _oust_older(run: RunDir, attempt: int) -> list[str]:

@@ -117,7 +117,9 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         code = takeover.take_over(run, allocation, os.environ, death)
         if code is not None:
             return code
-    word = _users_word(run, allocation)
+    queued = read_queued_job(run)
+    attempts = since_submission(Ledger.read(run), queued)
+    word = _users_word(run, allocation, queued, is_back=bool(attempts))
     if arguments.after is None or word is not None:  # what the dead supervisor was asked holds for this one
         run.stop_request.unlink(missing_ok=True)
     if word is not None:
@@ -136,7 +138,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
     try:
         housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
     except ConfigError as error:
-        if allocation is not None and has_trained(_attempts(run)):
+        if allocation is not None and has_trained(attempts):
             return _leave_node(assignment, error)
         _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
         raise
@@ -205,23 +207,16 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
     return []
 
 
-def _users_word(run: RunDir, allocation: Allocation | None) -> Cause | None:
+def _users_word(run: RunDir, allocation: Allocation | None, queued: QueuedJob | None, *, is_back: bool) -> Cause | None:
     """Return what the user has said of a run while its job was on the way back; Slurm may requeue what is cancelled.
 
     A word from before the user's own newest submission is not for this job.
     """
-    noted = read_queued_job(run)
-    if allocation is None or noted is None or noted.job_id != allocation.job_id:
+    if allocation is None or queued is None or queued.job_id != allocation.job_id:
         return None
-    if noted.cancelled_at is not None:
+    if queued.cancelled_at is not None:
         return Cause.CANCELLED
-    is_back = bool(since_submission(Ledger.read(run), noted))
     return Cause.STOP_ASKED if is_back and read_stop_request(run) == "end" else None
-
-
-def _attempts(run: RunDir) -> Sequence[Attempt]:
-    """Return the attempts of the user's newest submission."""
-    return since_submission(Ledger.read(run), read_queued_job(run))
 
 
 def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, reason: str, exit_code: int) -> None:
@@ -315,13 +310,14 @@ def _begin(assignment: Assignment, image: str) -> int:
         FencedError: where somebody else has claimed it.
     """
     run, allocation = assignment.run, assignment.allocation
-    attempt = ownership.next_attempt(run)
+    ledger = Ledger.read(run)
+    attempt = ownership.next_attempt(run, ledger)
     for name in ownership.claim(run, attempt):
         sys.stderr.write(f"note: removed {name}, which a killed writer left\n")
     write_rendezvous_token(run, attempt)
     if read_stop_request(run) is None:
         run.stop_request.unlink(missing_ok=True)  # the supervisor's own, of the attempt before
-    first_step = predecessors.newest_step(run, Ledger.read(run))
+    first_step = predecessors.newest_step(run, ledger)
     job_id = _job_id(allocation)
     facts = _facts(allocation)
     record_start(run, attempt=attempt, job_id=job_id, job=facts, first_step=first_step, image=image)
@@ -363,16 +359,19 @@ def _note_job(run: RunDir, job_id: str, attempt: int) -> None:
 def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outcome:
     """Start the workers where the ranks can meet, and see them through; go on to the next port where one is taken."""
     try:
+        ledger = Ledger.read(assignment.run)
+        begun = ledger.attempt(attempt)
+        assert begun is not None  # noqa: S101  its start has just been written
         if not assignment.is_for_slurm:
-            return _watch_over(assignment, workers, attempt, None)
+            return _watch_over(assignment, workers, begun, None)
         allocation = _fitting(assignment)
-        avoided = predecessors.nodes_to_avoid(assignment, Ledger.read(assignment.run))
+        avoided = predecessors.nodes_to_avoid(assignment, ledger)
         if avoided:
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
         preferred = assignment.spec.network.interfaces
         for meeting in meetings(allocation, attempt=attempt, environ=assignment.environ, preferred=preferred):
-            outcome = _watch_over(assignment, workers, attempt, meeting)
+            outcome = _watch_over(assignment, workers, begun, meeting)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
             sys.stderr.write(f"note: {meeting.endpoint} is taken; the ranks meet at another port\n")
@@ -402,10 +401,10 @@ def _fitting(assignment: Assignment) -> Allocation:
     return allocation
 
 
-def _watch_over(assignment: Assignment, workers: Workers, attempt: int, meeting: Meeting | None) -> Outcome:
+def _watch_over(assignment: Assignment, workers: Workers, begun: Attempt, meeting: Meeting | None) -> Outcome:
     """Let the workers work; tell them to stop, or end them, when it is time."""
-    vigil = _vigil(assignment, attempt)
-    workers.begin(attempt, meeting)
+    vigil = _vigil(assignment, begun)
+    workers.begin(begun.attempt, meeting)
     while (code := workers.news()) is None:
         number = processes.await_signal(min(vigil.patience_s(time.time()), workers.patience_s()))
         match vigil.look(number, time.time()):
@@ -441,11 +440,10 @@ def _is_preempted(assignment: Assignment) -> bool:
     return job is not None and job.preempted_at is not None
 
 
-def _vigil(assignment: Assignment, attempt: int) -> Vigil:
-    run, spec, allocation = assignment.run, assignment.spec, assignment.allocation
-    begun = Ledger.read(run).attempt(attempt)
+def _vigil(assignment: Assignment, begun: Attempt) -> Vigil:
+    run, spec, allocation, attempt = assignment.run, assignment.spec, assignment.allocation, begun.attempt
     return Vigil(
-        ends_at=begun.ends_at if begun else None,
+        ends_at=begun.ends_at,
         lead_s=spec.slurm.signal_lead_s,
         hang_timeout_s=spec.restart.hang_timeout_s,
         signs_of_life=(run.progress, run.rank_log(attempt, 0), run.allowance(attempt)),
