@@ -38,7 +38,7 @@ from benchmarks import gpu_loops
 from benchmarks.rounds import surroundings
 from ddp_hpc import checkpoint_store, processes
 from ddp_hpc.durable import read_json_lines
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recipes import image_classification
@@ -168,7 +168,7 @@ def _kill_after_next_commit(run: RunDir, kind: str) -> None:
     while checkpoint_store.committed_steps(run)[-1:] == before:
         assert time.monotonic() < deadline, f"{run.name} committed nothing in {PATIENCE_S} s"
         time.sleep(0.002)
-    (agent,) = psutil.Process(read_attempts(run)[-1].pid).children()
+    (agent,) = psutil.Process(Ledger.read(run).attempts[-1].pid).children()
     (agent if kind == "agent" else agent.children()[0]).kill()
     while processes.is_locked(run.lock):
         assert time.monotonic() < deadline, f"{run.name} lives on after its {kind} was killed"

@@ -13,11 +13,9 @@ from typing import Any, Literal
 
 from ddp_hpc.durable import make_directories, read_json, replace_text
 from ddp_hpc.errors import UnreadableError
-from ddp_hpc.ledger import Attempt, Cause, Cluster, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.ledger import Attempt, Cluster, Ledger
 from ddp_hpc.patience import known, patiently
 from ddp_hpc.run_dir import RunDir
-
-__all__ = ["Attempt", "Cause", "Cluster", "End", "Ending", "JobFacts", "Next", "record_end", "record_start"]
 
 _VERDICT_PATIENCE_S = 10.0
 """How long a supervisor waits for the file system to say how the workers ended: the job may have to leave soon."""
@@ -27,21 +25,6 @@ def newest_committed(run: RunDir, ledger: Ledger | None = None) -> int:
     """Return the newest step that the run's records say a checkpoint was committed of; 0 where they know of none."""
     progress, ledger = read_progress(run), ledger or Ledger.read(run)
     return max(ledger.newest_committed, progress.last_checkpoint or 0 if progress else 0)
-
-
-def read_attempts(run: RunDir) -> list[Attempt]:
-    """Return the attempts of a run, oldest first."""
-    return list(Ledger.read(run).attempts)
-
-
-def newest_attempt(run: RunDir) -> int:
-    """Return the number of the newest attempt in the ledger, or -1 without one."""
-    return Ledger.read(run).newest_number
-
-
-def other_image(attempts: Sequence[Attempt], image: str) -> str:
-    """Return what to say where the run began in another image than this."""
-    return Ledger(attempts).other_image(image)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.checkpoint_store import Manifest, TensorEntry
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.failure_reports import WorkerFailure
-from ddp_hpc.records import Progress, record_end, record_start, write_progress
+from ddp_hpc.ledger import record_end, record_start
+from ddp_hpc.records import Progress, write_progress
 from ddp_hpc.run_dir import RunDir
 
 CONFIG = "name: {name}\n"

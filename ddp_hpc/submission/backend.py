@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.records import Attempt, read_attempts, read_queued_job
+from ddp_hpc.ledger import Attempt, Ledger
+from ddp_hpc.records import read_queued_job
 from ddp_hpc.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) ->
 
 def _names_in_records(run: RunDir) -> Iterator[str]:
     """Yield the back ends that the run's records name, that of the newest start first."""
-    job, newest = read_queued_job(run), next(reversed(read_attempts(run)), None)
+    job, newest = read_queued_job(run), Ledger.read(run).newest
     of_job = [] if job is None else [str(job.backend)]  # whatever a hand has written there
     if job is not None and (newest is None or newest.attempt < job.attempt):
         yield from of_job

@@ -19,7 +19,7 @@ from ddp_hpc.containers import (
     staged_source,
 )
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.records import other_image, read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
@@ -54,7 +54,7 @@ def look_at_image(
     architecture = sif_architecture(Path(inside.image))
     if architecture is not None and architecture != platform.machine():
         yield f"the image is for {architecture}, and this host is {platform.machine()}: right only if the nodes are not"
-    if told := other_image(read_attempts(run), identity_of(inside.image)):
+    if told := Ledger.read(run).other_image(identity_of(inside.image)):
         yield told
 
 

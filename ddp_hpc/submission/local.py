@@ -16,18 +16,9 @@ from typing import Literal
 from ddp_hpc import exit_codes, ownership, processes, rereading
 from ddp_hpc.durable import open_private
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
+from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.patience import known
-from ddp_hpc.records import (
-    Attempt,
-    Cause,
-    End,
-    Ending,
-    ask_to_stop,
-    newest_attempt,
-    read_attempts,
-    read_progress,
-    record_end,
-)
+from ddp_hpc.records import ask_to_stop, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
@@ -123,12 +114,12 @@ def submit(
     refuse_file_in_the_way(run)
     is_new = not run.config.exists()
     if _is_busy(run):
-        return Submission(run, NAME, "running", newest_attempt(run))
+        return Submission(run, NAME, "running", Ledger.read(run).newest_number)
     elsewhere = find_job_elsewhere(run, NAME, environ)
     if elsewhere is not None:
         return elsewhere
     if is_finished(run, spec):
-        return Submission(run, NAME, "finished", newest_attempt(run))
+        return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
     notes = tuple(describe(spec, import_paths=import_paths, environ=environ).notes)
     make_run_dir(run, resolved_text, is_new=is_new)
     attempt = ownership.next_attempt(run)
@@ -146,7 +137,7 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     del environ
     with suppress(OSError):
         if processes.is_locked(run.lock):
-            return Submission(run, NAME, "running", newest_attempt(run))
+            return Submission(run, NAME, "running", Ledger.read(run).newest_number)
     return None
 
 
@@ -156,7 +147,7 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     The caller holds the run's lock on this host.
     """
     del environ
-    newest = next(reversed(read_attempts(run)), None)
+    newest = Ledger.read(run).newest
     here = socket.gethostname()
     if newest is None or newest.cluster != NAME or newest.ending is not None or newest.host == here:
         return None
@@ -183,7 +174,7 @@ def _is_busy(run: RunDir) -> bool:
 
 
 def _patience_s(run: RunDir) -> float:
-    newest = next(reversed(read_attempts(run)), None)
+    newest = Ledger.read(run).newest
     if newest is None:
         return 0.0
     if newest.ending is not None or not newest.lives(socket.gethostname()):
@@ -280,7 +271,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     is_known = False
     deadline = time.monotonic() + VANISH_PATIENCE_S
     while processes.is_locked(run.lock) and time.monotonic() < deadline:
-        newest = next(reversed(read_attempts(run)), None)
+        newest = Ledger.read(run).newest
         if newest is not None:
             is_known = True
             _end_attempt(run, newest)
@@ -311,7 +302,7 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
 
 
 def _newest_since(run: RunDir, attempt: int) -> Attempt | None:
-    newest = next(reversed(read_attempts(run)), None)
+    newest = Ledger.read(run).newest
     return newest if newest is not None and newest.attempt >= attempt else None
 
 

@@ -9,19 +9,8 @@ from dataclasses import replace
 from ddp_hpc import requeue
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
-from ddp_hpc.records import (
-    Attempt,
-    Cause,
-    End,
-    Ending,
-    Next,
-    QueuedJob,
-    newest_committed,
-    read_attempts,
-    read_queued_job,
-    record_end,
-    write_queued_job,
-)
+from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
+from ddp_hpc.records import QueuedJob, newest_committed, read_queued_job, write_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.hostlist import expand_hostlist
@@ -91,7 +80,7 @@ def _nodes_to_let_in(run: RunDir, job: JobRecord, environ: Mapping[str, str]) ->
     if spec.slurm.partition is None:
         spec = replace(spec, slurm=replace(spec.slurm, partition=job.partition or None))
     left_out = {*expand_hostlist(spec.slurm.exclude or ""), *spared_nodes(run, spec, environ).excluded}
-    return {node for attempt in read_attempts(run) for node in attempt.failed_nodes} - left_out
+    return {node for attempt in Ledger.read(run).attempts for node in attempt.failed_nodes} - left_out
 
 
 def hasten_job(
@@ -109,7 +98,7 @@ def hasten_job(
         change = hastening(queued, job, time.time())
         if not change and job.excluded_nodes and job.reason.startswith(_NODES_GONE):
             change = letting_in(job, _nodes_to_let_in(run, job, environ))
-        is_held = is_to_be_released(job, next(reversed(read_attempts(run)), None), is_asked=is_asked)
+        is_held = is_to_be_released(job, Ledger.read(run).newest, is_asked=is_asked)
         if (is_held or change) and not is_asked and load_resolved(run.config).slurm.hasten == "never":
             return False
         if is_held:
@@ -136,13 +125,14 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
     Slurm calls such a job FAILED, and knows it for some minutes more (`MinJobAge`). Deaths without progress are limited, as
     those of a supervisor are: a site's watchdog may kill the shell each time.
     """
-    attempts = [one for one in read_attempts(run) if one.attempt >= queued.since]
-    newest = next(reversed(attempts), None)
+    ledger = Ledger.read(run)
+    attempts = ledger.since(queued.since)
+    newest = attempts[-1] if attempts else None
     if newest is None or newest.ending is not None or newest.job_id != queued.job_id:
         return False
     if states.parse_state(job.state) != "failed" or not job.exit_code.endswith(_KILLED):
         return False
-    num_deaths = requeue.num_without_progress(attempts, newest_committed(run), Cause.UNEXPLAINED)
+    num_deaths = requeue.num_without_progress(attempts, newest_committed(run, ledger), Cause.UNEXPLAINED)
     if num_deaths >= load_resolved(run.config).restart.max_no_progress:
         return False
     # Slurm was asked for a while: meanwhile the user may have cancelled the job, or submitted the run again.
@@ -153,7 +143,7 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
     except (ConfigError, SlurmUnavailableError):
         return False
     # Accounting will call this start REQUEUED, as if somebody had wanted its end. The ledger says how it ended.
-    end = End(cause=Cause.SUPERVISOR_DIED, last_step=newest_committed(run), next=Next.REQUEUE)
+    end = End(cause=Cause.SUPERVISOR_DIED, last_step=newest_committed(run, ledger), next=Next.REQUEUE)
     record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=-9, reason=_SHELL_KILLED, end=end)
     if read_queued_job(run) == queued:
         write_queued_job(run, replace(queued, attempt=newest.attempt + 1, at=time.time()))
@@ -165,5 +155,5 @@ _SHELL_KILLED = "the shell of its job, and the supervisor with it, was killed by
 
 def spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Exclusions:
     """Return the nodes that the run's ledger remembers as failing, as far as the job can do without them."""
-    bad = requeue.bad_nodes(read_attempts(run), spec.restart, now=time.time())
+    bad = requeue.bad_nodes(Ledger.read(run).attempts, spec.restart, now=time.time())
     return nodes_to_exclude(bad, spec, environ)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_hpc import processes
 from ddp_hpc.durable import fsync_path
 from ddp_hpc.errors import ConfigError, RunBusyError
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission.backend import backends_of
 
@@ -87,7 +87,7 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
         raise ConfigError(
             f"{run.path} is a link to {run.path.readlink()}. Name the directory itself, or remove the link."
         )
-    newest = next(reversed(read_attempts(run)), None)
+    newest = Ledger.read(run).newest
     is_over = newest is not None and newest.ending is not None
     lock_fd = processes.take_lock(run.lock, patience_s=VANISH_PATIENCE_S if is_over else 0.0)
     if lock_fd is None:

@@ -16,18 +16,9 @@ from ddp_hpc import ownership, processes, rereading
 from ddp_hpc.containers import PACKAGE_DIR
 from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError, WorkerError
+from ddp_hpc.ledger import Attempt, Ending, Ledger, Next, record_end
 from ddp_hpc.patience import patiently
-from ddp_hpc.records import (
-    Attempt,
-    Ending,
-    QueuedJob,
-    ask_to_stop,
-    newest_attempt,
-    read_attempts,
-    read_queued_job,
-    record_end,
-    write_queued_job,
-)
+from ddp_hpc.records import QueuedJob, ask_to_stop, read_queued_job, write_queued_job
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
@@ -253,7 +244,7 @@ def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submissi
     if there is not None:
         return there
     if is_finished(run, spec):
-        return Submission(run, NAME, "finished", newest_attempt(run))
+        return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
     return None
 
 
@@ -262,7 +253,7 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     job = read_queued_job(run)
     if job is None or job.cancelled_at is not None or not is_alive(job.job_id, environ):
         return None
-    newest = newest_attempt(run)
+    newest = Ledger.read(run).newest_number
     has_begun = newest >= job.attempt
     return Submission(
         run, NAME, "running" if has_begun else "waiting", newest if has_begun else job.attempt, job_id=job.job_id
@@ -290,7 +281,7 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     Raises:
         SlurmUnavailableError: where Slurm does not answer.
     """
-    job, newest = read_queued_job(run), next(reversed(read_attempts(run)), None)
+    job, newest = read_queued_job(run), Ledger.read(run).newest
     if job is None:
         return None
     if client.is_here(environ):
@@ -361,7 +352,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
 
 
 def _last_attempt(run: RunDir, first: int) -> Attempt | None:
-    newest = next(reversed(read_attempts(run)), None)
+    newest = Ledger.read(run).newest
     return newest if newest is not None and newest.attempt >= first and newest.is_last else None
 
 
@@ -399,7 +390,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     except BaseException:
         write_queued_job(run, job)
         raise
-    newest = next(reversed(read_attempts(run)), None)
+    newest = Ledger.read(run).newest
     if newest is not None and newest.job_id == job.job_id and newest.ending is None:
         record_end(run, attempt=newest.attempt, ending=Ending.CANCELLED, exit_code=-9, reason="cancelled by the user")
     return f"Job {job.job_id} of {run.name} was cancelled. Its newest checkpoint stays; submit it again to go on."
@@ -413,8 +404,8 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     """
     del environ
     job = read_queued_job(run)
-    newest = next(reversed(read_attempts(run)), None)
-    is_over = newest is None or (newest.ending is not None and newest.next != "in place")
+    newest = Ledger.read(run).newest
+    is_over = newest is None or (newest.ending is not None and newest.next != Next.IN_PLACE)
     if job is None or newest is None or newest.attempt < job.attempt or is_over:
         raise ConfigError(
             f"{run.name} is not running, so there is nothing to stop. A job that waits is taken out of the queue by "

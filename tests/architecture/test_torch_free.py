@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.config import render_resolved, resolve
-from ddp_hpc.records import record_start
+from ddp_hpc.ledger import record_start
 from ddp_hpc.run_dir import RunDir
 
 HEAVY = {"numpy", "submitit", "torch", "torchvision"}

@@ -15,8 +15,8 @@ import pytest
 from ddp_hpc import processes
 from ddp_hpc.cli import main
 from ddp_hpc.errors import RunBusyError
-from ddp_hpc.ledger import Cause, Ending
-from ddp_hpc.records import End, QueuedJob, record_end, record_start, write_queued_job
+from ddp_hpc.ledger import Cause, End, Ending, record_end, record_start
+from ddp_hpc.records import QueuedJob, write_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission.removal import delete, put_aside
 

@@ -16,7 +16,7 @@ import pytest
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved
 from ddp_hpc.environment import read_environment, write_environment
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import read_status
 
@@ -214,7 +214,7 @@ def test_fresh_starts_a_finished_run_over_and_keeps_what_there_was(here: Path) -
     assert "`--fresh` starts over" in again.stdout
     assert f"what there was of run lies in {here / 'runs/run.old-1'}" in fresh.stdout
     assert (here / "runs/run.old-1/metrics.jsonl").read_bytes() == before
-    assert [entry.attempt for entry in read_attempts(RunDir(here / "runs/run"))] == [0]
+    assert [entry.attempt for entry in Ledger.read(RunDir(here / "runs/run")).attempts] == [0]
 
 
 def test_a_changed_model_is_told_once_with_a_way_on(here: Path) -> None:

@@ -15,18 +15,12 @@ from typing import Literal
 from ddp_hpc import processes
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.ledger import Attempt, End, Ending, Ledger, record_end, record_start
 from ddp_hpc.records import (
-    Attempt,
-    End,
-    Ending,
     Progress,
     QueuedJob,
-    newest_attempt,
     newest_committed,
-    read_attempts,
     read_progress,
-    record_end,
-    record_start,
     write_done,
     write_progress,
     write_queued_job,
@@ -81,9 +75,9 @@ def submit(
         if there is not None:
             return there
         if is_finished(run, spec):
-            return Submission(run, NAME, "finished", newest_attempt(run))
+            return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
         _, notes = prepare(resolved_text, spec, import_paths=import_paths, environ=environ)
-        attempt, first_step = newest_attempt(run) + 1, newest_committed(run)
+        attempt, first_step = Ledger.read(run).newest_number + 1, newest_committed(run)
         record_start(run, attempt=attempt, job_id=str(attempt), first_step=first_step)
         append_json_line(run.attempts, {"attempt": attempt, "cluster": NAME})
         write_queued_job(run, QueuedJob(job_id=str(attempt), attempt=attempt, at=0.0, since=attempt, backend=NAME))
@@ -101,7 +95,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
         _take_steps(run, spec.train.max_steps or 0)
         _end(run, Ending.FINISHED, last_step=spec.train.max_steps)
         write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
-    newest = read_attempts(run)[-1]
+    newest = Ledger.read(run).attempts[-1]
     if newest.attempt < attempt or not newest.is_last:
         raise WorkerError(f"{run.name} is gone.")
     return newest
@@ -133,7 +127,7 @@ def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
     del environ
     if run.path not in _specs:
         return None
-    attempt = newest_attempt(run)
+    attempt = Ledger.read(run).newest_number
     return Submission(run, NAME, "running", attempt, job_id=str(attempt))
 
 
@@ -144,12 +138,12 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
 
 def _end(run: RunDir, ending: Ending, *, last_step: int | None) -> None:
     del _specs[run.path]
-    record_end(run, attempt=newest_attempt(run), ending=ending, exit_code=0, end=End(last_step=last_step))
+    record_end(run, attempt=Ledger.read(run).newest_number, ending=ending, exit_code=0, end=End(last_step=last_step))
     os.close(_held.pop(run.path))
 
 
 def _take_steps(run: RunDir, step: int) -> None:
     progress = Progress(
-        attempt=newest_attempt(run), step=step, total_steps=step, epoch=1, epochs=1, metrics={"loss": 0.5}
+        attempt=Ledger.read(run).newest_number, step=step, total_steps=step, epoch=1, epochs=1, metrics={"loss": 0.5}
     )
     write_progress(run, progress)

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import pytest
 
 from ddp_hpc.checkpoint_store import committed_steps
-from ddp_hpc.records import read_attempts, read_progress
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission.backend import backend_of
 from tests.distributed import trial_recipe
@@ -62,7 +63,7 @@ def await_step(run: RunDir, attempt: int) -> None:
     """Return once the attempt has taken a step."""
     deadline = time.monotonic() + PATIENCE_S
     while (progress := read_progress(run)) is None or progress.attempt < attempt or not progress.step:
-        assert time.monotonic() < deadline, f"no step in {PATIENCE_S} s: {list(read_attempts(run))}"
+        assert time.monotonic() < deadline, f"no step in {PATIENCE_S} s: {list(Ledger.read(run).attempts)}"
         time.sleep(0.2)
 
 
@@ -123,7 +124,7 @@ class BackendContract:
 
         assert (told["error"], told["exit_code"]) == ("ConfigError", 2), told
         assert "`ddp-hpc " in told["message"]
-        assert read_attempts(run_of(bench, "prepared")) == []
+        assert Ledger.read(run_of(bench, "prepared")).attempts == ()
         assert bench.call("find_job", "prepared") == {"value": None}
 
     def test_two_submissions_at_once_make_one_run(self, bench: Bench, life: Life) -> None:
@@ -134,7 +135,7 @@ class BackendContract:
         assert all(
             one.get("exit_code") in {1, 2} or one["value"]["state"] in {"running", "waiting"} for one in others
         ), others
-        assert [attempt.attempt for attempt in read_attempts(run_of(bench, "life"))] == [0, 1]
+        assert [attempt.attempt for attempt in Ledger.read(run_of(bench, "life")).attempts] == [0, 1]
 
     def test_a_run_that_is_there_is_not_started_again_and_may_not_be_deleted(self, bench: Bench, life: Life) -> None:
         there = life.again["value"]
@@ -146,7 +147,7 @@ class BackendContract:
         self, bench: Bench, life: Life
     ) -> None:
         stopped, went_on = life.stopped["value"], life.went_on["value"]
-        second = read_attempts(run_of(bench, "life"))[1]
+        second = Ledger.read(run_of(bench, "life")).attempts[1]
 
         assert (stopped["attempt"], stopped["ending"]) == (0, "stopped")
         assert 0 < stopped["last_step"] < 200
@@ -171,7 +172,7 @@ class BackendContract:
 
         assert "value" in bench.call("cancel", "gone")
 
-        (attempt,) = read_attempts(run)
+        (attempt,) = Ledger.read(run).attempts
         assert (began["is_new"], attempt.ending) == (True, "cancelled")
         assert bench.may_commit_when_cancelled or committed_steps(run) == []
         assert _ended(bench, "gone")

@@ -11,7 +11,7 @@ import pytest
 import ddp_hpc
 from ddp_hpc.cli import main
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission import local, slurm
 from ddp_hpc.submission.backend import BACKENDS, Backend, Place, backend_of, choose_backend, load_backend
@@ -80,7 +80,7 @@ def test_a_line_in_the_table_is_all_that_the_python_interface_needs(tmp_path: Pa
     job.run.console.write_text("hello\nworld\n")
     lines = list(job.logs())
     job.stop()
-    stopped = read_attempts(job.run)[-1].ending
+    stopped = Ledger.read(job.run).attempts[-1].ending
     again = ddp_hpc.submit(spec, cluster="memory")
 
     assert (job.cluster, job.attempt, lines, stopped) == ("memory", 0, ["hello", "world"], "stopped")
@@ -88,7 +88,7 @@ def test_a_line_in_the_table_is_all_that_the_python_interface_needs(tmp_path: Pa
     with pytest.raises(ConfigError, match="ddp-hpc submit"):
         again.stop()
     ddp_hpc.submit(spec, cluster="memory", fresh=True).cancel()
-    assert read_attempts(job.run)[-1].ending == "cancelled"
+    assert Ledger.read(job.run).attempts[-1].ending == "cancelled"
 
 
 def test_a_back_end_of_a_newer_version_is_named_and_never_taken_for_another(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from functools import cached_property
 import psutil
 
 from ddp_hpc import processes
-from ddp_hpc.records import read_attempts, read_progress
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
 from tests.distributed.whole_runs import Workplace, live_processes
 
@@ -115,7 +116,7 @@ def run_trial(workplace: Workplace, case: Case, seed: int) -> Outcome:
 
 
 def _note_resume(run: RunDir, outcome: Outcome) -> None:
-    attempt = read_attempts(run)[-1].attempt
+    attempt = Ledger.read(run).attempts[-1].attempt
     log = run.rank_log(attempt, 0).read_text()
     resumed = [line for line in log.splitlines() if "resumed at step" in line]
     if resumed:

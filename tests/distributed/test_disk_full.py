@@ -17,7 +17,8 @@ import pytest
 from ddp_hpc.checkpoint_store import committed_steps
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.failure_reports import first_failure
-from ddp_hpc.records import Progress, read_attempts, read_progress
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.records import Progress, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local
@@ -121,7 +122,7 @@ def test_a_last_save_that_fails_fails_the_run_and_names_the_cause(on_small_disk:
     ballast = fill(on_small_disk)
 
     failed = on_small_disk.submit(run.name, "--wait")
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
     failure = first_failure(run, 0)
     left = [path.name for path in run.checkpoints.iterdir()]
     ballast.unlink()

@@ -13,7 +13,8 @@ import pytest
 
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.checkpoint_store import committed_steps
-from ddp_hpc.records import read_attempts, read_progress
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.records import read_progress
 from ddp_hpc.submission import local
 from tests.distributed.kill_trials import CONFIG
 from tests.distributed.whole_runs import Workplace, live_processes, make_workplace
@@ -38,13 +39,13 @@ def test_a_run_whose_supervisor_is_killed_amid_training_finishes_with_the_same_b
     assert workplace.submit("killed", *WORDS).returncode == 0
     run = workplace.run("killed")
     until(lambda: len(committed_steps(run)) >= 2)
-    (first,) = read_attempts(run)
+    (first,) = Ledger.read(run).attempts
     before = [process for group in live_processes(run).values() for process in group]
 
     os.kill(first.pid, signal.SIGKILL)
     last = local.wait(run, 0, os.environ)  # what `submit --wait` does: it follows to the attempt after
 
-    first, second = read_attempts(run)
+    first, second = Ledger.read(run).attempts
     assert (first.cause, first.next, first.ending) == ("supervisor died", "in place", "failed")
     assert first.reason == "the supervisor was killed by signal 9"
     assert (last.attempt, last.ending, second.first_step) == (1, "finished", first.last_step)
@@ -57,7 +58,7 @@ def test_a_run_whose_supervisor_is_killed_amid_training_finishes_with_the_same_b
 def test_a_run_goes_on_without_its_guardian(workplace: Workplace) -> None:
     assert workplace.submit("alone", *WORDS).returncode == 0
     run = workplace.run("alone")
-    guardian = psutil.Process(read_attempts(run)[0].pid).parent()
+    guardian = psutil.Process(Ledger.read(run).attempts[0].pid).parent()
     assert guardian is not None
     assert "ddp_hpc.job.guardian" in guardian.cmdline()
 
@@ -73,11 +74,11 @@ def test_a_supervisor_that_always_dies_ends_the_run_with_the_reason(workplace: W
     run = workplace.run("mortal")
 
     for attempt in range(2):
-        until(lambda: read_attempts(run)[-1].attempt == attempt)  # noqa: B023
-        os.kill(read_attempts(run)[-1].pid, signal.SIGKILL)
+        until(lambda: Ledger.read(run).attempts[-1].attempt == attempt)  # noqa: B023
+        os.kill(Ledger.read(run).attempts[-1].pid, signal.SIGKILL)
     last = local.wait(run, 0, os.environ)
 
-    assert [one.next for one in read_attempts(run)] == ["in place", ""]
+    assert [one.next for one in Ledger.read(run).attempts] == ["in place", ""]
     assert last.reason.startswith("the supervisor was killed by signal 9; 2 attempts in a row ended without a new")
     assert last.exit_code == exit_codes.FAILED
     until(lambda: not processes.is_locked(run.lock))
@@ -88,11 +89,11 @@ def test_a_run_that_was_asked_to_stop_stops_though_its_supervisor_dies(workplace
     slow = ("recipe.args.load_s=0.05",)
     assert workplace.submit("asked", *WORDS, *slow).returncode == 0
     run = workplace.run("asked")
-    guardian = psutil.Process(read_attempts(run)[0].pid).parent()
+    guardian = psutil.Process(Ledger.read(run).attempts[0].pid).parent()
     assert guardian is not None
 
-    os.kill(read_attempts(run)[0].pid, signal.SIGKILL)
-    until(lambda: read_attempts(run)[0].ending is not None)
+    os.kill(Ledger.read(run).attempts[0].pid, signal.SIGKILL)
+    until(lambda: Ledger.read(run).attempts[0].ending is not None)
     guardian.terminate()  # it passes the signal on
 
     assert local.wait(run, 0, os.environ).ending == "stopped"
@@ -108,7 +109,7 @@ def test_a_cancelled_run_is_not_started_again(workplace: Workplace, tmp_path: Pa
     assert workplace.command("cancel", "cancelled").returncode == 0
 
     until(lambda: not processes.is_locked(run.lock))
-    assert [one.ending for one in read_attempts(run)] == ["cancelled"]
+    assert [one.ending for one in Ledger.read(run).attempts] == ["cancelled"]
 
 
 @pytest.mark.long
@@ -129,5 +130,5 @@ def test_a_run_that_is_suspended_for_longer_than_a_hang_and_woken_goes_on_and_ha
     last = local.wait(run, 0, os.environ)
 
     assert last.ending == "finished"
-    assert {one.cause for one in read_attempts(run)} <= {"suspended", "finished"}
+    assert {one.cause for one in Ledger.read(run).attempts} <= {"suspended", "finished"}
     assert workplace.digest("suspended") == workplace.finish("awake", *WORDS)

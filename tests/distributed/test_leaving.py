@@ -18,8 +18,9 @@ import pytest
 from ddp_hpc import processes
 from ddp_hpc.checkpoint_store import committed_steps
 from ddp_hpc.failure_reports import first_failure
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.ownership import claim, claims
-from ddp_hpc.records import read_attempts, read_progress
+from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import read_status
 from tests.distributed.whole_runs import Workplace, cases_of, live_processes, make_workplace
@@ -105,7 +106,7 @@ def test_told_to_stop_by_any_door_a_run_commits_and_leaves(workplace: Workplace,
             process.send_signal(signal.SIGUSR2)
 
     until(lambda: not processes.is_locked(run.lock))
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
     progress = read_progress(run)
     assert (attempt.ending, attempt.exit_code) == ("stopped", 99)
     assert progress is not None
@@ -128,7 +129,7 @@ def test_a_finished_run_goes_on_when_more_epochs_are_asked_for(workplace: Workpl
 
     workplace.finish("longer", "train.epochs=4")
 
-    assert [attempt.ending for attempt in read_attempts(workplace.run("longer"))] == ["finished", "finished"]
+    assert [attempt.ending for attempt in Ledger.read(workplace.run("longer")).attempts] == ["finished", "finished"]
     assert committed_steps(workplace.run("longer"))[-1] == 4 * 4
 
 
@@ -144,7 +145,7 @@ def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(workplace: Workp
     workplace.finish("broken", *words)
 
     assert _numbers(run) == _numbers(workplace.run("whole"))
-    assert len(read_attempts(run)) == 2
+    assert len(Ledger.read(run).attempts) == 2
 
 
 def _numbers(run: RunDir) -> list[dict[str, object]]:
@@ -190,7 +191,7 @@ def stop_and_resume(workplace: Workplace, option: str) -> Resumed:
     told = workplace.command("stop", stopped)
     assert told.returncode == 0, told.stderr
     digest = workplace.finish(stopped, *words)
-    return Resumed(unbroken, digest, [attempt.ending for attempt in read_attempts(workplace.run(stopped))])
+    return Resumed(unbroken, digest, [attempt.ending for attempt in Ledger.read(workplace.run(stopped)).attempts])
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +221,6 @@ def test_an_attempt_that_was_killed_before_it_wrote_into_the_ledger_blocks_nobod
 
     workplace.finish("claimed", "train.max_steps=4")
 
-    assert [attempt.attempt for attempt in read_attempts(run)] == [0, 2]
+    assert [attempt.attempt for attempt in Ledger.read(run).attempts] == [0, 2]
     assert committed_steps(run)[-1] == 4
     assert claims(run) == []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission import local
 from tests.distributed.trial_recipe import Net
@@ -160,7 +160,7 @@ def test_each_step_stands_in_the_metrics_once(changed: RunDir) -> None:
 
 
 def test_the_ledger_tells_the_story(changed: RunDir) -> None:
-    attempts = read_attempts(changed)
+    attempts = Ledger.read(changed).attempts
 
     assert [entry.ending for entry in attempts] == ["stopped", "failed", "stopped", "finished"]
     assert f"rank 1 on {socket.gethostname()}: killed by SIGKILL" in attempts[1].reason

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 
 HERE = Path(__file__).parent
@@ -95,7 +95,7 @@ def live_processes(run: RunDir) -> dict[str, list[psutil.Process]]:
     """Return the run's processes by what they are: supervisor, agent, worker (by rank), loader."""
     found: dict[str, list[psutil.Process]] = {"supervisor": [], "agent": [], "worker": [], "loader": []}
     try:
-        supervisor = psutil.Process(read_attempts(run)[-1].pid)
+        supervisor = psutil.Process(Ledger.read(run).attempts[-1].pid)
         found["supervisor"] = [supervisor]
         found["agent"] = supervisor.children()
         found["worker"] = [worker for agent in found["agent"] for worker in agent.children()]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc import checkpoint_store
-from ddp_hpc.records import Attempt, read_attempts
+from ddp_hpc.ledger import Attempt, Ledger
 from ddp_hpc.run_dir import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import LoginNode, world
@@ -34,7 +34,7 @@ MAY_LOSE = 20
 
 
 def attempts(login: LoginNode, name: str) -> list[Attempt]:
-    return read_attempts(login.run(name))
+    return list(Ledger.read(login.run(name)).attempts)
 
 
 def newest_step(login: LoginNode, name: str) -> int:

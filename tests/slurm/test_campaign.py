@@ -16,7 +16,8 @@ import pytest
 from ddp_hpc.checkpoint_store import committed_steps
 from ddp_hpc.drill import scenario
 from ddp_hpc.drill.faults import FAULTS as DRILLED
-from ddp_hpc.records import read_attempts, read_queued_job
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.records import read_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.samples import read_steps_taken, used_twice
 from tests.slurm.cluster import USER, Cluster
@@ -130,12 +131,12 @@ def test_a_run_survives_thirty_faults_in_a_row(cluster: Cluster, login: LoginNod
     for number, name in enumerate(names, 1):
         step = await_progress(cluster, run, chance.randint(2, 8))
         assert not run.done.exists(), f"it was over after {number - 1} faults: make it longer"
-        node = chance.choice(read_attempts(run)[-1].nodes)
+        node = chance.choice(Ledger.read(run).attempts[-1].nodes)
         print(f"{number:2d} step {step:4d}: {name} on {node}", flush=True)  # noqa: T201  it lasts a while
         DEEDS[name][1](login, run, node)
     cluster.wait_for(run.done.exists, 900)
 
-    taken, attempts = read_steps_taken(run), read_attempts(run)
+    taken, attempts = read_steps_taken(run), Ledger.read(run).attempts
     story = {"seed": SEED, "faults": dict(Counter(names)), "attempts": len(attempts)}
     story |= {"steps": len(taken.steps), "steps_taken_again": taken.num_repeated}
     print(json.dumps(story), flush=True)  # noqa: T201  it lasts a while

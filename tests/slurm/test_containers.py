@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.containers import Bind, CommandWrapper, ContainerSetup, command_wrapper, identity_of
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from tests.slurm import apptainer
 from tests.slurm.apptainer import PYTHON_INSIDE, Apptainer, NoApptainerError
 from tests.slurm.cluster import USER, Cluster
@@ -78,7 +78,7 @@ def test_a_run_in_an_image_is_preempted_and_comes_to_the_bits_of_one_in_none(
     slow.unlink()
     await_done(login, "housed")
 
-    first, second = read_attempts(login.run("housed"))
+    first, second = Ledger.read(login.run("housed")).attempts
     assert (first.cause, first.next, second.first_step) == ("preempted", "requeue", first.last_step)
     assert f"the workers run in {images[kind]}, by apptainer" in login.console("housed")
     assert second.image == first.image == identity_of(str(images[kind]))
@@ -104,7 +104,7 @@ def test_workers_in_an_image_start_again_in_place(
 
     login.submit("once", *FAULTY, *world(2, 2), *once, *housed(program, images["sandbox"]), "--wait")
 
-    first, second = read_attempts(login.run("once"))
+    first, second = Ledger.read(login.run("once")).attempts
     assert (first.cause, first.next, second.pid) == ("worker crashed", "in place", first.pid)
     assert_unbroken(login, "once", world_size=4, may_lose=MAY_LOSE)
 

@@ -9,8 +9,7 @@ import pytest
 
 from ddp_hpc.drill.injector import NodeProcess
 from ddp_hpc.durable import append_json_line
-from ddp_hpc.ledger import Cause, Ending
-from ddp_hpc.records import End, record_end, record_start
+from ddp_hpc.ledger import Cause, End, Ending, record_end, record_start
 from ddp_hpc.run_dir import RunDir
 from tests.made_run import add_checkpoint, add_metrics, make_run
 from tests.slurm.cluster import Cluster

@@ -9,7 +9,8 @@ import pytest
 
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.records import JobFacts, QueuedJob, record_start, write_queued_job
+from ddp_hpc.ledger import JobFacts, record_start
+from ddp_hpc.records import QueuedJob, write_queued_job
 from ddp_hpc.slurm import client
 from ddp_hpc.submission.allocate import allocate
 from ddp_hpc.submission.backend import backend_of, backends_of

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from ddp_hpc import checkpoint_store
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.errors import DivergedError
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import divergence
@@ -65,7 +65,7 @@ def test_a_run_that_diverges_fails_once_and_goes_on_from_its_last_finite_checkpo
     ended = workplace.submit("hot", "--wait")
 
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
     assert (attempt.ending, attempt.cause, attempt.next, attempt.failed_nodes) == ("failed", "diverged", "", ())
     steps = checkpoint_store.committed_steps(run)
     assert steps

@@ -12,8 +12,7 @@ import pytest
 from ddp_hpc import exit_codes
 from ddp_hpc.errors import WorkerError
 from ddp_hpc.job import guardian
-from ddp_hpc.ledger import Cause, Ending
-from ddp_hpc.records import End, Next, read_attempts, record_end
+from ddp_hpc.ledger import Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.spec import RunSpec, SlurmSpec
 from ddp_hpc.submission import local
@@ -76,7 +75,7 @@ def test_a_guardian_that_gives_up_says_nothing_of_attempts_before_its_own(tmp_pa
 
     guardian._write_down(run, 1, "the supervisor was killed by signal 9, 6 times in a row")
 
-    assert read_attempts(run)[0].ending is None
+    assert Ledger.read(run).attempts[0].ending is None
 
 
 def test_a_run_whose_processes_are_gone_is_not_said_to_have_been_killed_where_nobody_knows(tmp_path: Path) -> None:

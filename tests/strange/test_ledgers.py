@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.ledger import Ending
-from ddp_hpc.records import newest_attempt, read_attempts, record_end, record_start
+from ddp_hpc.ledger import Ending, Ledger, record_end, record_start
 from tests.made_run import make_run
 
 ODD = {
@@ -36,7 +35,7 @@ def test_an_odd_line_is_skipped_and_that_is_said_once(
     record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="rank 1: OSError")
     record_start(run, attempt=2, job_id="2")
 
-    found = [[(one.attempt, one.job_id, one.reason) for one in read_attempts(run)] for _ in range(2)]
+    found = [[(one.attempt, one.job_id, one.reason) for one in Ledger.read(run).attempts] for _ in range(2)]
 
     assert found == [[(0, "1", "rank 1: OSError"), (2, "2", "")]] * 2
     (told,) = [record.getMessage() for record in caplog.records]
@@ -54,7 +53,7 @@ def test_zeros_that_a_crash_left_before_a_line_cost_nothing(tmp_path: Path) -> N
     run.attempts.write_bytes(bytes(512) + line + bytes(100))
     record_start(run, attempt=1, job_id="2")
 
-    assert [one.job_id for one in read_attempts(run)] == ["1", "2"]
+    assert [one.job_id for one in Ledger.read(run).attempts] == ["1", "2"]
 
 
 def test_what_another_version_adds_is_left_out(tmp_path: Path) -> None:
@@ -63,12 +62,12 @@ def test_what_another_version_adds_is_left_out(tmp_path: Path) -> None:
     line = json.loads(run.attempts.read_text())
     run.attempts.write_text(json.dumps({**line, "colour": {"blue": 1}}) + "\n")
 
-    assert [one.attempt for one in read_attempts(run)] == [0]
+    assert [one.attempt for one in Ledger.read(run).attempts] == [0]
 
 
 def test_the_number_of_an_attempt_whose_first_line_is_lost_is_not_given_again(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_end(run, attempt=4, ending=Ending.FAILED, exit_code=1)
 
-    assert read_attempts(run) == []
-    assert newest_attempt(run) == 4
+    assert Ledger.read(run).attempts == ()
+    assert Ledger.read(run).newest_number == 4

@@ -18,8 +18,7 @@ from ddp_hpc.job import attempt_end
 from ddp_hpc.job.assignment import Outcome
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.workers import ByTasks
-from ddp_hpc.ledger import Cause
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Cause, Ledger
 from ddp_hpc.run_dir import RunDir
 from tests.cli.test_submit import CONFIG, RECIPE, submit, until
 from tests.made_run import make_run
@@ -33,7 +32,7 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
     (tmp_path / "tiny.py").write_text(RECIPE)
     assert submit("run.yaml", "--cluster", "local", "recipe.args.pause_s=0.2", "train.epochs=1000").returncode == 0
     run = RunDir(tmp_path / "runs/run")
-    supervisor = psutil.Process(read_attempts(run)[0].pid)
+    supervisor = psutil.Process(Ledger.read(run).attempts[0].pid)
     agents = supervisor.children()
     planned = plan_of(load_resolved(run.config), "local", [tmp_path], {})
     assert agents[0].cmdline() == shlex.split(planned.steps["the workers"]), "`--explain` shows what is started"
@@ -42,8 +41,8 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
-    until(lambda: read_attempts(run)[0].ending is not None)
-    told = read_attempts(run)[0].reason
+    until(lambda: Ledger.read(run).attempts[0].ending is not None)
+    told = Ledger.read(run).attempts[0].reason
     assert told.startswith("all workers were killed by signal 9 (SIGKILL) and left no reason")
     assert "memory ran out" in told
     assert "`dmesg`" in told

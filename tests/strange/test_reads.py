@@ -19,9 +19,9 @@ from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.failure_reports import read_failures
 from ddp_hpc.job import predecessors
 from ddp_hpc.job.vigil import Vigil
-from ddp_hpc.ledger import Ending, Ledger
+from ddp_hpc.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.ownership import claim, claim_path, has_claim, is_ousted
-from ddp_hpc.records import End, read_stop_request, record_end, record_start
+from ddp_hpc.records import read_stop_request
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.data_order import Position

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.records import record_start
+from ddp_hpc.ledger import record_start
 from ddp_hpc.submission.snapshot import _runs_beside
 from ddp_hpc.watch.find import find_run, list_runs, newest_run
 from tests.made_run import make_run

@@ -21,8 +21,8 @@ from ddp_hpc.checkpoint_store import (
     write_shard,
 )
 from ddp_hpc.errors import FencedError
+from ddp_hpc.ledger import record_start
 from ddp_hpc.ownership import claim, claims, is_ousted, release
-from ddp_hpc.records import record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.train.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run

@@ -25,7 +25,7 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.housing import housing_of
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.meeting import Meeting
-from ddp_hpc.records import record_start
+from ddp_hpc.ledger import record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.submission.image_preflight import look_at_image

@@ -14,7 +14,7 @@ import pytest
 from ddp_hpc import processes
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.submission import local
 from tests.made_run import make_run
@@ -51,7 +51,7 @@ def test_a_run_of_another_host_is_not_cancelled_by_killing_a_process_of_that_num
         local.cancel(held, os.environ)
 
     assert stranger.poll() is None
-    assert read_attempts(held)[0].ending is None
+    assert Ledger.read(held).attempts[0].ending is None
 
 
 def test_a_process_that_has_the_number_of_a_dead_supervisor_is_not_killed(
@@ -65,7 +65,7 @@ def test_a_process_that_has_the_number_of_a_dead_supervisor_is_not_killed(
     local.cancel(held, os.environ)
 
     assert stranger.poll() is None
-    assert read_attempts(held)[0].ending == "cancelled"
+    assert Ledger.read(held).attempts[0].ending == "cancelled"
 
 
 def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: Path) -> None:

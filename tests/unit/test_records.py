@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.durable import append_json_line
-from ddp_hpc.ledger import Ending
-from ddp_hpc.records import read_attempts, read_progress, record_end, record_start, write_progress
+from ddp_hpc.ledger import Ending, Ledger, record_end, record_start
+from ddp_hpc.records import read_progress, write_progress
 from tests.made_run import make_run, progress
 
 
@@ -18,7 +18,7 @@ def test_an_attempt_is_its_start_and_its_end(tmp_path: Path) -> None:
     record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="rank 1: OSError")
     record_start(run, attempt=1, job_id="18")
 
-    first, second = read_attempts(run)
+    first, second = Ledger.read(run).attempts
 
     assert (first.attempt, first.job_id, first.ending, first.exit_code, first.reason) == (
         0, "17", "failed", 1, "rank 1: OSError",
@@ -34,7 +34,7 @@ def test_a_ledger_of_another_version_or_torn_by_a_crash_is_still_read(tmp_path: 
     with run.attempts.open("a") as file:
         file.write('{"attempt": 7, "star')
 
-    attempts = read_attempts(run)
+    attempts = Ledger.read(run).attempts
 
     assert [(entry.attempt, entry.job_id) for entry in attempts] == [(6, "19")]
 
@@ -42,7 +42,7 @@ def test_a_ledger_of_another_version_or_torn_by_a_crash_is_still_read(tmp_path: 
 def test_a_run_that_never_started_has_no_attempts_and_no_progress(tmp_path: Path) -> None:
     run = make_run(tmp_path)
 
-    assert read_attempts(run) == []
+    assert Ledger.read(run).attempts == ()
     assert read_progress(run) is None
 
 

@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 
 from ddp_hpc.durable import append_json_line
-from ddp_hpc.ledger import Cause, Ending, Next
+from ddp_hpc.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
 from ddp_hpc.records import (
-    End,
-    JobFacts,
     QueuedJob,
     ask_to_stop,
-    read_attempts,
     read_queued_job,
     read_stop_request,
-    record_end,
-    record_start,
     take_verdict,
     write_queued_job,
     write_verdict,
@@ -110,7 +105,7 @@ def test_an_attempt_on_slurm_knows_its_nodes_and_its_end(tmp_path: Path) -> None
     record_start(run, attempt=0, job_id="17", job=JobFacts(["node3", "node1"], ends_at=4600.0))
     record_start(run, attempt=1, job_id="17", job=JobFacts(["node2"]))
 
-    first, second = read_attempts(run)
+    first, second = Ledger.read(run).attempts
 
     assert (first.cluster, first.nodes, first.ends_at) == ("slurm", ("node3", "node1"), 4600.0)
     assert (second.cluster, second.nodes, second.ends_at) == ("slurm", ("node2",), None)
@@ -120,7 +115,7 @@ def test_an_attempt_on_this_machine_has_neither(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="17")
 
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
 
     assert (attempt.cluster, attempt.nodes, attempt.ends_at, attempt.host) == ("local", (), None, socket.gethostname())
 
@@ -132,7 +127,7 @@ def test_the_users_cancel_is_the_last_word_whatever_the_processes_say_later(tmp_
     record_end(run, attempt=0, ending=Ending.FAILED, exit_code=1, reason="srun: error")
     record_start(run, attempt=1, job_id="18", job=JobFacts(["node1"]))
 
-    first, second = read_attempts(run)
+    first, second = Ledger.read(run).attempts
 
     assert (first.ending, first.exit_code, first.reason) == ("cancelled", -9, "cancelled by the user")
     assert asdict(second)["ending"] is None
@@ -147,7 +142,7 @@ def test_how_an_attempt_ended_and_what_follows_are_read_as_written(tmp_path: Pat
     end = End(cause=Cause.NODE_FAILED, last_step=60, next=Next.REQUEUE, failed_nodes=("node2",))
     record_end(run, attempt=3, ending=Ending.FAILED, exit_code=1, reason="lost node2", end=end)
 
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
 
     assert (attempt.restart, attempt.first_step, attempt.last_step) == (2, 40, 60)
     assert (attempt.cause, attempt.next, attempt.failed_nodes) == ("node failed", "requeue", ("node2",))
@@ -159,7 +154,7 @@ def test_a_ledger_of_before_there_were_causes_is_still_read(tmp_path: Path) -> N
     append_json_line(run.attempts, {**start, "cluster": "slurm", "nodes": ["node1"], "ends_at": 9.0})
     append_json_line(run.attempts, {"attempt": 0, "ending": "failed", "exit_code": 1, "reason": "x", "ended_at": 2.0})
 
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
 
     assert (attempt.nodes, attempt.ends_at, attempt.ending) == (("node1",), 9.0, "failed")
     assert (attempt.cause, attempt.next, attempt.first_step, attempt.last_step) == (None, "", 0, None)
@@ -178,7 +173,7 @@ def test_an_end_corrected_later_wins_over_the_first(tmp_path: Path) -> None:
     )
     record_end(run, attempt=0, ending=Ending.CANCELLED, exit_code=99, end=End(cause=Cause.CANCELLED))
 
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
 
     assert (attempt.ending, attempt.cause, attempt.next) == ("cancelled", "cancelled", "")
 

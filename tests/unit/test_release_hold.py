@@ -14,18 +14,8 @@ from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
 from ddp_hpc.errors import ConfigError, SlurmRefusalError
 from ddp_hpc.job.predecessors import bury
-from ddp_hpc.ledger import Cause
-from ddp_hpc.records import (
-    End,
-    Ending,
-    JobFacts,
-    QueuedJob,
-    read_attempts,
-    read_queued_job,
-    record_end,
-    record_start,
-    write_queued_job,
-)
+from ddp_hpc.ledger import Cause, End, Ending, JobFacts, Ledger, record_end, record_start
+from ddp_hpc.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import ResourcesSpec, RunSpec
@@ -260,7 +250,7 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
         bury(run, slurm.environ)  # accounting calls each start REQUEUED, as if somebody had wanted it
 
     assert called == [True, True, False]
-    first = read_attempts(run)[0]
+    first = Ledger.read(run).attempts[0]
     assert (first.cause, first.ending, first.next) == ("supervisor died", "failed", "requeue")
     assert (
         first.reason

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.records import Attempt, Cause, Ending, Next
+from ddp_hpc.ledger import Attempt, Cause, Ending, Next
 from ddp_hpc.requeue import (
     TABLE,
     Decision,

@@ -18,7 +18,6 @@ import pytest
 from ddp_hpc import processes
 from ddp_hpc.durable import append_json_line, replace_text
 from ddp_hpc.ledger import Ledger
-from ddp_hpc.records import read_attempts
 from ddp_hpc.rereading import LOOK_INTERVAL_S, SETTLED_S, LastRead, Tail, await_news
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch import status as status_module
@@ -218,7 +217,7 @@ def test_the_pause_between_two_looks_ends_when_the_supervisor_does(tmp_path: Pat
     )
     assert supervisor.stdout is not None
     supervisor.stdout.readline()
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
     assert attempt.lives(attempt.host)
     threading.Timer(0.3, supervisor.kill).start()
 
@@ -249,7 +248,7 @@ def test_where_nobody_can_say_that_a_process_ends_the_whole_pause_is_made(
     else:
         monkeypatch.setattr(os, "pidfd_open", refuse)
 
-    await_news(read_attempts(run)[0])
+    await_news(Ledger.read(run).attempts[0])
 
     assert pauses == [LOOK_INTERVAL_S]
 
@@ -265,7 +264,7 @@ def test_a_process_that_proc_hides_is_not_known_to_live(monkeypatch: pytest.Monk
     """`hidepid=1` of proc(5), for other users' processes."""
     run = make_run(tmp_path)
     add_attempt(run)
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
 
     def refuse(*_: object, **__: object) -> str:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -324,7 +323,7 @@ def test_a_run_on_another_host_is_looked_at_after_the_whole_pause(
     monkeypatch.setattr("time.sleep", pauses.append)
     monkeypatch.setattr("socket.gethostname", lambda: "login")
 
-    await_news(read_attempts(run)[0])
+    await_news(Ledger.read(run).attempts[0])
     await_news(None)
 
     assert pauses == [LOOK_INTERVAL_S] * 2
@@ -337,7 +336,7 @@ def test_another_users_lock_is_not_tried_but_its_supervisor_is_looked_for(
     run = make_run(tmp_path)
     add_attempt(run)  # by this process
     run.lock.touch()
-    (attempt,) = read_attempts(run)
+    (attempt,) = Ledger.read(run).attempts
     monkeypatch.setattr(os, "geteuid", lambda: run.lock.stat().st_uid + 1)
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     monkeypatch.setattr(processes, "is_locked", lambda _: pytest.fail("the lock was tried"))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.ledger import Cause, Ending
-from ddp_hpc.records import End, JobFacts, record_end, record_start
+from ddp_hpc.ledger import Cause, End, Ending, JobFacts, record_end, record_start
 from ddp_hpc.slurm.nodes import Exclusions, nodes_to_exclude
 from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
 from ddp_hpc.submission.slurm import job_script

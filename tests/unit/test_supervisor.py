@@ -14,18 +14,8 @@ import pytest
 from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.job import supervisor, takeover
 from ddp_hpc.job.assignment import Outcome
-from ddp_hpc.ledger import Cause, Ending
-from ddp_hpc.records import (
-    End,
-    JobFacts,
-    Next,
-    QueuedJob,
-    ask_to_stop,
-    read_attempts,
-    record_end,
-    record_start,
-    write_queued_job,
-)
+from ddp_hpc.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.records import QueuedJob, ask_to_stop, write_queued_job
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import read_allocation
 from tests.made_run import add_checkpoint, make_run
@@ -108,7 +98,7 @@ def test_a_node_that_lacks_what_the_others_had_is_left_for_another(tmp_path: Pat
 
     code = supervise(run)
 
-    last = read_attempts(run)[-1]
+    last = Ledger.read(run).attempts[-1]
     assert code == exit_codes.FAILED
     assert (last.cause, last.next, last.failed_nodes) == ("node failed", "requeue", ("node1",))
     assert "gone.sif, but there is no such file" in last.reason
@@ -123,7 +113,7 @@ def test_an_image_that_no_attempt_has_seen_ends_the_run(tmp_path: Path, slurm: F
     code = supervise(run)
 
     assert code == exit_codes.REFUSED
-    assert [(one.ending, one.cause) for one in read_attempts(run)] == [("refused", "refused")]
+    assert [(one.ending, one.cause) for one in Ledger.read(run).attempts] == [("refused", "refused")]
     assert slurm.orders() == []
 
 
@@ -140,7 +130,7 @@ def test_what_the_user_said_while_a_job_was_on_its_way_back_holds(
 
     supervise(run)
 
-    last = read_attempts(run)[-1]
+    last = Ledger.read(run).attempts[-1]
     assert (last.attempt, last.ending, last.cause, last.next) == (1, ending, cause, "")
     assert not run.stop_request.exists()  # heeded once: who requeues the job by hand now wants it to go on
     assert slurm.orders() == []
@@ -158,7 +148,7 @@ def test_what_the_user_said_of_an_earlier_job_is_over(job: str, tmp_path: Path, 
     supervise(run)
 
     assert not run.stop_request.exists()
-    assert "gone.sif" in read_attempts(run)[-1].reason  # so far it came
+    assert "gone.sif" in Ledger.read(run).attempts[-1].reason  # so far it came
 
 
 # --- one that follows a dead one -------------------------------------------------------------------------------------
@@ -182,7 +172,7 @@ def test_supervisors_that_die_without_a_new_checkpoint_end_the_run_with_the_reas
 
     code = supervise(run, "--guarded", "--after=137")
 
-    (last,) = read_attempts(run)
+    (last,) = Ledger.read(run).attempts
     assert code == exit_codes.GAVE_UP
     assert (last.ending, last.cause, last.next) == ("failed", "supervisor died", "")
     assert last.reason.startswith("the supervisor was killed by signal 9; 1 attempts in a row")
@@ -201,7 +191,7 @@ def test_what_a_dead_supervisor_has_decided_is_done(
 
     assert code == exit_codes.STOPPED
     assert slurm.orders() == orders
-    assert len(read_attempts(run)) == 1
+    assert len(Ledger.read(run).attempts) == 1
 
 
 @pytest.mark.parametrize("is_held", [True, False], ids=["srun lives", "srun was killed, too"])
@@ -239,7 +229,7 @@ def test_an_error_that_nothing_was_meant_for_is_in_the_ledger(
     with signals_held_back():
         code = supervisor.main([str(run.path)])
 
-    (last,) = read_attempts(run)
+    (last,) = Ledger.read(run).attempts
     assert (code, last.ending, last.reason) == (exit_codes.FAILED, "failed", "the supervisor failed: KeyError: 'odd'")
     assert "Traceback" in capsys.readouterr().err  # for whoever mends it
 
@@ -255,7 +245,7 @@ def test_an_error_before_the_first_attempt_is_in_the_ledger_too(
 
     code = supervise(run, "--guarded")
 
-    (last,) = read_attempts(run)
+    (last,) = Ledger.read(run).attempts
     assert (code, last.ending, last.next) == (exit_codes.UNDECIDED, "failed", "in place")  # the guardian starts another
     assert last.reason == "the supervisor failed: KeyError: 'odd'"
 

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_hpc import processes
-from ddp_hpc.ledger import Ending
-from ddp_hpc.records import record_end
+from ddp_hpc.ledger import Ending, record_end
 from ddp_hpc.rereading import Tail
 from ddp_hpc.watch.follow import follow
 from ddp_hpc.watch.metrics import numbers_of

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import processes
-from ddp_hpc.ledger import Next
-from ddp_hpc.records import Attempt, Ending, Progress
+from ddp_hpc.ledger import Attempt, Ending, Next
+from ddp_hpc.records import Progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.status import SILENCE_S, Observation, State, read_status, status_of
 from tests.made_run import add_attempt, add_checkpoint, add_progress, make_run, progress

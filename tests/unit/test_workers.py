@@ -17,7 +17,8 @@ import pytest
 from ddp_hpc import exit_codes, processes
 from ddp_hpc.job.meeting import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
-from ddp_hpc.records import read_stop_request, record_start, write_verdict
+from ddp_hpc.ledger import record_start
+from ddp_hpc.records import read_stop_request, write_verdict
 from ddp_hpc.run_dir import RunDir
 from tests.made_run import add_failure, make_run
 from tests.unit.held_signals import signals_held_back

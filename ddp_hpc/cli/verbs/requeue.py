@@ -58,7 +58,7 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
     Raises:
         WorkerError: where it does not come back, or waits for something else.
     """
-    from ddp_hpc.records import read_attempts
+    from ddp_hpc.ledger import Ledger
 
     has_waited = status.state == "waiting"
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S
@@ -69,7 +69,7 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
             deadline = min(deadline, time.monotonic() + BEGIN_PATIENCE_S)
         if times_asked > 1:  # first from a moment later on, which nodes need; then at once
             break
-        newest = next(reversed(read_attempts(run_dir)), None)
+        newest = Ledger.read(run_dir).newest
         if newest is not None and status.attempt is not None and newest.attempt > status.attempt:
             print(f"{run_dir.name} has begun again.")
             return

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ddp_hpc.durable import read_json_lines
-from ddp_hpc.records import read_attempts
+from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.samples import read_steps_taken, used_twice
 from tests.slurm.storm.deeds import Done
@@ -87,7 +87,7 @@ def _files(run: RunDir) -> Iterator[str]:
 
 
 def _ledger(run: RunDir, done: Sequence[Done]) -> Iterator[str]:
-    for attempt in read_attempts(run):
+    for attempt in Ledger.read(run).attempts:
         if attempt.ended_at is None:
             yield f"attempts.jsonl: attempt {attempt.attempt} has no end"
             continue

@@ -13,7 +13,8 @@ from typing import Any
 
 from ddp_hpc import processes
 from ddp_hpc.checkpoint_store import committed_steps
-from ddp_hpc.records import Attempt, read_attempts, read_progress
+from ddp_hpc.ledger import Attempt, Ledger
+from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.samples import read_steps_taken
 from tests.campaigns.written import stamp
@@ -90,7 +91,7 @@ def storm(cluster: Cluster, login: LoginNode, asked: Asked, say: Say) -> dict[st
         waiters[name] = _wait_for(cluster, login, name, settings)
     stdout, stderr = undisturbed.communicate(timeout=900)
     assert undisturbed.returncode == 0, stdout + stderr
-    cluster.wait_for(lambda: all(read_attempts(login.run(name)) for name in names), 180)
+    cluster.wait_for(lambda: all(Ledger.read(login.run(name)).attempts for name in names), 180)
 
     weather = Weather(cluster, login, names, say)
     began = time.monotonic()
@@ -166,19 +167,19 @@ def _await_ends(cluster: Cluster, login: LoginNode, names: Sequence[str], say: S
 
 
 def _has_finished(run: RunDir) -> bool:
-    attempts = read_attempts(run)
+    attempts = Ledger.read(run).attempts
     return run.done.exists() and attempts[-1].ended_at is not None
 
 
 def _standing(run: RunDir) -> tuple[object, ...]:
     """Return what changes while anything happens."""
     progress = read_progress(run)
-    ended = [attempt.ended_at for attempt in read_attempts(run)]
+    ended = [attempt.ended_at for attempt in Ledger.read(run).attempts]
     return len(ended), ended[-1:], max(committed_steps(run), default=0), progress and progress.step
 
 
 def _told(run: RunDir) -> str:
-    newest = next(reversed(read_attempts(run)), None)
+    newest = Ledger.read(run).newest
     attempt = "no attempt" if newest is None else f"attempt {newest.attempt} ({newest.cause}: {newest.reason[:200]})"
     return f"step {max(committed_steps(run), default=0)}, {attempt}"
 
@@ -194,7 +195,7 @@ def _judge(cluster: Cluster, login: LoginNode, name: str, state: str, weather: W
         if not left and not _is_free(run):
             problems.append("run.lock is held, though no process of the run is left")
         problems += problems_of(run, undisturbed, weather.done)
-    attempts = read_attempts(run)
+    attempts = Ledger.read(run).attempts
     return {
         "state": state.split(",", maxsplit=1)[0],
         "problems": problems,

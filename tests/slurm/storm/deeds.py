@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.records import read_attempts, read_queued_job
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.records import read_queued_job
 from tests.slurm.cluster import Cluster
 from tests.slurm.lab.tools import LabError
 from tests.slurm.runs import LoginNode
@@ -231,7 +232,7 @@ class Weather:
 
     def _nodes(self, name: str, chance: float) -> list[str]:
         """Return the nodes of the run's newest attempt, beginning with the chosen one; all, where it has had none."""
-        attempts = read_attempts(self.login.run(name))
+        attempts = Ledger.read(self.login.run(name)).attempts
         nodes = list(attempts[-1].nodes) if attempts else list(self.cluster.settings.workers)
         first = int(chance * len(nodes))
         return [*nodes[first:], *nodes[:first]]
