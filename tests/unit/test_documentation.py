@@ -42,7 +42,11 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_anchors_of_the_documents_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
@@ -58,6 +62,21 @@ def test_a_link_to_a_page_or_heading_that_is_not_there_is_found(tmp_path: Path) 
     )
 
     assert broken_links(page) == ["gone.md", "other.md#gone", "#gone", "other.md#twice", "other.md#no-heading"]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "docs" or page.name == "README.md"], ids=name_of
+)
+def test_the_documents_avoid_what_readers_stumbled_over(page: Path) -> None:
+    """Name who does what, in the present tense: `Slurm signals the steps`, not `they are told`."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8")).lower()
+
+    found = re.findall(
+        r"\b(?:told|foretold|stands? still|lets? in again|is let in|what cannot be|input cannot be|its way back|words we print"
+        r"|died of|out of luck|1 cpus|1 nodes|1 tasks|get on may fail|without a word|comes? back by itself|begin anew)\b",
+        text,
+    )
+    assert found == []
 
 
 def test_every_page_of_the_documents_is_in_the_navigation() -> None:
