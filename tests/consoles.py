@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _BLOCK = re.compile(r"^ *```console\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-_VARIES = re.compile(r"\b[0-9a-f]{32}\b|\d[\d.,:]*")
-"""Digests and numbers: they are other ones on each machine, and at each time."""
+_VARIES = re.compile(r"\b[0-9a-f]{32}\b|\d[\d.,:]*|\b(?:waiting|starting|running)(?=: step)")
+"""Digests, numbers, and how far a job has come when its submission returns: they are others each time."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pymdownx.slugs import slugify
 
 PAGES = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 """Paths of the repository, and of the pages made from them."""
-LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#]|\s+\")")
 """A link's path: no address of the web, and no anchor of the same page."""
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".def": "singularity"}

@@ -18,7 +18,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("envs/*.md")})
 FENCE = re.compile(r"^ *(`{3,}).*?^ *\1", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: +)([^)\s#]*)(?:#([^)\s]*))?", re.MULTILINE)
+"""A link in place, or a reference's definition; a title may follow."""
 PICTURES = ROOT / "docs" / "pictures"
 
 
@@ -59,9 +60,11 @@ def test_a_link_to_a_page_or_heading_that_is_not_there_is_found(tmp_path: Path) 
     page.write_text(
         "[a](other.md) [b](other.md#two-words-here) [c](gone.md) [d](other.md#gone) [e](#gone) [f](other.md#twice)\n"
         "[g](other.md#no-heading) [h](https://example.org/gone)\n\n```\n[i](gone.md)\n```\n"
+        '![j](gone.svg "a title") [k]\n\n[k]: gone2.md\n'
     )
 
-    assert broken_links(page) == ["gone.md", "other.md#gone", "#gone", "other.md#twice", "other.md#no-heading"]
+    lost = ["gone.md", "other.md#gone", "#gone", "other.md#twice", "other.md#no-heading", "gone.svg", "gone2.md"]
+    assert broken_links(page) == lost
 
 
 @pytest.mark.parametrize(
