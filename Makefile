@@ -56,7 +56,7 @@ format: .venv/.dev ## Rewrite the code the way `check` wants it, where that is s
 	$(BIN)/ruff format
 
 docs: .venv-docs/.tools ## Build the site from docs/ into site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs --quiet build $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build $(ARGS) # without --quiet, which hides warnings from strict mode, too
 	@echo 'Open site/index.html. The search needs a server: $(DOCS_BIN)/python -m http.server --bind 127.0.0.1 --directory site'
 
 pictures: .venv-docs/.tools .venv/.runtime ## Draw docs/pictures again: the architecture, and a run that is recorded (as root)

@@ -8,7 +8,7 @@ from ddp_hpc.train.recipe import Recipe
 
 
 class Shapes(Dataset[tuple[Tensor, int]]):
-    """Each index has its shape, place and size for good; the noise over it is new in every epoch."""
+    """Shape, place and size follow from the index; the noise is new in every epoch."""
 
     def __init__(self, indices: range) -> None:
         self.indices = indices

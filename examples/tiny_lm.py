@@ -70,7 +70,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def next_byte_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """One value a sample: the share of its bytes that were foretold."""
+    """One value a sample: the share of its bytes that were predicted."""
     return (outputs.argmax(dim=-1) == targets).float().mean(dim=1)
 
 

@@ -58,7 +58,7 @@ resources:
   # time_limit_min: 60        # on Slurm, of each job; a run may need several, and goes on by itself
 
 checkpoint:
-  every_steps: 100            # also at the end, and when the run is told to stop
+  every_steps: 100            # also at the end, and after a stop signal
 
 # slurm:                      # `ddp-hpc site init` keeps what holds for all runs on a cluster
 #   partition: gpu

@@ -152,8 +152,9 @@ def _copy(folder: Path) -> None:
 
 
 def _build(docs_bin: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    argv = [str(docs_bin / "mkdocs"), "build", "--config-file", str(folder / "mkdocs.yml")]
-    return subprocess.run(argv, check=False, capture_output=True, text=True)
+    """Build the site of a copy as `make docs` does, whose warnings must be errors."""
+    argv = ["make", "docs", f"DOCS_BIN={docs_bin}", f"ARGS=--config-file {folder / 'mkdocs.yml'}"]
+    return subprocess.run(argv, cwd=ROOT, check=False, capture_output=True, text=True)
 
 
 @pytest.mark.long
@@ -172,6 +173,7 @@ def test_the_site_is_built_loads_nothing_from_elsewhere_and_refuses_broken_links
     unread = re.compile(r"<p>[^<]*```|^```|<p>- ", re.MULTILINE)  # Markdown that GitHub reads and MkDocs does not
     assert [str(page) for page, text in pages.items() if unread.search(text)] == []
 
+    (tmp_path / "docs" / "lost.md").write_text("# In no navigation\n")
     with (tmp_path / "README.md").open("a") as readme:
         readme.write("\n[a](docs/quickstart.md#gone) [b](docs/gone.md) [c](ddp_hpc/gone.py)\n")
 
@@ -181,6 +183,7 @@ def test_the_site_is_built_loads_nothing_from_elsewhere_and_refuses_broken_links
     assert "does not contain an anchor '#gone'" in broken.stderr
     assert "docs/gone.md" in broken.stderr
     assert "ddp_hpc/gone.py" in broken.stderr
+    assert "lost.md" in broken.stderr
 
 
 @pytest.mark.long
