@@ -91,7 +91,7 @@ def _read(source: Path) -> dict[str, Tensor]:
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"`train.init_from` is {str(source)!r}, but PyTorch cannot read weights from it: {first} "
-            "Only tensors are read, never pickled code. Write the file with `torch.save(model.state_dict(), PATH)`, or as safetensors."
+            "Only tensors are read, never code. Write the file with `torch.save(model.state_dict(), PATH)`, or as safetensors."
         ) from error
 
 

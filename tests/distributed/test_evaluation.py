@@ -159,7 +159,7 @@ def _evaluate_wrongly(group: Group) -> str:
 def test_a_metric_that_averages_by_itself_is_refused(tmp_path: Path) -> None:
     (told,) = in_group(1, _evaluate_wrongly, tmp_path)
 
-    assert told.startswith("Metric 'mean' returned shape () for 4 samples, but must return one value a sample")
+    assert told.startswith("Metric 'mean' returned shape () for 4 samples, but must return one value per sample")
 
 
 def _evaluate_nothing(group: Group) -> dict[str, float]:

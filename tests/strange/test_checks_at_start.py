@@ -88,7 +88,7 @@ def test_a_run_keeps_the_checkpoint_of_its_best_evaluation(
 def test_a_metric_that_is_not_one_value_a_sample_is_refused_before_the_first_step(
     returned: object, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="must return one value a sample"):
+    with pytest.raises(ConfigError, match="must return one value per sample"):
         trained(tmp_path / "run", a_recipe(metrics={"accuracy": lambda *_: returned}))
 
     assert not (tmp_path / "run/metrics.jsonl").exists()
