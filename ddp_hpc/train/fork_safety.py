@@ -22,7 +22,7 @@ def no_openmp_pool() -> Iterator[None]:
     """Keep OpenMP from starting threads, whatever number of threads is set meanwhile."""
     # No active parallel regions are allowed, so every region runs in the calling thread. The number of threads stays as it
     # is, so that `torch.set_num_threads` in a recipe takes effect in its workers.
-    # https://www.openmp.org/spec-html/5.0/openmpsu121.html (omp_set_max_active_levels)
+    # https://gcc.gnu.org/onlinedocs/libgomp/omp_005fset_005fmax_005factive_005flevels.html
     openmp = ctypes.CDLL(None)
     try:
         before = openmp.omp_get_max_active_levels()

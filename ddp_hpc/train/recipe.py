@@ -92,7 +92,7 @@ def _require(condition: bool, name: str, value: object, wanted: str) -> None:
 
 
 def nearest_names(name: object, known: Iterable[str]) -> str:
-    """Return a sentence with the known names, for somebody who wrote an unknown one."""
+    """Return a sentence with the nearest and all known names, for an unknown name."""
     names = list(known)
     nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     meant = [f"Did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []

@@ -73,7 +73,9 @@ def choose_step(run: RunDir, step: int | None) -> int:
     """
     steps = _steps(run)
     if not steps:
-        raise ConfigError(f"Run {run.name!r} has no committed checkpoint yet. Look at `ddp-hpc status {run.name}`.")
+        raise ConfigError(
+            f"Run {run.name!r} has no committed checkpoint yet. `ddp-hpc status {run.name}` shows how far it is."
+        )
     if step is not None and step not in steps:
         raise ConfigError(
             f"Run {run.name!r} has no checkpoint of step {step}. Steps with a checkpoint: {', '.join(map(str, steps))}."

@@ -79,7 +79,7 @@ def sort_runs(runs: Sequence[ListedRun], by: str, *, is_reversed: bool) -> list[
     """Return the runs, sorted by a column, an evaluation metric or a key; those without a value come last.
 
     Raises:
-        ConfigError: if `by` is none of these.
+        ConfigError: if `by` is something else.
     """
     is_metric = any(by in run.status.metrics for run in runs)
     if by not in _COLUMNS and not is_metric and key_of(by) is None:

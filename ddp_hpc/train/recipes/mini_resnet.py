@@ -34,7 +34,7 @@ class BasicBlock(nn.Module):
 class MiniResNet(nn.Module):
     """A stem, three stages of widths w, 2w and 4w, the mean over the image, and a classifier.
 
-    Any image of 4 pixels a side or more goes: every stage after the first halves it.
+    Images need at least 4 pixels a side: every stage after the first halves them.
     """
 
     def __init__(self, *, in_channels: int, num_classes: int, width: int = 16, blocks_per_stage: int = 1) -> None:
