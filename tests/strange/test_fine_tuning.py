@@ -111,7 +111,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path, mon
         ({"0.weight": torch.ones(8, 3)}, r"missing: 0\.bias, 1\.bias, .* and 3 more\. .*`train\.init_strict=false`"),
         ({**network(3).state_dict()}, r"of another shape: 3\.bias \(3,\) instead of \(2,\), 3\.weight "),
         ([1, 2], "holds no weights by name"),
-        (None, "there is neither a file"),
+        (None, "but neither the file"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_with_what_differs(content: Any, told: str, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def _follow(make: Callable[[bool], T]) -> T:
 
 def _broadcast(failure: str | None) -> str | None:
     """Return rank zero's argument on every rank."""
-    # As JSON in a tensor: `broadcast_object_list` unpickles what it receives, which may run code:
-    # https://pytorch.org/docs/stable/distributed.html#torch.distributed.broadcast_object_list
+    # As JSON in a tensor: PyTorch's own broadcast of objects unpickles what it receives, which may run code:
+    # https://pytorch.org/docs/stable/distributed.html#collective-functions
     text = json.dumps(failure).encode()
     size = torch.tensor([len(text)])
     dist.broadcast(size, src=0)
