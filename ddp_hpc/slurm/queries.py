@@ -451,7 +451,7 @@ _REFUSALS: Mapping[str, str] = {"access/permission denied": ESLURM_ACCESS_DENIED
 
 
 def refusal_code(text: str) -> str:
-    """Return the name of the refusal that a command's errors tell of; empty for one that nobody decides by."""
+    """Return the name of the refusal in the errors of a command; empty if no code distinguishes it."""
     return next((code for words, code in _REFUSALS.items() if words in text.lower()), "")
 
 

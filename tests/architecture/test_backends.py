@@ -15,7 +15,7 @@ PACKAGE = Path(ddp_hpc.__file__).parent
 HOMES = {place.module for place in BACKENDS.values()}
 TABLE = "ddp_hpc.submission.backend"
 SLURMS_OWN = {
-    "drill/course.py",  # a fault is made by a step of a Slurm job
+    "drill/scenario.py",  # a fault is made by a step of a Slurm job
     "cli/verbs/render.py",  # makes a script for plain sbatch
 }
 """Who asks for Slurm's back end by its name."""
