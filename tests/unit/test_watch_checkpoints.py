@@ -105,7 +105,7 @@ def test_weights_go_through_a_pipe_that_stays_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "ema", "told"),
     [
-        ("nowhere/out", False, "there is no directory"),
+        ("nowhere/out", False, "does not exist"),
         (".", False, "is a directory"),
         ("out", True, "no 'ema' weights; it has model"),
     ],
