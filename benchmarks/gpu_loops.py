@@ -24,7 +24,7 @@ from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, DataSpec, LrScheduleSpec, OptimizerSpec, RunSpec, TrainSpec
 from ddp_hpc.train import loop, process_group, training_state
-from ddp_hpc.train.checkpoint import Checkpointer, Staging, deal_out
+from ddp_hpc.train.checkpoint import Checkpointer, Staging, partition_tensors
 from ddp_hpc.train.data_order import RankSampler
 from ddp_hpc.train.loader import Fetched, LoadedGlobalBatch
 from ddp_hpc.train.process_group import Group, RankInfo
@@ -255,7 +255,7 @@ class OurLoop:
 
     def named(self) -> list[NamedTensor]:
         """Return the tensors of the training state, as they are handed to `Staging`."""
-        return deal_out(training_state.tensors(self.training.state), rank=0, world_size=1)
+        return partition_tensors(training_state.tensors(self.training.state), rank=0, world_size=1)
 
 
 # --- samples/s -------------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def _staged_while_changing(staging: Staging, named: Sequence[NamedTensor], *, ho
             if item.owner is not None:  # a buffer: the next forward may change it
                 item.tensor.add_(1)
         if hold_back:
-            staging.hold_back_updates()
+            staging.wait_for_copy()
         for item in named:
             if item.owner is None:
                 item.tensor.add_(1)

@@ -7,6 +7,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,6 +176,7 @@ def _say(said: str = "", row: str | None = None) -> None:
 def surroundings() -> dict[str, Any]:
     """Return what the figures depend on."""
     return {
+        "commit": _commit(),
         "python": platform.python_version(),
         "packages": _versions(),
         "cpu": _cpu(),
@@ -183,6 +185,15 @@ def surroundings() -> dict[str, Any]:
         "machine": platform.machine(),
         "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def _commit() -> str:
+    """Return the commit that is measured, or nothing outside of a checkout."""
+    argv = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(argv, check=False, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _versions() -> dict[str, str]:

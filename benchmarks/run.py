@@ -1,6 +1,6 @@
 """Measure ours and its peers side by side, write benchmarks/results/, and bring docs/performance.md up to date.
 
-make bench                          # launch, loop and checkpoint, about five minutes
+make bench                          # launch, loop, checkpoint and restore, about six minutes
 make bench ARGS=survival            # on a Slurm cluster of its own, as root, a quarter of an hour
 make bench ARGS="loop checkpoint"   # these
 make bench ARGS="loop --rounds 30"  # longer
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 from benchmarks import report
 from benchmarks.rounds import Benchmark, surroundings
 
-QUICK = ("launch", "loop", "checkpoint")
+QUICK = ("launch", "loop", "checkpoint", "restore")
 NAMES = (*QUICK, "survival")
 
 

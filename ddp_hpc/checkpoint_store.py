@@ -1,48 +1,61 @@
 """Checkpoints on disk: their layout, how one is committed, and how a reader knows that it holds.
 
 A checkpoint is a directory `step-00001234` with one safetensors file a writing rank and a `manifest.json` that has every
-file's size and checksum, and its own. It is written beside, flushed, and published by one rename, so that it is either
+file's size and checksums, and its own. It is written beside, flushed, and published by one rename, so that it is either
 committed or does not exist; and where the attempt that owns the run may write, and nobody else (`ownership`). Nothing
 here knows of tensors as anything but bytes, so readers need no torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+import ddp_hpc
 from ddp_hpc.durable import delete_directory, fsync_path, make_directory, open_private, output_at, private_mode
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, UnreadableError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, UnreadableError
 from ddp_hpc.ownership import claim_again, claim_path, has_claim
 from ddp_hpc.patience import is_answer, is_there
 from ddp_hpc.run_dir import RunDir
 
-FORMAT = 1
+FORMAT = 2
+"""What is written. Format 1 had one checksum a file, and no word on where a tensor belongs in a larger one."""
 MANIFEST = "manifest.json"
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = re.compile(r"step-(\d{8,})\.corrupt-\d+")
-_CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20
+"""How much of a file has a checksum of its own, so that several ranks can share in reading one file."""
+_READ_BYTES = 1 << 20
+"""How much is read, and then hashed, at a time: it stays in the processor's cache in between."""
+_METADATA, _MARK = "__metadata__", "ddp_hpc.format"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies in a shard's body; dtype by safetensors' name (`F32`), offsets in bytes."""
+    """Where one tensor, or a piece of one, lies in a shard's body; dtype by safetensors' name (`F32`), offsets in bytes."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    global_shape: tuple[int, ...] | None = None
+    """Shape of the tensor that this is a piece of; None: nothing is said, so it is all of it."""
+    offset: tuple[int, ...] = ()
+    """Index of the piece's first element in that tensor."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,11 @@ class ShardRecord:
 
     file: str
     size: int
-    xxh3_128: str
+    header_bytes: int
+    """How much of the file says which tensors follow. A reader who has less of it knows nothing of the file."""
+    chunk_bytes: int
+    chunks: tuple[str, ...]
+    """xxh3_128 of every `chunk_bytes` of the file; in format 1 of the whole file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +111,37 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
+def read_record(content: Mapping[str, Any]) -> ShardRecord:
+    """Return a shard's record from its JSON in a manifest of either format."""
+    if "xxh3_128" in content:  # format 1
+        size = int(content["size"])
+        return ShardRecord(content["file"], size, header_bytes=size, chunk_bytes=size, chunks=(content["xxh3_128"],))
+    return ShardRecord(**{**content, "chunks": tuple(content["chunks"])})
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def shard_header(entries: Iterable[TensorEntry]) -> bytes:
+def shard_header(entries: Sequence[TensorEntry]) -> bytes:
     """Return the head of a safetensors file: an 8-byte length, then JSON padded to 8 bytes.
 
-    The entries must follow one another without gaps (https://github.com/huggingface/safetensors#format).
+    The entries must follow one another without gaps (https://github.com/huggingface/safetensors#format). Where each belongs
+    in its whole tensor stands in the part that the format leaves to its users, as text.
     """
-    table = {
-        entry.name: {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
+    table: dict[str, Any] = {}
+    metadata = {
+        entry.name: json.dumps({"shape": entry.global_shape, "offset": entry.offset}, separators=(",", ":"))
         for entry in entries
+        if entry.global_shape is not None
     }
+    if metadata:
+        table[_METADATA] = {_MARK: str(FORMAT), **metadata}
+    for entry in entries:
+        table[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -114,26 +150,36 @@ def shard_header(entries: Iterable[TensorEntry]) -> bytes:
 def write_shard(
     path: Path, parts: Sequence[memoryview | bytes], *, on_progress: Callable[[], object] = lambda: None
 ) -> ShardRecord:
-    """Write a shard's parts one after another, flush them to the disk, and return what a reader must find."""
+    """Write a shard's header and what follows it, flush them to the disk, and return what a reader must find."""
+    checksums: list[str] = []
     checksum = xxhash.xxh3_128()
     size = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, private_mode(path))
     try:
         for part in parts:
-            view = memoryview(part).cast("B")
-            for start in range(0, len(view), _CHUNK_BYTES):
-                chunk = view[start : start + _CHUNK_BYTES]
-                checksum.update(chunk)
-                while chunk:
-                    chunk = chunk[os.write(fd, chunk) :]
-                _begin_flushing(fd)
-                on_progress()
-            size += len(view)
+            rest = memoryview(part).cast("B")
+            while rest:
+                some = rest[: CHUNK_BYTES - size % CHUNK_BYTES]
+                rest, size = rest[len(some) :], size + len(some)
+                checksum.update(some)
+                _write_all(fd, some)
+                if size % CHUNK_BYTES == 0:
+                    checksums.append(checksum.hexdigest())
+                    checksum.reset()
+                    _begin_flushing(fd)
+                    on_progress()
+        if size % CHUNK_BYTES:
+            checksums.append(checksum.hexdigest())
         if stat.S_ISREG(os.fstat(fd).st_mode):  # weights may go to a pipe
             os.fsync(fd)
     finally:
         os.close(fd)
-    return ShardRecord(path.name, size, checksum.hexdigest())
+    return ShardRecord(path.name, size, len(parts[0]), CHUNK_BYTES, tuple(checksums))
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def _begin_flushing(fd: int) -> None:
@@ -185,7 +231,7 @@ def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
 
 def _commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
     with open_private(staging / MANIFEST, "wb") as file:
-        file.write(_manifest_bytes(manifest))
+        file.write(manifest_bytes(manifest))
         file.flush()
         os.fsync(file.fileno())
     fsync_path(staging)
@@ -235,7 +281,7 @@ def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_bes
     for step in steps:
         try:
             value = read_manifest(checkpoint_path(run, step)).metrics.get(metric)
-        except CorruptCheckpointError:
+        except (CorruptCheckpointError, NewerFormatError):
             continue
         if value is not None and not math.isnan(value):  # a diverged training is never the best
             scored.append((value if lowest_is_best else -value, -step))
@@ -283,18 +329,32 @@ def read_manifest(path: Path) -> Manifest:
         raw = (path / MANIFEST).read_bytes()
     except OSError as error:
         raise _why_unread(path / MANIFEST, error) from error
-    try:
-        sealed = json.loads(raw)
-        content = dict(sealed["content"])
-        shards = tuple(ShardRecord(**shard) for shard in content.pop("shards"))
-        manifest = Manifest(shards=shards, **content)
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptCheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__}: {error}).") from error
-    if _manifest_bytes(manifest) != raw:
-        raise CorruptCheckpointError(f"{path}: {MANIFEST} does not match its checksum.")
+    manifest = parse_manifest(raw, path)
     if _COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
         raise CorruptCheckpointError(f"{path}: {MANIFEST} is of step {manifest.step}.")
     return manifest
+
+
+def parse_manifest(raw: bytes, path: Path) -> Manifest:
+    """Return what the bytes of a manifest say; `path` is the checkpoint's, for messages.
+
+    Raises:
+        CorruptCheckpointError: where they are not what was written.
+        NewerFormatError: where they are, by a newer ddp_hpc.
+    """
+    try:
+        content = dict(json.loads(raw)["content"])
+        is_sound = _sealed(content) == raw
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__}: {error}).") from error
+    if not is_sound:
+        raise CorruptCheckpointError(f"{path}: {MANIFEST} does not match its checksum.")
+    if content["format"] > FORMAT:
+        raise NewerFormatError(
+            f"{path} is a checkpoint of format {content['format']}, but this ddp_hpc {ddp_hpc.__version__} reads formats up "
+            f"to {FORMAT}. Nothing was changed. Update ddp_hpc, or start over from step 0 with `ddp-hpc submit --fresh`."
+        )
+    return Manifest(**{**content, "shards": tuple(map(read_record, content["shards"]))})
 
 
 def read_tensors(
@@ -306,10 +366,9 @@ def read_tensors(
         CorruptCheckpointError: where a shard is missing, truncated, or not what was written.
         UnreadableError: where the file system does not say.
     """
-    tensors: dict[str, RawTensor] = {}
-    for shard in manifest.shards:
-        tensors |= _parse_shard(path / shard.file, _read_shard(path / shard.file, shard, on_progress))
-    return tensors
+    contents = [_read_shard(path, shard, on_progress) for shard in manifest.shards]
+    headers = [shard_content[: header_length(shard_content)] for shard_content in contents]
+    return {name: _raw(stored, contents) for name, stored in stored_tensors(path, manifest, headers).items()}
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:
@@ -318,7 +377,9 @@ def read_safetensors(path: Path) -> dict[str, RawTensor]:
     Raises:
         CorruptCheckpointError: where it is none.
     """
-    return _parse_shard(path, bytearray(path.read_bytes()))
+    content = memoryview(path.read_bytes())
+    entries = parse_header(path, content[: header_length(content)], len(content))
+    return {entry.name: RawTensor(entry.dtype, entry.shape, content[entry.begin : entry.end]) for entry in entries}
 
 
 def verify(path: Path) -> Manifest:
@@ -330,7 +391,7 @@ def verify(path: Path) -> Manifest:
     """
     manifest = read_manifest(path)
     for shard in manifest.shards:
-        _read_shard(path / shard.file, shard)
+        _read_shard(path, shard)
     return manifest
 
 
@@ -370,7 +431,7 @@ def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryvie
     if not chosen:
         present = sorted({name.partition("/")[0] for name in found})
         raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.")
-    ordered = sorted(chosen.items(), key=lambda item: (-_item_bytes(item[1]), item[0]))
+    ordered = sorted(chosen.items(), key=lambda item: (-_item_bytes(item[1].dtype), item[0]))
     entries, offset = [], 0
     for name, raw in ordered:
         entries.append(TensorEntry(name, raw.dtype, raw.shape, offset, offset + len(raw.data)))
@@ -378,43 +439,75 @@ def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryvie
     return entries, [raw.data for _, raw in ordered]
 
 
-def _item_bytes(tensor: RawTensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return len(tensor.data) // count if count else 0
-
-
 def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
 
 
-def _manifest_bytes(manifest: Manifest) -> bytes:
-    content = asdict(manifest)
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return a manifest as it is written."""
+    return _sealed(asdict(manifest))
+
+
+def _sealed(content: Mapping[str, Any]) -> bytes:
     seal = xxhash.xxh3_128_hexdigest(_canonical(content))
     return (json.dumps({"content": content, "xxh3_128": seal}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _read_shard(path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> bytearray:
-    checksum = xxhash.xxh3_128()
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != record.size:
-                raise CorruptCheckpointError(f"{path} has {size} bytes, but {record.size} were written.")
-            content = bytearray(size)
-            rest = memoryview(content)
-            while rest:
-                count = file.readinto(rest[:_CHUNK_BYTES])
-                if not count:
-                    raise CorruptCheckpointError(f"{path} became shorter while it was read.")
-                checksum.update(rest[:count])
-                rest = rest[count:]
-                on_progress()
-    except OSError as error:
-        raise _why_unread(path, error) from error
-    if checksum.hexdigest() != record.xxh3_128:
-        raise CorruptCheckpointError(f"{path} does not match its checksum.")
+class ChunkReader:
+    """Reads a shard's chunks, one by one, each verified; after an error the file is opened anew."""
+
+    def __init__(self, path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> None:
+        self._path = path
+        self._record = record
+        self._on_progress = on_progress
+        self._file: FileIO | None = None
+
+    def read(self, number: int, into: memoryview) -> None:
+        """Read a chunk into a buffer of its size.
+
+        Raises:
+            CorruptCheckpointError: where it is not what was written.
+            UnreadableError: where the file system does not say.
+        """
+        try:
+            checksum = self._fill(number * self._record.chunk_bytes, into)
+        except OSError as error:
+            self.close()
+            raise _why_unread(self._path, error) from error
+        if checksum != self._record.chunks[number]:
+            raise CorruptCheckpointError(f"{self._path} does not match its checksum.")
+
+    def _fill(self, begin: int, rest: memoryview) -> str:
+        if self._file is None:
+            self._file = self._path.open("rb", buffering=0)
+            size = os.fstat(self._file.fileno()).st_size
+            if size != self._record.size:
+                raise CorruptCheckpointError(f"{self._path} has {size} bytes, but {self._record.size} were written.")
+        self._file.seek(begin)
+        checksum = xxhash.xxh3_128()
+        while rest:
+            count = self._file.readinto(rest[:_READ_BYTES])
+            if not count:
+                raise CorruptCheckpointError(f"{self._path} became shorter while it was read.")
+            checksum.update(rest[:count])
+            rest = rest[count:]
+            self._on_progress()
+        return checksum.hexdigest()
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def _read_shard(path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> memoryview:
+    content = memoryview(bytearray(record.size))
+    with closing(ChunkReader(path / record.file, record, on_progress)) as reader:
+        for number in range(len(record.chunks) or 1):  # an empty file, too, is looked at
+            begin = number * record.chunk_bytes
+            reader.read(number, content[begin : begin + record.chunk_bytes])
     return content
 
 
@@ -437,15 +530,188 @@ def _why_unread(path: Path, error: OSError) -> CorruptCheckpointError | Unreadab
     return CorruptCheckpointError(told)
 
 
-def _parse_shard(path: Path, content: bytearray) -> dict[str, RawTensor]:
+# --- which tensors a checkpoint holds ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a part of a tensor lies: in which shard, at which bytes of the file."""
+
+    shard: int
+    begin: int
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that a checkpoint holds, in one piece or several."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _item_bytes(self.dtype)
+
+    def runs(self, piece: Piece) -> Iterator[tuple[int, int, int]]:
+        """Yield what of a piece is contiguous in the file and in the tensor: where in either, and how many bytes."""
+        item = _item_bytes(self.dtype)
+        strides = [item * math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        cut = [dim for dim, size in enumerate(piece.shape) if size != self.shape[dim]]
+        split = cut[-1] if cut else 0  # all of the tensor lies in the piece from the next dimension on
+        length = item * math.prod(piece.shape[split:])
+        first = sum(map(operator.mul, piece.offset, strides))
+        begin = piece.begin
+        for index in itertools.product(*map(range, piece.shape[:split])):
+            if length:
+                yield begin, first + sum(map(operator.mul, index, strides)), length
+            begin += length
+
+
+def header_length(content: memoryview | bytes) -> int:
+    """Return how many of a safetensors file's bytes come before its tensors'."""
+    return min(8 + int.from_bytes(content[:8], "little"), len(content))
+
+
+def parse_header(path: Path, header: memoryview | bytes, size: int) -> list[TensorEntry]:
+    """Return what the header of a safetensors file of `size` bytes says; offsets count from the file's beginning.
+
+    Raises:
+        CorruptCheckpointError: where it is none.
+    """
     try:
-        length = int.from_bytes(content[:8], "little")
-        table = json.loads(bytes(content[8 : 8 + length]))
-        table.pop("__metadata__", None)
-        body = memoryview(content)[8 + length :]
-        return {
-            name: RawTensor(entry["dtype"], tuple(entry["shape"]), body[slice(*entry["data_offsets"])])
-            for name, entry in table.items()
-        }
+        table = json.loads(bytes(header[8:]))
+        metadata = table.pop(_METADATA, None) or {}
+        places = metadata if _MARK in metadata else {}
+        entries = [_parse_entry(name, told, places.get(name), len(header)) for name, told in table.items()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpointError(f"{path} is no safetensors file ({type(error).__name__}: {error}).") from error
+    for entry in entries:
+        if not len(header) <= entry.begin <= entry.end <= size:
+            raise CorruptCheckpointError(f"{path} is no safetensors file: {entry.name!r} lies outside of it.")
+    return entries
+
+
+def _parse_entry(name: str, told: Mapping[str, Any], place: str | None, first: int) -> TensorEntry:
+    begin, end = told["data_offsets"]
+    shape = tuple(map(int, told["shape"]))
+    known = json.loads(place) if place else {"shape": shape, "offset": [0] * len(shape)}
+    return TensorEntry(
+        name, told["dtype"], shape, first + begin, first + end, tuple(known["shape"]), tuple(known["offset"])
+    )
+
+
+def stored_tensors(path: Path, manifest: Manifest, headers: Sequence[memoryview | bytes]) -> dict[str, StoredTensor]:
+    """Return the tensors that the checkpoint at `path` holds, by name, from the headers of its shards.
+
+    Raises:
+        CorruptCheckpointError: where the pieces of a tensor do not make it up.
+    """
+    found: dict[str, StoredTensor] = {}
+    for number, (shard, header) in enumerate(zip(manifest.shards, headers, strict=True)):
+        for entry in parse_header(path / shard.file, header, shard.size):
+            assert entry.global_shape is not None  # noqa: S101  `parse_header` fills it in
+            piece = Piece(number, entry.begin, entry.shape, entry.offset)
+            known = found.get(entry.name)
+            if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.global_shape):
+                raise CorruptCheckpointError(f"{path}: the pieces of {entry.name!r} are not of one tensor.")
+            if entry.end - entry.begin != math.prod(entry.shape) * _item_bytes(entry.dtype):
+                raise CorruptCheckpointError(f"{path}: {entry.name!r} has not the bytes that its shape needs.")
+            pieces = (*known.pieces, piece) if known else (piece,)
+            found[entry.name] = StoredTensor(entry.dtype, entry.global_shape, pieces)
+    for name, stored in found.items():
+        if not _is_whole(stored):
+            raise CorruptCheckpointError(f"{path}: the pieces of {name!r} do not make up the tensor.")
+    return found
+
+
+def _is_whole(stored: StoredTensor) -> bool:
+    """Tell whether the pieces lie in the tensor, are as large together, and no two of them overlap."""
+    if len(stored.pieces) == 1:
+        piece = stored.pieces[0]
+        return piece.shape == stored.shape and not any(piece.offset)
+    boxes = sorted(list(zip(piece.offset, piece.shape, strict=True)) for piece in stored.pieces if all(piece.shape))
+    is_within = all(
+        start >= 0 and start + size <= whole
+        for box in boxes
+        for (start, size), whole in zip(box, stored.shape, strict=True)
+    )
+    num_elements = sum(math.prod(piece.shape) for piece in stored.pieces)
+    return is_within and num_elements == math.prod(stored.shape) and not any(_overlaps(boxes))
+
+
+def _overlaps(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
+    """Yield of each two boxes that share an index of the first dimension, by which they are sorted, if they overlap."""
+    for number, box in enumerate(boxes):
+        for other in itertools.islice(boxes, number + 1, None):
+            if box and other[0][0] >= box[0][0] + box[0][1]:
+                break
+            yield all(a < b + length and b < a + size for (a, size), (b, length) in zip(box, other, strict=True))
+
+
+def _raw(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTensor:
+    """Return a tensor's bytes: as they lie in the one shard, or put together."""
+    if len(stored.pieces) == 1:
+        (piece,) = stored.pieces
+        return RawTensor(
+            stored.dtype, stored.shape, contents[piece.shard][piece.begin : piece.begin + stored.num_bytes]
+        )
+    whole = memoryview(bytearray(stored.num_bytes))
+    for piece in stored.pieces:
+        for begin, at, length in stored.runs(piece):
+            whole[at : at + length] = contents[piece.shard][begin : begin + length]
+    return RawTensor(stored.dtype, stored.shape, whole)
+
+
+def _item_bytes(dtype: str) -> int:
+    """Return the bytes of one element, which safetensors' names of types say in bits."""
+    found = re.match(r"[A-Z]+(\d+)", dtype)
+    if dtype == "BOOL":
+        return 1
+    if not found or int(found[1]) % 8:
+        raise CorruptCheckpointError(f"A tensor is of type {dtype!r}, which is none that a checkpoint holds.")
+    return int(found[1]) // 8
+
+
+# --- who reads what ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Chunks of one shard that follow one another, for one reader."""
+
+    shard: int
+    chunks: range
+    begin: int
+    end: int
+    """In bytes of the file."""
+
+
+def deal_stretches(shards: Sequence[ShardRecord], num_readers: int) -> list[list[Stretch]]:
+    """Deal all chunks of all shards to so many readers, in order and evenly by bytes; return what each one reads.
+
+    Who gets a file's beginning gets all of its header.
+    """
+    dealt: list[list[Stretch]] = [[] for _ in range(num_readers)]
+    total = max(sum(shard.size for shard in shards), 1)
+    before = 0
+    for number, shard in enumerate(shards):
+        for chunks in _units(shard):
+            begin, end = chunks.start * shard.chunk_bytes, min(chunks.stop * shard.chunk_bytes, shard.size)
+            reader = dealt[min((2 * before + begin + end) * num_readers // (2 * total), num_readers - 1)]
+            if reader and reader[-1].shard == number:
+                last = reader.pop()
+                chunks, begin = range(last.chunks.start, chunks.stop), last.begin  # noqa: PLW2901
+            reader.append(Stretch(number, chunks, begin, end))
+        before += shard.size
+    return dealt
+
+
+def _units(shard: ShardRecord) -> Iterator[range]:
+    """Yield the chunks that one reader must have together."""
+    num_first = max(-(-shard.header_bytes // max(shard.chunk_bytes, 1)), 1)
+    yield range(num_first)
+    for number in range(num_first, len(shard.chunks)):
+        yield range(number, number + 1)

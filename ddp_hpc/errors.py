@@ -38,6 +38,10 @@ class CorruptCheckpointError(CheckpointError):
     """A checkpoint on disk is not what was committed."""
 
 
+class NewerFormatError(ConfigError):
+    """A checkpoint was written by a newer ddp_hpc, in a way that this one does not know."""
+
+
 class WorkerError(DdpHpcError):
     """A worker ended in a way that ends the run."""
 

@@ -1,4 +1,4 @@
-"""Saving the training state while the training goes on, and bringing back the newest that holds.
+"""Saving the training state while the training goes on.
 
 The loop pays for one copy into buffers that are made once. A thread of each rank writes that rank's shard; rank zero's
 then waits for the others', commits (see `checkpoint_store`), and deletes what is no longer kept. The threads talk
@@ -20,30 +20,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ddp_hpc
-from ddp_hpc import checkpoint_store, ownership
-from ddp_hpc.checkpoint_store import Manifest, RawTensor, ShardRecord, TensorEntry
+from ddp_hpc import checkpoint_store
+from ddp_hpc.checkpoint_store import Manifest, ShardRecord, TensorEntry
 from ddp_hpc.errors import (
     CheckpointError,
-    ConfigError,
-    CorruptCheckpointError,
     DivergedError,
     UnreadableError,
     WorkerError,
 )
-from ddp_hpc.patience import is_there, patiently
-from ddp_hpc.records import newest_committed
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import training_state
 from ddp_hpc.train.divergence import diverged
 from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.restore import DTYPES, Restorer
 from ddp_hpc.train.training_state import NamedTensor, TrainingState
 
 log = logging.getLogger(__name__)
@@ -52,35 +48,13 @@ PARTING_S = 30.0
 """How long rank zero stays for the others to read that the last checkpoint is committed."""
 _LOOK_S = 1.0
 """How often the main thread looks whether the writer's thread gets on, while it waits for it."""
-_RESUME = "resume"
-_RESTORED = "restored"
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-"""PyTorch's dtypes by safetensors' names (https://github.com/huggingface/safetensors#format)."""
 _COMPARABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _ALONE = 32767
 """Elements that torch works on in the calling thread alone; for more it starts others (at::internal::GRAIN_SIZE)."""
-_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
-def deal_out(named: Sequence[NamedTensor], *, rank: int, world_size: int) -> list[NamedTensor]:
+def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: int) -> list[NamedTensor]:
     """Return the tensors that `rank` writes: its own, and an even part, by bytes, of those that all ranks have.
 
     Every rank comes to the same division, because the shared tensors stand in the same order everywhere.
@@ -133,7 +107,7 @@ class Staging:
                     view.copy_(source, non_blocking=True)
             self._copied = self._stream.record_event()
 
-    def hold_back_updates(self) -> None:
+    def wait_for_copy(self) -> None:
         """Have the device change no weights before they are copied; call before each optimizer step."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
@@ -155,7 +129,7 @@ class Staging:
         entries, offset = [], 0
         for item in named:
             end = offset + item.tensor.nbytes
-            entries.append(TensorEntry(item.name, _DTYPES[item.tensor.dtype], tuple(item.tensor.shape), offset, end))
+            entries.append(_whole_entry(item, offset, end))
             offset = end
         self._buffer = torch.zeros(offset, dtype=torch.uint8, pin_memory=self._pinned)
         self._views = [
@@ -163,6 +137,12 @@ class Staging:
             for entry, item in zip(entries, named, strict=True)
         ]
         self.header = checkpoint_store.shard_header(entries)
+
+
+def _whole_entry(item: NamedTensor, begin: int, end: int) -> TensorEntry:
+    """Return the entry of a tensor that is written whole: a piece that is as large as the tensor."""
+    shape = tuple(item.tensor.shape)
+    return TensorEntry(item.name, DTYPES[item.tensor.dtype], shape, begin, end, shape, (0,) * len(shape))
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -194,6 +174,7 @@ class Checkpointer:
         self._run = run
         self._group = group
         self._attempt = attempt
+        self._restorer = Restorer(run, group, attempt=attempt, on_progress=on_progress)
         self._keep = keep
         self._on_result = on_result
         self._on_progress = on_progress
@@ -220,87 +201,13 @@ class Checkpointer:
         Raises:
             ConfigError: where it cannot.
         """
-        training_state.check(state, _DTYPES)
-
-    # --- restoring ---
+        training_state.check(state, DTYPES)
 
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
-        """Restore the newest checkpoint that verifies, the same on all ranks; return its step, or None.
-
-        However long rank zero reads, the others wait for it: it says that it gets on. For theirs, call
-        `await_all_restored`.
-
-        Raises:
-            ConfigError: where the run had checkpoints, and none can be used.
-            UnreadableError: where the file system does not say.
-        """
-        found = self._newest_that_holds() if self._group.rank_info.is_rank_zero else None
-        step = self._group.broadcast_through_store(
-            _RESUME, found[0].step if found else None, on_heartbeat=self._on_progress
-        )
-        if step is None:
-            return None
-        if found is None:
-            path = checkpoint_store.checkpoint_path(self._run, step)
-            moved = partial(self._read_on, self._group.barrier_key(_RESTORED))
-            found = patiently(str(path), partial(_read, path, moved), on_wait=moved)
-        manifest, raw = found
-        saved = {name: to_torch(tensor) for name, tensor in raw.items()}
-        training_state.restore(state, saved, manifest.state, seed=seed)
-        self._restored = self._last_saved = int(step)
-        return self._restored
-
-    def await_all_restored(self) -> None:
-        """Wait until all ranks have read, before they meet in collectives, which have a fixed patience."""
-        if self._restored is not None:
-            self._group.barrier_through_store(_RESTORED, on_heartbeat=self._on_progress)
-
-    def _read_on(self, key: str) -> None:
-        """Say that this rank, which others wait for, gets on with reading."""
-        self._group.store.heartbeat(key)
-        self._on_progress()
-
-    def _newest_that_holds(self) -> tuple[Manifest, dict[str, RawTensor]] | None:
-        with suppress(OSError):  # what is left over costs no more than space
-            for name in ownership.remove_leftovers(self._run):
-                log.info("removed %s, which a killed writer left", name)
-        moved = partial(self._read_on, _RESUME)
-        return patiently(str(self._run.checkpoints), partial(self._read_newest, moved), on_wait=moved)
-
-    def _read_newest(self, moved: Callable[[], object]) -> tuple[Manifest, dict[str, RawTensor]] | None:
-        """Read the newest that verifies, and set aside newer ones that surely do not; what cannot be read is left alone."""
-        for step in reversed(checkpoint_store.committed_steps(self._run)):
-            path = checkpoint_store.checkpoint_path(self._run, step)
-            try:
-                return _read(path, moved)
-            except CorruptCheckpointError as error:
-                aside = checkpoint_store.set_aside(path)
-                log.warning("%s It is not used and lies in %s; an older one is tried.", error, aside.name)
-        self._refuse_to_begin_anew()
-        return None
-
-    def _refuse_to_begin_anew(self) -> None:
-        """Return where the run never had a checkpoint.
-
-        Raises:
-            ConfigError: where it had some, and they are surely gone or damaged.
-            UnreadableError: where they cannot be seen: perhaps a mount is away.
-        """
-        run, folder = self._run, self._run.checkpoints
-        known_step, aside = newest_committed(run), checkpoint_store.steps_set_aside(run)
-        if not is_there(run.config):
-            raise UnreadableError(f"{run.path} is not there; perhaps its file system is away.")
-        if not known_step and not aside:
-            return
-        if not aside and not ownership.has_claim(run, self._attempt):
-            raise UnreadableError(f"{folder} has no checkpoint, but one of step {known_step} was committed.")
-        told = f"one of step {known_step} was committed" if known_step else "it had some"
-        damaged = f", and those of step {', '.join(map(str, aside))} are damaged (`step-*.corrupt-*`)" if aside else ""
-        raise ConfigError(
-            f"{folder} has no checkpoint that can be used, but {told}{damaged}. The run does not begin anew by itself. Bring "
-            f"the files back and look with `ddp-hpc checkpoints {run.name} --verify`, or start over from step 0 with "
-            "`ddp-hpc submit --fresh`."
-        )
+        """Restore the newest checkpoint that verifies, the same on all ranks; return its step, or None (see `restore`)."""
+        step = self._restorer.restore_newest(state, seed=seed)
+        self._restored = self._last_saved = step
+        return step
 
     # --- saving ---
 
@@ -325,7 +232,7 @@ class Checkpointer:
             return
         self.wait()
         rank_info = self._group.rank_info
-        mine = deal_out(training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size)
+        mine = partition_tensors(training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size)
         self._staging.fill(mine)
         manifest = Manifest(
             step=step,
@@ -396,9 +303,9 @@ class Checkpointer:
         self._writing.result()
         self._writing = None
 
-    def hold_back_updates(self) -> None:
-        """See `Staging.hold_back_updates`."""
-        self._staging.hold_back_updates()
+    def wait_for_copy(self) -> None:
+        """See `Staging.wait_for_copy`."""
+        self._staging.wait_for_copy()
 
     # --- the writer's thread ---
 
@@ -466,23 +373,10 @@ class Checkpointer:
             log.warning("old checkpoints could not be deleted: %s", error)
 
 
-def _read(path: Path, moved: Callable[[], object]) -> tuple[Manifest, dict[str, RawTensor]]:
-    manifest = checkpoint_store.read_manifest(path)
-    return manifest, checkpoint_store.read_tensors(path, manifest, on_progress=moved)
-
-
 def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:
     """Return the shard that a rank reported, or raise what kept it from writing one."""
     if "nonfinite" in report:
         raise DivergedError(f"`{report['nonfinite']}` is not finite after step {step}")
     if "error" in report:
         raise CheckpointError(report["error"])
-    return ShardRecord(**report)
-
-
-def to_torch(raw: RawTensor) -> Tensor:
-    """Return a tensor that shares the bytes as read."""
-    dtype = _TORCH_DTYPES[raw.dtype]
-    if not len(raw.data):
-        return torch.empty(raw.shape, dtype=dtype)
-    return torch.frombuffer(raw.data, dtype=dtype).view(raw.shape)
+    return checkpoint_store.read_record(report)

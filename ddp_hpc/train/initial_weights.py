@@ -15,8 +15,8 @@ from ddp_hpc import checkpoint_store
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.train.checkpoint import to_torch
 from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.restore import to_torch
 from ddp_hpc.train.training_state import TrainingState, differences
 
 log = logging.getLogger(__name__)

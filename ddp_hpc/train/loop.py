@@ -62,7 +62,6 @@ def restore(t: Training) -> None:
     t.watchdog.feed()
     step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
     t.plan_steps()
-    t.checkpointer.await_all_restored()
     t.evaluator.start(t.evaluated_model)
     if step is None:
         take_initial_weights(t.spec, t.state, t.group)
@@ -136,7 +135,7 @@ def update_weights(t: Training) -> None:
         if scaler is not None:
             scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm)
-    t.checkpointer.hold_back_updates()
+    t.checkpointer.wait_for_copy()
     if scaler is None:
         if not t.guard.skips(optimizer, t.state.position.step + 1):
             optimizer.step()

@@ -31,6 +31,17 @@ class NamedTensor(NamedTuple):
     owner: int | None
 
 
+class SavedTensor(NamedTuple):
+    """What a tensor in a checkpoint is like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        """Return a tensor on the CPU that it can be put into."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
 @dataclass
 class TrainingState:
     """Everything a resumed run needs to go on as if nothing had happened."""
@@ -107,41 +118,77 @@ def numbers(state: TrainingState) -> dict[str, Any]:
     }
 
 
-def restore(state: TrainingState, saved: Mapping[str, Tensor], plain: Mapping[str, Any], *, seed: int) -> None:
-    """Put a checkpoint's tensors and numbers into the objects of `state`.
+class Restoration:
+    """Puts a checkpoint's tensors and numbers into the objects of a state.
 
-    `saved` holds CPU tensors by the names above. With another number of ranks the generators cannot be carried over;
-    each is then seeded anew from (seed, step, rank), and rank zero takes over what all meters had added up. The optimizer's options are not read back: those of the
-    configuration and the recipe hold, so that a change of them on resume takes effect.
-
-    Raises:
-        ConfigError: where the checkpoint is of another model or optimizer.
+    Whoever reads the checkpoint fills the tensors of `into`, which are the state's own wherever that is possible, and calls
+    `finish`. With another number of ranks the generators cannot be carried over; each is then seeded anew from (seed,
+    step, rank), and rank zero takes over what all meters had added up. The optimizer's options are not read back: those of
+    the configuration and the recipe hold, so that a change of them on resume takes effect.
     """
-    _load_weights(state.model, saved, "model")
-    if state.ema is not None:
-        averaged = state.ema.module if any(name.startswith("ema/") for name in saved) else None
-        if averaged is not None:
-            _load_weights(averaged, saved, "ema")  # type: ignore[arg-type]  # AveragedModel.module is a Module
-            state.ema.n_averaged.fill_(plain["ema_updates"])  # type: ignore[operator]  # a buffer
-        else:
-            state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
-    _load_optimizer(state, saved, plain["optimizer"])
-    if state.scaler is not None and plain["scaler"]:
-        state.scaler.load_state_dict(plain["scaler"])
-    state.position = Position(**plain["position"])
-    own = f"rank.{state.rank}/"
-    saved_ranks = {name.partition("/")[0] for name in saved if name.startswith("rank.")}
-    if len(saved_ranks) == state.world_size:
-        state.loss_meter.copy_(saved[f"{own}loss_meter"])
-        generators = {name.removeprefix(f"{own}rng."): saved[name] for name in saved if name.startswith(f"{own}rng.")}
-        rng.restore(generators, state.device)
-    else:
-        meters = [saved[f"{name}/loss_meter"] for name in sorted(saved_ranks)]
+
+    def __init__(
+        self, state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any], *, seed: int
+    ) -> None:
+        """Find out where everything goes. Nothing in `state` is changed by an error here.
+
+        Raises:
+            ConfigError: where the checkpoint is of another model or optimizer.
+        """
+        self._state = state
+        self._plain = plain
+        self._seed = seed
+        modules = [("model", state.model)]
+        self._has_average = any(name.startswith("ema/") for name in saved)
+        if state.ema is not None and self._has_average:
+            modules.append(("ema", state.ema.module))  # type: ignore[arg-type]  # AveragedModel.module is a Module
+        self._weights = [_WeightsToLoad(module, saved, prefix) for prefix, module in modules]
+        optimizer = _optimizer_to_load(state, saved, plain["optimizer"])
+        self._own = {name: one.empty() for name, one in saved.items() if self._is_own(name)}
+        self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
+        self.into: dict[str, Tensor] = dict(self._own)
+        """Where to put each tensor that this rank needs: of the saved shape and type, on any device, strided in any way."""
+        for weights in self._weights:
+            self.into |= weights.into
+        self.into |= _make_optimizer_state(state, optimizer)
+
+    def _is_own(self, name: str) -> bool:
+        """Tell whether a tensor is one that a rank had for itself, and this rank needs: its own, or any meter."""
+        return name.startswith(f"rank.{self._state.rank}/") or (
+            name.startswith("rank.") and name.endswith("/loss_meter") and self._state.rank == 0
+        )
+
+    def finish(self) -> None:
+        """Take over what was put into the tensors, and the numbers."""
+        state, plain = self._state, self._plain
+        for weights in self._weights:
+            weights.load()
+        if state.ema is not None:
+            if self._has_average:
+                state.ema.n_averaged.fill_(plain["ema_updates"])  # type: ignore[operator]  # a buffer
+            else:
+                state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
+        if state.scaler is not None and plain["scaler"]:
+            state.scaler.load_state_dict(plain["scaler"])
+        state.position = Position(**plain["position"])
+        self._take_own()
+        state.loss_steps = plain.get("loss_steps", 0)
+        if "loss_steps" not in plain:  # an older checkpoint does not say what is in the meter
+            state.loss_meter.zero_()
+
+    def _take_own(self) -> None:
+        state, own = self._state, f"rank.{self._state.rank}/"
+        if self._num_ranks == state.world_size:
+            state.loss_meter.copy_(self._own[f"{own}loss_meter"])
+            prefix = f"{own}rng."
+            rng.restore(
+                {name.removeprefix(prefix): one for name, one in self._own.items() if name.startswith(prefix)},
+                state.device,
+            )
+            return
+        meters = [one for name, one in sorted(self._own.items()) if name.endswith("/loss_meter")]
         state.loss_meter.copy_(torch.stack(meters).sum() if state.rank == 0 else torch.zeros(()))
-        rng.seed_everything("rank", seed, state.position.step, state.rank)
-    state.loss_steps = plain.get("loss_steps", 0)
-    if "loss_steps" not in plain:  # an older checkpoint does not say what is in the meter
-        state.loss_meter.zero_()
+        rng.seed_everything("rank", self._seed, state.position.step, state.rank)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -163,18 +210,81 @@ def _averages(state: TrainingState) -> Iterator[NamedTensor]:
         yield from _weights("ema", state.ema.module)  # type: ignore[arg-type]
 
 
-def _load_weights(module: nn.Module, saved: Mapping[str, Tensor], prefix: str) -> None:
-    found = {name.removeprefix(f"{prefix}/"): value for name, value in saved.items() if name.startswith(f"{prefix}/")}
-    try:
-        module.load_state_dict(found)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"The checkpoint is of another model: {differences(module.state_dict(), found) or error}. Undo the change of the "
-            "recipe, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
-        ) from error
+class _WeightsToLoad:
+    """A module's tensors, to be filled in place.
+
+    Where `load_state_dict` would do no more than copy into the module's own tensors, these are filled and that is all. A
+    module with a part of the user's own in loading gets a call of `load_state_dict` in the end, as it would from any
+    script; there, too, the tensors given are mostly the module's own, so that nothing is held twice.
+    """
+
+    def __init__(self, module: nn.Module, saved: Mapping[str, SavedTensor], prefix: str) -> None:
+        found = {name.removeprefix(f"{prefix}/"): one for name, one in saved.items() if name.startswith(f"{prefix}/")}
+        own = module.state_dict()
+        told = differences(own, found)
+        self._module = module
+        self._is_plain = _loads_plainly(module)
+        if told and self._is_plain:
+            raise _of_another_model(told)
+        kept = {} if told else {name: one for name, one in own.items() if _can_be_filled(one, found[name])}
+        self._found = {name: kept[name] if name in kept else one.empty() for name, one in found.items()}
+        self._is_in_place = len(kept) == len(found)
+        self.into = {f"{prefix}/{name}": one for name, one in self._found.items()}
+
+    def load(self) -> None:
+        """Give the module what was put into the tensors.
+
+        Raises:
+            ConfigError: where a module that loads in a way of its own does not take it.
+        """
+        if self._is_plain and self._is_in_place:
+            return
+        try:
+            self._module.load_state_dict(self._found)
+        except RuntimeError as error:
+            raise _of_another_model(differences(self._module.state_dict(), self._found) or str(error)) from error
 
 
-def differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+def _of_another_model(told: str) -> ConfigError:
+    return ConfigError(
+        f"The checkpoint is of another model: {told}. Undo the change of the "
+        "recipe, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
+    )
+
+
+def _can_be_filled(own: Any, saved: SavedTensor) -> bool:
+    """Tell whether the saved bytes can be written into a tensor: it is one of torch's own kind, and of the saved type."""
+    return (
+        type(own) in (Tensor, nn.Parameter)
+        and (own.dtype, own.layout, own.device.type != "meta") == (saved.dtype, torch.strided, True)
+        and not (own.is_conj() or own.is_neg())
+    )
+
+
+_LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict", "set_extra_state")
+_LOADING_HOOKS = (
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Tell whether loading a complete state into the module only copies tensors: no part of it has code for that."""
+    return not any(_has_loading_code(part) for part in module.modules())
+
+
+def _has_loading_code(part: nn.Module) -> bool:
+    return any(getattr(part, hooks, None) for hooks in _LOADING_HOOKS) or any(
+        getattr(type(part), name) is not getattr(nn.Module, name)
+        # That of batch norm only adds a counter that files of 2018 lack.
+        and getattr(type(part), name) is not getattr(nn.BatchNorm1d, name)
+        for name in _LOADING
+    )
+
+
+def differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor | SavedTensor]) -> str:
     """Return in which names and shapes `found` is not of the model that `own` is of; empty where it is."""
     shapes = [
         f"{name} {tuple(found[name].shape)} instead of {tuple(own[name].shape)}"
@@ -213,7 +323,10 @@ def _optimizer_tensors(state: TrainingState) -> Iterator[NamedTensor]:
                 yield NamedTensor(f"optimizer/{name}/{key}", value, None)
 
 
-def _load_optimizer(state: TrainingState, saved: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+def _optimizer_to_load(
+    state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return what the checkpoint has for the optimizer: by parameter and key, a number or what a tensor is like."""
     mine = type(state.optimizer).__name__
     if mine != plain["type"]:
         raise ConfigError(
@@ -228,30 +341,41 @@ def _load_optimizer(state: TrainingState, saved: Mapping[str, Tensor], plain: Ma
     for name, value in plain["plain"].items():
         parameter_name, _, key = name.rpartition("/")
         entries[parameter_name][key] = value
-    names = _parameter_names(state)
-    unknown = entries.keys() - set(names.values())
+    unknown = entries.keys() - set(_parameter_names(state).values())
     if unknown:
         raise ConfigError(
             f"The checkpoint's optimizer has state of {min(unknown)!r}, which this model does not train. "
             "Undo the change of the recipe, or give the run a new `name`."
         )
+    return entries
+
+
+def _make_optimizer_state(state: TrainingState, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Give the optimizer state to be filled; return its tensors as a checkpoint names them."""
+    names = _parameter_names(state)
+    made: dict[str, Tensor] = {}
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
             entry = entries.get(names[parameter])
-            if entry:
-                state.optimizer.state[parameter] = {
-                    key: _placed(value, key, parameter, group) if isinstance(value, Tensor) else value
-                    for key, value in entry.items()
-                }
+            if not entry:
+                continue
+            state.optimizer.state[parameter] = {
+                key: _place_for(value, key, parameter, group) if isinstance(value, SavedTensor) else value
+                for key, value in entry.items()
+            }
+            for key, value in state.optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    made[f"optimizer/{names[parameter]}/{key}"] = value
+    return made
 
 
-def _placed(value: Tensor, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Put a state tensor where torch's optimizers keep it: beside the parameter, but `step` on the CPU unless fused."""
-    on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
-    placed = value.clone() if on_cpu else value.to(parameter.device, copy=True)
-    if placed.shape == parameter.shape and placed.dim() == 4:
-        placed = torch.empty_like(parameter, dtype=placed.dtype).copy_(placed)
-    return placed
+def _place_for(saved: SavedTensor, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Make a state tensor where torch's optimizers keep it: beside the parameter, but `step` on the CPU unless fused."""
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return saved.empty()
+    if saved.shape == parameter.shape and parameter.dim() == 4:
+        return torch.empty_like(parameter, dtype=saved.dtype)
+    return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
 
 
 # --- what each rank has for itself -----------------------------------------------------------------------------------

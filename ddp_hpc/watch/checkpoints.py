@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc import checkpoint_store
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
 from ddp_hpc.run_dir import RunDir
 
 
@@ -38,6 +38,7 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
         committed_at = (path / checkpoint_store.MANIFEST).stat().st_mtime
     except (
         CorruptCheckpointError,
+        NewerFormatError,
         UnreadableError,
         OSError,
     ) as error:  # the last two also when the run deletes it meanwhile

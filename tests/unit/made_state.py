@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ddp_hpc.train.checkpoint import Checkpointer, SaveResult
 from ddp_hpc.train.data_order import Position
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
-from ddp_hpc.train.training_state import TrainingState
+from ddp_hpc.train.training_state import Restoration, SavedTensor, TrainingState
 
 CPU = torch.device("cpu")
 SEED = 7
@@ -59,6 +59,15 @@ def make_state(*, rank: int = 0, world_size: int = 1, steps: int = 0, optimizer:
     for _ in range(steps):
         take_step(state)
     return state
+
+
+def put_back(state: TrainingState, saved: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+    """Restore `state` from tensors and numbers as a checkpoint holds them."""
+    kinds = {name: SavedTensor(tensor.shape, tensor.dtype) for name, tensor in saved.items()}
+    restoration = Restoration(state, kinds, plain, seed=SEED)
+    for name, tensor in restoration.into.items():
+        tensor.detach().copy_(saved[name])
+    restoration.finish()
 
 
 def take_step(state: TrainingState) -> None:

@@ -1,0 +1,289 @@
+"""Each rank reads a share of a checkpoint, and passes on what it has verified."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ddp_hpc import checkpoint_store, ownership, patience
+from ddp_hpc.checkpoint_store import MANIFEST, Manifest, TensorEntry, checkpoint_path, committed_steps, shard_name
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.train import restore
+from ddp_hpc.train.checkpoint import Checkpointer
+from ddp_hpc.train.process_group import Group
+from tests.distributed.processes import in_group
+from tests.made_run import make_run
+from tests.unit.made_state import SEED, make_checkpointers, make_state, save
+
+OLDER, NEWEST = 2, 4
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of four ranks with two checkpoints; not to be changed."""
+    run = make_run(tmp_path_factory.mktemp("pristine"))
+    save(run, OLDER, NEWEST, world_size=4)
+    make_checkpointers(run)[0].restore_newest(make_state(), seed=SEED)  # imports what ranks would read from the disk
+    return run
+
+
+@pytest.fixture
+def run(pristine: RunDir, tmp_path: Path) -> RunDir:
+    return RunDir(Path(shutil.copytree(pristine.path, tmp_path / "run")))
+
+
+def restored(group: Group, run: RunDir, wait_s: float = 0.0) -> dict[str, Any]:
+    """Restore the newest checkpoint; return what came of it on this rank, and how much of files it read."""
+    state = make_state(rank=group.rank_info.rank, world_size=group.rank_info.world_size)
+    checkpointer = Checkpointer(run, group, attempt=0, keep=CheckpointSpec())
+    checkpointer.check(state)  # imports what takes part
+    before = num_read()
+    try:
+        step = checkpointer.restore_newest(state, seed=SEED)
+    except ConfigError as error:
+        time.sleep(wait_s)  # so that no rank's end is another's reason
+        return {"refused": str(error)}
+    weights = {name: one.tolist() for name, one in state.model.state_dict().items()}
+    optimizer = [{key: value.tolist() for key, value in entry.items()} for entry in state.optimizer.state.values()]
+    return {"step": step, "weights": weights, "optimizer": optimizer, "num_read": num_read() - before}
+
+
+def num_read() -> int:
+    """Return how many bytes this thread has got from reads; gloo's and the store's sockets count in other threads."""
+    (line,) = (line for line in Path("/proc/thread-self/io").read_text().splitlines() if line.startswith("rchar"))
+    return int(line.split()[1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_world_restores_the_same_state_from_four_shards(
+    world_size: int, pristine: RunDir, tmp_path: Path
+) -> None:
+    ranks = in_group(world_size, partial(restored, run=pristine), tmp_path / "ours")
+
+    expected = make_state()
+    (alone,) = make_checkpointers(pristine)
+    alone.restore_newest(expected, seed=SEED)
+    weights = {name: one.tolist() for name, one in expected.model.state_dict().items()}
+    assert [one["step"] for one in ranks] == [NEWEST] * world_size
+    assert all(one["weights"] == weights for one in ranks)
+    assert all(one["optimizer"] == ranks[0]["optimizer"] for one in ranks)
+    size = sum(path.stat().st_size for path in checkpoint_path(pristine, NEWEST).glob("shard-*"))
+    # The manifest, the ledger and the like, on rank zero; each rank's own look into /proc.
+    assert size <= sum(one["num_read"] for one in ranks) < size + 20_000
+    assert max(one["num_read"] for one in ranks[1:] or ranks) < size / world_size + 20_000
+
+
+def test_damage_that_any_rank_finds_sets_the_checkpoint_aside_once_for_all(run: RunDir, tmp_path: Path) -> None:
+    flip(checkpoint_path(run, NEWEST) / shard_name(2, 4))
+
+    ranks = in_group(3, partial(restored, run=run), tmp_path / "ours")
+
+    assert [one["step"] for one in ranks] == [OLDER] * 3
+    assert committed_steps(run) == [OLDER]
+    assert [path.name for path in run.checkpoints.glob("*.corrupt-*")] == [f"step-{NEWEST:08d}.corrupt-0"]
+
+
+def test_a_rank_whose_file_system_does_not_answer_for_a_while_keeps_the_others_waiting(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint_path(run, NEWEST) / shard_name(1, 2)
+    shutil.rmtree(checkpoint_path(run, NEWEST))
+    save(run, NEWEST, world_size=2)
+    away = path.rename(tmp_path / "away")
+    path.symlink_to(path.name)  # "Too many levels of symbolic links" says nothing of the file
+    sleep = time.sleep
+
+    def mend(seconds: float) -> None:
+        if path.is_symlink() and "cannot be read" in "".join(seen):
+            path.unlink()
+            away.rename(path)
+        sleep(min(seconds, 0.05))
+
+    seen: list[str] = []
+    monkeypatch.setattr(patience.log, "warning", lambda text, *_: seen.append(text))
+    monkeypatch.setattr("time.sleep", mend)
+
+    ranks = in_group(2, partial(restored, run=run), tmp_path / "ours")
+
+    assert [one["step"] for one in ranks] == [NEWEST] * 2
+    assert list(run.checkpoints.glob("*.corrupt-*")) == []
+
+
+def test_all_ranks_refuse_where_all_checkpoints_are_damaged_and_none_begins_anew(run: RunDir, tmp_path: Path) -> None:
+    for step in (OLDER, NEWEST):
+        flip(checkpoint_path(run, step) / shard_name(3, 4))
+
+    (alone,) = in_group(1, partial(restored, run=run), tmp_path / "ours")
+
+    assert f"those of step {OLDER}, {NEWEST} are damaged" in alone["refused"]
+
+
+# --- one file, many readers -------------------------------------------------------------------------------------------
+
+
+def write_by_hand(
+    run: RunDir, step: int, shards: list[list[tuple[TensorEntry, torch.Tensor]]], manifest: Manifest
+) -> Path:
+    """Commit a checkpoint of which each tensor, or piece of one, lies where it is said."""
+    staging = checkpoint_store.open_staging(run, step, 0)
+    records = []
+    for number, entries in enumerate(shards):
+        placed, begin = [], 0
+        for entry, tensor in entries:
+            placed.append(replace(entry, begin=begin, end=begin + tensor.nbytes))
+            begin += tensor.nbytes
+        body = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in entries]
+        path = staging / shard_name(number, len(shards))
+        records.append(checkpoint_store.write_shard(path, [checkpoint_store.shard_header(placed), *body]))
+    return checkpoint_store.commit(run, staging, replace(manifest, step=step, shards=tuple(records)))
+
+
+def cut(name: str, tensor: torch.Tensor, *slices: slice) -> tuple[TensorEntry, torch.Tensor]:
+    """Return a piece of a tensor as a shard holds it."""
+    piece = tensor[slices]
+    offset = tuple(one.start or 0 for one in slices)
+    return TensorEntry(name, "F32", tuple(piece.shape), 0, 0, tuple(tensor.shape), offset), piece
+
+
+def whole_file(tensors: dict[str, checkpoint_store.RawTensor]) -> list[tuple[TensorEntry, torch.Tensor]]:
+    return [
+        (TensorEntry(name, raw.dtype, raw.shape, 0, 0), torch.frombuffer(bytearray(raw.data), dtype=torch.uint8))
+        for name, raw in tensors.items()
+        if len(raw.data)
+    ]
+
+
+def in_pieces(run: RunDir) -> tuple[list[list[tuple[TensorEntry, torch.Tensor]]], Manifest]:
+    """Return the newest checkpoint with its weight of 4 x 3 in three pieces: two of two rows, cut apart by columns, and a half."""
+    path = checkpoint_path(run, NEWEST)
+    manifest = checkpoint_store.read_manifest(path)
+    raw = checkpoint_store.read_tensors(path, manifest)
+    name = "model/linear.weight"
+    weight = restore.to_torch(raw.pop(name)).clone()
+    rest = whole_file(raw)
+    half = len(rest) // 2
+    return [
+        [cut(name, weight, slice(0, 2), slice(0, 1)), *rest[:half]],
+        [cut(name, weight, slice(2, 4), slice(0, 3)), *rest[half:]],
+        [cut(name, weight, slice(0, 2), slice(1, 3))],
+    ], manifest
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tensor_in_pieces_is_put_together_by_their_offsets(world_size: int, run: RunDir, tmp_path: Path) -> None:
+    shards, manifest = in_pieces(run)
+    expected = checkpoint_store.digest(checkpoint_path(run, NEWEST))
+    before = in_group(1, partial(restored, run=run), tmp_path / "whole")[0]
+    shutil.rmtree(checkpoint_path(run, NEWEST))
+    path = write_by_hand(run, NEWEST, shards, manifest)
+
+    ranks = in_group(world_size, partial(restored, run=run), tmp_path / "ours")
+
+    assert checkpoint_store.digest(path) == expected
+    assert all((one["weights"], one["optimizer"]) == (before["weights"], before["optimizer"]) for one in ranks)
+    checkpoint_store.export_weights(path, tmp_path / "weights.safetensors")
+    with safe_open(tmp_path / "weights.safetensors", framework="pt") as file:
+        assert file.get_tensor("linear.weight").tolist() == before["weights"]["linear.weight"]
+
+
+DAMAGE: dict[str, Callable[[list[Any]], Any]] = {
+    "one is missing": lambda shards: shards[:2],
+    "two overlap": lambda shards: [
+        shards[0],
+        shards[1],
+        [(replace(shards[2][0][0], offset=(0, 0)), shards[2][0][1])],
+    ],
+    "one lies outside": lambda shards: [
+        shards[0],
+        shards[1],
+        [(replace(shards[2][0][0], offset=(0, 2)), shards[2][0][1])],
+    ],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_pieces_that_do_not_make_up_a_tensor_are_damage(damage: str, run: RunDir) -> None:
+    shards, manifest = in_pieces(run)
+    shutil.rmtree(checkpoint_path(run, NEWEST))
+    path = write_by_hand(run, NEWEST, DAMAGE[damage](shards), manifest)
+
+    with pytest.raises(CorruptCheckpointError, match=r"the pieces of 'model/linear.weight' do not make up the tensor"):
+        checkpoint_store.read_tensors(path, checkpoint_store.read_manifest(path))
+
+
+def restore_one_file(group: Group, run: RunDir) -> dict[str, Any]:
+    checkpoint_store.CHUNK_BYTES, restore.EXCHANGE_BYTES = 512, 700
+    return restored(group, run)
+
+
+def test_ranks_share_in_one_file_and_exchange_it_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_store, "CHUNK_BYTES", 512)
+    run = make_run(tmp_path)
+    save(run, NEWEST)
+    before = in_group(1, partial(restored, run=run), tmp_path / "alone")[0]
+    manifest = checkpoint_store.read_manifest(checkpoint_path(run, NEWEST))
+
+    ranks = in_group(3, partial(restore_one_file, run=run), tmp_path / "ours")
+
+    assert [one["weights"] for one in ranks] == [before["weights"]] * 3
+    assert [one["optimizer"] for one in ranks] == [before["optimizer"]] * 3
+    dealt = checkpoint_store.deal_stretches(manifest.shards, 3)
+    sizes = [sum(one.end - one.begin for one in stretches) for stretches in dealt]
+    assert sum(sizes) == manifest.shards[0].size
+    assert max(sizes) < manifest.shards[0].size / 2
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_says_its_global_shape_and_offset(pristine: RunDir) -> None:
+    with safe_open(checkpoint_path(pristine, NEWEST) / shard_name(0, 4), framework="pt") as file:
+        places = file.metadata()
+        names = list(file.keys())
+
+    assert places.pop("ddp_hpc.format") == "2"
+    assert sorted(places) == sorted(names)
+    assert '{"shape":[' in places[names[0]]
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_and_left_alone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_store, "FORMAT", 1)
+    (checkpointer,) = make_checkpointers(run)
+
+    with pytest.raises(
+        NewerFormatError, match=r"of format 2, but this ddp_hpc .* up to 1\. Nothing was changed\. Update"
+    ):
+        checkpointer.restore_newest(make_state(), seed=SEED)
+
+    assert committed_steps(run) == [OLDER, NEWEST]
+    assert (checkpoint_path(run, NEWEST) / MANIFEST).exists()
+    assert ownership.has_claim(run, 0)
+
+
+def test_a_checkpoint_of_another_model_changes_no_weight(run: RunDir) -> None:
+    (checkpointer,) = make_checkpointers(run)
+    state = make_state()
+    state.model.register_parameter("more", torch.nn.Parameter(torch.zeros(1)))
+    before = {name: one.clone() for name, one in state.model.state_dict().items()}
+
+    with pytest.raises(ConfigError, match=r"of another model: missing: more\. Undo"):
+        checkpointer.restore_newest(state, seed=SEED)
+
+    assert all(torch.equal(one, before[name]) for name, one in state.model.state_dict().items())

@@ -1,0 +1,207 @@
+"""Models whose state is not a few plain tensors come back to the bit, in every world, from what ranks exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hpc import ownership
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.train import training_state
+from ddp_hpc.train.checkpoint import Checkpointer
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.sealed_store import SealedStore
+from ddp_hpc.train.training_state import TrainingState
+from tests.distributed.processes import in_group
+from tests.made_run import make_run
+from tests.unit.made_state import CPU, SEED, alone
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class MadeLate(nn.Module):
+    """Has no buffer before it is used, and makes one as large as what it loads."""
+
+    def __init__(self, size: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.register_buffer("cache", torch.randn(size))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.cache = torch.empty_like(state_dict[f"{prefix}cache"])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Renamed(nn.Module):
+    """Is saved under an older name, which a hook turns into the newer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+        self.register_state_dict_post_hook(_to_old)  # type: ignore[no-untyped-call]  # torch's
+        self.register_load_state_dict_pre_hook(_to_new)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _to_old(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for key in ("weight", "bias"):
+        state[f"{prefix}old.{key}"] = state.pop(f"{prefix}new.{key}")
+
+
+def _to_new(_module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    for key in ("weight", "bias"):
+        state[f"{prefix}new.{key}"] = state.pop(f"{prefix}old.{key}")
+
+
+class Doubled(nn.Module):
+    """Is saved as twice its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # torch's
+        destination[f"{prefix}weight"] = 2 * self.weight.detach()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[f"{prefix}weight"] / 2)
+
+
+class Reassigning(nn.Module):
+    """Replaces a buffer by another tensor at every use, and when it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.register_buffer("seen", torch.randn(2))
+        self.register_load_state_dict_post_hook(_replace)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _replace(module: nn.Module, _keys: Any) -> None:
+    module.seen = module.get_buffer("seen").clone()
+
+
+class OfManyTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.register_buffer("none", torch.zeros(0, 3))
+        self.register_buffer("one", torch.randn(()))
+        self.register_buffer("complex", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("small", torch.randn(5).to(torch.float8_e4m3fn))
+        self.register_buffer("flags", torch.randn(7) > 0)
+        self.register_buffer("turned", torch.randn(4, 3).t())
+        self.register_buffer("every_second", torch.randn(8)[::2])
+
+
+class SharedStorage(nn.Module):
+    """Has two buffers in one piece of memory, one within the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.register_buffer("all", torch.randn(6))
+        self.register_buffer("middle", self.get_buffer("all")[1:4])
+
+
+def channels_last() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+
+
+class Many(nn.Module):
+    def __init__(self, count: int = 300) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.randn(3) for _ in range(count))
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "tied weights": Tied,
+    "a buffer that loading makes": partial(MadeLate, 4),
+    "a hook that renames": Renamed,
+    "loading that computes": Doubled,
+    "a buffer that is replaced": Reassigning,
+    "all kinds of tensors": OfManyTypes,
+    "shared storage": SharedStorage,
+    "channels_last": channels_last,
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    "many tensors": Many,
+}
+EMPTY: Mapping[str, Callable[[], nn.Module]] = {**MODELS, "a buffer that loading makes": MadeLate}
+"""The same as a process that resumes makes them."""
+
+
+def made_state(model: nn.Module, rank: int, world_size: int, *, is_trained: bool) -> TrainingState:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if is_trained:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, number + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return TrainingState(
+        model=model, optimizer=optimizer, device=CPU, rank=rank, world_size=world_size, loss_meter=torch.zeros(())
+    )
+
+
+def held(state: TrainingState) -> dict[str, Any]:
+    shared = {item.name: item.tensor.detach().clone() for item in training_state.tensors(state)}
+    return {name: one.contiguous().reshape(-1).view(torch.uint8).tolist() for name, one in shared.items()}
+
+
+def save_and_restore(group: Group, path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Save a state and restore it into objects made anew; return both, and the layouts of the optimizer's tensors."""
+    rank, world_size = group.rank_info.rank, group.rank_info.world_size
+    run = make_run(path) if rank == 0 else None
+    if run is not None:
+        ownership.claim(run, 0)
+    run_path = group.broadcast_through_store("run", None if run is None else str(run.path))
+
+    run = RunDir(Path(run_path))
+    torch.manual_seed(3)
+    state = made_state(MODELS[name](), rank, world_size, is_trained=True)
+    checkpointer = Checkpointer(run, group, attempt=0, keep=CheckpointSpec())
+    checkpointer.check(state)
+    before = held(state)
+    checkpointer.save_and_wait(state)
+    torch.manual_seed(100 + rank)
+    back = made_state(EMPTY[name](), rank, world_size, is_trained=False)
+    Checkpointer(run, group, attempt=0, keep=CheckpointSpec()).restore_newest(back, seed=SEED)
+    strides = [value.stride() for entry in back.optimizer.state.values() for value in entry.values()]
+    return before, held(back), strides
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_odd_state_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
+
+    before, after, _ = save_and_restore(alone(), tmp_path, name)
+
+    assert after == before
+
+
+def save_and_restore_all(group: Group, path: Path) -> dict[str, bool]:
+    found = {}
+    for number, name in enumerate(MODELS):
+        stores = [torch.distributed.PrefixStore(str(number), one._store) for one in (group.store, group.side_store)]
+        own = Group(group.rank_info, group.device, *(SealedStore(one, "") for one in stores))
+        before, after, _ = save_and_restore(own, path / str(number), name)
+        found[name] = before == after
+    return found
+
+
+def test_so_they_do_in_a_world_of_three(tmp_path: Path) -> None:
+    ranks = in_group(3, partial(save_and_restore_all, path=tmp_path), tmp_path / "ours")
+
+    assert ranks == [dict.fromkeys(MODELS, True)] * 3
