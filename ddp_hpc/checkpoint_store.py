@@ -18,6 +18,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,7 @@ def shard_header(entries: Sequence[TensorEntry]) -> bytes:
     """
     table: dict[str, Any] = {}
     metadata = {
-        entry.name: json.dumps({"shape": entry.global_shape, "offset": entry.offset}, separators=(",", ":"))
-        for entry in entries
-        if entry.global_shape is not None
+        entry.name: _place_text(entry.global_shape, entry.offset) for entry in entries if entry.global_shape is not None
     }
     if metadata:
         table[_METADATA] = {_MARK: str(FORMAT), **metadata}
@@ -145,6 +144,17 @@ def shard_header(entries: Sequence[TensorEntry]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@lru_cache  # many tensors are of the same shape
+def _place_text(shape: tuple[int, ...], offset: tuple[int, ...]) -> str:
+    return json.dumps({"shape": shape, "offset": offset}, separators=(",", ":"))
+
+
+@lru_cache
+def _read_place(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    known = json.loads(text)
+    return tuple(map(int, known["shape"])), tuple(map(int, known["offset"]))
 
 
 def write_shard(
@@ -597,10 +607,8 @@ def parse_header(path: Path, header: memoryview | bytes, size: int) -> list[Tens
 def _parse_entry(name: str, told: Mapping[str, Any], place: str | None, first: int) -> TensorEntry:
     begin, end = told["data_offsets"]
     shape = tuple(map(int, told["shape"]))
-    known = json.loads(place) if place else {"shape": shape, "offset": [0] * len(shape)}
-    return TensorEntry(
-        name, told["dtype"], shape, first + begin, first + end, tuple(known["shape"]), tuple(known["offset"])
-    )
+    whole, offset = _read_place(place) if place else (shape, (0,) * len(shape))
+    return TensorEntry(name, told["dtype"], shape, first + begin, first + end, whole, offset)
 
 
 def stored_tensors(path: Path, manifest: Manifest, headers: Sequence[memoryview | bytes]) -> dict[str, StoredTensor]:
@@ -665,6 +673,7 @@ def _raw(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTensor:
     return RawTensor(stored.dtype, stored.shape, whole)
 
 
+@lru_cache
 def _item_bytes(dtype: str) -> int:
     """Return the bytes of one element, which safetensors' names of types say in bits."""
     found = re.match(r"[A-Z]+(\d+)", dtype)
