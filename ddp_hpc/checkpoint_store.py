@@ -387,7 +387,7 @@ def read_safetensors(path: Path) -> dict[str, RawTensor]:
     Raises:
         CorruptCheckpointError: where it is none.
     """
-    content = memoryview(path.read_bytes())
+    content = memoryview(bytearray(path.read_bytes()))  # writable, for torch
     entries = parse_header(path, content[: header_length(content)], len(content))
     return {entry.name: RawTensor(entry.dtype, entry.shape, content[entry.begin : entry.end]) for entry in entries}
 

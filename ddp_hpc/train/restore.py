@@ -161,7 +161,7 @@ class Restorer:
             CorruptCheckpointError: on every rank, where one of them found its share damaged.
             UnreadableError: on the rank whose file system does not say; the others wait until the attempt ends.
         """
-        path = self._run.checkpoints / f"step-{share.manifest.step:08d}"
+        path = checkpoint_store.checkpoint_path(self._run, share.manifest.step)
         moved = partial(self._get_on, self._group.barrier_key(key))
         report: dict[str, Any]
         try:
