@@ -6,18 +6,18 @@ from ddp_hpc.exit_codes import DIVERGED, FAILED, FENCED
 
 
 class DdpHpcError(Exception):
-    """Base of every error that is told to the user in words instead of a traceback."""
+    """Base of every error that the user sees as a message instead of a traceback."""
 
     exit_code = 1
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a process exits with that ends because of `error`, one of ours or any other."""
+    """Return the exit code of a process that ends because of `error`, of this family or any other."""
     return error.exit_code if isinstance(error, DdpHpcError) else FAILED
 
 
 class ConfigError(DdpHpcError):
-    """The user asked for something that cannot be; nothing was trained."""
+    """The configuration is invalid; nothing was trained."""
 
     exit_code = 2
 
@@ -53,7 +53,7 @@ class FencedError(DdpHpcError):
 
 
 class DivergedError(DdpHpcError):
-    """The training came to numbers that are not finite; trying the same again comes to the same."""
+    """The losses or weights are not finite; the same again ends in the same way."""
 
     exit_code = DIVERGED
 
@@ -68,8 +68,8 @@ class SlurmRefusalError(ConfigError):
 
 
 class SlurmUnavailableError(DdpHpcError):
-    """Slurm is here but does not answer; what it runs goes on."""
+    """Slurm is installed but does not answer; its jobs keep running."""
 
 
 class UnreadableError(DdpHpcError):
-    """A file system does not say what is there: neither that a file holds, nor that it is missing or damaged."""
+    """A file system does not answer: it is not known whether a file is whole, missing or damaged."""

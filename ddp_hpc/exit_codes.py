@@ -1,40 +1,41 @@
-"""What our processes mean by their exit codes, alone and together."""
+"""What the exit codes of this program's processes mean, alone and together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from signal import Signals
 
 FINISHED = 0
 """All steps are done and committed."""
 FAILED = 1
 """Something broke."""
 REFUSED = 2
-"""The user asked for something that cannot be; the same again will fail the same way."""
+"""The configuration or the input is invalid; the same again fails in the same way."""
 STOPPED = 99
 """A checkpoint is committed and there is more to do: start again (the code that batch systems use for it)."""
 DIVERGED = 93
 """The losses or the weights are not finite any more: no checkpoint of them is committed, and no attempt is made again."""
 UNDECIDED = 94
-"""A supervisor's word to its guardian: it could not work and has decided nothing, so another one is to try."""
+"""From a supervisor to its guardian: it could not work and has decided nothing, so another one is to try."""
 GAVE_UP = 95
-"""A supervisor's word to its guardian: it has decided that the run has failed (`FAILED`), so it is not started again."""
-UNHEARD = 96
-"""Told to stop before anybody could listen; nothing was begun."""
+"""From a supervisor to its guardian: it has decided that the run has failed (`FAILED`), so it is not started again."""
+STOPPED_EARLY = 96
+"""A stop signal came before the workers had installed their handlers; no training had begun."""
 FENCED = 97
 """Another attempt owns the run now; this one has written nothing more."""
 PORT_TAKEN = 98
-"""Somebody else listens where the ranks were to meet: start again with another port."""
+"""Another process listens at the port where the ranks were to meet: start again with another port."""
 
 GOOD = frozenset({FINISHED, STOPPED})
-"""How a worker ends that has done what was asked of it."""
-_RANK_ZERO_STANDS = frozenset({STOPPED, UNHEARD, PORT_TAKEN, FENCED, DIVERGED})
-"""Codes of rank zero that count though others fail after it: what is committed is committed."""
+"""Codes of a worker that has done what was asked of it."""
+_RANK_ZERO_DECIDES = frozenset({STOPPED, STOPPED_EARLY, PORT_TAKEN, FENCED, DIVERGED})
+"""Codes of rank zero that count even if others fail after it: its commit stays valid."""
 _STRONGEST_FIRST = (FENCED, REFUSED, DIVERGED)
 """Codes that count for all where one has them."""
 
-DECISIONS = (FINISHED, REFUSED, GAVE_UP, UNHEARD, FENCED, STOPPED)
-"""How a supervisor ends that has decided what follows. After any other end, a death by a signal for one, nothing is
-decided, and its guardian starts another one."""
+DECISIONS = (FINISHED, REFUSED, GAVE_UP, STOPPED_EARLY, FENCED, STOPPED)
+"""Codes of a supervisor that has decided what follows. After any other end, such as a death by a signal, nothing is decided,
+and its guardian starts another one."""
 GUARD_PAUSES_S = (1, 2, 5, 15, 60)
 """How long a guardian waits before it starts the supervisor for the second time, the third, and so on."""
 
@@ -45,7 +46,7 @@ def joint(codes: Iterable[int], *, rank_zero: int | None = None) -> int:
     `rank_zero` is the code of rank zero, or of its node, where the caller knows that the others follow it.
     """
     known = set(codes)
-    if rank_zero in _RANK_ZERO_STANDS:
+    if rank_zero in _RANK_ZERO_DECIDES:
         return rank_zero
     for code in _STRONGEST_FIRST:
         if code in known:
@@ -55,7 +56,9 @@ def joint(codes: Iterable[int], *, rank_zero: int | None = None) -> int:
     return STOPPED if STOPPED in known else FINISHED
 
 
-def told(code: int) -> str:
-    """Return in words how a supervisor ended undecided; a signal is minus its number, or 128 more, as in a shell."""
+def described(code: int) -> str:
+    """Describe how a supervisor ended that decided nothing; a signal is minus its number, or 128 more, as in a shell."""
     number = -code if code < 0 else code - 128 if code > 128 else 0
-    return f"was killed by signal {number}" if number else f"ended with code {code} before it decided anything"
+    if number:
+        return f"was killed by signal {number}{f' ({Signals(number).name})' if number in set(Signals) else ''}"
+    return f"exited with code {code} before it decided what follows"

@@ -1,4 +1,4 @@
-"""One report for each process of a run that failed: what it died of, with the fields that decisions rest on."""
+"""One error report for each failed process of a run: why it failed, with the fields that decisions rest on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ddp_hpc.patience import known
 from ddp_hpc.run_dir import RunDir
 
 Phase = Literal["", "starting", "joining", "building", "training"]
-"""What a worker was at: nobody knows; importing what it needs; joining the other ranks; building the recipe; all that
-follows, such as restoring, training and saving."""
+"""What a worker was doing: not known; importing; joining the process group; building the recipe; all that follows, such as
+restoring, training and saving."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """What is known of the death of a process: from itself, from the agent, or from the supervisor."""
+    """Why a process failed, written by itself, by its agent, or by the supervisor."""
 
     rank: int
     """-1 for an agent, and for a hang for which no rank can be named."""
@@ -40,9 +40,9 @@ class WorkerFailure:
     is_input_error: bool = False
     """The input is invalid (exit 2), rather than something broke."""
     is_secondary: bool = False
-    """The worker died of another's death: a lost connection."""
+    """The worker failed because another one had: it lost the connection."""
     is_diverged: bool = False
-    """The training came to numbers that are not finite."""
+    """The losses or weights are not finite."""
     signal: int | None = None
     """The signal that killed it, where somebody else than its agent sent it."""
     is_hardware: bool = False
@@ -54,7 +54,7 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
     """Return the report of a process that ends because of `error`, which its caller has just caught."""
     import traceback  # late: only a process that fails pays for it
 
-    is_plain = isinstance(error, ConfigError | DivergedError)  # said in words that need no type
+    is_plain = isinstance(error, ConfigError | DivergedError)  # the message is clear without the type
     return WorkerFailure(
         rank=rank,
         host=socket.gethostname(),
@@ -114,36 +114,41 @@ def report_killed(path: Path, number: signal.Signals, *, rank: int, log: Path) -
 
 
 def silent_end(code: int, step_code: int | None) -> str:
-    """Say how workers ended where none of them, and no agent, has written a report.
+    """Describe how workers ended where none of them, and no agent, has written a report.
 
     `code` is what their exit codes mean together, `step_code` what the command that started them ended with.
     """
     number = _signal_number(step_code)
     if number is None:
-        return f"the workers ended with code {code} and left no reason; their logs have what they printed"
-    memory = " or memory ran out" if number == signal.SIGKILL else ""
+        return (
+            f"the workers exited with code {code} and wrote no error report; read their logs (`ddp-hpc logs RUN --all`)"
+        )
+    is_kill = number == signal.SIGKILL
+    sender = (
+        "somebody sent it, or the kernel did because memory ran out" if is_kill else "they crashed, or somebody sent it"
+    )
     return (
-        f"all workers were killed by signal {number} ({signal.Signals(number).name}) and left no reason: somebody killed "
-        f"them{memory}. Look at the kernel's log (`dmesg`), or on Slurm at `sacct -j JOB --format=State,ExitCode,MaxRSS`"
-        f"{'; `resources.mem_gb` asks for more memory' if memory else ''}"
+        f"signal {number} ({signal.Signals(number).name}) killed all workers before they could write an error report: "
+        f"{sender}. Look at the kernel's log (`dmesg`), or on Slurm at `sacct -j JOB --format=State,ExitCode,MaxRSS`"
+        f"{'; `resources.mem_gb` asks for more memory' if is_kill else ''}"
     )
 
 
 def _signal_number(code: int | None) -> int | None:
-    """Return the signal that a process ended by; srun and shells say 128 and its number."""
+    """Return the signal that a process ended by; srun and shells return 128 plus its number."""
     number = 0 if code is None else -code if code < 0 else code - 128
     return number if number in set(signal.Signals) else None
 
 
 def allowed_phase(run: RunDir, attempt: int) -> Phase:
-    """Return what rank zero was at when it was last allowed to be silent for long, if it has not moved on since."""
+    """Return the phase in which rank zero last announced a long silence (`Watchdog.allow`), if it is still in it."""
     path = run.allowance(attempt)
     text = known(path, lambda: path.read_text(encoding="ascii") if path.exists() else "", unknown="")
     return next((phase for phase in get_args(Phase) if phase == text), "")
 
 
 def read_failures(run: RunDir, attempt: int) -> Sequence[WorkerFailure]:
-    """Return what died in an attempt, the first cause first: who lost a connection died of another's death."""
+    """Return the reports of an attempt, the first cause first: a lost connection follows from another failure."""
     folder = run.attempt_errors(attempt)
     paths: list[Path] = known(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
     records: list[dict[str, Any] | None] = [known(path, partial(read_json, path), unknown=None) for path in paths]

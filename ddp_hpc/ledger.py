@@ -24,7 +24,7 @@ Cluster = str
 """The name of the back end that started an attempt (`submission.backend.BACKENDS`)."""
 
 
-class _Word(str, Enum):
+class _TextEnum(str, Enum):
     """A member that is its own text: in JSON, in messages, and where it is compared with a text."""
 
     # `Enum` prints `Cause.HANG` from Python 3.12 on, and from 3.8 to 3.11 only outside of f-strings. Each version takes this
@@ -32,7 +32,7 @@ class _Word(str, Enum):
     __str__ = str.__str__
 
 
-class Ending(_Word):
+class Ending(_TextEnum):
     """How an attempt ended."""
 
     FINISHED = "finished"
@@ -49,7 +49,7 @@ class Ending(_Word):
 
     @property
     def exit_code(self) -> int:
-        """What the supervisor of such an attempt exits with."""
+        """The exit code of the supervisor of such an attempt."""
         return _EXIT_CODES.get(self, exit_codes.FAILED)
 
 
@@ -61,7 +61,7 @@ _EXIT_CODES: Mapping[Ending, int] = {
 }
 
 
-class Cause(_Word):
+class Cause(_TextEnum):
     """Why an attempt ended."""
 
     FINISHED = "finished"
@@ -81,7 +81,7 @@ class Cause(_Word):
     SUSPENDED = "suspended"
 
 
-class Next(_Word):
+class Next(_TextEnum):
     """What follows an attempt; `NOTHING` is false."""
 
     NOTHING = ""
@@ -125,9 +125,9 @@ class Attempt:
     cause: Cause | None = None
     next: Next = Next.NOTHING
     failed_nodes: tuple[str, ...] = ()
-    """Whose failure it was, where it was a node's."""
+    """The nodes that failed, where a node did."""
     image: str = ""
-    """What tells the image that it ran in from others; empty without one, or where nothing tells."""
+    """Identity of the image that it ran in; empty without an image, or where that is not known."""
 
     @property
     def is_last(self) -> bool:
@@ -135,7 +135,7 @@ class Attempt:
         return self.ending is not None and not self.next
 
     def lives(self, host: str) -> bool:
-        """Return whether its supervisor is a process of this `host`; a later process of the same number is not it."""
+        """Return whether its supervisor runs on this `host`; a later process with the same pid does not count."""
         if self.host != host:
             return False
         started = start_ticks(self.pid)
@@ -144,7 +144,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What an attempt that is a job of Slurm knows besides."""
+    """What the ledger records besides of an attempt that runs in a job of Slurm."""
 
     nodes: Sequence[str]
     ends_at: float | None = None
@@ -190,13 +190,11 @@ class Ledger:
         return max((step or 0 for one in self.attempts for step in (one.first_step, one.last_step)), default=0)
 
     def other_image(self, image: str) -> str:
-        """Return what to say where the run began in another image than this; empty where it did not, or nothing tells."""
+        """Return a warning where an earlier attempt ran in another image than this; else an empty text."""
         before = next((one for one in reversed(self.attempts) if one.image), None)
         if before is None or not image or before.image == image:
             return ""
-        return (
-            f"attempt {before.attempt} ran in another image ({before.image}, now {image}): what it comes to may differ"
-        )
+        return f"attempt {before.attempt} ran in another image ({before.image}, now {image}): its results may differ"
 
 
 def _fields_by_attempt(run: RunDir) -> dict[int, dict[str, Any]]:
@@ -208,7 +206,7 @@ def _fields_by_attempt(run: RunDir) -> dict[int, dict[str, Any]]:
             _note_odd_line(run, json.dumps(line))
             continue
         attempt = attempts.setdefault(fields["attempt"], {})
-        # What the user did counts: the processes of a cancelled attempt may write a line of their own after that.
+        # A cancellation stays: the processes of the cancelled attempt may write a line of their own after it.
         if attempt.get("ending") != Ending.CANCELLED:
             attempt.update(fields)
     return attempts
@@ -269,17 +267,17 @@ _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "Ending | None": _optional(Ending),
     "Cause | None": _optional(Cause),
 }
-"""A field's type -> what makes it of a value that was read, or raises ValueError where the value is of another type. By
-hand, as a library that converts takes 20 ms to import."""
+"""A field's type -> what converts a value that was read, or raises ValueError where it is of another type. By hand, as a
+library for this takes 20 ms to import."""
 
 
 def _note_odd_line(run: RunDir, text: str) -> None:
     if (run.attempts, text) not in _odd:
-        import logging  # late: it costs each command 4 ms, and there is hardly ever such a line
+        import logging  # late: the import takes each command 4 ms, and such a line is rare
 
         _odd.add((run.attempts, text))
         log = logging.getLogger(__name__)
-        log.warning("%s has a line that is not an attempt's; it is skipped: %.80r", run.attempts, text)
+        log.warning("%s has a line that is no record of an attempt; it is skipped: %.80r", run.attempts, text)
 
 
 def record_start(  # noqa: PLR0913  # what a line of the ledger holds

@@ -1,8 +1,8 @@
-"""Owning a run: of all the attempts that believe they do, the newest alone can commit.
+"""Owning a run: only the newest attempt can commit, also while older ones still run.
 
 Each attempt writes its checkpoints in a directory of its own, `attempt-3.writing`, which it makes when it claims the run and
-which the next to claim it takes away. So an attempt that a cluster believes dead, but that breathes still, can publish
-nothing any more: the rename finds nothing to rename. No lock is needed, which not every file system would keep.
+which the next one to claim it deletes. So an attempt that the cluster believes dead, but that still runs, can commit nothing
+more: its rename finds no directory. This needs no locks, which not every file system supports.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ def claim_path(run: RunDir, attempt: int) -> Path:
 
 
 def claim(run: RunDir, attempt: int) -> list[str]:
-    """Make `attempt` the only one that can commit from now on; return what was taken away from older ones.
+    """Make `attempt` the only one that can commit from now on; return what it deleted of older ones.
 
     Raises:
         FencedError: where another process has claimed the run for the same or a newer attempt.
     """
+    # mkdir(2) either makes the directory or fails, also over NFS: of several processes, exactly one makes a claim.
     with suppress(FileExistsError):
-        make_directory(run.checkpoints)  # without its parents, which a mount that is away would take
+        # Not its parents: if the file system is not mounted, they would be made on the local disk, under the mount point.
+        make_directory(run.checkpoints)
     with suppress(FileExistsError):
         make_directory(claim_path(run, attempt))
         remove_leftovers(run)
         return _oust_older(run, attempt)
-    raise FencedError(f"Attempt {attempt} of {run.name} has been begun by another job, so this one gives way.")
+    raise FencedError(f"Another process has begun attempt {attempt} of {run.name}, so this one stops.")
 
 
 def next_attempt(run: RunDir, ledger: Ledger | None = None) -> int:
@@ -47,24 +49,24 @@ def next_attempt(run: RunDir, ledger: Ledger | None = None) -> int:
 
 
 def _oust_older(run: RunDir, attempt: int) -> list[str]:
-    """Take away what older attempts have made; give way where a newer one is there."""
+    """Delete the claims of older attempts; stop where a newer one has claimed the run."""
     removed = []
     for older in claims(run):
         if older < attempt:
-            with suppress(FileNotFoundError):  # others may be at it as well
+            with suppress(FileNotFoundError):  # other processes may delete it at the same time
                 removed += sorted(path.name for path in claim_path(run, older).iterdir())
             delete_directory(claim_path(run, older))
     if max(claims(run), default=attempt) > attempt:
         delete_directory(claim_path(run, attempt))
-        raise FencedError(f"A newer attempt of {run.name} than {attempt} has begun, so this one gives way.")
+        raise FencedError(f"A newer attempt of {run.name} has begun, so attempt {attempt} stops.")
     return removed
 
 
 def is_ousted(run: RunDir, attempt: int) -> bool:
     """Tell whether a newer attempt has claimed the run since `attempt` did.
 
-    A claim that is gone while nothing newer is there was swept away by somebody who cleared up, or cannot be seen at the
-    moment: then the run is nobody else's. The same where the file system does not say.
+    A claim that is missing while no newer one is there was deleted by somebody who cleaned up, or is not visible at the
+    moment: then no other attempt owns the run. The same holds where the file system does not answer.
     """
     path = claim_path(run, attempt)
     return known(path, lambda: not path.is_dir() and not _is_newest(run, attempt), unknown=False)
@@ -81,16 +83,13 @@ def _is_newest(run: RunDir, attempt: int) -> bool:
 
 
 def claim_again(run: RunDir, attempt: int) -> None:
-    """Make a claim again that was swept away. A newer attempt sees it and takes it away, or is seen, whoever is first."""
-    for path in (
-        run.checkpoints,
-        claim_path(run, attempt),
-    ):  # without its parents, which a mount that is away would take
+    """Make a claim again that somebody deleted. A newer attempt sees and deletes it, or is seen here, whichever is first."""
+    for path in (run.checkpoints, claim_path(run, attempt)):  # not their parents: see `claim`
         with suppress(FileExistsError):
             make_directory(path)
     if not _is_newest(run, attempt):
         delete_directory(claim_path(run, attempt))
-        raise FencedError(f"{run.name} was taken over by another attempt.")
+        raise FencedError(f"A newer attempt has taken over {run.name}, so attempt {attempt} stops.")
 
 
 def release(run: RunDir, attempt: int) -> None:
@@ -99,7 +98,7 @@ def release(run: RunDir, attempt: int) -> None:
 
 
 def claims(run: RunDir) -> list[int]:
-    """Return the attempts that have claimed the run and were not ousted, oldest first; killed ones too."""
+    """Return the attempts that have claimed the run and were not fenced, oldest first; killed ones too."""
     try:
         names = [path.name for path in run.checkpoints.iterdir()]
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from ddp_hpc.patience import known, patiently
 from ddp_hpc.run_dir import RunDir
 
 _VERDICT_PATIENCE_S = 10.0
-"""How long a supervisor waits for the file system to say how the workers ended: the job may have to leave soon."""
+"""How long a supervisor waits for a file system that does not answer; not longer, as the time limit may be near."""
 
 
 def newest_committed(run: RunDir, ledger: Ledger | None = None) -> int:
@@ -36,7 +36,7 @@ class QueuedJob:
     """The attempt it will begin with."""
     at: float
     cancelled_at: float | None = None
-    """When the user took it out of the queue, if so."""
+    """When the user cancelled it, if so."""
     since: int = 0
     """The attempt that the user's own submission began with; a job that requeued itself keeps it."""
     backend: Cluster = "slurm"
@@ -49,7 +49,7 @@ def since_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attem
 
 
 def write_queued_job(run: RunDir, job: QueuedJob) -> None:
-    """Note a job that Slurm has taken."""
+    """Record a job that Slurm has accepted."""
     replace_text(run.submission, json.dumps(asdict(job)))
 
 
@@ -63,7 +63,7 @@ def read_queued_job(run: RunDir) -> QueuedJob | None:
 
 
 def write_done(run: RunDir, *, epochs: int, max_steps: int | None) -> None:
-    """Note that a run has finished, and how far it was asked to go."""
+    """Record that a run has finished, and how far it was asked to go."""
     replace_text(run.done, json.dumps({"epochs": epochs, "max_steps": max_steps, "at": time.time()}))
 
 
@@ -76,14 +76,14 @@ def is_done(run: RunDir, *, epochs: int, max_steps: int | None) -> bool:
 def ask_to_stop(
     run: RunDir, *, then: Literal["end", "requeue"] = "end", by: Literal["user", "supervisor"] = "user"
 ) -> None:
-    """Ask a run's workers to commit and leave; `then` says what the user wants to follow."""
+    """Ask a run's workers to commit a checkpoint and exit; `then` says what the user wants to follow."""
     replace_text(run.stop_request, json.dumps({"by": by, "then": then}), durable=False)
 
 
 def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
-    """Return what is to follow a stop that the user has asked for, or None where nobody has.
+    """Return what is to follow a stop that the user has asked for, or None where the user has not.
 
-    A file without a word of ours asks too: somebody has made it by hand. One that cannot be looked at does not.
+    A file with other content is a request, too: somebody has made it by hand. A file that cannot be read is none.
     """
     record = known(run.stop_request, lambda: _stop_request(run), unknown=None)
     if record is None or record.get("by", "user") != "user":
@@ -97,14 +97,14 @@ def _stop_request(run: RunDir) -> dict[str, Any] | None:
 
 
 def write_verdict(run: RunDir, attempt: int, exit_code: int) -> None:
-    """Leave word of how rank zero's processes ended: srun and torchrun make a failure of every code but zero."""
+    """Record rank zero's exit code in a file: srun and torchrun treat every code but zero as a failure."""
     path = run.rank_zero_exit(attempt)
     make_directories(path.parent)
     replace_text(path, json.dumps({"exit_code": exit_code}))
 
 
 def take_verdict(run: RunDir, attempt: int) -> int | None:
-    """Return the word that rank zero's processes left, once; None where they had no time to."""
+    """Return the exit code that rank zero recorded, once; None where it had no time to."""
     path = run.rank_zero_exit(attempt)
     record = patiently(str(path), lambda: read_json(path), patience_s=_VERDICT_PATIENCE_S)
     with suppress(OSError):  # the next attempt has a file of its own
@@ -113,7 +113,7 @@ def take_verdict(run: RunDir, attempt: int) -> int | None:
 
 
 def write_rendezvous_token(run: RunDir, attempt: int) -> None:
-    """Make the secret by which the ranks of an attempt know each other's words in the store; only the user can read it."""
+    """Write the secret by which the ranks of an attempt authenticate what they store; only the user can read it."""
     path = run.rendezvous_token(attempt)
     make_directories(path.parent)
     path.unlink(missing_ok=True)
@@ -126,11 +126,13 @@ def write_rendezvous_token(run: RunDir, attempt: int) -> None:
 
 
 def read_rendezvous_token(path: Path) -> str:
-    """Return the secret that the supervisor has put there for an attempt; wait for a file system that does not show it yet.
+    """Return the secret that the supervisor has written for an attempt; wait for a file system that does not show it yet.
 
     Raises:
-        UnreadableError: where it stays away.
+        UnreadableError: where the file does not appear.
     """
+    # An NFS client keeps what it knows of a directory for some seconds, so a file that another node has just made may be
+    # missing here (nfs(5), "acdirmin" and "lookupcache", https://man7.org/linux/man-pages/man5/nfs.5.html).
 
     def read() -> str:
         try:
@@ -143,7 +145,7 @@ def read_rendezvous_token(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where the training stands; rank zero replaces it every few seconds."""
+    """How far the training is; rank zero replaces it every few seconds."""
 
     attempt: int
     step: int

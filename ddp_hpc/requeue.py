@@ -10,10 +10,11 @@ from ddp_hpc.ledger import Attempt, Cause, Ending, Next
 from ddp_hpc.spec import RestartSpec
 
 SLURMS_SLOP_S = 60.0
+"""How much earlier than asked Slurm may send the signal of `--signal` (sbatch(1))."""
 _SAVES_A_LEAD = 2
-"""A save that has just begun is finished first."""
+"""How many saves have to fit: one that has just begun is finished first."""
 _STOP_S = 5.0
-"""For the ranks to agree, and the processes to leave."""
+"""For the ranks to agree on a step, and the processes to exit."""
 
 _RESERVE_S = 15.0
 
@@ -24,9 +25,9 @@ class Row:
 
     ending: Ending
     next: Next
-    """`REQUEUE` stands for the way back into the queue that the user has chosen (`restart.by`)."""
+    """`REQUEUE` stands for what the user has chosen in `restart.by`: to requeue the job, or to submit a successor."""
     is_failure: bool = False
-    """Whether attempts that end so, one after another and without a new checkpoint, are counted."""
+    """Whether it counts as a failure, for the limit on failures in a row without a new checkpoint."""
 
 
 TABLE: Mapping[Cause, Row] = {
@@ -46,26 +47,26 @@ TABLE: Mapping[Cause, Row] = {
     Cause.SUPERVISOR_DIED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
     Cause.SUSPENDED: Row(Ending.FAILED, Next.IN_PLACE),
 }
-"""A preemption is the cluster's doing, so it counts for nothing; whoever cannot commit between two time limits never
-will, so that counts."""
+"""A preemption is not a failure of the run, so it does not count. A time limit counts: a run that cannot commit between two
+time limits never will."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """All that the decision rests on."""
+    """All that the decision depends on."""
 
     cause: Cause
     is_committed: bool = False
-    """Whether the workers left after a commit, rather than died."""
+    """Whether the workers exited after a commit."""
     num_without_progress: int = 0
     """Failures in a row without a new checkpoint, this one included."""
-    is_mute: bool = False
-    """Whether no process said why it failed: perhaps none could even be started."""
+    has_no_report: bool = False
+    """Whether no process wrote an error report: perhaps none could even be started."""
     is_on_slurm: bool = True
     is_requeued_by_slurm: bool = False
     """Whether Slurm has put the job back into the queue by itself."""
     failed_nodes: Sequence[str] = ()
-    """Whose failure it was, where that is known."""
+    """The nodes that failed, where that is known."""
     bad_nodes: Sequence[str] = ()
     """Nodes of the job that have failed too often."""
     may_requeue: bool = True
@@ -91,34 +92,34 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     if situation.is_requeued_by_slurm and row.next:
         return Decision(ending=ending, next=Next.SLURM, exclude=tuple(situation.bad_nodes))
     if not row.next or not situation.is_on_slurm:
-        has_failed = situation.cause != Cause.SUSPENDED  # that is nothing for the user to see to
+        has_failed = situation.cause != Cause.SUSPENDED  # a suspension needs nothing from the user
         return Decision(ending=row.ending, next=Next.NOTHING if has_failed else Next.IN_PLACE)
     if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
         return Decision(ending=Ending.FAILED, why=_gave_up(situation.num_without_progress))
-    is_worth_trying = not situation.is_mute or situation.num_without_progress <= 1
+    is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1
     if row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying:
         return Decision(ending=ending, next=Next.IN_PLACE)
     if policy.by == "requeue" and not situation.may_requeue:
-        return Decision(ending=ending, why="it does not go back into the queue, as `slurm.requeue` is false")
-    return Decision(ending=ending, next=Next(policy.by), exclude=_shunned(situation))
+        return Decision(ending=ending, why="the job does not go back into the queue, because `slurm.requeue` is false")
+    return Decision(ending=ending, next=Next(policy.by), exclude=_excluded(situation))
 
 
-def _shunned(situation: Situation) -> tuple[str, ...]:
+def _excluded(situation: Situation) -> tuple[str, ...]:
     lost = situation.failed_nodes if situation.cause == Cause.NODE_FAILED else ()
     return tuple(sorted({*situation.bad_nodes, *lost}))
 
 
 def reserve_s(lead_s: float) -> float:
-    """Return how long before its time limit a job is to be without workers.
+    """Return how long before the time limit the last worker has to have exited.
 
-    That long may the way back into the queue take: to end who does not leave, to ask Slurm, to requeue. A job that its
-    limit ends does not come back by itself.
+    The supervisor needs this time to kill workers that do not exit, to ask Slurm, and to requeue the job: Slurm does not
+    requeue a job that its time limit ends.
     """
     return min(_RESERVE_S, lead_s / 3)
 
 
 def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float | None) -> str | None:
-    """Return why the warning before the time limit comes too late, or too early to get anywhere; None where it is right.
+    """Return why `slurm.signal_lead_s` is too short to save, or leaves no time to train; None where it is right.
 
     Slurm's signal may come a minute earlier than asked (it looks every 30 s; sbatch(1), `--signal`).
     """
@@ -126,27 +127,29 @@ def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float |
     if save_s is not None and lead_s - reserve_s(lead_s) < needed_s:
         least = int(needed_s + min(_RESERVE_S, needed_s / 2)) + 1
         return (
-            f"`slurm.signal_lead_s` is {lead_s:g}, but a checkpoint of this run takes {save_s:.0f} s: it may be killed amid "
-            f"its last one. Set it to {least} or more."
+            f"`slurm.signal_lead_s` is {lead_s:g}, but a checkpoint of this run takes {save_s:.0f} s: Slurm may kill the "
+            f"job in the middle of its last one. Set it to {least} or more."
         )
     if time_limit_min is not None and time_limit_min * 60 <= lead_s + SLURMS_SLOP_S:
         return (
-            f"`resources.time_limit_min` is {time_limit_min:g}, but the run is told to leave {lead_s:g} s before, and Slurm "
-            f"may do so {SLURMS_SLOP_S:g} s earlier still: it gets nowhere. Lower `slurm.signal_lead_s`, or ask for more time."
+            f"`resources.time_limit_min` is {time_limit_min:g}, but the run is asked to stop {lead_s:g} s before the limit, and "
+            f"Slurm may ask {SLURMS_SLOP_S:g} s earlier: this leaves no time to train. Lower `slurm.signal_lead_s`, or ask for "
+            "more time."
         )
     return None
 
 
 def _gave_up(count: int) -> str:
-    return f"{count} attempts in a row ended without a new checkpoint (`restart.max_no_progress`)"
+    attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
+    return f"{attempts} ended without a new checkpoint, so the run ends (`restart.max_no_progress`)"
 
 
 def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: Cause) -> int:
     """Return how many failures in a row made no new checkpoint, the newest attempt, which ended of `cause`, included.
 
-    `newest_step` is that of the newest checkpoint now, 0 without one. Attempts that ended of no failure neither count
-    nor break the row. Nor does an earlier one that was not begun on nodes that had failed before, where Slurm gave other
-    nodes then.
+    `newest_step` is that of the newest checkpoint now, 0 without one. Attempts that did not fail neither count
+    nor break the row. An earlier attempt that started no workers, because of nodes that had failed before, does not count
+    either, unless the attempt before it started none, too.
     """
     count = 0
     step_after = newest_step
@@ -162,7 +165,7 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
 
 
 def _avoided(attempt: Attempt) -> bool:
-    """Tell whether an attempt was not begun because of nodes that had failed before: no node failed in it."""
+    """Tell whether an attempt started no workers because of nodes that had failed before: no node failed in it."""
     return attempt.cause == Cause.NODE_FAILED and not attempt.failed_nodes
 
 

@@ -1,11 +1,11 @@
-"""The node agent: imports what all workers need once, forks one worker a GPU, and sees that they die together.
+"""The node agent: imports what all workers need once, forks one worker for each GPU, and ends all when one fails.
 
     python -m ddp_hpc.job.agent RUN_DIR --worker ddp_hpc.train.worker --num-workers 4
 
-The supervisor orders on its standard input and hears on its standard output (see `line`): which attempt to begin, to
-stop or to end, and with which code it ended. It stays for the next attempt, which so need not import anything again,
-until the line is closed. With `--in-step`, srun has started one on each node of a job, and the node's number comes from
-Slurm; else it is a world of its own.
+It reads the supervisor's orders from its standard input and writes reports to its standard output (see `line`): orders to
+start, stop or kill the workers of an attempt, reports of their joint exit code. It keeps running for the next attempt,
+which then has nothing to import, until the supervisor closes the connection. With `--in-step`, srun has started one agent
+on each node of a job, and the node rank comes from Slurm; else this machine is the only node.
 
 The worker is a module named on the command line, so that this one stays free of torch. It offers `preload(run)`, called
 once before the first fork, and `main(run, environ, attempt=, listen_fd=)`, which returns the worker's exit code. Where
@@ -57,16 +57,16 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_task
 
 GRACE_S = 1.0
-"""How long workers may still write down why they fail, once the first is dead."""
+"""How long the others may take to write their error reports, after the first worker has failed."""
 TEARDOWN_S = 60.0
-"""How long workers may take to leave, once the first has left after a commit."""
+"""How long the others may take to exit, after the first worker has exited after a commit."""
 ALONE = Meeting(LOOPBACK, 0)
-"""Where the ranks meet that have this machine to themselves: a port that the kernel chooses."""
+"""The endpoint of a run on this machine alone: the kernel chooses the port."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crew:
-    """The workers of this node, and where the group meets."""
+    """What this node's workers of one attempt are started with."""
 
     run: RunDir
     attempt: int
@@ -74,7 +74,7 @@ class Crew:
     """On this node."""
     share: Share
     node: Mapping[str, Fact]
-    """What all its workers' environments have alike."""
+    """Variables that all workers of this node have in common."""
     users_environ: Mapping[str, str]
     """The environment without what this agent has set."""
     import_paths: Sequence[str]
@@ -85,7 +85,7 @@ class Crew:
 
 @dataclass
 class Shift:
-    """The workers of one attempt while they live."""
+    """The workers of one attempt while they run."""
 
     crew: Crew
     ranks: Mapping[int, int]
@@ -93,22 +93,22 @@ class Shift:
     codes: dict[int, int] = field(default_factory=dict)
     """Exit code by rank, of those that have ended."""
     deadline: float | None = None
-    """When those that still live are killed."""
+    """When the agent kills those that still run."""
     was_cut: bool = False
-    """Whether they were."""
+    """Whether it has killed them."""
 
     @property
     def alive(self) -> set[int]:
         return {pid for pid, rank in self.ranks.items() if rank not in self.codes}
 
     def end_within(self, seconds: float) -> None:
-        """Kill, after so long at the latest, who does not leave by himself."""
+        """Kill the workers that still run after this time; an earlier deadline stays."""
         end = time.monotonic() + seconds
         self.deadline = end if self.deadline is None else min(self.deadline, end)
 
 
 class Agent:
-    """One node's agent: serves orders until the line is closed."""
+    """One node's agent: carries out orders until the connection is closed."""
 
     def __init__(
         self, arguments: argparse.Namespace, line: Line, python: Mapping[str, str], import_paths: Sequence[str]
@@ -119,7 +119,7 @@ class Agent:
         self._given: Mapping[str, str] = {}
         """What this agent has set in its own environment."""
         self._python = python
-        """What decides where another Python of ours imports from."""
+        """Variables that decide where a Python that this agent starts imports from."""
         self._import_paths = import_paths
         place = step_task(os.environ) if arguments.in_step else None
         self._node_rank = place.node_rank if place else 0
@@ -130,11 +130,11 @@ class Agent:
         self._worker: ModuleType | None = None
         self._must_not_fork = False
         self._shift: Shift | None = None
-        self._is_told = False
-        """Whether a stop signal came while there was nobody to tell."""
+        self._is_stop_pending = False
+        """Whether a stop signal came while no worker ran."""
 
     def serve(self) -> None:
-        """Do as the supervisor says; return when it hangs up, with no worker left."""
+        """Carry out the supervisor's orders until it closes the connection; then kill the workers that are left."""
         failure = self._preload()
         while True:
             for order in self._line.read():
@@ -149,13 +149,13 @@ class Agent:
             processes.kill(self._shift.alive)
 
     def _pass_on(self, number: signal.Signals) -> None:
-        """Tell the workers; where there are none, the next."""
-        self._is_told = self._shift is None
+        """Send a stop signal to the workers; where none runs, keep it for the next ones."""
+        self._is_stop_pending = self._shift is None
         if self._shift:
             processes.send(self._shift.alive, number)
 
     def _preload(self) -> BaseException | None:
-        """Import what the workers need; what goes wrong is told when the attempt is known."""
+        """Import what the workers need; return the error, which is reported once an attempt is known."""
         libraries = settled(library_variables(self._share.threads), os.environ)
         self._given = WorkerEnv(process="agent", variables=libraries).given
         os.environ.update(self._given)
@@ -177,7 +177,7 @@ class Agent:
             num_workers=self._arguments.num_workers,
             share=self._share,
             node=node_variables(this_host().interface_towards(meeting.address), self._share.threads),
-            # What the recipe's import has set or removed counts as the user's.
+            # A variable that the recipe's import has set or removed counts as set or removed by the user.
             users_environ={
                 **{name: "" for name in self._given if name not in os.environ},
                 **{name: value for name, value in os.environ.items() if self._given.get(name) != value},
@@ -199,9 +199,9 @@ class Agent:
                 self._shift.end_within(GRACE_S)
 
     def _start(self, crew: Crew, failure: BaseException | None) -> None:
-        """Take the port, fork; or say why not."""
+        """Bind the port and start the workers, or report why that fails."""
         if self._worker is None or failure is not None:
-            self._tell_failure(crew, failure)
+            self._report_failure(crew, failure)
             return
         try:
             with ExitStack() as resources:
@@ -211,15 +211,15 @@ class Agent:
                 else:
                     ranks = _fork(crew, self._worker, meeting_point)
                 self._shift = Shift(crew, ranks)
-            if self._is_told:
+            if self._is_stop_pending:
                 self._pass_on(signal.SIGUSR2)
         except PortTakenError:
-            self._tell(crew.attempt, exit_codes.PORT_TAKEN)
+            self._report_end(crew.attempt, exit_codes.PORT_TAKEN)
         except OSError as error:
-            self._tell_failure(crew, error)
+            self._report_failure(crew, error)
 
     def _spawn(self, crew: Crew, meeting_point: socket.socket | None) -> dict[int, int]:
-        """Start the workers as processes of their own; return their ranks by pid."""
+        """Start each worker as a new process, without fork; return their ranks by pid."""
         sys.stdout.flush()
         port = meeting_point.getsockname()[1] if meeting_point else crew.meeting.port
         ranks: dict[int, int] = {}
@@ -243,13 +243,13 @@ class Agent:
                     meeting_point.set_inheritable(False)
         return ranks
 
-    def _tell_failure(self, crew: Crew, error: BaseException | None) -> None:
-        """Write down what kept the workers from being started."""
-        error = error or RuntimeError("the workers' module was not imported")
+    def _report_failure(self, crew: Crew, error: BaseException | None) -> None:
+        """Write the error report of an agent that cannot start its workers."""
+        error = error or RuntimeError("the agent has not imported the workers' module")
         report(crew.run.agent_error(crew.attempt, crew.node_rank), error, rank=-1, log=crew.run.console)
-        self._tell(crew.attempt, exit_code_of(error))
+        self._report_end(crew.attempt, exit_code_of(error))
 
-    def _tell(self, attempt: int, code: int) -> None:
+    def _report_end(self, attempt: int, code: int) -> None:
         self._line.send(node_rank=self._node_rank, attempt=attempt, code=code)
 
     def _patience_s(self) -> float:
@@ -258,7 +258,7 @@ class Agent:
         return 1.0 if self._shift.was_cut else self._shift.deadline - time.monotonic()
 
     def _look_after_workers(self) -> None:
-        """Note who has died and why; when the last is gone, tell the supervisor how it went."""
+        """Record the workers that have exited; after the last one, report to the supervisor."""
         died, shift = processes.reap(), self._shift
         if shift is None:
             return
@@ -267,16 +267,20 @@ class Agent:
             processes.kill(shift.alive)
         for pid, code in died.items():
             if pid in shift.ranks:
-                _note_death(shift, shift.ranks[pid], code)
+                _note_exit(shift, shift.ranks[pid], code)
         if not shift.alive:
             self._shift = None
-            self._tell(shift.crew.attempt, exit_codes.joint(shift.codes.values()))
+            self._report_end(shift.crew.attempt, exit_codes.joint(shift.codes.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one supervisor."""
     arguments = _parse(argv)
+    # PR_SET_PDEATHSIG: the kernel kills this process when its parent dies (prctl(2),
+    # https://man7.org/linux/man-pages/man2/prctl.2.html). So no worker trains on after its supervisor was killed.
     processes.die_with_parent(os.getppid())
+    # Before the first thread and the first fork, as both inherit the mask: a stop signal that comes between two attempts, or
+    # before a worker has installed its handlers, then stays pending instead of killing the process (signal(7)).
     processes.block_awaited_signals()
     python = python_environ(os.environ)
     import_paths = make_users_code_importable(os.environ)
@@ -296,10 +300,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -> dict[int, int]:
     """Fork the workers; return their ranks by pid."""
-    gc.freeze()  # what they share: a collection in one of them would copy its pages
-    sys.stdout.flush()
+    gc.freeze()  # the workers share these pages: a garbage collection in one of them would write to them, and so copy them
+    sys.stdout.flush()  # fork copies the buffer too, and each worker would print it again
     port = meeting_point.getsockname()[1] if meeting_point else crew.meeting.port
-    agent_pid = os.getpid()
+    agent_pid = (
+        os.getpid()
+    )  # read before the fork: a worker compares its parent with it, in case the agent dies meanwhile
     ranks: dict[int, int] = {}
     for local_rank in range(crew.num_workers):
         rank = crew.node_rank * crew.num_workers + local_rank
@@ -315,13 +321,15 @@ def _fork(crew: Crew, worker: ModuleType, meeting_point: socket.socket | None) -
 def _become_worker(
     crew: Crew, worker: ModuleType, rank: int, meeting_point: socket.socket | None, agent_pid: int
 ) -> None:
-    """Run one worker in this forked process; never return. Leaves without Python's shutdown, in which torch can abort."""
+    """Run one worker in this forked process; never return. Exits without Python's shutdown, in which torch can abort."""
     code = exit_codes.FAILED
     try:
         processes.die_with_parent(agent_pid)
         os.sched_setaffinity(0, crew.share.cpu_sets[rank % crew.num_workers])
         listen_fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
         if meeting_point:
+            # Each worker has inherited the socket. The port stays bound while any process holds it, so all but rank zero
+            # close it, and rank zero keeps the duplicate that its store listens on.
             meeting_point.close()
         code = worker.main(str(crew.run.path), os.environ, attempt=crew.attempt, listen_fd=listen_fd)
     except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
@@ -331,7 +339,7 @@ def _become_worker(
 
 
 def worker_env(crew: Crew, local_rank: int, port: int) -> WorkerEnv:
-    """Return what a worker finds in its environment; nodes have as many workers each."""
+    """Return a worker's environment variables; each node has the same number of workers."""
     ranks = ranks_by_shape(
         node_rank=crew.node_rank, num_nodes=crew.num_nodes, num_workers=crew.num_workers, local_rank=local_rank
     )
@@ -339,17 +347,17 @@ def worker_env(crew: Crew, local_rank: int, port: int) -> WorkerEnv:
     return launched("an agent", {**ranks, **endpoint, **crew.node}, crew.users_environ, crew.import_paths)
 
 
-def _note_death(shift: Shift, rank: int, code: int) -> None:
-    """Keep how a worker ended, write down what it could not, and see that the others follow."""
+def _note_exit(shift: Shift, rank: int, code: int) -> None:
+    """Record a worker's exit code, write the report that a killed worker could not write, set the others' deadline."""
     crew = shift.crew
     is_ours = shift.was_cut and code == -signal.SIGKILL
     first = next(iter(shift.codes.values()), None)
     if is_ours and first in exit_codes.GOOD:
-        code = first  # it had committed with the others, and only could not leave
+        code = first  # it had committed with the others, and hung only on its way to exit
     shift.codes[rank] = code
     if code < 0 and not is_ours:
-        log, told = crew.run.rank_log(crew.attempt, rank), crew.run.rank_error(crew.attempt, rank)
-        report_killed(told, signal.Signals(-code), rank=rank, log=log)
+        log, path = crew.run.rank_log(crew.attempt, rank), crew.run.rank_error(crew.attempt, rank)
+        report_killed(path, signal.Signals(-code), rank=rank, log=log)
     shift.end_within(TEARDOWN_S if code in exit_codes.GOOD else GRACE_S)
 
 

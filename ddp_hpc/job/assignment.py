@@ -1,4 +1,4 @@
-"""What a supervisor was given to do, and how an attempt at it went."""
+"""The run and the job that a supervisor works on, and how an attempt ended."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ddp_hpc.spec import RunSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """A run, and the job it has."""
+    """A run, its spec, and the Slurm job that it runs in."""
 
     run: RunDir
     spec: RunSpec
     allocation: Allocation | None
-    """None on this machine, or where a job script was started outside of a job."""
+    """None without Slurm, or where a job script was started outside of a job."""
     is_for_slurm: bool
     environ: Mapping[str, str]
 
@@ -39,18 +39,18 @@ class Outcome:
     code: int
     """What their exit codes mean together."""
     step_code: int | None = None
-    """What the command that started them ended with; None where it goes on. Below zero, a signal's number."""
+    """Exit code of the command that started them, such as srun; None while it runs; minus the number of a signal."""
     reason: str = ""
-    """In words, where something else than a worker failed."""
+    """Why it ended, for people, where something other than a worker failed."""
     is_out_of_time: bool = False
-    """Whether they were told to leave because the time limit was near."""
-    was_told: bool = False
+    """Whether the supervisor asked them to stop because the time limit was near."""
+    was_signalled: bool = False
     """Whether a stop signal came for this job."""
-    is_wedged: bool = False
-    """Whether they had to be ended because nothing was heard of them."""
+    is_unresponsive: bool = False
+    """Whether the supervisor killed them because they wrote nothing for too long."""
     was_suspended: bool = False
-    """Whether the whole job stood still for longer than the workers may, and went on a moment ago."""
+    """Whether Slurm suspended the job for longer than the hang timeout, and resumed it a moment ago."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes that did not answer."""
     avoided_nodes: tuple[str, ...] = ()
-    """Nodes for which the attempt was not begun: they have failed before."""
+    """Nodes that failed before, because of which no workers were started."""

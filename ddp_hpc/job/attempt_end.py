@@ -1,4 +1,4 @@
-"""The end of an attempt: why it ended, what follows by the table (`requeue`), and both in the ledger."""
+"""The end of an attempt: finds out why it ended, decides what follows by the table (`requeue`), and records both."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
 _ENDED_EARLY = (
-    "a stop signal ended the workers before they could listen: somebody sent it to the job's steps, or srun did, as it does "
-    "where a task fails"
+    "a stop signal killed the workers before they had installed their signal handlers: somebody sent it to the job's steps, "
+    "or srun did because one task failed"
 )
 
 
@@ -36,9 +36,9 @@ class Conclusion:
     last_step: int | None = None
     """Of the newest checkpoint."""
     failed_nodes: tuple[str, ...] = ()
-    """Whose failure it was, where it was a node's."""
+    """The nodes that failed, where a node did."""
     is_slurm_away: bool = False
-    """Whether the controller did not answer, or needed not be asked."""
+    """Whether the controller did not answer, or was not asked."""
 
     @property
     def exit_code(self) -> int:
@@ -59,7 +59,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
         failure = report_hang(assignment, attempt, known.failures)
     failed_nodes = blame.failed_nodes(assignment, cause, failure, evidence)
     if outcome.avoided_nodes:
-        # A node that is avoided for its earlier failures has not failed once more: else it is never forgotten.
+        # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
         before = requeue.bad_nodes(known.ledger.attempts, assignment.spec.restart, now=time.time())
         failed_nodes = tuple(node for node in failed_nodes if node not in before)
     if cause == Cause.REFUSED and has_trained(known.attempts):
@@ -69,7 +69,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
         num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
-        is_mute=failure is None,
+        has_no_report=failure is None,
         is_on_slurm=assignment.allocation is not None,
         is_requeued_by_slurm=evidence.is_requeued_by_slurm,
         failed_nodes=failed_nodes,
@@ -91,7 +91,7 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
 
 
 def _write(run: RunDir, spec: RunSpec, conclusion: Conclusion) -> None:
-    """Write how an attempt ended into the ledger, and leave behind what its end asks for."""
+    """Record how an attempt ended; remove the stop request that it obeyed, and the claim of a run's last attempt."""
     cause, decision = conclusion.cause, conclusion.decision
     if cause == Cause.FINISHED:
         with best_effort():
@@ -103,12 +103,12 @@ def _write(run: RunDir, spec: RunSpec, conclusion: Conclusion) -> None:
             ending=decision.ending,
             exit_code=conclusion.exit_code,
             reason=conclusion.reason,
-            # Of one that is fenced, the newer attempt has written what became of it.
+            # The newer attempt has already recorded what became of the fenced one.
             end=None if cause == Cause.FENCED else conclusion.end,
         )
     with best_effort():
         if cause == Cause.STOP_ASKED:
-            run.stop_request.unlink(missing_ok=True)  # it is done: the next start of the job is somebody's own wish
+            run.stop_request.unlink(missing_ok=True)  # obeyed: whoever starts the job again wants the run to continue
         if not decision.next and cause != Cause.FENCED:
             ownership.release(run, conclusion.attempt)
 
@@ -123,7 +123,10 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
         return ""
     if cause in {Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED} and failure is not None:
         if failure.is_secondary:
-            return f"processes died without a word; rank {failure.rank} on {failure.host} lost the connection to them"
+            return (
+                f"some workers exited without an error report, and rank {failure.rank} on {failure.host} lost its connection "
+                "to them; read their logs (`ddp-hpc logs RUN --all`) and the kernel's log of their nodes (`dmesg`)"
+            )
         is_plain = failure.is_input_error or failure.is_diverged or failure.rank < 0 or cause == Cause.HANG
         where = f" on {failure.host}" if failure.host else ""
         return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
@@ -132,11 +135,13 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
     return {
         Cause.CANCELLED: "cancelled by the user",
         Cause.FENCED: "another attempt has taken the run over",
-        Cause.REQUEUE_ASKED: "told to make room",
-        Cause.PREEMPTED: "preempted",
-        Cause.TIME_LIMIT: "the job's time was over",
-        Cause.NODE_FAILED: f"lost {', '.join(outcome.lost_nodes) or 'a node'}",
-        Cause.HANG: "nothing was heard of the workers for long",
-        Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, and the workers had to begin again",
-        Cause.UNEXPLAINED: "told to leave before anybody could listen" if outcome.was_told else _ENDED_EARLY,
+        Cause.REQUEUE_ASKED: "a user, an administrator or Slurm asked the run to stop and go back into the queue",
+        Cause.PREEMPTED: "Slurm preempted the job",
+        Cause.TIME_LIMIT: "the job reached its time limit",
+        Cause.NODE_FAILED: f"{', '.join(outcome.lost_nodes) or 'a node'} failed or stopped answering",
+        Cause.HANG: "the workers wrote nothing for longer than `restart.hang_timeout_s`, so the supervisor killed them",
+        Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, so the hang timeout ended the workers",
+        Cause.UNEXPLAINED: "a stop signal arrived before the workers had installed their signal handlers"
+        if outcome.was_signalled
+        else _ENDED_EARLY,
     }.get(cause, cause)

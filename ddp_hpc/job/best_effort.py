@@ -1,4 +1,4 @@
-"""Records whose loss costs less than what would wait for them, on a disk that is full or gone."""
+"""Records that may be lost on a full or unmounted disk, because requeueing the job matters more."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def best_effort() -> Iterator[None]:
-    """Go on without a record that cannot be written: the way back into the queue matters more, and the next attempt makes up for it."""
+    """Go on without a record that cannot be written: the job can be requeued, and the next attempt trained, without it."""
     try:
         yield
     except OSError as error:
-        sys.stderr.write(f"note: a record was not written: {error}\n")
+        sys.stderr.write(f"note: the supervisor could not write a record, and goes on without it: {error}\n")

@@ -28,7 +28,7 @@ def failed_nodes(
 
 
 def refusing_nodes(assignment: Assignment, failure: WorkerFailure | None) -> tuple[str, ...]:
-    """Return the node that has not what the others had: a GPU, a mount, an image."""
+    """Return the node that lacks what the others have, such as a GPU, a mount or an image."""
     if failure is None:
         return ()
     node = assignment.node_of(failure.rank) if failure.rank >= 0 else failure.host
@@ -40,9 +40,9 @@ def bad_nodes(
 ) -> list[str]:
     """Return the nodes of this job that have failed too often, the attempt that has just ended included."""
     now = time.time()
-    told = [
+    completed = [
         replace(one, failed_nodes=tuple(failed_nodes), ended_at=now) if one.attempt == attempt else one
         for one in attempts
     ]
-    bad = requeue.bad_nodes(told, assignment.spec.restart, now=now)
+    bad = requeue.bad_nodes(completed, assignment.spec.restart, now=now)
     return [node for node in bad if node in assignment.nodes]

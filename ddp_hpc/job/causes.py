@@ -15,7 +15,7 @@ from ddp_hpc.slurm.queries import JobRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known when the workers are gone."""
+    """What is known when all workers have exited."""
 
     code: int
     """What their exit codes mean together."""
@@ -23,14 +23,15 @@ class Evidence:
     stop_request: Literal["end", "requeue"] | None = None
     """What the user asked for."""
     is_out_of_time: bool = False
-    """Whether the deadline clock told them."""
-    is_wedged: bool = False
+    """Whether the supervisor asked them to stop because the time limit was near."""
+    is_unresponsive: bool = False
+    """Whether the supervisor killed them because they wrote nothing for too long."""
     was_suspended: bool = False
-    """Whether the whole job, the supervisor too, stood still for longer than the workers may."""
+    """Whether Slurm suspended the job, the supervisor included, for longer than the hang timeout."""
     has_stacks: bool = False
-    """Whether a watchdog has bitten."""
+    """Whether a watchdog timed out and dumped the stacks."""
     lost_nodes: Sequence[str] = ()
-    """Nodes that Slurm takes for lost, or that did not answer."""
+    """Nodes that are down by Slurm's records, or that did not answer."""
     now: float = 0.0
     lead_s: float = 0.0
     restart: int = 0
@@ -38,11 +39,11 @@ class Evidence:
     job: JobRecord | None = None
     """The job, as Slurm knows it now; None without Slurm, or where it does not answer."""
     accounted_as: str = ""
-    """The state in which accounting saw this start of the job end; empty where it does not say, or was not asked."""
+    """Final state of this start of the job by accounting (sacct); empty where that is not known, or was not asked."""
 
     @property
     def is_requeued_by_slurm(self) -> bool:
-        """Whether the job is in the queue again, by nothing that we did."""
+        """Whether Slurm has requeued the job by itself."""
         return self.job is not None and (self.job.restarts or 0) > self.restart
 
     @property
@@ -52,7 +53,7 @@ class Evidence:
 
     @property
     def is_for_accounting(self) -> bool:
-        """Whether accounting alone knows why the job ends: scontrol says that it is back, or ends, whatever the reason."""
+        """Whether only accounting knows why the job ends: scontrol shows PENDING or COMPLETING, whatever the reason."""
         return self.is_requeued_by_slurm or (self.is_preempted and is_ending(self.job))
 
 
@@ -63,14 +64,14 @@ BY_STATE: Mapping[states.JobState, Cause] = {
     "requeued": Cause.REQUEUE_ASKED,
     "cancelled": Cause.CANCELLED,
 }
-"""The state in which Slurm saw a start of a job end -> why the attempt in it ended."""
+"""Final state of a start of a job -> why the attempt in it ended."""
 
 CAUSES_BY_REASON: Mapping[str, Cause] = {"TimeLimit": Cause.TIME_LIMIT, "NodeDown": Cause.NODE_FAILED}
 """Why Slurm ends a job -> why the attempt in it ended; of one that its user cancels it gives no reason."""
 
 
 def cause_of(evidence: Evidence) -> Cause:
-    """Return why an attempt ended; Slurm's word on its own doings goes before what the workers made of them."""
+    """Return why an attempt ended; what Slurm did to the job counts before the exit codes that followed from it."""
     return next(cause for cause in (read(evidence) for read in _READINGS) if cause is not None)
 
 
@@ -78,17 +79,16 @@ def _by_exit_code(evidence: Evidence) -> Cause | None:
     if evidence.code == exit_codes.FINISHED:
         return Cause.FINISHED
     if evidence.code == exit_codes.DIVERGED and evidence.owns_run:
-        return Cause.DIVERGED  # all ranks have said so, whatever Slurm does to the job meanwhile
+        return Cause.DIVERGED  # all ranks agreed on it, whatever Slurm does to the job meanwhile
     return Cause.FENCED if evidence.code == exit_codes.FENCED or not evidence.owns_run else None
 
 
 def _by_slurm(evidence: Evidence) -> Cause | None:
-    """Return what Slurm is doing to the job, if it is ending it.
-
-    A job that ends is COMPLETING to scontrol, whatever the reason. Where it comes back, its count of restarts has
-    risen; else only a time limit leaves a reason, and only a preemption its time (measured: 22.05, 24.11). That a lost
-    node leaves one, too, is from Slurm's source (job_mgr.c); on 22.05 such a job was seen not to be taken for cancelled.
-    """
+    """Return why Slurm is ending the job, if it is."""
+    # While a job ends, scontrol shows COMPLETING and hides the final state behind it (squeue(1), JOB STATE CODES,
+    # https://slurm.schedmd.com/squeue.html). Three fields still tell the reason: a job that was requeued has a higher
+    # Restarts; one at its time limit has a Reason; one that is preempted has a PreemptTime (measured: 22.05, 24.11). A lost
+    # node leaves a Reason, too, by Slurm's source (job_mgr.c); on 22.05 such a job was not taken for cancelled.
     job = evidence.job
     if job is None:
         return None
@@ -99,26 +99,26 @@ def _by_slurm(evidence: Evidence) -> Cause | None:
         return cause
     if not is_ending(job):
         word = states.parse_state(job.state)
-        return None if word == "requeued" else BY_STATE.get(word)  # it waits again, and only its count says so
+        return None if word == "requeued" else BY_STATE.get(word)  # it is in the queue again, which Restarts says
     if is_cancelled(job, evidence.accounted_as):
         return Cause.CANCELLED
     return CAUSES_BY_REASON.get(job.reason, Cause.PREEMPTED)
 
 
 def is_ending(job: JobRecord | None) -> bool:
-    """Tell whether a job is being ended, or cancelled."""
+    """Tell whether Slurm is ending the job, or has cancelled it."""
     return job is not None and states.parse_state(job.state) in {"ending", "cancelled"}
 
 
 def is_cancelled(job: JobRecord, accounted_as: str) -> bool:
-    """Tell whether the user has cancelled a job that did not come back; in the grace of a preemption, only accounting knows."""
+    """Tell whether a job that was not requeued was cancelled; in a preemption's GraceTime, only accounting knows."""
     if not is_ending(job) or job.reason in CAUSES_BY_REASON:
         return False
     return job.preempted_at is None or states.parse_state(accounted_as) == "cancelled"
 
 
 def _by_request(evidence: Evidence) -> Cause | None:
-    """Return why they were told to leave, if they were."""
+    """Return why the workers were asked to stop, if they were."""
     if evidence.code == exit_codes.REFUSED:
         return Cause.REFUSED
     if evidence.stop_request is not None:
@@ -131,8 +131,8 @@ def _by_request(evidence: Evidence) -> Cause | None:
 
 
 def _by_leave(evidence: Evidence) -> Cause | None:
-    """Return why they left though nobody is known to have told them: a signal that Slurm sent to the steps alone."""
-    if evidence.code not in (exit_codes.STOPPED, exit_codes.UNHEARD):
+    """Return why the workers stopped though the supervisor knows of no request: Slurm signalled the job steps only."""
+    if evidence.code not in (exit_codes.STOPPED, exit_codes.STOPPED_EARLY):
         return None
     if _is_near_limit(evidence):
         return Cause.TIME_LIMIT
@@ -140,7 +140,7 @@ def _by_leave(evidence: Evidence) -> Cause | None:
 
 
 def _by_death(evidence: Evidence) -> Cause | None:
-    if evidence.has_stacks or evidence.is_wedged:
+    if evidence.has_stacks or evidence.is_unresponsive:
         return Cause.SUSPENDED if evidence.was_suspended else Cause.HANG
     return Cause.NODE_FAILED if evidence.lost_nodes else Cause.WORKER_CRASHED
 

@@ -16,10 +16,9 @@ from ddp_hpc.slurm.steps import probe_argv
 
 
 def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> subprocess.Popen[bytes]:
-    """Start a command that holds the run's lock too; `on_line`, its input and output are ours.
-
-    When this process dies, the command is asked to end: srun then ends its step, which nobody else would.
-    """
+    """Start a command that inherits the run's lock; with `on_line`, its standard input and output are pipes to us."""
+    # The kernel sends the command SIGTERM when this process dies, even by SIGKILL (prctl(2), PR_SET_PDEATHSIG): srun then
+    # ends its job step, which otherwise would keep running on all nodes.
     pipe = subprocess.PIPE if on_line else None
     return subprocess.Popen(
         argv,
@@ -31,9 +30,9 @@ def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False
 
 
 def printed_by(argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
-    """Run a short command; return what it printed, and its errors, as far as it came in that time.
+    """Run a short command; return what it printed, and its errors, as far as it printed them within `timeout_s`.
 
-    Bytes that are no UTF-8 are replaced: on a node, anybody may have printed them.
+    Bytes that are no UTF-8 are replaced: a node's login scripts may print anything.
     """
     try:
         done = subprocess.run(
@@ -58,7 +57,7 @@ class NodesAnswers:
     """Of those that did, in the job's order."""
     silent: Sequence[str]
     """Names of those that did not."""
-    said: str = ""
+    last_error: str = ""
     """The last line of srun's errors."""
 
 
@@ -78,5 +77,5 @@ def ask_nodes(
     return NodesAnswers(
         by_node={node: answers[node] for node in nodes if node in answers},
         silent=[node for node in nodes if node not in answers],
-        said=next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ""),
+        last_error=next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ""),
     )

@@ -42,7 +42,7 @@ class Share:
     threads: Fact
     """How many each worker computes with."""
     note: str = ""
-    """What the job's log should say of it."""
+    """A note on it for the job's log."""
 
 
 def share_here(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> Share:
@@ -64,7 +64,7 @@ def share_cpus(
     grant: CpuGrant | None = None,
     near: Sequence[int | None] = (),
 ) -> Share:
-    """Deal out CPUs to workers, neighbours together; workers share them all where there are too few.
+    """Assign CPUs to workers, neighbours together; workers share them all where there are too few.
 
     `grant` bounds them by what Slurm gave; `near` names the NUMA node that each worker should be on.
     """
@@ -74,29 +74,30 @@ def share_cpus(
     fits = 0 < each * num_workers <= num_given
     computing = threads(num_given, num_workers, cpus_per_worker, source="Slurm" if grant else "this host")
     is_bound = grant is None or len(cpus) <= grant.num_of_job
-    sets = _deal(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
+    sets = _assign(sorted(cpus), num_workers, each, near) if fits and is_bound else [everything] * num_workers
     note = "" if is_bound or grant is None else _unbound(len(cpus), grant, computing.value)
     return Share(cpu_sets=tuple(sets), threads=computing, note=note)
 
 
 def _unbound(num_seen: int, grant: CpuGrant, num_threads: str | None) -> str:
     return (
-        f"Slurm gave this job {grant.num_of_job} CPUs of the node but does not bind it to them: it may use all "
-        f"{num_seen}. Workers compute with {num_threads} threads each, and are not pinned"
+        f"Slurm gave this job {grant.num_of_job} CPUs of the node but does not bind the job to them, so it can use all "
+        f"{num_seen}. Each worker computes with {num_threads} thread{'' if num_threads == '1' else 's'} and is not pinned to "
+        "CPUs"
     )
 
 
-def _deal(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int | None]) -> list[tuple[int, ...]]:
+def _assign(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int | None]) -> list[tuple[int, ...]]:
     """Give each worker CPUs of its NUMA node where all are known and large enough; else, one part after the other."""
     wanted = list(near[:num_workers])
     on_node = {node: [cpu for cpu in cpus if cpu.numa_node == node] for node in set(wanted)}
     if len(wanted) < num_workers or any(len(on_node[node]) < each * wanted.count(node) for node in on_node):
-        return _deal_in_order(cpus, num_workers, each)
-    shares = {node: iter(_deal_in_order(here, wanted.count(node), each)) for node, here in on_node.items()}
+        return _assign_in_order(cpus, num_workers, each)
+    shares = {node: iter(_assign_in_order(here, wanted.count(node), each)) for node, here in on_node.items()}
     return [next(shares[node]) for node in wanted]
 
 
-def _deal_in_order(cpus: Sequence[Cpu], num_workers: int, each: int) -> list[tuple[int, ...]]:
+def _assign_in_order(cpus: Sequence[Cpu], num_workers: int, each: int) -> list[tuple[int, ...]]:
     """Give each worker cores of its own, as long as there are enough."""
     cores: dict[int, list[int]] = {}
     for cpu in cpus:
@@ -149,9 +150,9 @@ def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = RO
     known: dict[str, int] = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         text = _read(folder / "information")
-        said = dict(re.findall(r"^(GPU UUID|Device Minor):\s*(\S+)", text, re.MULTILINE))
+        facts = dict(re.findall(r"^(GPU UUID|Device Minor):\s*(\S+)", text, re.MULTILINE))
         node = _number(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
-        known |= dict.fromkeys(said.values(), node)
+        known |= dict.fromkeys(facts.values(), node)
     names = names or sorted((name for name in known if name.isdecimal()), key=int)
     found = [known.get(name, _UNKNOWN) for name in names[:num_workers]]
     return [None if node < 0 else node for node in found] + [None] * (num_workers - len(found))

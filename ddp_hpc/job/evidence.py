@@ -1,4 +1,4 @@
-"""What is known when the workers of an attempt are gone: from the run's own files, each read once, and from Slurm."""
+"""What is known when the workers of an attempt have exited: from the run's own files, each read once, and from Slurm."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gather(assignment: Assignment, attempt: int, outcome: Outcome, ledger: Ledge
         owns_run=owns_run,
         stop_request=read_stop_request(run),
         is_out_of_time=outcome.is_out_of_time,
-        is_wedged=outcome.is_wedged,
+        is_unresponsive=outcome.is_unresponsive,
         was_suspended=outcome.was_suspended,
         has_stacks=stacks.has_stacks(run, attempt, spec.resources.world_size),
         lost_nodes=[*outcome.lost_nodes, *outcome.avoided_nodes],
@@ -90,5 +90,5 @@ def job_now(assignment: Assignment) -> JobRecord | None:
 
 
 def accounted_as(assignment: Assignment, ledger: Ledger) -> str:
-    """Return the state in which accounting saw this start of the job end; empty where it does not say."""
+    """Return the final state of this start of the job by accounting; empty where that is not known."""
     return "" if ledger.newest is None else accounted_end(ledger.newest, ledger, assignment.environ)

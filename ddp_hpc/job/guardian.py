@@ -1,9 +1,9 @@
-"""The guardian of a supervisor on this machine: starts it, waits, and starts another one where it dies undecided.
+"""The guardian of a supervisor on this machine: starts it, waits, and starts another one if it dies before it decided.
 
     python -m ddp_hpc.job.guardian RUN_DIR
 
-On Slurm the shell of the job script is the guardian. This process does nothing but wait: it holds the run's lock, so that
-the run stays taken from one supervisor to the next, and passes stop signals on. If it dies itself, the supervisor goes on.
+On Slurm, the shell of the job script is the guardian. This process only waits: it holds the run's lock, so that the run
+stays locked between two supervisors, and passes stop signals on. If the guardian dies itself, the supervisor goes on.
 """
 
 from __future__ import annotations
@@ -23,71 +23,84 @@ from ddp_hpc.ledger import Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run_dir import RunDir
 
 LOCK_PATIENCE_S = 10.0
-"""How long the processes of a killed attempt may take to vanish."""
+"""How long the processes of a killed attempt may take to exit."""
 STUCK_S = 60.0
 """How long to wait for processes that were killed."""
 GOOD_WHILE_S = 600.0
-"""A supervisor that lived for so long is no sign that the next one dies at once."""
+"""After a supervisor that ran for so long, deaths are counted from one again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Have a supervisor see the run through; return its exit code."""
+    """Start supervisors until one decides what follows; return its exit code."""
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.guardian", description=__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--import-path", action="append", default=[], help="passed on to the supervisor")
+    parser.add_argument(
+        "--import-path", action="append", default=[], help="where workers find the user's code; for the supervisor"
+    )
     arguments = parser.parse_args(argv)
+    # Blocked signals stay pending until `await_signal` takes them, so none is lost between two supervisors (signal(7)).
     processes.block_awaited_signals()
-    processes.adopt_orphans()
+    processes.adopt_orphans()  # so that `_kill_leftovers` finds what a dead supervisor has started (prctl(2))
     run = RunDir(arguments.run)
     try:
+        # The supervisors inherit this descriptor. The lock belongs to the open file description that they share, so the run
+        # stays locked until the guardian and all supervisors have exited (flock(2)).
         lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
         since = ownership.next_attempt(run)
     except OSError as error:
-        sys.stderr.write(f"error: {run.path} cannot be worked on: {error}.\n")
+        sys.stderr.write(
+            f"error: This process cannot use {run.path}: {error}. Repair that, and submit {run.name} again.\n"
+        )
         return exit_codes.FAILED
     if lock_fd is None:
-        sys.stderr.write(f"error: {run.path} is being worked on by another process.\n")
+        sys.stderr.write(
+            f"error: {run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`.\n"
+        )
         return exit_codes.REFUSED
-    words = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]
-    return _guard(run, [*words, *(f"--import-path={path}" for path in arguments.import_path)], since=since)
+    options = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]
+    return _guard(run, [*options, *(f"--import-path={path}" for path in arguments.import_path)], since=since)
 
 
-def _guard(run: RunDir, words: Sequence[str], *, since: int) -> int:
+def _guard(run: RunDir, options: Sequence[str], *, since: int) -> int:
     """Start supervisors until one decides, or too many died one after another."""
-    num_deaths, is_told, after = 0, False, 0
+    num_deaths, is_stop_asked, after = 0, False, 0
     while True:
         began = time.monotonic()
-        more = [*(["--stop-requested"] if is_told else []), *([f"--after={after}"] if after else [])]
-        after, heard = _see_through([*words, *more])
-        is_told = is_told or heard
-        if after in exit_codes.DECISIONS:  # what users' code has left running, such as an upload, may go on
+        more = [*(["--stop-requested"] if is_stop_asked else []), *([f"--after={after}"] if after else [])]
+        after, was_signalled = _see_through([*options, *more])
+        is_stop_asked = is_stop_asked or was_signalled
+        if after in exit_codes.DECISIONS:  # processes that the user's code left running, such as an upload, may go on
             return exit_codes.FAILED if after == exit_codes.GAVE_UP else after
-        is_told = _end_what_lives() or is_told
+        is_stop_asked = _kill_leftovers() or is_stop_asked
         if _is_cancelled(run, since):
             return exit_codes.FAILED
         num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
         if num_deaths > len(exit_codes.GUARD_PAUSES_S):
-            reason = f"the supervisor {exit_codes.told(after)}, {num_deaths} times in a row"
-            sys.stderr.write(f"error: {reason}; submit the run again.\n")
+            reason = f"the supervisor {exit_codes.described(after)}, {num_deaths} times in a row"
+            sys.stderr.write(f"error: {reason}, so no other one starts. Submit {run.name} again.\n")
             _write_down(run, since, reason)
             return exit_codes.FAILED
         pause_s = exit_codes.GUARD_PAUSES_S[num_deaths - 1]
-        sys.stderr.write(f"note: the supervisor {exit_codes.told(after)}; another one starts in {pause_s} s\n")
-        is_told = _pause(pause_s) or is_told
+        sys.stderr.write(f"note: the supervisor {exit_codes.described(after)}; another one starts in {pause_s} s\n")
+        is_stop_asked = _pause(pause_s) or is_stop_asked
 
 
 def _write_down(run: RunDir, since: int, reason: str) -> None:
-    """Say in the ledger that no supervisor goes on, if the newest attempt is one of ours, from `since` on."""
+    """Record in the ledger that no supervisor goes on, if the newest attempt is one of ours, from `since` on."""
     try:
         newest = Ledger.read(run).newest
         if newest is None or newest.attempt < since or (newest.ending is not None and not newest.next):
             return
         cause = newest.cause or Cause.SUPERVISOR_DIED
         end = End(cause=cause, last_step=newest.last_step, failed_nodes=newest.failed_nodes)
-        told = "; ".join(filter(None, [newest.reason, reason, "the guardian gave up"]))
-        record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=told, end=end)
+        full_reason = "; ".join(
+            filter(None, [newest.reason, reason, "no other supervisor starts, so submit the run again"])
+        )
+        record_end(
+            run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=full_reason, end=end
+        )
     except OSError as error:
-        sys.stderr.write(f"note: that was not written down: {error}\n")
+        sys.stderr.write(f"note: the end of the run could not be written into {run.attempts}: {error}\n")
 
 
 def _is_cancelled(run: RunDir, since: int) -> bool:
@@ -99,30 +112,30 @@ def _is_cancelled(run: RunDir, since: int) -> bool:
         return False
 
 
-def _see_through(words: Sequence[str]) -> tuple[int, bool]:
-    """Start a supervisor; return its exit code, once it has ended, and whether it was told to stop meanwhile."""
+def _see_through(options: Sequence[str]) -> tuple[int, bool]:
+    """Start a supervisor; return its exit code, once it has ended, and whether a stop signal came meanwhile."""
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _become_supervisor(words)
-    is_told = False
+        _become_supervisor(options)
+    is_stop_asked = False
     while True:
         ended = processes.reap()
         if pid in ended:
-            return ended[pid], is_told
+            return ended[pid], is_stop_asked
         number = processes.await_signal(3600.0)
         if number in processes.STOP_SIGNALS:
-            is_told = True
+            is_stop_asked = True
             processes.send([pid], number)
 
 
-def _become_supervisor(words: Sequence[str]) -> None:
-    """Be a supervisor in this forked process; never return. It imports what it needs anew each time."""
+def _become_supervisor(options: Sequence[str]) -> None:
+    """Run a supervisor in this forked process; never return. Each one imports its modules itself."""
     code = exit_codes.FAILED
     try:
         from ddp_hpc.job import supervisor
 
-        code = supervisor.main(words)
+        code = supervisor.main(options)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001  nothing may return into the guardian's own code
@@ -131,26 +144,29 @@ def _become_supervisor(words: Sequence[str]) -> None:
         os._exit(code)
 
 
-def _end_what_lives() -> bool:
-    """Kill what a dead supervisor has left; return whether a stop signal came meanwhile.
+def _kill_leftovers() -> bool:
+    """Kill the processes that a dead supervisor has left; return whether a stop signal came meanwhile.
 
-    Its agent and workers die with it; this is for what they started. A process that waits for a device or a file system
-    cannot be killed until that answers, so it is not waited for without end.
+    The kernel kills the agent and the workers with the supervisor (PR_SET_PDEATHSIG); this is for what they have started.
     """
-    deadline, is_told = time.monotonic() + STUCK_S, False
+    # A process in uninterruptible sleep, waiting for a device or an NFS server, does not die of SIGKILL before that answers
+    # (state D, proc_pid_stat(5)). So the wait for it ends after STUCK_S.
+    deadline, is_stop_asked = time.monotonic() + STUCK_S, False
     while left := psutil.Process().children(recursive=True):
         processes.kill(process.pid for process in left)
-        is_told = processes.await_signal(0.1) in processes.STOP_SIGNALS or is_told
+        is_stop_asked = processes.await_signal(0.1) in processes.STOP_SIGNALS or is_stop_asked
         processes.reap()
         if time.monotonic() > deadline:
             numbers = ", ".join(str(process.pid) for process in left)
-            sys.stderr.write(f"note: processes {numbers} were killed and have not ended for {STUCK_S:.0f} s\n")
+            sys.stderr.write(
+                f"note: processes {numbers} still exist {STUCK_S:.0f} s after SIGKILL; the run goes on without them\n"
+            )
             break
-    return is_told
+    return is_stop_asked
 
 
 def _pause(seconds: float) -> bool:
-    """Wait; return at once, and whether, where a stop signal comes meanwhile."""
+    """Wait for some seconds, or until a stop signal comes; return whether one came."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if processes.await_signal(left) in processes.STOP_SIGNALS:

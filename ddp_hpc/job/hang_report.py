@@ -13,18 +13,20 @@ from ddp_hpc.job.best_effort import best_effort
 
 
 def report_hang(assignment: Assignment, attempt: int, failures: Sequence[WorkerFailure]) -> WorkerFailure:
-    """Put all ranks' stacks into one file, and write down whose fault it was."""
+    """Write all ranks' stacks into one file, and an error report that names the rank that the others wait for."""
     run, world_size = assignment.run, assignment.spec.resources.world_size
     stands = stacks.read_stands(run, attempt, world_size)
-    bereft = {failure.rank for failure in failures if failure.is_secondary}
-    found = stacks.laggard(stands, world_size, bereft=bereft)
+    lost_peer = {failure.rank for failure in failures if failure.is_secondary}
+    found = stacks.laggard(stands, world_size, lost_peer=lost_peer)
     path = run.stacks(attempt)
     nodes = {stand.rank: assignment.node_of(stand.rank) or "this machine" for stand in stands}
     texts = [f"=== rank {stand.rank} on {nodes[stand.rank]}: {stand.place}\n{stand.stacks}\n" for stand in stands]
     with best_effort():
         make_directories(path.parent)
         replace_text(path, "".join(texts))
-    rank, stands_how = found if found is not None else (-1, "all wait for each other: look at the network between them")
+    rank, how = (
+        found if found is not None else (-1, "all ranks wait for each other: check the network between the nodes")
+    )
     node = assignment.node_of(rank)
     who = "" if found is None else f"rank {rank}{f' on {node}' if node else ''} "
     phase = allowed_phase(run, attempt)
@@ -33,7 +35,7 @@ def report_hang(assignment: Assignment, attempt: int, failures: Sequence[WorkerF
         host=node or "",
         at=time.time(),
         step=0,
-        exception=f"{_stood_still(assignment, phase)}; {who}{stands_how}; all stacks: {path}",
+        exception=f"{_timeout(assignment, phase)}; {who}{how}; stacks of all ranks: {path}",
         log=str(run.rank_log(attempt, max(rank, 0))),
         phase=phase,
     )
@@ -42,8 +44,9 @@ def report_hang(assignment: Assignment, attempt: int, failures: Sequence[WorkerF
     return failure
 
 
-def _stood_still(assignment: Assignment, phase: Phase) -> str:
+def _timeout(assignment: Assignment, phase: Phase) -> str:
+    """Say which timeout was exceeded."""
     restart = assignment.spec.restart
     if phase == "building":
         return f"the recipe was not built within {restart.build_timeout_s} s"
-    return f"no rank moved for {restart.hang_timeout_s} s"
+    return f"no rank made progress for {restart.hang_timeout_s} s"

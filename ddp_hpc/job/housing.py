@@ -1,4 +1,4 @@
-"""Where the workers are housed on this job's nodes: in their image, by a runtime that is there; or in none."""
+"""How commands run on this job's nodes: in the run's image, by a container runtime that is there, or without one."""
 
 from __future__ import annotations
 
@@ -32,29 +32,33 @@ def housing_of(
     """Return how this job's commands are run on its nodes, where nothing is staged.
 
     Raises:
-        ConfigError: where the image, a path that it is to see, or the runtime is not there.
+        ConfigError: where the image, a path to mount, or the runtime is missing.
     """
     inside = container_setup(spec, run, import_paths=import_paths, work_dir=Path.cwd(), environ=environ)
     if inside is None:
         return BARE
     refuse_misplaced(spec, is_for_slurm=is_for_slurm)
     if not is_name(spec) and not Path(inside.image).exists():
-        raise ConfigError(f"`container.image` is {inside.image}, but there is no such file or directory on this node.")
+        raise ConfigError(
+            f"`container.image` is {inside.image}, but there is no such file or directory on this node. Put the image on a "
+            "file system that all nodes share."
+        )
     missing = missing_sources(inside)
     if missing:
         raise ConfigError(
-            f"The image is to see {', '.join(missing)}, but this node has no such path (`container.binds`)."
+            f"The container has to mount {', '.join(missing)}, but this node has no such path. Mount it on the node, or "
+            "change `container.binds`."
         )
     runtime = find_runtime(spec, environ)
-    sys.stderr.write(f"the workers run in {inside.image}, by {runtime}\n")
+    sys.stderr.write(f"the workers run in the image {inside.image}, started by {runtime}\n")
     image = identity_of(inside.image)
-    if told := Ledger.read(run).other_image(image):
-        sys.stderr.write(f"note: {told}\n")
+    if warning := Ledger.read(run).other_image(image):
+        sys.stderr.write(f"note: {warning}\n")
     return replace(command_wrapper(inside, runtime, spec.container.python), image=image)
 
 
 def moved(housing: CommandWrapper, staged: Staged | None, environ: Mapping[str, str]) -> CommandWrapper:
-    """Return the same with what was staged in the place of what it was staged from."""
+    """Return the same with the paths of what was staged, instead of those on the shared file system."""
     if staged is None:
         return housing
     if staged.is_environment:

@@ -1,6 +1,6 @@
-"""What follows where the supervisor itself fails, by an error of ours or of the disk: a decision with less than all facts.
+"""What follows where the supervisor itself fails, by a bug or an error of the disk: a decision with fewer facts.
 
-The way back into the queue matters more than the record: what cannot be written is said on the console.
+Requeueing the job matters more than its records: what cannot be written to disk is printed to the job's log.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from ddp_hpc.records import read_queued_job, since_submission
 from ddp_hpc.slurm import client
 
 PATIENCE_S = 600.0
-"""How long to try to put a job back into the queue that cannot be put back as was decided."""
+"""How long to retry a plain requeue, after requeueing the job as decided has failed."""
 _PAUSE_S = 5.0
 _CAUSE = Cause.UNEXPLAINED
 
 
-def say(error: Exception) -> str:
-    """Print an error that nothing was meant for, whole; return it in a line."""
+def print_error(error: Exception) -> str:
+    """Print an unexpected error with its traceback; return it in one line."""
     traceback.print_exception(error)
     return f"the supervisor failed: {type(error).__name__}: {error}"
 
 
 def outcome_of(error: Exception, workers: Workers) -> Outcome:
-    """End the workers; return how an attempt ended amid which the supervisor failed."""
-    reason = say(error)
+    """End the workers; return the outcome of an attempt in which the supervisor failed."""
+    reason = print_error(error)
     try:
         workers.close()
     except Exception as second:  # noqa: BLE001  the first is what counts
-        say(second)
+        print_error(second)
     return Outcome(code=exit_codes.FAILED, reason=reason)
 
 
 def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusion:
-    """Conclude as `attempt_end` does; where it cannot, by what can be read at all."""
+    """Conclude as `attempt_end` does; if that fails, decide by what can still be read."""
     try:
         return attempt_end.conclude(assignment, attempt, outcome)
-    except Exception as error:  # noqa: BLE001  whatever it is, the job must not end of it
-        reason = "; ".join(part for part in (outcome.reason, say(error)) if part)
+    except Exception as error:  # noqa: BLE001  whatever failed, the job must not end because of it
+        reason = "; ".join(part for part in (outcome.reason, print_error(error)) if part)
     if outcome.code == exit_codes.FENCED:
         decision = requeue.decide(requeue.Situation(cause=Cause.FENCED), assignment.spec.restart)
         return Conclusion(attempt=attempt, cause=Cause.FENCED, decision=decision, reason=reason)
@@ -74,17 +74,19 @@ def conclude(assignment: Assignment, attempt: int, outcome: Outcome) -> Conclusi
             reason=reason,
             end=conclusion.end,
         )
-    except Exception as error:  # noqa: BLE001  the way back matters more
-        sys.stderr.write(f"note: the end of attempt {attempt} could not be written down: {error}\n")
+    except Exception as error:  # noqa: BLE001  requeueing the job matters more
+        sys.stderr.write(
+            f"note: the supervisor could not write the end of attempt {attempt} into the ledger: {error}\n"
+        )
     return conclusion
 
 
 def leave(assignment: Assignment, conclusion: Conclusion) -> None:
-    """Leave as `requeue_job` does; where it cannot, put the job back into the queue without notes and excluded nodes."""
+    """Leave as `requeue_job` does; if that fails, requeue the job without records and excluded nodes."""
     try:
         return requeue_job.leave(assignment, conclusion)
     except Exception as error:
-        say(error)
+        print_error(error)
         allocation = assignment.allocation
         if allocation is None or not conclusion.decision.next or not assignment.spec.slurm.requeue:
             raise
@@ -95,5 +97,7 @@ def leave(assignment: Assignment, conclusion: Conclusion) -> None:
         except (ConfigError, SlurmUnavailableError, OSError) as error:
             if time.monotonic() >= deadline:
                 raise
-            sys.stderr.write(f"note: the job could not be put back into the queue: {error}; this is tried again\n")
+            sys.stderr.write(
+                f"note: the supervisor could not put the job back into the queue, and tries again: {error}\n"
+            )
             time.sleep(_PAUSE_S)

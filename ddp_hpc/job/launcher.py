@@ -16,7 +16,7 @@ WORKER = "ddp_hpc.train.worker"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What is to be started where each attempt is a step of its own."""
+    """What to start where each attempt is a job step of its own."""
 
     spec: RunSpec
     run: RunDir
@@ -31,7 +31,7 @@ def agent_argv(spec: RunSpec, run: RunDir, housing: CommandWrapper = BARE) -> li
 
 
 def step_of_agents(spec: RunSpec, run: RunDir, housing: CommandWrapper = BARE) -> list[str]:
-    """Return the command that starts one agent a node; they are told of each attempt by their line."""
+    """Return the command that starts one agent on each node; each gets its orders over its standard input (`line`)."""
     return [*step_argv(spec, tasks_per_node=1), *housing.srun_args, *agent_argv(spec, run, housing), "--in-step"]
 
 

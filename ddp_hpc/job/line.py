@@ -1,8 +1,8 @@
-"""The line between a supervisor and its agents: orders down, reports up, one JSON object a line.
+"""The connection between a supervisor and its agents: orders one way, reports the other, one JSON object a line.
 
 It is the agents' standard input and output. srun carries both to every node and back, so there is no port to open, no
-address to find and nothing to firewall; and when the supervisor or srun is gone, each agent reads the end of the line.
-What agents and workers print goes to the error output instead.
+address to find and no firewall to pass; and when the supervisor or srun has exited, each agent reads end of file. What
+agents and workers print goes to standard error instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Line:
-    """One end: whole objects are read as they come, without waiting; writing is one write an object."""
+    """One end of the connection: reading returns whole objects and never waits; each object is one write(2)."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._read_fd = read_fd
         self._write_fd = write_fd
         self._rest = b""
         self.is_closed = False
-        """Whether the other end is gone."""
+        """Whether the other end has closed the connection."""
         processes.wake_on_input(read_fd)
 
     @classmethod
     def of_agent(cls) -> Line:
-        """Return an agent's end; from here on, what is printed goes to the error output."""
+        """Return an agent's end; from here on, what is printed goes to standard error."""
+        # Users' code and libraries print to descriptors 0 to 2, which children inherit. So the pipes move to new descriptors,
+        # which exec closes, and 1 becomes a copy of 2 (dup(2)).
         read_fd, write_fd = os.dup(0), os.dup(1)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -42,7 +44,7 @@ class Line:
         return cls(read_fd, write_fd)
 
     def send(self, **message: Any) -> None:
-        """Send an object; one who is not there any more misses it."""
+        """Send an object; it is lost if the other end has exited."""
         with suppress(BrokenPipeError):
             os.write(self._write_fd, json.dumps(message).encode() + b"\n")
 
@@ -56,13 +58,13 @@ class Line:
             self.is_closed = not chunk
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
-                with suppress(ValueError):  # not ours: something of the user's that prints past us
+                with suppress(ValueError):  # not ours: another program has printed to this pipe
                     message = json.loads(line)
                     if isinstance(message, dict):
                         yield message
 
     def close(self) -> None:
-        """Hang up: whoever listens at the other end takes it for the order to leave."""
+        """Close this end; an agent at the other end reads end of file, and exits."""
         with suppress(OSError):
             os.close(self._write_fd)
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The port where ranks meet."""
+"""The endpoint where the ranks of an attempt meet: an address and a port."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ddp_hpc.rendezvous.choice import source_address
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 4096
-"""Ranks may all knock before rank zero is up; the kernel takes the lower of this and its own limit."""
+"""All ranks may connect before rank zero accepts; the kernel lowers it to net.core.somaxconn (listen(2))."""
 
 
 class PortTakenError(Exception):
-    """Somebody else listens at the address and port."""
+    """Another process listens at the address and port."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Meeting:
     """Where the ranks of an attempt meet."""
 
     address: str
-    """Of rank zero's node: numeric, so that nobody asks a name server."""
+    """Of rank zero's node: numeric, so that no rank needs a name server."""
     port: int
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Where the ranks of a job meet: the fastest network that all its nodes share, and a port that is free there.
 
-The batch host decides before it starts anything, so that each launcher can say it on a command line. Where it has one
-network only, or the job one node, it has all the facts; else it asks every node once, by a short step of its own.
+The batch host decides before it starts any worker, so that each launcher can pass the endpoint on a command line. If it
+has only one network, or the job only one node, it knows enough; else it asks every node once, by a short job step.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MOST_PORTS = 20
 def meetings(
     allocation: Allocation, *, attempt: int, environ: Mapping[str, str], preferred: Sequence[str] = ()
 ) -> Iterator[Meeting]:
-    """Yield places to meet, the best first; the user's own MASTER_ADDR and MASTER_PORT win, then `preferred` interfaces.
+    """Yield endpoints, the best first; the user's own MASTER_ADDR and MASTER_PORT win, then `preferred` interfaces.
 
     Raises:
         ConfigError: where rank zero's node has no network, or a port the user named is no number.
-        WorkerError: where nobody knows an address of rank zero's node.
+        WorkerError: where no address of rank zero's node is known.
     """
     given = environ.get("MASTER_ADDR")
     if given:
-        address, why = _numeric(given), "as MASTER_ADDR says"
+        address, why = _numeric(given), "from MASTER_ADDR in the environment"
     else:
         address, why = _explained(_choice(allocation, environ, preferred))
     for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
@@ -52,19 +52,21 @@ def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[
 
 
 def _numeric(text: str) -> str:
-    """Return the address that the user's word means to other nodes: a node's own name may mean 127.0.1.1 to itself."""
+    """Return an address of that host that other nodes reach: a node may resolve its own name to 127.0.1.1 (/etc/hosts)."""
     for address in addresses_of(text):
         if not ipaddress.ip_address(address).is_loopback:
             return address
     raise ConfigError(
-        f"MASTER_ADDR is {text!r} in the environment, but that means no address here that other nodes reach. "
-        "Set it to an IP address of the first node, or unset it to have one chosen."
+        f"MASTER_ADDR is {text!r} in the environment, but this node resolves it to no address that other nodes can "
+        "reach. Set it to an IP address of the first node, or unset it to have one chosen."
     )
 
 
 def _number(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise ConfigError(f"MASTER_PORT is {text!r} in the environment, but it must be a port: 1 to 65535. Unset it.")
+        raise ConfigError(
+            f"MASTER_PORT is {text!r} in the environment, but it must be a port: 1 to 65535. Unset it to have one chosen."
+        )
     return int(text)
 
 
@@ -82,25 +84,30 @@ def _choice(allocation: Allocation, environ: Mapping[str, str], preferred: Seque
 
 
 def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:
-    """Return the interfaces of every node that answers; say which do not, for the choice is made without them."""
+    """Return the interfaces of every node that answers; log which do not, as the choice is made without them."""
     command = [sys.executable, "-m", "ddp_hpc.rendezvous.interfaces"]
-    told = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=PROBE_TIMEOUT_S)
-    if told.silent:
-        why = f" ({told.said})" if told.said else ""
+    answers = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=PROBE_TIMEOUT_S)
+    if answers.silent:
+        why = f" ({answers.last_error})" if answers.last_error else ""
         sys.stderr.write(
-            f"note: {', '.join(told.silent)} did not say which networks there are{why}; the choice is made without\n"
+            f"note: {', '.join(answers.silent)} did not answer which networks they have{why}; "
+            "the address is chosen without them\n"
         )
-    return {node: parse_interfaces(plain) for node, plain in told.by_node.items()}
+    return {node: parse_interfaces(plain) for node, plain in answers.by_node.items()}
 
 
 def _by_name(first: str) -> Choice:
-    """Take what rank zero's node is called, where neither it nor this host can tell its networks."""
+    """Resolve the name of rank zero's node, where the node itself did not answer."""
     for address in addresses_of(first):
         if is_routable(ipaddress.ip_address(address.partition("%")[0])):
-            return Choice(interface=first, address=address, rule="what its name means here: it did not answer itself")
+            return Choice(
+                interface=first,
+                address=address,
+                rule="the address that this host resolves its name to, because the node did not answer",
+            )
     raise WorkerError(
-        f"{first} did not say which networks it has, and its name means no address here that other nodes reach. "
-        "Set MASTER_ADDR to an address of it, or submit again."
+        f"{first}, the node of rank zero, did not answer which networks it has, and this host resolves its name to no address "
+        f"that other nodes can reach. Set MASTER_ADDR to an IP address of {first}, or submit again."
     )
 
 

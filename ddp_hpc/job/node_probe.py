@@ -23,9 +23,9 @@ from ddp_hpc.slurm.steps import probe_argv
 TIMEOUT_S = 180.0
 """How long a node may take to start Python and to import what a worker needs, others at it as well."""
 _AT_A_TIME = 16
-_MUTE = (Cause.WORKER_CRASHED, Cause.UNEXPLAINED)
-"""As what an attempt ends of which no process says why: where one task cannot start, srun ends the others by SIGTERM, of
-which those die whose Python has just started, as if they had been told to leave."""
+_UNEXPLAINED = (Cause.WORKER_CRASHED, Cause.UNEXPLAINED)
+"""Causes of attempts that end without an error report. Where one task cannot start, srun sends SIGTERM to the others; a
+task whose Python has not installed its handlers yet dies of it, which looks like an early stop signal."""
 _CAN = "ddp-hpc-can-start"
 _CODE = (
     "import importlib, os, sys; from ddp_hpc.job.surroundings import make_users_code_importable; "
@@ -35,18 +35,18 @@ _CODE = (
 
 
 def blame(assignment: Assignment, housing: CommandWrapper, attempt: int, outcome: Outcome) -> Outcome:
-    """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before said nothing."""
-    if not _is_mute(assignment.run, attempt, outcome) or len(assignment.nodes) < 2:
+    """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before left no report."""
+    if not _is_unexplained(assignment.run, attempt, outcome) or len(assignment.nodes) < 2:
         return outcome
     ledger = Ledger.read(assignment.run)
     ends_at = ledger.newest.ends_at if ledger.newest else None
     if ends_at is not None and time.time() > ends_at - TIMEOUT_S - reserve_s(assignment.spec.slurm.signal_lead_s):
         return outcome  # the job's time would be over before the nodes have answered, and such a job does not come back
     before = ledger.before(attempt)
-    if before is None or before.cause not in _MUTE or first_failure(assignment.run, before.attempt) is not None:
+    if before is None or before.cause not in _UNEXPLAINED or first_failure(assignment.run, before.attempt) is not None:
         return outcome
     sys.stderr.write(
-        "note: two attempts ended and no process said why; each node is asked to start a worker's Python\n"
+        "note: two attempts in a row ended without an error report; each node now tries to start a worker's Python\n"
     )
     environ = {**assignment.environ, **housing.environ}
     unable = unable_nodes(assignment.nodes, assignment.run, housing, environ)
@@ -58,11 +58,11 @@ def blame(assignment: Assignment, housing: CommandWrapper, attempt: int, outcome
     return replace(outcome, code=exit_codes.FAILED, lost_nodes=unable, reason=reason)
 
 
-def _is_mute(run: RunDir, attempt: int, outcome: Outcome) -> bool:
+def _is_unexplained(run: RunDir, attempt: int, outcome: Outcome) -> bool:
     """Tell whether an attempt failed and nothing is known of why."""
-    was_asked = outcome.is_out_of_time or outcome.was_told
-    is_explained = outcome.reason or outcome.lost_nodes or outcome.is_wedged or was_asked
-    has_failed = outcome.code in (exit_codes.FAILED, exit_codes.UNHEARD)
+    was_asked = outcome.is_out_of_time or outcome.was_signalled
+    is_explained = outcome.reason or outcome.lost_nodes or outcome.is_unresponsive or was_asked
+    has_failed = outcome.code in (exit_codes.FAILED, exit_codes.STOPPED_EARLY)
     return has_failed and not is_explained and first_failure(run, attempt) is None
 
 

@@ -1,4 +1,4 @@
-"""What came before this start of a job: rivals for the run, attempts that died without a word, nodes that failed."""
+"""What came before this start of a job: other jobs that use the run, attempts without a recorded end, failed nodes."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from ddp_hpc.slurm.nodes import nodes_to_exclude
 from ddp_hpc.slurm.queries import is_lost
 
 LISTING_PATIENCE_S = 10.0
-"""How long to ask a file system which checkpoints there are, before the records are believed."""
+"""How long to ask a file system which checkpoints there are, before the run's records are used instead."""
 
 
 def newest_step(run: RunDir, ledger: Ledger) -> int:
-    """Return the step of the newest checkpoint, 0 without one; of a file system that does not say, what the records say."""
+    """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""
     try:
         steps = patiently(
             str(run.checkpoints), lambda: checkpoint_store.committed_steps(run), patience_s=LISTING_PATIENCE_S
         )
     except UnreadableError as error:
-        sys.stderr.write(f"note: {error} What the records say of the newest checkpoint is taken instead.\n")
+        sys.stderr.write(f"note: {error} The supervisor takes the newest checkpoint from the run's records instead.\n")
         return newest_committed(run, ledger)
     return steps[-1] if steps else 0
 
 
 OLD_S = 24 * 3600.0
-"""A job that ended so long before the first attempt of ours is not ours: clusters begin anew to number their jobs."""
+"""A job that ended so long before the run's first attempt is another one: job ids start again after MaxJobId
+(slurm.conf(5))."""
 
 
 def is_anothers(newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> bool:
-    """Tell whether another job works on the run: file systems that lock each node by itself do not say."""
+    """Ask Slurm whether another job uses the run: some file systems have locks that hold within one node only."""
     if newest.ending is not None or newest.cluster != "slurm" or newest.job_id == allocation.job_id:
         return False
     try:
@@ -51,27 +52,28 @@ def is_anothers(newest: Attempt, allocation: Allocation, environ: Mapping[str, s
 
 
 def bury(run: RunDir, environ: Mapping[str, str]) -> None:
-    """Write down for the newest attempt, if it died without a word, what Slurm knows of its end."""
+    """Record the end of the newest attempt by what Slurm knows of it, if its supervisor died before it could."""
     ledger = Ledger.read(run)
     newest = ledger.newest
     if newest is None or newest.ending is not None or newest.cluster != "slurm":
         return
-    said = accounted_end(newest, ledger, environ)
-    cause = causes.BY_STATE.get(states.parse_state(said), Cause.UNEXPLAINED)
+    state = accounted_end(newest, ledger, environ)
+    cause = causes.BY_STATE.get(states.parse_state(state), Cause.UNEXPLAINED)
     failed = _failed_nodes(newest, environ) if cause == Cause.NODE_FAILED else ()
-    reason = f"ended without a word; Slurm says {said}" if said else "ended without a word"
+    by_slurm = f"Slurm accounting says {state}" if state else "Slurm accounting does not say why"
+    reason = f"the supervisor ended without recording why; {by_slurm}"
     end = End(cause=cause, last_step=newest_step(run, ledger), next=Next.SLURM, failed_nodes=failed)
     record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=-9, reason=reason, end=end)
-    sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} {reason}\n")
+    sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host}: {reason}\n")
 
 
 def accounted_end(attempt: Attempt, ledger: Ledger, environ: Mapping[str, str]) -> str:
-    """Return the state in which accounting saw this start of the job end; empty where it does not say."""
+    """Return the final state of this start of the job by accounting; empty where that is not known."""
     first = min(one.started_at for one in [*ledger.attempts, attempt] if one.job_id == attempt.job_id)
     starts = [
         start
         for start in client.accounting([attempt.job_id], environ)
-        if start.ends_at is None or start.ends_at > first - OLD_S  # else an older job had the same number
+        if start.ends_at is None or start.ends_at > first - OLD_S  # an older job had the same number
     ]
     if len(starts) > attempt.restart and states.has_ended(starts[attempt.restart].state):
         return starts[attempt.restart].state
@@ -81,7 +83,7 @@ def accounted_end(attempt: Attempt, ledger: Ledger, environ: Mapping[str, str]) 
 
 
 def _failed_nodes(attempt: Attempt, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the nodes that Slurm takes for lost; or else the first, for with any other the supervisor had its word."""
+    """Return the nodes that are down by Slurm; else the first: had another failed, the supervisor would have recorded it."""
     found = client.node_states(environ, attempt.nodes)
     return tuple(node for node, state in found.items() if is_lost(state)) or attempt.nodes[:1]
 
@@ -95,7 +97,7 @@ def nodes_to_avoid(assignment: Assignment, ledger: Ledger) -> tuple[str, ...]:
 def nodes_to_spare(assignment: Assignment, ledger: Ledger, lost: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the nodes that a job of this run should not get: `lost`, and those that failed too often.
 
-    Where the partition has too few others, some are let in again, and that is said.
+    Where the partition has too few others, some are allowed again, and the job's log says so.
     """
     allocation = assignment.allocation
     bad = requeue.bad_nodes(ledger.attempts, assignment.spec.restart, now=time.time())

@@ -1,4 +1,4 @@
-"""The job's way back into the queue, once no worker is left."""
+"""Requeues the job, or submits the next one, once no worker is left."""
 
 from __future__ import annotations
 
@@ -22,49 +22,62 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 
 EXCLUDE_PATIENCE_S = 25.0
-"""How long to try to set a requeued job's excluded nodes: Slurm refuses until it has begun to end the job."""
+"""How long to try to set a requeued job's excluded nodes; less than KillWait (30 s by default, slurm.conf(5)), after which
+Slurm kills this process."""
 
 SLURM_PATIENCE_S = 24 * 3600.0
-"""How long to wait for a controller that does not answer, with a job to be put back into the queue: as long as it may take
-to mend it. Where it is away for this node alone, it starts the job elsewhere, which is seen once it answers."""
+"""How long to wait for a controller that does not answer, before the run is given up: as long as a repair may take. If only
+this node cannot reach it, it may start the job on other nodes meanwhile, which `_ask_again` sees once it answers."""
 
 ENDED_BY_USER: Mapping[Cause, str] = {
     Cause.CANCELLED: "cancelled by the user",
     Cause.STOP_ASKED: "stopped by the user",
 }
-"""Why a run does not go on, though it was to, in words."""
+"""Why a run does not go on, though the decision said so: the user has ended it meanwhile."""
+
+_CONTINUATIONS: Mapping[Next, str] = {
+    Next.REQUEUE: "the job goes back into the queue, and the run continues when it starts again",
+    Next.SUCCESSOR: "the run continues in a new job, which starts after this one",
+    Next.IN_PLACE: "the run continues on the same nodes",
+    Next.SLURM: "Slurm has put the job back into the queue, and the run continues when it starts again",
+}
+"""What follows an attempt that ends the job -> what the job's log says of it."""
 
 
 def leave(assignment: Assignment, conclusion: Conclusion) -> None:
-    """Do as was decided, now that no worker is left: put the job back into the queue, or let it end."""
+    """Carry out the decision, now that no worker is left: requeue the job, submit the next one, or let the run end."""
     decision, allocation = conclusion.decision, assignment.allocation
     if allocation is None or not decision.next:
         if conclusion.reason:
             sys.stderr.write(f"ended: {conclusion.reason}\n")
         return
-    sys.stderr.write(f"note: {conclusion.reason}; the run goes on in another job ({decision.next})\n")
+    sys.stderr.write(f"note: {conclusion.reason}; {_CONTINUATIONS[decision.next]}\n")
     try:
-        _go_patiently(assignment, conclusion)
+        _continue_patiently(assignment, conclusion)
     except DdpHpcError as error:
-        _end_here(assignment, conclusion, f"{conclusion.reason}; it could not be put back into the queue: {error}")
+        _end_here(
+            assignment,
+            conclusion,
+            f"{conclusion.reason}; the supervisor could not put the job back into the queue, so submit the run again: {error}",
+        )
 
 
-def _go_patiently(assignment: Assignment, conclusion: Conclusion) -> None:
-    """Go, again and again while Slurm does not answer: its controller may be restarting, and ends no job meanwhile."""
-    deadline, is_told = time.monotonic() + SLURM_PATIENCE_S, False
+def _continue_patiently(assignment: Assignment, conclusion: Conclusion) -> None:
+    """Requeue or submit; retry while Slurm does not answer, as a controller that restarts ends no job meanwhile."""
+    deadline, is_noted = time.monotonic() + SLURM_PATIENCE_S, False
     while True:
         try:
-            return _go(assignment, conclusion)
+            return _continue(assignment, conclusion)
         except SlurmUnavailableError as error:
             if time.monotonic() >= deadline:
                 raise
-            if not is_told:
-                sys.stderr.write(f"note: waiting for Slurm: {error}\n")
-            is_told = True
+            if not is_noted:
+                sys.stderr.write(f"note: the supervisor waits for Slurm to answer: {error}\n")
+            is_noted = True
             time.sleep(2.0)
 
 
-def _go(assignment: Assignment, conclusion: Conclusion) -> None:
+def _continue(assignment: Assignment, conclusion: Conclusion) -> None:
     decision, allocation = conclusion.decision, assignment.allocation
     assert allocation is not None  # noqa: S101  `leave` looked
     ledger, queued = _ledger(assignment.run), read_queued_job(assignment.run)
@@ -80,6 +93,8 @@ def _go(assignment: Assignment, conclusion: Conclusion) -> None:
             job_id = client.submit(assignment.run.job_script, assignment.environ, options)
             _note(assignment, conclusion, queued, job_id)
         case Next.REQUEUE if not is_back:
+            # From inside its own job, `scontrol requeue` makes Slurm kill the batch script, and so this process (scontrol(1),
+            # https://slurm.schedmd.com/scontrol.html#OPT_requeue). So the note comes first, and nothing after it is vital.
             _note(assignment, conclusion, queued, allocation.job_id)
             _requeue(assignment, ledger)
             _exclude(assignment, ledger, decision.exclude)
@@ -89,18 +104,18 @@ def _go(assignment: Assignment, conclusion: Conclusion) -> None:
 
 
 def _ledger(run: RunDir) -> Ledger:
-    """Read the ledger; go on without it where it cannot be read, as the job's way back matters more than excluded nodes."""
+    """Read the ledger; go on without it where it cannot be read, as requeueing the job matters more than its nodes."""
     try:
         return Ledger.read(run)
     except OSError as error:
         sys.stderr.write(
-            f"note: {run.attempts} cannot be read: {error}; the next job may get nodes that failed before\n"
+            f"note: the supervisor cannot read {run.attempts}, so the next job may get nodes that failed before: {error}\n"
         )
         return Ledger()
 
 
 def _requeue(assignment: Assignment, ledger: Ledger) -> None:
-    """Put the job back; one that is back already, of an order whose answer was lost, or by Slurm itself, is not refused."""
+    """Requeue the job; a refusal is no error where the job is back already, by Slurm or by an order whose answer was lost."""
     allocation = assignment.allocation
     assert allocation is not None  # noqa: S101  `leave` looked
     try:
@@ -111,9 +126,9 @@ def _requeue(assignment: Assignment, ledger: Ledger) -> None:
 
 
 def _ask_again(assignment: Assignment, ledger: Ledger, queued: QueuedJob | None) -> tuple[bool, Cause | None]:
-    """Ask a last time: whether the job is back in the queue already, and whether the user has ended it meanwhile.
+    """Ask once more: whether the job is back in the queue already, and whether the user has ended it meanwhile.
 
-    `scontrol requeue` would call a job back that was cancelled, and end one that Slurm has started again elsewhere.
+    `scontrol requeue` would revive a job that was cancelled, and kill one that Slurm has started again on other nodes.
     """
     allocation, job = assignment.allocation, job_now(assignment)
     if allocation is None:
@@ -126,12 +141,12 @@ def _ask_again(assignment: Assignment, ledger: Ledger, queued: QueuedJob | None)
         return False, Cause.STOP_ASKED
     if job is None or not is_ending(job):
         return False, None
-    said = "" if job.preempted_at is None else accounted_as(assignment, ledger)
-    return False, Cause.CANCELLED if is_cancelled(job, said) else None
+    state = "" if job.preempted_at is None else accounted_as(assignment, ledger)
+    return False, Cause.CANCELLED if is_cancelled(job, state) else None
 
 
 def _end_here(assignment: Assignment, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:
-    """Write down that nothing follows after all; `cause` where the user wanted it so."""
+    """Record that nothing follows after all; `cause` is set where the user decided so."""
     sys.stderr.write(f"note: {reason}\n")
     end = replace(conclusion.end, cause=cause or conclusion.cause, next=Next.NOTHING)
     record_end(
@@ -145,7 +160,7 @@ def _end_here(assignment: Assignment, conclusion: Conclusion, reason: str, *, ca
 
 
 def _note(assignment: Assignment, conclusion: Conclusion, queued: QueuedJob | None, job_id: str) -> None:
-    """Note the job that goes on, as `submit` notes its own."""
+    """Record the job that continues the run, as `submit` records its own."""
     since = queued.since if queued else conclusion.attempt
     job = QueuedJob(job_id=job_id, attempt=conclusion.attempt + 1, at=time.time(), since=since)
     with best_effort():
@@ -158,20 +173,23 @@ def _excluded(assignment: Assignment, ledger: Ledger, lost: Sequence[str]) -> st
 
 
 def _exclude(assignment: Assignment, ledger: Ledger, nodes: Sequence[str]) -> None:
-    """Have the job come back on other nodes: Slurm takes that only from when it has begun to end this start of it.
+    """Exclude nodes from the next start of the job.
 
-    The list is made anew each time a node has ever failed, so that what is forgotten, or needed after all, is let in again.
+    The list is made anew where any node has ever failed, so that a node whose failures are forgotten, or that is needed after
+    all, is allowed again.
     """
     allocation = assignment.allocation
     has_failed = nodes or any(attempt.failed_nodes for attempt in ledger.attempts)
     if allocation is None or not has_failed:
         return
     text = _excluded(assignment, ledger, nodes)
+    # Slurm changes ExcNodeList of pending jobs only (scontrol(1)), and `scontrol requeue` returns while the job still runs.
+    # So the update is refused until Slurm has begun to end this start of the job.
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(ConfigError, SlurmUnavailableError):
             client.update(allocation.scontrol_id, assignment.environ, ExcNodeList=text)
             if text:
-                sys.stderr.write(f"note: the job will not get {text} again\n")
+                sys.stderr.write(f"note: Slurm will not give this job {text} again (ExcNodeList)\n")
             return
         time.sleep(0.1)

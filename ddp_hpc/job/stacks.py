@@ -1,4 +1,4 @@
-"""What watchdogs left in the ranks' logs, put together: who stands where, and who keeps the others waiting."""
+"""The stacks that watchdogs dumped into the ranks' logs: where each rank was, and which one the others waited for."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 
 from ddp_hpc.run_dir import RunDir
 
-_BARK = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
+_DUMP = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _TAIL_BYTES = 256 << 10
 _WAITING_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-"""Where a rank stands that waits for another: in a collective, or in the backward that exchanges gradients."""
+"""Code in which a rank waits for others: a collective, or the backward pass that exchanges gradients."""
 _NOT_MAIN = ("threading.py", "concurrent/futures/thread.py")
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Where one rank stood."""
+    """The stacks of one rank."""
 
     rank: int
     frames: Sequence[str]
     """Of its main thread, the innermost first: `file:line in function`."""
     stacks: str
-    """Of all its threads, as they were written."""
+    """Of all its threads, as `faulthandler` wrote them."""
 
     @property
     def waits_for_others(self) -> bool:
@@ -34,33 +34,34 @@ class Stand:
 
     @property
     def place(self) -> str:
-        return self.frames[0] if self.frames else "a place without Python"
+        return self.frames[0] if self.frames else "code without a Python frame"
 
 
 def read_stands(run: RunDir, attempt: int, world_size: int) -> list[Stand]:
-    """Return where the ranks stood whose watchdogs have bitten in an attempt."""
+    """Return the stacks of the ranks whose watchdogs timed out in an attempt."""
     return [stand for rank in range(world_size) if (stand := _read(run, attempt, rank)) is not None]
 
 
 def has_stacks(run: RunDir, attempt: int, world_size: int) -> bool:
-    """Tell whether any watchdog has bitten."""
+    """Tell whether any watchdog timed out."""
     return any(_read(run, attempt, rank) is not None for rank in range(world_size))
 
 
-def laggard(stands: Sequence[Stand], world_size: int, *, bereft: Collection[int] = ()) -> tuple[int, str] | None:
-    """Return the rank that keeps the others waiting, and where it stands; None where all wait for each other.
+def laggard(stands: Sequence[Stand], world_size: int, *, lost_peer: Collection[int] = ()) -> tuple[int, str] | None:
+    """Return the rank that the others wait for, and what it does; None where all wait for each other.
 
-    It is the one that does not wait for others, or the one that said nothing at all: frozen, or cut off. Those that are
-    `bereft` lost the connection to one that was bitten before them, so they had waited.
+    It is the one that does not wait for others, or the one without a stack: a process that is stopped (SIGSTOP) or cut off
+    prints none. The ranks in `lost_peer` did wait: they ended before their own timeout, as a rank that timed out earlier
+    closed its connections.
     """
-    silent = sorted(set(range(world_size)) - {stand.rank for stand in stands} - set(bereft))
+    silent = sorted(set(range(world_size)) - {stand.rank for stand in stands} - set(lost_peer))
     busy = [stand for stand in stands if not stand.waits_for_others]
     if len(silent) == 1:
-        return silent[0], "says nothing: it is frozen, or cut off"
+        return silent[0], "printed no stack: it is stopped, or its node is cut off"
     if busy and len(busy) < world_size:
-        return busy[0].rank, f"stands in {busy[0].place}"
+        return busy[0].rank, f"is in {busy[0].place}"
     if world_size == 1 and stands:
-        return 0, f"stands in {stands[0].place}"
+        return 0, f"is in {stands[0].place}"
     return None
 
 
@@ -71,10 +72,10 @@ def _read(run: RunDir, attempt: int, rank: int) -> Stand | None:
             text = file.read(_TAIL_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None
-    barks = list(_BARK.finditer(text))
-    if not barks:
+    dumps = list(_DUMP.finditer(text))
+    if not dumps:
         return None
-    stacks = text[barks[-1].start() :]
+    stacks = text[dumps[-1].start() :]
     return Stand(rank, _main_frames(stacks), stacks)
 
 

@@ -1,4 +1,4 @@
-"""What the workers import, on each node's own disk before they start: one large read instead of a storm of small ones."""
+"""Copies what the workers import to each node's own disk before they start: one large read, not many small ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ddp_hpc.spec import RunSpec
 
 STAGE_TIMEOUT_S = 1800.0
 _REMOVE_TIMEOUT_S = 5.0
-"""The job's time may be over: the way back into the queue must not wait for a tidy disk."""
+"""Short: the time limit may be near, and requeueing the job must not wait for the removal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What lies on the nodes' own disks, under the same path on each."""
+    """What was copied to the nodes' own disks, under the same path on each."""
 
     folder: Path
     source: str
@@ -41,14 +41,14 @@ class Staged:
 
     @property
     def import_path(self) -> str:
-        """Where this very ddp_hpc is found by it."""
+        """Where it finds this ddp_hpc."""
         return str(self.folder / "import")
 
 
 def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Mapping[str, str]) -> Staged | None:
-    """Put the run's image, or its packed environment, on every node; None where none is wanted, or it did not work.
+    """Put the run's image, or its packed environment, on every node; None where none is wanted, or that failed.
 
-    What does not work costs time, not the run: then the nodes use the shared one, and the log says so.
+    A failure costs time, but does not end the run: the nodes then use the shared one, and the log says so.
     """
     try:
         source = staged_source(spec)
@@ -56,17 +56,21 @@ def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Ma
             return None
         folder = _folder(spec.stage.dir, run, allocation, environ)
     except ConfigError as error:
-        sys.stderr.write(f"warning: nothing is staged: {error}\n")
+        sys.stderr.write(
+            f"warning: the nodes read from the shared file system, because nothing can be staged: {error}\n"
+        )
         return None
     staged = Staged(folder=folder, source=source, target=folder / Path(source).name.partition(".tar")[0])
     num_nodes = len(allocation.node_names)
     command = [sys.executable, "-m", "ddp_hpc.job.unpack", source, str(staged.target), str(PACKAGE_DIR)]
-    told = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=STAGE_TIMEOUT_S, is_all_or_none=True)
-    nodes = told.by_node
+    answers = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=STAGE_TIMEOUT_S, is_all_or_none=True)
+    nodes = answers.by_node
     failed = next((f"{name}: {node['error']}" for name, node in nodes.items() if node["error"]), "")
-    if failed or told.silent:
-        why = failed or f"{', '.join(told.silent)} did not answer{told.said and f' ({told.said})'}"
-        sys.stderr.write(f"warning: {source} is not staged to {folder}, and is used where it lies: {why}\n")
+    if failed or answers.silent:
+        why = failed or f"{', '.join(answers.silent)} did not answer{answers.last_error and f' ({answers.last_error})'}"
+        sys.stderr.write(
+            f"warning: the nodes read {source} from the shared file system, because it could not be staged to {folder}: {why}\n"
+        )
         unstage(staged, allocation, environ)
         return None
     slowest = max(nodes, key=lambda name: nodes[name]["seconds"])
@@ -79,7 +83,7 @@ def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Ma
 
 
 def unstage(staged: Staged | None, allocation: Allocation | None, environ: Mapping[str, str]) -> None:
-    """Take away what was put on the nodes; where that does not work, it is the site's to clean up after jobs."""
+    """Remove what was copied to the nodes; where that fails, the site has to clean up after the job (Epilog)."""
     if staged is None or allocation is None:
         return
     command = [sys.executable, "-m", "ddp_hpc.job.unpack", str(staged.folder)]
@@ -87,12 +91,14 @@ def unstage(staged: Staged | None, allocation: Allocation | None, environ: Mappi
 
 
 def _folder(asked: str, run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> Path:
-    """Return a folder that this start of this job has to itself; `$NAME` is the job's own variable."""
+    """Return a folder that only this start of this job uses; `$NAME` is a variable of the job's environment."""
     try:
         place = Path(Template(asked).substitute(environ))
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"`stage.dir` is {asked!r}, but the job has no such variable: {error}.") from error
+        raise ConfigError(
+            f"`stage.dir` is {asked!r}, but the job's environment does not have that variable: {error}."
+        ) from error
     if not place.is_absolute():
         raise ConfigError(f"`stage.dir` is {asked!r}, but it must begin with `/`, or with a variable that does.")
-    which = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]  # a shell of salloc's may start several runs
+    which = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]  # under salloc, one job may start several runs
     return place / f"ddp_hpc-{allocation.job_id}-{allocation.restart_count}-{which}"

@@ -1,9 +1,9 @@
-"""The supervisor of a job: takes the run, sees one attempt after another through, and decides what follows each.
+"""The supervisor of a job: acquires the run, runs one attempt after another, and decides what follows each.
 
     python -m ddp_hpc.job.supervisor RUN_DIR [--cluster slurm]
 
-On Slurm it is the last line of the job script, and starts a step on all nodes; else, one agent on this machine. It alone
-decides whether the job goes back into the queue: nothing below it knows of the queue.
+On Slurm, the job script starts it, and it starts a job step on all nodes. Without Slurm, it starts one agent on this
+machine. It alone decides whether the job goes back into the queue: agents and workers know nothing of the queue.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
 SLURM_PAUSE_S = 5.0
 """How long to wait before Slurm is asked again whether it is back."""
 LOCK_PATIENCE_S = 10.0
-"""How long the processes of a killed attempt may take to vanish."""
+"""How long the processes of a killed attempt may take to exit."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the run through, as far as this job goes; return the exit code of its last attempt."""
+    """Run attempts until one ends the run or the job; return the exit code of the last one."""
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.supervisor", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--cluster", choices=("local", "slurm"), default="local")
@@ -67,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--stop-requested", "--told", action="store_true", help="a stop signal arrived before this process started"
     )
     parser.add_argument("--import-path", action="append", default=[], help="where workers find the user's code")
-    parser.add_argument("--guarded", action="store_true", help="somebody starts another one if this one dies")
-    parser.add_argument("--after", type=int, help="how the one before died: its exit code")
+    parser.add_argument("--guarded", action="store_true", help="a guardian starts another supervisor if this one dies")
+    parser.add_argument("--after", type=int, help="the exit code of the supervisor before this one")
     parser.add_argument(
-        "--since", type=int, default=0, help="the first attempt that may be of the guardian's supervisors"
+        "--since", type=int, default=0, help="the first attempt that a supervisor of the guardian may have begun"
     )
-    parser.add_argument("--lock-fd", type=int, help="the run's lock, which the guardian holds")
+    parser.add_argument("--lock-fd", type=int, help="file descriptor of the run's lock, which the guardian holds")
     arguments = parser.parse_args(argv)
     code = _main(arguments)
     if arguments.guarded:
@@ -82,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: argparse.Namespace) -> int:
     run, is_for_slurm = RunDir(arguments.run), arguments.cluster == "slurm"
+    # Blocked signals stay pending until `await_signal` takes them, so none is lost between two attempts, when no worker is
+    # there to get it (signal(7), https://man7.org/linux/man-pages/man7/signal.7.html). First of all, because threads and
+    # children inherit the mask of whoever starts them.
     processes.block_awaited_signals()
     processes.restore_stop_signals()
     if arguments.stop_requested:
@@ -96,35 +99,37 @@ def _main(arguments: argparse.Namespace) -> int:
         if error.exit_code == exit_codes.FAILED:
             return _note_escaped(run, allocation, str(error), is_guarded=arguments.guarded)
         return error.exit_code
-    except OSError as error:  # a full disk, a quota, a file system that is gone: also for the ledger
+    except OSError as error:  # a full disk, a quota, an unmounted file system: then the ledger cannot be written
         if is_for_slurm or error.errno not in _LASTING:
-            sys.stderr.write(f"error: {run.path} cannot be worked on: {error}.\n")
+            sys.stderr.write(f"error: The supervisor cannot use {run.path}: {error}.\n")
             return exit_codes.UNDECIDED
-        sys.stderr.write(f"error: {run.path} cannot be worked on: {error}. Make room, and submit {run.name} again.\n")
+        sys.stderr.write(
+            f"error: The supervisor cannot use {run.path}: {error}. Repair that, and submit {run.name} again.\n"
+        )
         return exit_codes.FAILED
-    except Exception as error:  # noqa: BLE001  an error of ours: the ledger has to say it
-        return _note_escaped(run, allocation, last_resort.say(error), is_guarded=arguments.guarded)
+    except Exception as error:  # noqa: BLE001  an error in this program: the ledger has to record it
+        return _note_escaped(run, allocation, last_resort.print_error(error), is_guarded=arguments.guarded)
 
 
 def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | None) -> int:
-    """Take the run, and see it through."""
+    """Acquire the run, and run its attempts."""
     is_for_slurm = arguments.cluster == "slurm"
     if arguments.after is not None and allocation is not None:
-        takeover.end_what_lives(run, allocation, os.environ)
+        takeover.end_leftover_steps(run, allocation, os.environ)
     lock_fds = _take(run, allocation) if arguments.lock_fd is None else [arguments.lock_fd]
     if arguments.after is not None:
-        death = takeover.Death(how=exit_codes.told(arguments.after), since=arguments.since)
+        death = takeover.Death(how=exit_codes.described(arguments.after), since=arguments.since)
         code = takeover.take_over(run, allocation, os.environ, death)
         if code is not None:
             return code
     queued = read_queued_job(run)
     attempts = since_submission(Ledger.read(run), queued)
-    word = _users_word(run, allocation, queued, is_back=bool(attempts))
-    if arguments.after is None or word is not None:  # what the dead supervisor was asked holds for this one
+    decision = _user_decision(run, allocation, queued, is_back=bool(attempts))
+    if arguments.after is None or decision is not None:  # a stop request to the supervisor that died holds for this one
         run.stop_request.unlink(missing_ok=True)
-    if word is not None:
-        reason, code = f"{ENDED_BY_USER[word]} before it came back", exit_codes.STOPPED
-        _note_unbegun(run, allocation, cause=word, reason=reason, exit_code=code)
+    if decision is not None:
+        reason, code = f"{ENDED_BY_USER[decision]} while the job waited in the queue", exit_codes.STOPPED
+        _note_unbegun(run, allocation, cause=decision, reason=reason, exit_code=code)
         return code
     try:
         spec = load_resolved(run.config, is_patient=True)
@@ -147,7 +152,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
 
 
 def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is_guarded: bool) -> int:
-    """Write down an error that nothing was meant for as the end of the attempt; return whether another may follow."""
+    """Record an unexpected error as the end of the attempt; return the exit code that says whether another may follow."""
     try:
         ledger = Ledger.read(run)
         newest = ledger.newest
@@ -156,26 +161,26 @@ def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is
             ledger = Ledger.read(run)
         next_ = takeover.write_down_death(run, ledger, allocation, reason, may_go_on=is_guarded)
     except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
-        last_resort.say(error)
+        last_resort.print_error(error)
         return exit_codes.UNDECIDED
     return exit_codes.UNDECIDED if next_ else exit_codes.FAILED
 
 
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
-"""Errors of a disk that somebody has to mend."""
+"""Errors of a file system that last until somebody repairs them."""
 
 
 def _settle(run: RunDir, arguments: argparse.Namespace) -> None:
-    """Tell the workers where the user's code is; close the log, which Slurm has made by the umask."""
+    """Export where workers import the user's code from; restrict the mode of the log, which Slurm made by the umask."""
     if arguments.import_path:
         os.environ[IMPORT_PATH] = os.pathsep.join(arguments.import_path)
     if arguments.cluster == "slurm":
-        with suppress(OSError):  # there is none, or the file system knows no modes
+        with suppress(OSError):  # there is no log, or the file system has no modes
             run.console.chmod(private_mode(run.console))
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:
-    """Set the run's own variables for everything that is started here, and say so."""
+    """Set the run's own variables for every process that is started here, and log them."""
     for name, value in variables.items():
         before = os.environ.get(name)
         if not is_shown(name):
@@ -187,30 +192,43 @@ def _set_variables(variables: Mapping[str, str]) -> None:
 
 
 def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
-    """Lock the run; return the descriptors to hand down.
+    """Lock the run; return the file descriptors that child processes have to inherit.
 
-    An earlier start of the same job may hold the lock still, cut off from Slurm: then the claim (`checkpoint_store`)
-    keeps it out.
+    An earlier start of the same job may still hold the lock, on a node that Slurm cannot reach. Then this start goes on
+    without the lock: its first attempt fences the older one (`ownership`).
 
     Raises:
         ConfigError: where another job or process works on the run.
     """
+    # The lock belongs to the open file description, which all processes share that inherit the descriptor. So the run is
+    # locked until the last of them has exited, whichever is killed first (flock(2),
+    # https://man7.org/linux/man-pages/man2/flock.2.html).
     lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
     newest = Ledger.read(run).newest
     if newest is not None and allocation is not None and predecessors.is_anothers(newest, allocation, os.environ):
-        raise ConfigError(f"{run.path} is being worked on by job {newest.job_id}.")
+        raise ConfigError(
+            f"{run.path} is already in use by job {newest.job_id}. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
+        )
     if lock_fd is not None:
         return [lock_fd]
     if newest is None or allocation is None or newest.job_id != allocation.job_id:
-        raise ConfigError(f"{run.path} is being worked on by another process.")
-    sys.stderr.write(f"note: attempt {newest.attempt} still breathes on {newest.host}; it is fenced off\n")
+        raise ConfigError(
+            f"{run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
+        )
+    sys.stderr.write(
+        f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job fences it, so it can "
+        "commit nothing more\n"
+    )
     return []
 
 
-def _users_word(run: RunDir, allocation: Allocation | None, queued: QueuedJob | None, *, is_back: bool) -> Cause | None:
-    """Return what the user has said of a run while its job was on the way back; Slurm may requeue what is cancelled.
+def _user_decision(
+    run: RunDir, allocation: Allocation | None, queued: QueuedJob | None, *, is_back: bool
+) -> Cause | None:
+    """Return whether the user cancelled or stopped the run while its job was in the queue again.
 
-    A word from before the user's own newest submission is not for this job.
+    Slurm may requeue a job that is cancelled at the same moment. A request from before the user's newest submission is not
+    for this job.
     """
     if allocation is None or queued is None or queued.job_id != allocation.job_id:
         return None
@@ -220,7 +238,7 @@ def _users_word(run: RunDir, allocation: Allocation | None, queued: QueuedJob | 
 
 
 def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, reason: str, exit_code: int) -> None:
-    """Write down an attempt that was not even begun."""
+    """Record the start and the end of an attempt that started no workers."""
     attempt = ownership.next_attempt(run)
     record_start(run, attempt=attempt, job_id=_job_id(allocation), job=_facts(allocation))
     ending = TABLE[cause].ending
@@ -230,10 +248,10 @@ def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, r
 
 
 def _leave_node(assignment: Assignment, error: ConfigError) -> int:
-    """Go back into the queue for other nodes: what the run had before, this one has not."""
+    """Requeue the job to get other nodes: this node lacks something that earlier attempts had, such as a mount."""
     attempt = _begin(assignment, image="")
     reason = f"{socket.gethostname()}: {error}"
-    node = assignment.nodes[:1]  # where the supervisor is
+    node = assignment.nodes[:1]  # the supervisor's node
     outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
     conclusion = last_resort.conclude(assignment, attempt, outcome)
     last_resort.leave(assignment, conclusion)
@@ -241,7 +259,7 @@ def _leave_node(assignment: Assignment, error: ConfigError) -> int:
 
 
 def _supervise(assignment: Assignment, housing: CommandWrapper, lock_fds: Sequence[int]) -> int:
-    """Walk from attempt to attempt while the next one begins on the same nodes."""
+    """Run attempts while the next one is to begin on the same nodes."""
     run, train = assignment.run, assignment.spec.train
     if is_done(run, epochs=train.epochs, max_steps=train.max_steps):
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
@@ -259,7 +277,7 @@ def _supervise(assignment: Assignment, housing: CommandWrapper, lock_fds: Sequen
             conclusion = last_resort.conclude(assignment, attempt, outcome)
             if conclusion.decision.next != Next.IN_PLACE:
                 break
-            sys.stderr.write(f"note: {conclusion.reason}; the workers are started again\n")
+            sys.stderr.write(f"note: {conclusion.reason}; the supervisor starts the workers again\n")
             if conclusion.is_slurm_away:
                 _await_slurm(assignment)
     finally:
@@ -270,19 +288,20 @@ def _supervise(assignment: Assignment, housing: CommandWrapper, lock_fds: Sequen
 
 
 def _await_slurm(assignment: Assignment) -> None:
-    """Wait until Slurm answers, with which the next step is started: what takes it away has perhaps killed the workers.
+    """Wait until Slurm answers, because srun needs it to start the next job step.
 
-    So an outage of the network costs no more than one attempt of those without progress that are allowed.
+    The same outage of the network may have killed the workers and cut Slurm off. Without this wait, attempts would fail
+    one after another until `restart.max_no_progress` ends the run.
     """
-    allocation, is_told = assignment.allocation, False
+    allocation, is_noted = assignment.allocation, False
     while allocation is not None:
         try:
             client.job(allocation.job_id, assignment.environ)
         except SlurmUnavailableError as error:
-            if not is_told:
-                sys.stderr.write(f"note: waiting for Slurm: {error}\n")
-            is_told = True
-            time.sleep(SLURM_PAUSE_S)  # stop signals wait for the next attempt, which begins with them
+            if not is_noted:
+                sys.stderr.write(f"note: the supervisor waits for Slurm to answer: {error}\n")
+            is_noted = True
+            time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
         except ConfigError:
             return
         else:
@@ -313,10 +332,10 @@ def _begin(assignment: Assignment, image: str) -> int:
     ledger = Ledger.read(run)
     attempt = ownership.next_attempt(run, ledger)
     for name in ownership.claim(run, attempt):
-        sys.stderr.write(f"note: removed {name}, which a killed writer left\n")
+        sys.stderr.write(f"note: removed {name}, an unfinished checkpoint of a killed attempt\n")
     write_rendezvous_token(run, attempt)
     if read_stop_request(run) is None:
-        run.stop_request.unlink(missing_ok=True)  # the supervisor's own, of the attempt before
+        run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
     first_step = predecessors.newest_step(run, ledger)
     job_id = _job_id(allocation)
     facts = _facts(allocation)
@@ -332,7 +351,7 @@ def _job_id(allocation: Allocation | None) -> str:
 
 
 def _facts(allocation: Allocation | None) -> JobFacts | None:
-    """Return what the ledger keeps of a job; older versions of Slurm tell its end only when asked."""
+    """Return what the ledger records of a job; older versions of Slurm set no SLURM_JOB_END_TIME and have to be asked."""
     if allocation is None:
         return None
     ends_at = allocation.end_time or _ask_end(allocation)
@@ -345,19 +364,21 @@ def _ask_end(allocation: Allocation) -> float | None:
         job = client.job(allocation.job_id, os.environ)
     except (ConfigError, SlurmUnavailableError):
         return None
-    is_limited = job is not None and job.time_limit_min is not None  # else Slurm tells a day a year ahead
+    is_limited = (
+        job is not None and job.time_limit_min is not None
+    )  # without a limit, Slurm reports an end one year ahead
     return job.ends_at if job and is_limited else None
 
 
 def _note_job(run: RunDir, job_id: str, attempt: int) -> None:
-    """Note a job that plain sbatch has submitted, as `submit` notes its own."""
+    """Record a job that plain sbatch has submitted, as `submit` records its own."""
     noted = read_queued_job(run)
     if noted is None or noted.job_id != job_id:
         write_queued_job(run, QueuedJob(job_id=job_id, attempt=attempt, at=time.time(), since=attempt))
 
 
 def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outcome:
-    """Start the workers where the ranks can meet, and see them through; go on to the next port where one is taken."""
+    """Start the workers and wait for their end; where another process uses the port, try the next one."""
     try:
         ledger = Ledger.read(assignment.run)
         begun = ledger.attempt(attempt)
@@ -374,17 +395,17 @@ def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outc
             outcome = _watch_over(assignment, workers, begun, meeting)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
-            sys.stderr.write(f"note: {meeting.endpoint} is taken; the ranks meet at another port\n")
-        raise WorkerError("Every port that the ranks tried to meet at was taken.")  # noqa: TRY301  told below
+            sys.stderr.write(f"note: another process listens at {meeting.endpoint}; the ranks meet at another port\n")
+        raise WorkerError(_NO_FREE_PORT)  # noqa: TRY301  the handler below records it
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return Outcome(code=error.exit_code, reason=str(error))
-    except Exception as error:  # noqa: BLE001  an error of ours ends the attempt, not the job
+    except Exception as error:  # noqa: BLE001  an error in this program ends the attempt, not the job
         return last_resort.outcome_of(error, workers)
 
 
 def _fitting(assignment: Assignment) -> Allocation:
-    """Return the job, if the run fits into it.
+    """Return the allocation, if it has the nodes and tasks that the run needs.
 
     Raises:
         ConfigError: where it does not, or there is none.
@@ -402,10 +423,10 @@ def _fitting(assignment: Assignment) -> Allocation:
 
 
 def _watch_over(assignment: Assignment, workers: Workers, begun: Attempt, meeting: Meeting | None) -> Outcome:
-    """Let the workers work; tell them to stop, or end them, when it is time."""
+    """Start the workers and wait for their end; ask them to stop, or kill them, when it is time."""
     vigil = _vigil(assignment, begun)
     workers.begin(begun.attempt, meeting)
-    while (code := workers.news()) is None:
+    while (code := workers.poll()) is None:
         number = processes.await_signal(min(vigil.patience_s(time.time()), workers.patience_s()))
         match vigil.look(number, time.time()):
             case "stop":
@@ -413,20 +434,23 @@ def _watch_over(assignment: Assignment, workers: Workers, begun: Attempt, meetin
             case "end":
                 workers.end()
     if code == exit_codes.PORT_TAKEN and (vigil.is_signalled or vigil.is_out_of_time):
-        code = exit_codes.UNHEARD  # told to leave: no reason to try another port
+        code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
     return Outcome(
         code=code,
         step_code=workers.step_code,
         reason=_CUT_SHORT if vigil.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
         is_out_of_time=vigil.is_out_of_time,
-        was_told=vigil.is_signalled,
-        is_wedged=vigil.is_wedged,
-        was_suspended=vigil.has_just_slept(time.time()),
+        was_signalled=vigil.is_signalled,
+        is_unresponsive=vigil.is_unresponsive,
+        was_suspended=vigil.was_just_suspended(time.time()),
         lost_nodes=tuple(names_of(workers.silent_nodes(), assignment.nodes)),
     )
 
 
-_CUT_SHORT = "the job's time was over before the workers had committed (raise `slurm.signal_lead_s`)"
+_NO_FREE_PORT = "Another process listens at each port that was tried for MASTER_PORT. Set MASTER_PORT to a free port, or submit again."
+_CUT_SHORT = (
+    "the job reached its time limit before the workers had committed a checkpoint (raise `slurm.signal_lead_s`)"
+)
 
 
 def _is_preempted(assignment: Assignment) -> bool:

@@ -1,4 +1,4 @@
-"""What surrounds a worker, whoever starts it: where its Python imports from, its garbage collector, and the way out."""
+"""What each process with a worker needs, whoever starts it: its import path, its garbage collector, its exit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def python_environ(environ: Mapping[str, str]) -> dict[str, str]:
 def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
     """Have this process import the user's code after Python's own modules, before all others, those of PYTHONPATH too.
 
-    In PYTHONPATH itself, a `socket.py` of the user's would be imported in the place of Python's. What this process starts is
-    the user's, and finds it there all the same. Returns the paths of the user's code.
+    In PYTHONPATH itself, a `socket.py` of the user would be imported instead of Python's. Processes that this one starts are
+    the user's, so they get the paths in PYTHONPATH. Returns the paths of the user's code.
     """
     if environ.get("PYTHONSAFEPATH") == SAFE_PATH["PYTHONSAFEPATH"]:
         del environ["PYTHONSAFEPATH"]
@@ -48,7 +48,7 @@ def _is_pythons(path: str) -> bool:
 
 @contextmanager
 def imports_for_good() -> Iterator[None]:
-    """Keep the garbage collector from what is imported, now and later: modules stay until the process ends.
+    """Exclude what is imported from garbage collection, now and later: modules stay until the process ends.
 
     Going through them takes a sixth of PyTorch's import and finds 8 MB of 710, and in a forked process it copies their pages
     (https://docs.python.org/3/library/gc.html#gc.freeze).

@@ -1,4 +1,4 @@
-"""What a supervisor does first that follows a dead one in the same start of a job: it ends what lives, and the dead attempt."""
+"""What a supervisor does first if the one before it died in this start of the job: it ends its steps and its attempt."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec import RestartSpec, RunSpec
 
 LEAVE_S = 10.0
-"""How long what a dead supervisor has started may take to leave by itself: srun and the agents see that it is gone."""
+"""How long the processes of a dead supervisor may take to exit by themselves: srun and the agents notice its death."""
 CANCEL_S = 30.0
-"""How long Slurm may take to end their steps where they do not."""
+"""How long Slurm may take to cancel the steps of those that do not."""
 
 
-def end_what_lives(run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
-    """Wait until the job steps of the dead supervisor are gone; cancel those that stay: a frozen agent hears nothing.
-
-    srun holds the run's lock, but its tasks do not: where srun was killed as well, they may train on. Some file systems know
-    no locks at all. So Slurm is asked in any case.
-    """
+def end_leftover_steps(run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
+    """Wait until the job steps of the dead supervisor have ended; cancel those that stay."""
+    # srun inherits the run's lock, but its tasks do not. SIGKILL cannot be caught (signal(7)), so a killed srun passes nothing
+    # on, and its tasks may train on; an agent that is stopped (SIGSTOP) does not notice either. Some file systems support no
+    # locks. So Slurm is asked in any case.
     is_held = _is_held(run, LEAVE_S)
     with suppress(DdpHpcError):
         steps = client.steps(allocation.job_id, environ)
         if steps:
-            sys.stderr.write("note: job steps of the dead supervisor are still there; they are cancelled\n")
+            sys.stderr.write(
+                "note: job steps of the supervisor that died are still running; this supervisor cancels them\n"
+            )
         for step in steps:
             client.cancel(step, environ)
     if is_held:
@@ -46,7 +47,7 @@ def end_what_lives(run: RunDir, allocation: Allocation, environ: Mapping[str, st
 
 
 def _is_held(run: RunDir, patience_s: float) -> bool:
-    """Return whether the run's lock is held, after so long at most."""
+    """Wait until the run's lock is free; return whether it is still held after `patience_s`."""
     lock_fd = processes.take_lock(run.lock, patience_s=patience_s)
     if lock_fd is None:
         return True
@@ -59,13 +60,13 @@ class Death:
     """What the guardian knows of the supervisors before this one."""
 
     how: str
-    """How the last of them ended, in words."""
+    """How the last of them ended, for people."""
     since: int = 0
     """The number of the first attempt that may be theirs."""
 
 
 def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, str], death: Death) -> int | None:
-    """Write down how the dead supervisor's attempt ended, and do what it had decided but not done.
+    """Record how the dead supervisor's attempt ended, and do what it had decided but not done.
 
     Returns the exit code where nothing is left to do, else None.
     """
@@ -88,7 +89,7 @@ def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, 
 def write_down_death(
     run: RunDir, ledger: Ledger, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
 ) -> Next:
-    """Write the end of the newest attempt, whose supervisor could not; return what follows: nothing where nobody would begin it."""
+    """Record the end of the newest attempt, whose supervisor could not; return what follows: nothing if no guardian is there."""
     spec, newest = _spec(run), ledger.newest
     assert newest is not None  # noqa: S101  the callers looked
     steps = checkpoint_store.committed_steps(run)
@@ -111,7 +112,7 @@ def write_down_death(
 def _decide(
     attempts: Sequence[Attempt], spec: RunSpec | None, allocation: Allocation | None, newest_step: int
 ) -> Decision:
-    """Return what follows a supervisor's death: on this machine too, the next attempt, for a guardian is there to begin it."""
+    """Return what follows a supervisor's death: without Slurm, too, another attempt, as the guardian starts a supervisor."""
     cause = Cause.SUPERVISOR_DIED
     policy = RestartSpec() if spec is None else spec.restart
     situation = requeue.Situation(
@@ -139,7 +140,7 @@ def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
 
 
 def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
-    """Put the job back into the queue, as was decided, if that has not been done."""
+    """Requeue the job as was decided, if the dead supervisor has not done so."""
     spec, noted = _spec(run), read_queued_job(run)
     if spec is None:
         return None

@@ -39,14 +39,14 @@ from ddp_hpc.slurm.allocation import step_task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the worker; return what whoever started it takes for success or failure."""
+    """Run the worker; return the exit code that srun or torchrun is to see."""
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.task", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
     arguments = parser.parse_args(argv)
-    processes.block_awaited_signals()  # until the worker listens: one that comes while it imports is not lost
+    processes.block_awaited_signals()  # a signal that comes during the imports stays pending until the worker has handlers
     run, meeting = RunDir(arguments.run), arguments.meet
     import_paths = make_users_code_importable(os.environ)
     if meeting is None:

@@ -1,17 +1,17 @@
-"""One node's torchrun, told what it would guess wrong, and kept from what it would do at a signal.
+"""Runs torchrun on one node, with the facts that it would guess wrong, and handles signals in its place.
 
     python -m ddp_hpc.job.torchrun_node --num-workers 4 --meet "ADDRESS PORT" --token-file FILE -- OPTIONS ...
 
 torchrun guesses from names which node hosts the rendezvous, and by which address the others reach this one: the host is
 the node whose own name resolves to the endpoint. Where a node's own name means 127.0.1.1, as Debian's installer has it,
-no node is, and all wait for each other.
+no node is the host, and all wait for each other.
 
 Its agents unpickle what they find in their store under the rendezvous' name, so that name is made of the attempt's token, and
 comes by the environment, which other users cannot read.
 
-At SIGTERM it gives its workers 30 s and kills them then, amid their last save; SIGUSR2 ends it at once. And Slurm's
-signals reach no worker of its, for each is in a session of its own. So torchrun is, too, and this process hears them in
-its place and tells the workers.
+At SIGTERM, torchrun kills its workers after 30 s, perhaps during their last save; SIGUSR2 kills torchrun at once. And
+Slurm's signals do not reach its workers, as each has a session of its own. So torchrun gets one, too, and this process
+receives the signals in its place and passes them on to the workers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import WorkerEnv, node_variables, settled
 from ddp_hpc.slurm.allocation import step_task
 
-TELL_AGAIN_S = 1.0
-"""Workers may not have been there the first time, or not have listened yet."""
+REPEAT_S = 1.0
+"""How often a stop signal is repeated, for workers that were not started yet, or had no handlers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpus-per-worker", type=int)
     parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
     parser.add_argument("--token-file", type=Path, required=True)
-    parser.add_argument("options", nargs="+", help="of torchrun, and what it is to start")
+    parser.add_argument("options", nargs="+", help="torchrun's options, and the script that it starts")
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
     address = arguments.meet.address
@@ -54,11 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = node_variables(this_host().interface_towards(address), share.threads)
     node = WorkerEnv(process="torchrun's agent", variables=settled(made, os.environ))
     is_host = step_task(os.environ).node_rank == 0
-    told = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
+    rendezvous = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
     token = read_rendezvous_token(arguments.token_file)
-    name = hashlib.sha256(f"torchrun {token}".encode()).hexdigest()[:32]  # it can be listed, and gives no token away
+    # Other users can list the names of rendezvous; this one does not reveal the token.
+    name = hashlib.sha256(f"torchrun {token}".encode()).hexdigest()[:32]
     torchrun = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *told, *arguments.options],
+        [sys.executable, "-m", "torch.distributed.run", *rendezvous, *arguments.options],
         env={**os.environ, **node.environ, "PET_RDZV_ID": name},
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
@@ -67,15 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
-    """Wait for torchrun; pass stop signals on to the workers it has started, once they listen.
+    """Wait for torchrun; pass stop signals on to the workers it has started, once they have handlers.
 
-    One whose Python has just started would die of it, and torchrun would report a failure.
+    A worker whose Python has just started would die of the signal, and torchrun would report a failure.
     """
-    was_told = False
+    is_stopping = False
     while (code := torchrun.poll()) is None:
-        number = processes.await_signal(TELL_AGAIN_S if was_told else 3600.0)
-        was_told = was_told or number in processes.STOP_SIGNALS
-        if was_told:
+        number = processes.await_signal(REPEAT_S if is_stopping else 3600.0)
+        is_stopping = is_stopping or number in processes.STOP_SIGNALS
+        if is_stopping:
             processes.request_stop(filter(processes.is_listening, _children(torchrun.pid)))
     return code
 

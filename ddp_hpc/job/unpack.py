@@ -34,7 +34,7 @@ def unpack(source: Path, target: Path) -> int:
     Raises:
         OSError: where it cannot be read, does not fit, is no environment, or lies in a folder of somebody else's.
     """
-    _own(target.parent)
+    _make_private(target.parent)
     if target.exists():  # several nodes may share a disk
         return 0
     num_bytes = source.stat().st_size
@@ -46,29 +46,29 @@ def unpack(source: Path, target: Path) -> int:
             _untar(source, beside)
         else:
             shutil.copyfile(source, beside)
-        beside.rename(target)
+        beside.rename(target)  # atomic: other nodes see the whole target, or none (rename(2))
     except OSError:
         _remove(beside)
         if not target.exists():  # else another node was faster
             raise
         return 0
     if is_packed(source.name):
-        _settle(target)
+        _relocate(target)
     return num_bytes
 
 
-def _own(folder: Path) -> None:
-    """Make a folder that nobody else can write to, or see that it is one: its name can be guessed."""
+def _make_private(folder: Path) -> None:
+    """Make a folder that only this user can write to. Its name can be guessed, so refuse one that another user has made."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(f"{folder} is there already, and not ours alone")
+        raise OSError(f"{folder} exists already, but it is no directory that only this user can write to")
 
 
 def link_package(package: Path, folder: Path) -> None:
-    """Have a Python with `folder/import` in its path import this package, and nothing else of where it lies."""
+    """Link the package into `folder/import`, so that a Python with this path imports it, and nothing beside it."""
     link = folder / "import" / package.name
     link.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -79,13 +79,13 @@ def _untar(source: Path, folder: Path) -> None:
     _run(["tar", "--extract", "--file", str(source), "--directory", str(folder), "--no-same-owner"], f"unpack {source}")
 
 
-def _settle(target: Path) -> None:
-    """Have an unpacked environment know its place, and see that its Python starts."""
+def _relocate(target: Path) -> None:
+    """Relocate an unpacked environment, and check that its Python starts."""
     python, again = target / "bin" / "python", target / "bin" / "conda-unpack"
     try:
         if again.exists():  # of conda-pack: it writes the new place into scripts
-            _run([str(python), str(again)], "settle it")
-        _run([str(python), "-c", ""], "start it")
+            _run([str(python), str(again)], "relocate the environment")
+        _run([str(python), "-c", ""], "start in the environment")
     except OSError:
         _remove(target)
         raise
@@ -94,14 +94,14 @@ def _settle(target: Path) -> None:
 def _run(argv: Sequence[str], what: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise OSError(f"{Path(argv[0]).name} could not {what}: {said}")
+        last_line = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
+        raise OSError(f"{Path(argv[0]).name} could not {what}: {last_line}")
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise OSError(f"{folder} has {free / 1e9:.1f} GB free, and {num_bytes / 1e9:.1f} GB may be needed")
+        raise OSError(f"{folder} has {free / 1e9:.1f} GB free, but up to {num_bytes / 1e9:.1f} GB are needed")
 
 
 def _remove(path: Path) -> None:
@@ -112,10 +112,10 @@ def _remove(path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do it on this node; say how it went."""
+    """Copy, unpack or remove on this node; print the result."""
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.unpack", description=__doc__)
     parser.add_argument("paths", nargs="+")
-    parser.add_argument("--mark", required=True, help="of the answer's lines")
+    parser.add_argument("--mark", required=True, help="marks the lines of the answer")
     arguments = parser.parse_args(argv)
     source, *rest = arguments.paths
     began, error, num_bytes = time.monotonic(), "", 0
@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _remove(Path(source))
     except OSError as problem:
         error = str(problem)
-    told = {"error": error, "seconds": time.monotonic() - began, "num_bytes": num_bytes}
-    sys.stdout.write(framed(told, node=node_name(os.environ), mark=arguments.mark))
+    answer = {"error": error, "seconds": time.monotonic() - began, "num_bytes": num_bytes}
+    sys.stdout.write(framed(answer, node=node_name(os.environ), mark=arguments.mark))
     return 1 if error else 0
 
 

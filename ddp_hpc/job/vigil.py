@@ -1,4 +1,4 @@
-"""What a supervisor keeps an eye on while the workers work: signals, the job's last minute, and silence."""
+"""What a supervisor monitors while the workers run: signals, the time limit, and hangs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ddp_hpc.processes import STOP_SIGNALS
 from ddp_hpc.requeue import reserve_s
 
 LOOK_S = 5.0
-"""How often, at the least, to look."""
+"""The longest time between two looks."""
 SILENCE_LAG_S = 60.0
-"""How much later than the workers' own watchdogs this one bites: only where they could not."""
+"""How much later than the workers' own watchdogs this timeout fires: only where theirs could not."""
 
 
 @dataclass(kw_only=True)
@@ -28,18 +28,18 @@ class Vigil:
     signs_of_life: tuple[Path, ...]
     """Files that the workers write while all is well."""
     first_sign: Path | None = None
-    """The file that they begin with: from when it is there, they hear what they are told."""
+    """The first file that they write: once it exists, they handle stop signals."""
     ask_end: Callable[[], float | None] = lambda: None
     """Ask when the job ends: somebody may have given it more time."""
     ask_preempted: Callable[[], bool] = lambda: False
     """Ask whether Slurm is taking the job's nodes away."""
     is_out_of_time: bool = False
     is_signalled: bool = False
-    is_wedged: bool = False
+    is_unresponsive: bool = False
     is_cut_short: bool = False
-    """Whether they were ended because they had not left when the job had to."""
-    slept_until: float | None = None
-    """When this process went on after it had stood still for longer than the workers may: the job was suspended."""
+    """Whether they were killed because they still ran when the job had to end."""
+    suspended_until: float | None = None
+    """When this process resumed, after Slurm had suspended the job for longer than the hang timeout."""
     _silence_s: float = 0.0
     _newest_sign: float = 0.0
     _looked_at: float | None = None
@@ -49,7 +49,7 @@ class Vigil:
         """Return what is to be done about the workers now; `number` is the signal that came, if one did."""
         had_time = not self.is_out_of_time
         self.is_out_of_time = self.is_out_of_time or self._has_run_out(now)
-        if self.is_out_of_time and not self.is_cut_short and self._is_past(self._last_call(), now):
+        if self.is_out_of_time and not self.is_cut_short and self._is_past(self._kill_time(), now):
             self.is_cut_short = True
             return "end"
         if number in STOP_SIGNALS:
@@ -57,43 +57,43 @@ class Vigil:
             return "stop"
         if self.is_out_of_time and had_time:
             return "stop"
-        if self._silence(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_wedged:
-            self.is_wedged = True
+        if self._silence(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_unresponsive:
+            self.is_unresponsive = True
             return "end"
-        return "stop" if self._was_told_too_early() else ""
+        return "stop" if self._has_missed_signal() else ""
 
-    def has_just_slept(self, now: float) -> bool:
-        """Tell whether the job was suspended, and woken so lately that the workers' watchdogs may have ended them for it."""
-        return self.slept_until is not None and now - self.slept_until < SILENCE_LAG_S
+    def was_just_suspended(self, now: float) -> bool:
+        """Tell whether the job was resumed so recently that the workers' watchdogs may have killed them for the suspension."""
+        return self.suspended_until is not None and now - self.suspended_until < SILENCE_LAG_S
 
     def patience_s(self, now: float) -> float:
         """Return how long to wait at most before the next look."""
-        moment = self._last_call() if self.is_out_of_time else self._last_minute()
+        moment = self._kill_time() if self.is_out_of_time else self._stop_time()
         if moment is None or self.is_cut_short:
             return LOOK_S
         return max(0.0, min(LOOK_S, moment - now))
 
     def _has_run_out(self, now: float) -> bool:
-        """Tell whether the last minute has begun; ask first, but only this once: Slurm may take long to answer."""
-        if not self._is_past(self._last_minute(), now):
+        """Tell whether it is time to stop; ask Slurm for a later end only then, as it may take long to answer."""
+        if not self._is_past(self._stop_time(), now):
             return False
         self.ends_at = self.ask_end() or self.ends_at
-        return self._is_past(self._last_minute(), now)
+        return self._is_past(self._stop_time(), now)
 
-    def _last_minute(self) -> float | None:
-        """Return from when on they are told to leave."""
+    def _stop_time(self) -> float | None:
+        """Return when the workers are asked to stop."""
         return None if self.ends_at is None else self.ends_at - self.lead_s
 
-    def _last_call(self) -> float | None:
-        """Return from when on they are ended, that the job may go back into the queue while it is there."""
+    def _kill_time(self) -> float | None:
+        """Return when the workers are killed, so that the job can be requeued before its time limit."""
         return None if self.ends_at is None else self.ends_at - reserve_s(self.lead_s)
 
     @staticmethod
     def _is_past(moment: float | None, now: float) -> bool:
         return moment is not None and now >= moment
 
-    def _was_told_too_early(self) -> bool:
-        """Ask, once they hear, whether Slurm told them before they did: it does not say so again."""
+    def _has_missed_signal(self) -> bool:
+        """Ask once, when the workers handle signals, whether Slurm preempted the job before: it does not signal again."""
         if self._has_asked or self.is_signalled or self.first_sign is None:
             return False
         if not known(self.first_sign, self.first_sign.exists, unknown=False):
@@ -103,12 +103,12 @@ class Vigil:
         return self.is_signalled
 
     def _silence(self, now: float) -> float:
-        """Return how long nobody has written anything; the time in which this process slept too does not count.
+        """Return how long no worker has written anything, without the time in which this process was suspended.
 
-        A sign may be dated ahead: so long the workers are allowed to be silent (`Watchdog.allow`).
+        A file may have a modification time in the future: until then the workers may be silent (`Watchdog.allow`).
         """
         if self._looked_at is not None and now - self._looked_at > self.hang_timeout_s:
-            self.slept_until = now
+            self.suspended_until = now
         newest = max((_written_at(path) for path in self.signs_of_life), default=0.0)
         since = 0.0 if self._looked_at is None else min(max(now - self._looked_at, 0.0), 2 * LOOK_S)
         self._silence_s = 0.0 if newest != self._newest_sign or newest > now else self._silence_s + since

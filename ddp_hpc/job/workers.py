@@ -1,4 +1,4 @@
-"""The workers of an attempt, however they are started: begun, told to stop, ended, waited for."""
+"""The workers of an attempt, whichever launcher starts them: to start, ask to stop, kill, and wait for."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from ddp_hpc.records import ask_to_stop, take_verdict
 from ddp_hpc.run_dir import RunDir
 
 LEAVE_S = 15.0
-"""How long the others may take to report their end, once a node has reported a failure or its agents were told to go."""
+"""How long other nodes may take to report, after one has reported a failure or the agents were ordered to end."""
 
-_TOLD_TOO_EARLY = frozenset(code for number in processes.STOP_SIGNALS for code in (128 + number, -number))
-"""How a step ends whose processes die of a stop signal. Only those can that do not listen yet: their Python has just
-started, so nothing was begun."""
+_KILLED_BY_STOP_SIGNAL = frozenset(code for number in processes.STOP_SIGNALS for code in (128 + number, -number))
+"""Exit codes of a step whose processes died of a stop signal. Only processes without handlers can: their Python has just
+started, so no training had begun."""
 
 
 class Workers(Protocol):
     """All workers of a run, on all its nodes."""
 
     step_code: int | None
-    """What the command that started them ended with, once it has; below zero, a signal's number."""
+    """Exit code of the command that started them, once it has ended; minus the number of a signal."""
 
     def begin(self, attempt: int, meeting: Meeting | None) -> None:
         """Start them for an attempt; without a meeting, they have this machine to themselves."""
 
     def stop(self) -> None:
-        """Have them commit and leave."""
+        """Ask them to commit a checkpoint and exit."""
 
     def end(self) -> None:
-        """Have them gone soon, whatever they do."""
+        """Kill them after a short time."""
 
-    def news(self) -> int | None:
-        """Return what their exit codes mean together, once all are gone."""
+    def poll(self) -> int | None:
+        """Return their joint exit code once all have exited, else None; call it again and again."""
 
     def patience_s(self) -> float:
-        """Return how long to wait at most before the next news."""
+        """Return how long to wait at most before the next `poll`."""
 
     def silent_nodes(self) -> list[int]:
-        """Return the ranks of nodes that did not say how their workers ended."""
+        """Return the ranks of nodes that did not report how their workers ended."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """End all processes, and close all connections."""
 
 
 class ByAgents:
@@ -70,29 +70,29 @@ class ByAgents:
         self.step_code: int | None = None
 
     def begin(self, attempt: int, meeting: Meeting | None) -> None:
-        """Order all agents to begin; start them first where they are not there, or no more."""
+        """Order all agents to start their workers; start the agents first where none runs."""
         self._attempt, self._codes, self._deadline, self._is_forced = attempt, {}, None, False
         self.step_code = None
         if self._step is not None and self._step.is_over():
-            self._hang_up()
+            self._disconnect()
         if self._step is None:
             self._step = _Step(self._argv, self._lock_fds)
         where = {} if meeting is None else {"meet": str(meeting)}
         self._step.line.send(do="start", attempt=attempt, **where)
 
     def stop(self) -> None:
-        """Order all agents to tell their workers."""
+        """Order all agents to ask their workers to stop."""
         if self._step:
             self._step.line.send(do="stop")
 
     def end(self) -> None:
-        """Order all agents to end their workers; those who do not say so in time are ended with the step."""
+        """Order all agents to kill their workers; end the step where some do not report in time."""
         if self._step and self._deadline is None:
             self._step.line.send(do="end")
             self._deadline = time.monotonic() + self._leave_s
 
-    def news(self) -> int | None:
-        """Hear all agents; when one has failed, have the others follow."""
+    def poll(self) -> int | None:
+        """Read all agents' reports; when one reports a failure, order the others to kill their workers."""
         assert self._step is not None  # noqa: S101  `begin` comes first
         is_over = self._step.is_over()  # asked first, so that the last reports are not missed
         for report in self._step.line.read():
@@ -102,9 +102,9 @@ class ByAgents:
             return self._joint()
         if is_over:
             self.step_code = self._step.code
-            untold = _untold(self._step.code, is_ours=self._deadline is not None)
-            self._hang_up()
-            return self._joint(untold)
+            silent_code = _code_of_silent(self._step.code, is_ours=self._deadline is not None)
+            self._disconnect()
+            return self._joint(silent_code)
         if any(code not in exit_codes.GOOD for code in self._codes.values()):
             self.end()
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -117,57 +117,57 @@ class ByAgents:
         return 3600.0 if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def silent_nodes(self) -> list[int]:
-        """Return who did not answer the order to end; where the step ended by itself, nobody had to."""
+        """Return the nodes that did not answer the order to end; none where the step ended by itself."""
         return [rank for rank in range(self._num_nodes) if rank not in self._codes] if self._is_forced else []
 
     def close(self) -> None:
-        """Hang up: agents that read the end of their line leave."""
+        """Close the connection: agents exit when they read end of file."""
         if self._step is None:
             return
         self._step.line.close()
         self._step.await_end(self._leave_s)
         self._step = None
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._step:
             self._step.line.close()
         self._step = None
 
-    def _joint(self, untold: int = exit_codes.FAILED) -> int:
-        """Return what the nodes' codes mean together, with `untold` for those that said nothing."""
-        codes = [self._codes.get(rank, untold) for rank in range(self._num_nodes)]
+    def _joint(self, silent_code: int = exit_codes.FAILED) -> int:
+        """Return what the nodes' codes mean together, with `silent_code` for those that reported nothing."""
+        codes = [self._codes.get(rank, silent_code) for rank in range(self._num_nodes)]
         return exit_codes.joint(codes, rank_zero=codes[0])
 
 
 class _Step:
-    """The agents' step, and the line to them."""
+    """The agents' job step, and the connection to it."""
 
     def __init__(self, argv: Sequence[str], lock_fds: Sequence[int]) -> None:
         self._process = children.start(argv, lock_fds, on_line=True)
-        self._was_told = False
-        told, heard = self._process.stdin, self._process.stdout
-        assert told is not None  # noqa: S101  `on_line`
-        assert heard is not None  # noqa: S101
-        self.line = Line(os.dup(heard.fileno()), os.dup(told.fileno()))
-        told.close()
-        heard.close()
+        self._is_terminated = False
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None  # noqa: S101  `on_line`
+        assert stdout is not None  # noqa: S101
+        self.line = Line(os.dup(stdout.fileno()), os.dup(stdin.fileno()))
+        stdin.close()
+        stdout.close()
 
     @property
     def code(self) -> int | None:
-        """What it ended with."""
+        """Its exit code, once it has ended."""
         return self._process.poll()
 
     def is_over(self) -> bool:
         return self.code is not None
 
     def end(self) -> None:
-        """Have srun end its step, which it takes SIGTERM for; the second time, end it ourselves."""
+        """Ask srun to end its step; the second time, kill srun."""
         if not self.is_over():
-            _have_srun_end(self._process.pid, at_once=self._was_told)
-        self._was_told = True
+            _have_srun_end(self._process.pid, at_once=self._is_terminated)
+        self._is_terminated = True
 
     def await_end(self, patience_s: float) -> None:
-        """Wait until it is over, and see to it where it takes too long."""
+        """Wait until it has ended; end it where that takes too long."""
         deadline = time.monotonic() + patience_s
         while not self.is_over():
             processes.await_signal(0.1)
@@ -204,9 +204,9 @@ class ByTasks:
         self._is_alive = True
 
     def stop(self) -> None:
-        """Tell them by the signal that srun passes on, and by the file that rank zero looks for."""
-        with suppress(OSError):  # a full disk: the signal tells them, too
-            if not ownership.is_ousted(self._run, self._attempt):  # else the file would tell a newer attempt
+        """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
+        with suppress(OSError):  # the disk may be full; the signal reaches them all the same
+            if not ownership.is_ousted(self._run, self._attempt):  # else the file would stop a newer attempt
                 ask_to_stop(self._run, by="supervisor")
         processes.request_stop([self._process.pid])
 
@@ -215,51 +215,55 @@ class ByTasks:
         is_first, self._deadline = self._deadline is None, time.monotonic() + self._leave_s
         _have_srun_end(self._process.pid, at_once=not is_first)
 
-    def news(self) -> int | None:
-        """Return what rank zero left word of, once srun is gone."""
+    def poll(self) -> int | None:
+        """Return the exit code that rank zero recorded, once srun has exited."""
         code = self._process.poll()
         if code is None:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self.end()
             return None
         self._is_alive, self.step_code = False, code
-        return _verdict(self._run, self._attempt, code, untold=_untold(code, is_ours=self._deadline is not None))
+        return _verdict(
+            self._run, self._attempt, code, silent_code=_code_of_silent(code, is_ours=self._deadline is not None)
+        )
 
     def patience_s(self) -> float:
         return 3600.0 if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def silent_nodes(self) -> list[int]:
-        return []  # which node a task was lost with, srun does not say
+        return []  # srun does not say on which node a task was lost
 
     def close(self) -> None:
         if self._is_alive:
             self.end()
-        while self._is_alive and self.news() is None:
+        while self._is_alive and self.poll() is None:
             processes.await_signal(0.1)
 
 
 def _have_srun_end(pid: int, *, at_once: bool) -> None:
-    """Have srun end its step, or have it gone."""
+    """Ask srun to end its step, or kill srun."""
+    # At SIGTERM, srun ends its step on all nodes. SIGKILL cannot be caught, so srun passes nothing on, and its tasks may run on
+    # until Slurm notices (srun(1), https://slurm.schedmd.com/srun.html). So SIGKILL comes second.
     end = processes.kill if at_once else processes.terminate
     end([pid])
 
 
-def _untold(code: int | None, *, is_ours: bool) -> int:
-    """Return what the silence of those means that a step took with it; `is_ours` where we have ended it."""
-    return exit_codes.UNHEARD if code in _TOLD_TOO_EARLY and not is_ours else exit_codes.FAILED
+def _code_of_silent(code: int | None, *, is_ours: bool) -> int:
+    """Return the code for workers that reported nothing when their step ended; `is_ours` where this process ended it."""
+    return exit_codes.STOPPED_EARLY if code in _KILLED_BY_STOP_SIGNAL and not is_ours else exit_codes.FAILED
 
 
-def _verdict(run: RunDir, attempt: int, code: int, *, untold: int) -> int:
-    """Return what a step's end means: rank zero's word, or else whose fault the first failure was."""
-    word = take_verdict(run, attempt)
-    if word is not None and code == exit_codes.FINISHED:
-        return exit_codes.joint([word], rank_zero=word)
+def _verdict(run: RunDir, attempt: int, code: int, *, silent_code: int) -> int:
+    """Return what a step's end means: what rank zero recorded, or else what the first error report says."""
+    rank_zero_code = take_verdict(run, attempt)
+    if rank_zero_code is not None and code == exit_codes.FINISHED:
+        return exit_codes.joint([rank_zero_code], rank_zero=rank_zero_code)
     failure = first_failure(run, attempt)
     if failure is not None:
         others = exit_codes.REFUSED if failure.is_input_error else exit_codes.FAILED
     else:
-        others = untold if word is None else exit_codes.FAILED
-    return exit_codes.joint([others], rank_zero=others if word is None else word)
+        others = silent_code if rank_zero_code is None else exit_codes.FAILED
+    return exit_codes.joint([others], rank_zero=others if rank_zero_code is None else rank_zero_code)
 
 
 def names_of(ranks: Sequence[int], nodes: Sequence[str]) -> list[str]:

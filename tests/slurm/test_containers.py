@@ -80,7 +80,7 @@ def test_a_run_in_an_image_is_preempted_and_comes_to_the_bits_of_one_in_none(
 
     first, second = Ledger.read(login.run("housed")).attempts
     assert (first.cause, first.next, second.first_step) == ("preempted", "requeue", first.last_step)
-    assert f"the workers run in {images[kind]}, by apptainer" in login.console("housed")
+    assert f"the workers run in the image {images[kind]}, started by apptainer" in login.console("housed")
     assert second.image == first.image == identity_of(str(images[kind]))
     assert_unbroken(login, "housed", world_size=4)
 

@@ -60,7 +60,7 @@ def test_a_controller_that_is_away_while_the_workers_die_costs_one_attempt(clust
     cluster.stop_controller()
     # slurmd may drain the node: it cannot end the step without the controller. There are others.
     kill_agents(cluster, attempts(place, "patient")[0].nodes[1], place.run("patient"))
-    cluster.wait_for(lambda: "waiting for Slurm" in place.console("patient"), 120)
+    cluster.wait_for(lambda: "the supervisor waits for Slurm to answer" in place.console("patient"), 120)
     cluster.start_controller()
     slow.unlink()
     await_done(place, "patient")
@@ -125,7 +125,7 @@ def test_a_killed_supervisor_is_replaced_by_the_shell_of_its_job(
     assert (first.cause, first.next, first.reason) == (
         "supervisor died",
         "in place",
-        "the supervisor was killed by signal 9",
+        "the supervisor was killed by signal 9 (SIGKILL)",
     )
     assert (second.job_id, second.restart, second.nodes) == (first.job_id, first.restart, first.nodes)
     assert_unbroken(place, "headless", world_size=4, may_lose=MAY_LOSE)
@@ -200,7 +200,7 @@ def test_a_frozen_worker_is_named_and_replaced(cluster: Cluster, place: LoginNod
 
     first, second = attempts(place, "frozen")
     assert (first.cause, first.next, first.failed_nodes) == ("hang", "in place", ("node4",))
-    assert "rank 3 on node4 says nothing" in first.reason
+    assert "rank 3 on node4 printed no stack" in first.reason
     # The other ranks wait for it: who of them is bitten first may take the connection from the rest.
     assert re.search(r"=== rank [0-2] on node[34]: .+\nTimeout \(", place.run("frozen").stacks(0).read_text())
     assert second.first_step == first.last_step

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job.torchrun_node import TELL_AGAIN_S
+from ddp_hpc.job.torchrun_node import REPEAT_S
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.faulty_runs import FAULTY, assert_unbroken, attempts, await_done, job_id
 from tests.slurm.runs import LoginNode, world
@@ -74,7 +74,7 @@ def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
 
     first, _ = attempts(place, "early")
     assert (first.cause, first.next, first.ending) == ("unexplained", "requeue", "failed")
-    assert "a stop signal ended the workers before they could listen" in first.reason
+    assert "a stop signal killed the workers before they had installed their signal handlers" in first.reason
     assert_unbroken(place, "early", world_size=2)
 
 
@@ -85,7 +85,7 @@ def test_workers_of_torchrun_are_not_told_before_they_can_listen(cluster: Cluste
     await_held_back(cluster, wait, "0", "1")
 
     cluster.run("scancel", "--signal=USR2", job_id(place, "early"))
-    time.sleep(3 * TELL_AGAIN_S)
+    time.sleep(3 * REPEAT_S)
     wait.unlink()
     await_done(place, "early")
 

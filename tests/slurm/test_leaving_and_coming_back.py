@@ -85,7 +85,7 @@ def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(plac
     four = ("train.max_steps=4", "train.epochs=1", "recipe.args.load_s=0.04", *world(1, 1))  # a second a step
     limits = ("resources.time_limit_min=1", "slurm.signal_lead_s=55")  # time for a step or two
     said = place.submit("short", *FAULTY, *four, *limits)
-    assert "gets nowhere" in said  # warned: that is hardly more than starting
+    assert "leaves no time to train" in said  # warned: that is hardly more than starting
 
     await_done(place, "short", timeout_s=340)
 

@@ -65,7 +65,9 @@ def test_a_guardian_that_gives_up_says_so_in_the_ledger(tmp_path: Path, next_: N
 
     found = local.wait(run, 0, os.environ)
     assert (found.ending, found.cause, found.next) == ("failed", "supervisor died", "")
-    told = "the supervisor was killed by signal 9, 6 times in a row; the guardian gave up"
+    told = (
+        "the supervisor was killed by signal 9, 6 times in a row; no other supervisor starts, so submit the run again"
+    )
     assert found.reason == (f"killed; {told}" if next_ else told)
 
 

@@ -43,7 +43,7 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
 
     until(lambda: Ledger.read(run).attempts[0].ending is not None)
     told = Ledger.read(run).attempts[0].reason
-    assert told.startswith("all workers were killed by signal 9 (SIGKILL) and left no reason")
+    assert told.startswith("signal 9 (SIGKILL) killed all workers before they could write an error report")
     assert "memory ran out" in told
     assert "`dmesg`" in told
 
@@ -51,12 +51,18 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
 @pytest.mark.parametrize(
     ("step_code", "told"),
     [
-        (-signal.SIGKILL, "killed by signal 9 (SIGKILL) and left no reason: somebody killed them or memory ran out"),
+        (
+            -signal.SIGKILL,
+            "signal 9 (SIGKILL) killed all workers before they could write an error report: somebody sent it, or the kernel did",
+        ),
         (128 + signal.SIGKILL, "`resources.mem_gb` asks for more memory"),
-        (-signal.SIGSEGV, "killed by signal 11 (SIGSEGV) and left no reason: somebody killed them. Look"),
-        (None, "the workers ended with code 1 and left no reason"),
-        (1, "the workers ended with code 1 and left no reason"),
-        (255, "the workers ended with code 1 and left no reason"),
+        (
+            -signal.SIGSEGV,
+            "signal 11 (SIGSEGV) killed all workers before they could write an error report: they crashed, or",
+        ),
+        (None, "the workers exited with code 1 and wrote no error report"),
+        (1, "the workers exited with code 1 and wrote no error report"),
+        (255, "the workers exited with code 1 and wrote no error report"),
     ],
 )
 def test_an_end_without_a_record_is_told_by_what_is_known_of_it(step_code: int | None, told: str) -> None:
@@ -69,7 +75,7 @@ def test_a_step_that_was_killed_leaves_its_signal(tmp_path: Path) -> None:
     workers.begin(0, Meeting("10.0.0.1", 29500))
 
     deadline = time.monotonic() + 60
-    while workers.news() is None:
+    while workers.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -68,7 +68,7 @@ def test_a_node_that_does_not_answer_is_named_and_the_ranks_meet_all_the_same(
 
     said = capfd.readouterr().err
     assert f"ranks meet at {place}" in said
-    assert "note: node2 did not say which networks there are (srun: error: node2: no such Python)" in said
+    assert "note: node2 did not answer which networks they have (srun: error: node2: no such Python)" in said
 
 
 def test_where_nobody_knows_an_address_of_rank_zeros_node_the_attempt_fails_with_what_to_do(put_srun: PutSrun) -> None:

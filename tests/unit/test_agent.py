@@ -102,7 +102,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def await_news(workers: ByAgents) -> int:
     deadline = time.monotonic() + PATIENCE_S
-    while (code := workers.news()) is None:
+    while (code := workers.poll()) is None:
         assert time.monotonic() < deadline, "they should be over by now"
         processes.await_signal(min(workers.patience_s(), 0.05))
     return code

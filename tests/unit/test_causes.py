@@ -15,7 +15,7 @@ from ddp_hpc.ledger import Cause
 from ddp_hpc.slurm.queries import JobRecord, parse_job
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED
-REFUSED, FENCED, UNHEARD = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.UNHEARD
+REFUSED, FENCED, STOPPED_EARLY = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.STOPPED_EARLY
 NOW = 1_000_000.0
 LEAD_S = 120.0
 
@@ -53,13 +53,13 @@ def evidence(code: int, **more: Any) -> Evidence:
         (evidence(STOPPED, stop_request="requeue"), "requeue asked"),
         (evidence(STOPPED, is_out_of_time=True), "time limit"),
         (evidence(STOPPED), "requeue asked"),
-        (evidence(UNHEARD), "unexplained"),
-        (evidence(UNHEARD, stop_request="end"), "stop asked"),
-        (evidence(UNHEARD, is_out_of_time=True), "time limit"),
+        (evidence(STOPPED_EARLY), "unexplained"),
+        (evidence(STOPPED_EARLY, stop_request="end"), "stop asked"),
+        (evidence(STOPPED_EARLY, is_out_of_time=True), "time limit"),
         (evidence(FAILED), "worker crashed"),
         (evidence(exit_codes.PORT_TAKEN), "worker crashed"),
         (evidence(FAILED, has_stacks=True), "hang"),
-        (evidence(FAILED, is_wedged=True), "hang"),
+        (evidence(FAILED, is_unresponsive=True), "hang"),
         (evidence(FAILED, lost_nodes=["node2"]), "node failed"),
         (evidence(FAILED, lost_nodes=["node2"], has_stacks=True), "hang"),
     ],
@@ -247,7 +247,7 @@ def test_what_scontrol_prints_of_a_job_is_understood(
         owns_run=st.booleans(),
         stop_request=st.sampled_from([None, "end", "requeue"]),
         is_out_of_time=st.booleans(),
-        is_wedged=st.booleans(),
+        is_unresponsive=st.booleans(),
         has_stacks=st.booleans(),
         lost_nodes=st.sampled_from([(), ("node1",)]),
         restart=st.integers(0, 2),

@@ -86,7 +86,7 @@ def test_a_claim_that_a_newer_attempt_took_away_is_not_made_again(newer: str, ru
     before = content(run.checkpoints)
 
     assert is_ousted(run, 1)
-    with pytest.raises(FencedError, match="taken over by another attempt"):
+    with pytest.raises(FencedError, match="A newer attempt has taken over"):
         open_staging(run, 4, 1)
 
     assert content(run.checkpoints) == before
@@ -105,7 +105,9 @@ def test_a_claim_tells_what_it_took_from_a_killed_writer_and_leaves_what_is_comm
     assert content(run.checkpoints) == {**committed, "attempt-2.writing": b""}
 
 
-@pytest.mark.parametrize(("attempt", "told"), [(3, "begun by another job"), (2, "newer attempt"), (0, "newer attempt")])
+@pytest.mark.parametrize(
+    ("attempt", "told"), [(3, "Another process has begun attempt 3"), (2, "newer attempt"), (0, "newer attempt")]
+)
 def test_who_comes_too_late_gives_way_and_changes_nothing(attempt: int, told: str, run: RunDir) -> None:
     claim(run, 3)
     write_half(run, 3, 4)

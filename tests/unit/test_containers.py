@@ -376,7 +376,7 @@ def test_a_job_takes_the_runtime_that_is_there(tmp_path: Path, capsys: pytest.Ca
     found = housing_of(spec(image=str(tmp_path)), run, [], {"PATH": str(tmp_path)})
 
     assert found.prefix[0] == "singularity"
-    assert f"the workers run in {tmp_path}, by singularity" in capsys.readouterr().err
+    assert f"the workers run in the image {tmp_path}, started by singularity" in capsys.readouterr().err
 
 
 def test_a_job_without_the_runtime_says_what_to_do(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_job_without_the_runtime_says_what_to_do(tmp_path: Path) -> None:
 def test_a_node_that_does_not_see_the_image_or_a_path_says_which(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.sif, but there is no such file or directory on this node"):
         housing_of(spec(image=str(tmp_path / "none.sif")), RunDir(tmp_path), [], {})
-    with pytest.raises(ConfigError, match=r"The image is to see /no/such, but this node has no such path"):
+    with pytest.raises(ConfigError, match=r"The container has to mount /no/such, but this node has no such path"):
         housing_of(spec(image=str(tmp_path), binds=("/no/such",)), RunDir(tmp_path), [], {})
 
 

@@ -221,7 +221,7 @@ def test_the_note_tells_what_was_given_and_what_was_found() -> None:
 
     assert "4 CPUs" in note
     assert "128" in note
-    assert "2 threads each" in note
+    assert "computes with 2 threads" in note
 
 
 STEP = {

@@ -17,7 +17,7 @@ from ddp_hpc.exit_codes import (
     PORT_TAKEN,
     REFUSED,
     STOPPED,
-    UNHEARD,
+    STOPPED_EARLY,
     joint,
 )
 
@@ -37,7 +37,7 @@ KILLED = -9
         ((REFUSED, DIVERGED), REFUSED),
         ((FENCED, REFUSED), FENCED),
         ((FAILED, FENCED), FENCED),
-        ((UNHEARD, UNHEARD), FAILED),
+        ((STOPPED_EARLY, STOPPED_EARLY), FAILED),
         ((PORT_TAKEN, FAILED), FAILED),
         ((), FINISHED),
     ],
@@ -51,7 +51,7 @@ def test_equals_mean_together_what_the_strongest_of_them_means(codes: tuple[int,
     [
         (STOPPED, FAILED, STOPPED),
         (STOPPED, FENCED, STOPPED),
-        (UNHEARD, FAILED, UNHEARD),
+        (STOPPED_EARLY, FAILED, STOPPED_EARLY),
         (PORT_TAKEN, FAILED, PORT_TAKEN),
         (FENCED, REFUSED, FENCED),
         (DIVERGED, REFUSED, DIVERGED),

@@ -36,7 +36,7 @@ def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(supervised: Ma
 
     assert concluded.cause == "hang"
     assert one.last.reason.startswith(
-        "no rank moved for 900 s" if is_built else "the recipe was not built within 1800 s"
+        "no rank made progress for 900 s" if is_built else "the recipe was not built within 1800 s"
     )
     assert bool(one.last.failed_nodes) is is_built
 
@@ -53,7 +53,7 @@ def test_a_hang_that_cannot_be_written_down_is_a_hang_all_the_same(supervised: M
     one = supervised()
     (one.run.path / "errors").write_text("a file in the way")
 
-    concluded = one.ends(Outcome(code=exit_codes.FAILED, is_wedged=True))
+    concluded = one.ends(Outcome(code=exit_codes.FAILED, is_unresponsive=True))
 
     assert (concluded.cause, one.last.cause) == ("hang", "hang")
-    assert "no rank moved" in one.last.reason
+    assert "no rank made progress" in one.last.reason

@@ -48,4 +48,4 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
     last_resort.leave(one.assignment, conclusion)
 
     assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
-    assert f"the end of attempt {attempt} could not be written down" in capsys.readouterr().err
+    assert f"could not write the end of attempt {attempt} into the ledger" in capsys.readouterr().err

@@ -15,12 +15,12 @@ from ddp_hpc.job.attempt_end import Conclusion, conclude
 from ddp_hpc.ledger import JobFacts, Ledger, record_start
 from tests.unit.made_job import CRASHED, NODES, Make
 
-UNHEARD = Outcome(code=exit_codes.UNHEARD, step_code=128 + 15)
+STOPPED_EARLY = Outcome(code=exit_codes.STOPPED_EARLY, step_code=128 + 15)
 """What is left where one task cannot start, and srun ends the others before they listen."""
 
 
 @pytest.mark.parametrize(
-    ("outcome", "mute"), [(CRASHED, ("worker crashed", "in place")), (UNHEARD, ("unexplained", "requeue"))]
+    ("outcome", "mute"), [(CRASHED, ("worker crashed", "in place")), (STOPPED_EARLY, ("unexplained", "requeue"))]
 )
 @pytest.mark.parametrize(
     ("unable", "blamed"), [(["node2"], ("node2",)), (["node1", "node2"], ()), ([], ())], ids=["one", "all", "none"]
@@ -52,12 +52,12 @@ def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice
 def test_nodes_are_not_asked_where_the_job_was_told_to_leave(supervised: Make) -> None:
     one = supervised()
     one.slurm.has("srun", "exit 1")
-    told = replace(UNHEARD, was_told=True)
+    told = replace(STOPPED_EARLY, was_signalled=True)
     for attempt in (one.begin(), one.begin()):
         conclude(one.assignment, attempt, node_probe.blame(one.assignment, BARE, attempt, told))
 
     assert one.slurm.orders("srun") == []
-    assert "told to leave before anybody could listen" in one.last.reason
+    assert "a stop signal arrived before the workers had installed their signal handlers" in one.last.reason
 
 
 def test_nodes_are_not_asked_where_the_jobs_time_would_be_over_before_they_answer(supervised: Make) -> None:

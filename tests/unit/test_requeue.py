@@ -105,10 +105,10 @@ def test_workers_are_started_again_in_place_on_nodes_in_order(
 @pytest.mark.parametrize(("count", "following"), [(0, "in place"), (1, "in place"), (2, "requeue")])
 def test_where_nobody_says_why_twice_other_nodes_are_tried(count: int, following: Next) -> None:
     """A node that cannot start a process cannot have it say so."""
-    situation = Situation(cause=Cause.WORKER_CRASHED, is_mute=True, num_without_progress=count)
+    situation = Situation(cause=Cause.WORKER_CRASHED, has_no_report=True, num_without_progress=count)
 
     assert decide(situation, POLICY).next == following
-    assert decide(replace(situation, is_mute=False), POLICY).next == "in place"
+    assert decide(replace(situation, has_no_report=False), POLICY).next == "in place"
 
 
 @pytest.mark.parametrize("cause", IN_PLACE)
@@ -149,7 +149,10 @@ def test_failures_without_progress_end_the_run_at_last(cause: Cause, policy: Res
 
     assert [bool(decision.next) for decision in decisions] == [True, True, False, False]
     assert [decision.ending for decision in decisions[2:]] == ["failed", "failed"]
-    assert decisions[2].why == "3 attempts in a row ended without a new checkpoint (`restart.max_no_progress`)"
+    assert (
+        decisions[2].why
+        == "3 attempts in a row ended without a new checkpoint, so the run ends (`restart.max_no_progress`)"
+    )
 
 
 @pytest.mark.parametrize("cause", ["preempted", "requeue asked"])
@@ -325,7 +328,7 @@ def test_a_failure_whose_time_nobody_wrote_is_forgotten() -> None:
         (120, 60, 50, None),
         (120, 60, 51, "Set it to 123 or more"),
         (5, 60, 0.001, "Set it to 8 or more"),
-        (120, 3, None, "it gets nowhere"),
+        (120, 3, None, "this leaves no time to train"),
         (120, 4, None, None),
         (120, 2, 51, "Set it to 123 or more"),
     ],

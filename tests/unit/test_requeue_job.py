@@ -163,7 +163,7 @@ def test_a_job_that_cannot_go_back_says_so_in_the_ledger(
     one.ends(STOPPED)
 
     assert one.last.next == ""
-    assert "could not be put back into the queue" in one.last.reason
+    assert "could not put the job back into the queue" in one.last.reason
     assert "Unable to contact slurm controller" in capsys.readouterr().err
 
 
@@ -191,7 +191,10 @@ def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
     leave(one.assignment, conclude(one.assignment, attempt, STOPPED))
 
     assert one.slurm.orders() == ["scontrol requeue 7"]
-    assert "a record was not written: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert (
+        "could not write a record, and goes on without it: [Errno 28] No space left on device"
+        in capsys.readouterr().err
+    )
 
 
 def excluded(one: Supervised) -> list[str]:

@@ -332,7 +332,9 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         partition(),
         {},
         spec(time_limit_min=2, slurm={"signal_lead_s": 120}),
-        ["the run is told to leave 120 s before, and Slurm may do so 60 s earlier still: it gets nowhere"],
+        [
+            "the run is asked to stop 120 s before the limit, and Slurm may ask 60 s earlier: this leaves no time to train"
+        ],
     ),
     ("told to stop a little later", partition(), {}, spec(time_limit_min=2, slurm={"signal_lead_s": 59}), []),
     (

@@ -73,13 +73,13 @@ def test_the_rank_that_keeps_the_others_waiting_is_named_with_the_line_where_it_
     )
 
     stands = read_stands(run, 0, 2)
-    bereft = {rank for rank, log in enumerate(logs) if "Connection closed by peer" in log.read_text()}
+    lost_peer = {rank for rank, log in enumerate(logs) if "Connection closed by peer" in log.read_text()}
     assert [stand.rank for stand in stands] == bitten_ranks, [log.read_text() for log in logs]
     assert all(stand.waits_for_others == (stand.rank != late) for stand in stands)
-    found = laggard(stands, 2, bereft=bereft)
+    found = laggard(stands, 2, lost_peer=lost_peer)
     assert found is not None
     assert found[0] == late
-    assert found[1].startswith("stands in <string>:")
+    assert found[1].startswith("is in <string>:")
     assert found[1].endswith(" in __getitem__")
 
 
@@ -115,7 +115,7 @@ def test_a_rank_stands_where_its_main_thread_does(code: str, run: RunDir) -> Non
     assert stand.frames[-1].endswith(" in <module>")
     assert stand.stacks.startswith("Timeout (0:00:00.4")
     assert not stand.waits_for_others
-    assert laggard([stand], 1) == (0, f"stands in {stand.place}")
+    assert laggard([stand], 1) == (0, f"is in {stand.place}")
 
 
 def test_of_two_bites_in_one_log_the_last_counts(run: RunDir) -> None:
@@ -170,17 +170,17 @@ IN_C: tuple[str, ...] = ()
 @pytest.mark.parametrize(
     ("places", "world_size", "found"),
     [
-        ([WAITS, WORKS, WAITS], 3, (1, "stands in /data/photos.py:12 in __getitem__")),
-        ([WAITS, None, WAITS], 3, (1, "says nothing: it is frozen, or cut off")),
-        ([WORKS, None, WAITS], 3, (1, "says nothing: it is frozen, or cut off")),
-        ([WAITS, IN_C], 2, (1, "stands in a place without Python")),
+        ([WAITS, WORKS, WAITS], 3, (1, "is in /data/photos.py:12 in __getitem__")),
+        ([WAITS, None, WAITS], 3, (1, "printed no stack: it is stopped, or its node is cut off")),
+        ([WORKS, None, WAITS], 3, (1, "printed no stack: it is stopped, or its node is cut off")),
+        ([WAITS, IN_C], 2, (1, "is in code without a Python frame")),
         ([WAITS, WAITS], 2, None),
         ([WORKS, WORKS], 2, None),
         ([None, None, WAITS], 3, None),
-        ([None, None, WORKS, WAITS], 4, (2, "stands in /data/photos.py:12 in __getitem__")),
-        ([WORKS], 1, (0, "stands in /data/photos.py:12 in __getitem__")),
-        ([WAITS], 1, (0, f"stands in {WAITS[0]}")),
-        ([None], 1, (0, "says nothing: it is frozen, or cut off")),
+        ([None, None, WORKS, WAITS], 4, (2, "is in /data/photos.py:12 in __getitem__")),
+        ([WORKS], 1, (0, "is in /data/photos.py:12 in __getitem__")),
+        ([WAITS], 1, (0, f"is in {WAITS[0]}")),
+        ([None], 1, (0, "printed no stack: it is stopped, or its node is cut off")),
     ],
     ids=[
         "one works, the others wait",
@@ -207,8 +207,8 @@ def test_the_laggard_is_who_does_not_wait_or_the_only_one_that_is_silent(
 def test_who_lost_the_connection_to_one_that_was_bitten_before_is_not_the_silent_one() -> None:
     stands = [Stand(1, WORKS, "")]
 
-    assert laggard(stands, 2) == (0, "says nothing: it is frozen, or cut off")
-    assert laggard(stands, 2, bereft={0}) == (1, f"stands in {WORKS[0]}")
+    assert laggard(stands, 2) == (0, "printed no stack: it is stopped, or its node is cut off")
+    assert laggard(stands, 2, lost_peer={0}) == (1, f"is in {WORKS[0]}")
 
 
 def test_a_call_that_is_made_from_within_torch_far_up_the_stack_is_no_waiting() -> None:

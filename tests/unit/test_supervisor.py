@@ -175,7 +175,7 @@ def test_supervisors_that_die_without_a_new_checkpoint_end_the_run_with_the_reas
     (last,) = Ledger.read(run).attempts
     assert code == exit_codes.GAVE_UP
     assert (last.ending, last.cause, last.next) == ("failed", "supervisor died", "")
-    assert last.reason.startswith("the supervisor was killed by signal 9; 1 attempts in a row")
+    assert last.reason.startswith("the supervisor was killed by signal 9 (SIGKILL); 1 attempt ended without")
     assert slurm.orders() == []
 
 
@@ -207,7 +207,7 @@ def test_steps_that_a_dead_supervisor_has_left_are_cancelled(
 
     allocation = read_allocation(os.environ)
     assert allocation is not None
-    takeover.end_what_lives(run, allocation, os.environ)
+    takeover.end_leftover_steps(run, allocation, os.environ)
 
     if holder is not None:
         os.close(holder)

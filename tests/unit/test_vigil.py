@@ -219,7 +219,7 @@ def test_a_silence_ends_the_workers_once_and_later_than_their_own_watchdogs(has_
     told = looks(watching, every(LOOK_S, 3 * SILENT_FOR_S))
 
     assert told == [(NOW + SILENT_FOR_S + LOOK_S, "end")]
-    assert watching.is_wedged
+    assert watching.is_unresponsive
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -234,7 +234,7 @@ def test_any_sign_of_life_breaks_the_silence(which: int, tmp_path: Path) -> None
         told += looks(watching, [moment])
 
     assert told == []
-    assert not watching.is_wedged
+    assert not watching.is_unresponsive
 
 
 def test_a_sign_of_life_that_another_nodes_clock_puts_into_the_past_counts(tmp_path: Path) -> None:
@@ -300,5 +300,5 @@ def test_a_job_that_was_suspended_for_longer_than_a_hang_is_told_from_one_that_h
     woken = NOW + LOOK_S + asleep_s
 
     assert told == []
-    assert watching.has_just_slept(woken + 10) is is_seen
-    assert not watching.has_just_slept(woken + 10 * SILENCE_LAG_S)  # a hang from then on is one
+    assert watching.was_just_suspended(woken + 10) is is_seen
+    assert not watching.was_just_suspended(woken + 10 * SILENCE_LAG_S)  # a hang from then on is one

@@ -25,7 +25,7 @@ from tests.unit.held_signals import signals_held_back
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED
 REFUSED, FENCED, PORT_TAKEN = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.PORT_TAKEN
-UNHEARD = exit_codes.UNHEARD
+STOPPED_EARLY = exit_codes.STOPPED_EARLY
 PATIENCE_S = 60.0
 SOON_S = 0.3
 """How long those who are told to leave are given, where a test is about those who do not."""
@@ -95,7 +95,7 @@ def until(condition: Callable[[], object]) -> None:
 def await_news(workers: Workers) -> int:
     """Wait as a supervisor does."""
     deadline = time.monotonic() + PATIENCE_S
-    while (code := workers.news()) is None:
+    while (code := workers.poll()) is None:
         assert time.monotonic() < deadline, "they should be over by now"
         processes.await_signal(min(workers.patience_s(), 0.05))
     return code
@@ -184,7 +184,14 @@ def test_a_step_that_dies_is_a_failure_and_the_next_attempt_has_a_new_one(
 
 @pytest.mark.parametrize(
     ("code", "meaning"),
-    [(128 + 12, UNHEARD), (128 + 15, UNHEARD), (128 + 9, FAILED), (128 + 11, FAILED), (15, FAILED), (1, FAILED)],
+    [
+        (128 + 12, STOPPED_EARLY),
+        (128 + 15, STOPPED_EARLY),
+        (128 + 9, FAILED),
+        (128 + 11, FAILED),
+        (15, FAILED),
+        (1, FAILED),
+    ],
 )
 def test_a_step_that_dies_of_a_stop_signal_was_told_before_it_could_listen(
     code: int, meaning: int, make_step: Callable[..., Step]
@@ -241,7 +248,7 @@ def test_a_node_that_is_done_ends_no_other(code: int, make_step: Callable[..., S
     until(lambda: step.orders == ["start"])
 
     for _ in range(20):
-        assert step.workers.news() is None
+        assert step.workers.poll() is None
         processes.await_signal(0.01)
     step.workers.stop()
 
@@ -411,8 +418,8 @@ def run(tmp_path: Path) -> RunDir:
         (1, None, {}, FAILED),
         (1, None, {"is_input_error": True}, REFUSED),
         (137, None, None, FAILED),
-        (140, None, None, UNHEARD),  # of a stop signal, before they could listen
-        (143, None, None, UNHEARD),
+        (140, None, None, STOPPED_EARLY),  # of a stop signal, before they could listen
+        (143, None, None, STOPPED_EARLY),
         (143, None, {}, FAILED),
         (143, FAILED, None, FAILED),
     ],
