@@ -18,7 +18,10 @@ PLAIN = (
     "slurm",
     "rendezvous",
     "config",
+    "drill",
     "job",
+    "train",
+    "watch",
     "containers.py",
     "discretion.py",
     "durable.py",
@@ -41,6 +44,8 @@ PLAIN = (
     "../envs/sites",
 )
 """Files and directories whose texts are edited, from the package's directory on."""
+TO_EDIT = ("train/checkpoint.py", "train/restore.py", "train/training_state.py")
+"""Files in those directories that are still to be edited; one need not exist."""
 
 BANNED = (
     # From the list that replaced the house's own language by the field's.
@@ -96,7 +101,13 @@ def files_of(room: str) -> list[Path]:
     """Return the files of a room."""
     path = PACKAGE / room
     return (
-        sorted(file for file in path.rglob("*") if file.suffix in {".py", ".j2", ".yaml"}) if path.is_dir() else [path]
+        sorted(
+            file
+            for file in path.rglob("*")
+            if file.suffix in {".py", ".j2", ".yaml"} and file not in {PACKAGE / one for one in TO_EDIT}
+        )
+        if path.is_dir()
+        else [path]
     )
 
 
