@@ -69,7 +69,7 @@ def _as_tuple(value: Any, arms: tuple[Any, ...]) -> tuple[Any, ...]:
     _require(value, isinstance(value, (list, tuple)))
     items = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
     _require(value, len(value) == len(items))
-    return tuple(as_field(one, item) for one, item in zip(value, items, strict=True))
+    return tuple(as_field(annotation, item) for annotation, item in zip(value, items, strict=True))
 
 
 def _as_plain(value: Any, wanted: Any) -> Any:

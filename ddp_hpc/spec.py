@@ -393,7 +393,8 @@ class SlurmSpec(_Checked):
     signal_to: Literal["steps", "batch"] = "steps"
     """Who gets that signal: the job's steps, or the batch shell alone (`--signal=B:...`), which some sites require."""
     hasten: Literal["auto", "never"] = "auto"
-    """Whether `submit --wait` and `--follow` shorten the site's delay of a requeued job. `requeue --now` always does."""
+    """Whether `submit --wait` and `--follow` start a requeued job before Slurm's delay is over: `auto`, yes; `never`, only
+    `ddp-hpc requeue --now` does."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Any other flag of sbatch (`slurm.extra.switches=1`); `true` adds a flag without a value, `false` leaves it out."""
     modules: tuple[str, ...] = ()

@@ -209,7 +209,7 @@ class Change:
 
     def __str__(self) -> str:
         """Return `train.lr 0.1 -> 0.2`; values that may be secrets are hidden."""
-        old, new = (repr(one) if is_key_shown(self.key, one) else HIDDEN for one in (self.old, self.new))
+        old, new = (repr(value) if is_key_shown(self.key, value) else HIDDEN for value in (self.old, self.new))
         return f"{self.key} {old} -> {new}"
 
 
@@ -225,8 +225,8 @@ def changes(old: RunSpec, new: RunSpec) -> list[Change]:
 
 def _is_filled(key: str, *leaves: Mapping[str, Any]) -> bool:
     """Tell whether a section is empty in one spec and has keys in the other: these keys are the changes then."""
-    is_empty = any(one.get(key) == {} for one in leaves)
-    return is_empty and any(other.startswith(f"{key}.") for one in leaves for other in one)
+    is_empty = any(of_spec.get(key) == {} for of_spec in leaves)
+    return is_empty and any(other.startswith(f"{key}.") for of_spec in leaves for other in of_spec)
 
 
 HIDDEN = "(not shown)"

@@ -95,9 +95,9 @@ def _find(environ: Mapping[str, str], named: str | None, host: Callable[[], str]
         asked = environ[PROFILE_VARIABLE]
         return _named(asked, f"{PROFILE_VARIABLE} names it", environ) if asked else None
     for folder in profile_dirs(environ):
-        if fitting := [(one, pattern) for one in _profiles_in(folder) if (pattern := _pattern_for(one, host()))]:
+        if fitting := [(path, pattern) for path in _profiles_in(folder) if (pattern := _pattern_for(path, host()))]:
             if len(fitting) > 1:
-                several = " and ".join(f"{one.name} ({pattern!r})" for one, pattern in fitting)
+                several = " and ".join(f"{path.name} ({pattern!r})" for path, pattern in fitting)
                 raise ConfigError(
                     f"Several site profiles in {folder} are for this host, {host()}: {several}. "
                     f"Make their `site.hosts` differ, or name one in {PROFILE_VARIABLE}."
@@ -139,7 +139,9 @@ def _pattern_for(path: Path, host: str) -> str | None:
     section = read_mapping(path).get("site") or {}
     patterns = section.get("hosts") or [] if isinstance(section, dict) else []
     return (
-        next((str(one) for one in patterns if _is_host(str(one), host)), None) if isinstance(patterns, list) else None
+        next((str(pattern) for pattern in patterns if _is_host(str(pattern), host)), None)
+        if isinstance(patterns, list)
+        else None
     )
 
 
@@ -167,7 +169,7 @@ def read_profile(path: Path, why: str, environ: Mapping[str, str] | None) -> Pro
     for name, section in {"site": about, "partitions": partitions}.items():
         if not isinstance(section, dict):
             raise ConfigError(
-                f"`{name}` is {section!r} ({path}, line {lines[name]}), but it is a section: set the keys below it."
+                f"`{name}` is {section!r} ({path}, line {lines[name]}), but it must be a section: set the keys below it."
             )
     source = f"site profile {path}"
     return Profile(
@@ -187,7 +189,7 @@ def _partition(name: str, section: Any, origin: Origin, environ: Mapping[str, st
         if section is None:
             return ()
         raise ConfigError(
-            f"`partitions.{name}` is {section!r} ({origin}), but it is a section: set keys such as `resources` below it."
+            f"`partitions.{name}` is {section!r} ({origin}), but it must be a section: set keys such as `resources` below it."
         )
     settings = _expanded(settings_in(section, origin), environ)
     if any(setting.key == "slurm.partition" for setting in settings):

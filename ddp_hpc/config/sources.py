@@ -159,7 +159,9 @@ def _flatten_mapping(section: str, mapping: Mapping[Any, Any], origin: Origin) -
     for key, value in mapping.items():
         here = replace(origin, line=lines.get(key, origin.line))
         if not isinstance(key, str):
-            raise ConfigError(f"{section or 'The file'} has the key {key!r} ({here}), but a key must be text.")
+            raise ConfigError(
+                f"{section or 'The file'} has the key {key!r} ({here}), but a key must be text. Put it in quotes."
+            )
         yield from _flatten(f"{section}.{key}" if section else key, value, here)
 
 
@@ -183,7 +185,7 @@ def _flatten_section(name: str, value: Any, origin: Origin) -> Iterator[Setting]
     if not isinstance(value, dict):
         ours = ours_for(name) or ""
         such = f", such as `{ours}`" if ours.startswith(f"{name}.") else ""
-        raise ConfigError(f"`{name}` is {value!r} ({origin}), but it is a section: set the keys below it{such}.")
+        raise ConfigError(f"`{name}` is {value!r} ({origin}), but it must be a section: set the keys below it{such}.")
     if not value and name in all_keys():
         yield Setting(name, {}, origin)  # `recipe.args={}` removes what earlier sources set there
     yield from _flatten_mapping(name, value, origin)

@@ -122,13 +122,13 @@ def by_speed(interface: Interface) -> tuple[int, int, str]:
 
 def accepted(interfaces: Iterable[Interface], preferred: Sequence[str] = ()) -> list[Interface]:
     """Return the interfaces on which ranks can meet: the preferred ones first, then the fastest."""
-    usable_ones = (one for one in interfaces if refusal(one) is None)
-    return sorted(usable_ones, key=lambda one: (_preference(one, preferred), by_speed(one)))
+    usable_nics = (nic for nic in interfaces if refusal(nic) is None)
+    return sorted(usable_nics, key=lambda nic: (_preference(nic, preferred), by_speed(nic)))
 
 
-def _preference(one: Interface, preferred: Sequence[str]) -> int:
+def _preference(nic: Interface, preferred: Sequence[str]) -> int:
     """Return the number of the first pattern that fits; if none does, the number of patterns."""
-    return next((number for number, pattern in enumerate(preferred) if fnmatchcase(one.name, pattern)), len(preferred))
+    return next((number for number, pattern in enumerate(preferred) if fnmatchcase(nic.name, pattern)), len(preferred))
 
 
 def choose_fabric(
@@ -148,7 +148,7 @@ def choose_fabric(
     zero = order[0]
     candidates = accepted(facts_by_node[zero], preferred)
     if not candidates:
-        found = "; ".join(f"{one.name}: {refusal(one)}" for one in facts_by_node[zero])
+        found = "; ".join(f"{nic.name}: {refusal(nic)}" for nic in facts_by_node[zero])
         raise ConfigError(
             f"{zero} has no network interface on which ranks can meet ({found or 'it has none'}). "
             f"Set MASTER_ADDR to an address of {zero} that the other nodes can reach."
@@ -163,16 +163,16 @@ def choose_fabric(
         address=str(taken.address),
         rule=f"{_asked_for(taken.interface, candidates, preferred)}{taken.rule}",
         refused=tuple(
-            Refused(one.name, refusal(one) or passed_over.get(one.name) or _behind(one, taken.interface, preferred))
-            for one in facts_by_node[zero]
-            if one != taken.interface
+            Refused(nic.name, refusal(nic) or passed_over.get(nic.name) or _behind(nic, taken.interface, preferred))
+            for nic in facts_by_node[zero]
+            if nic != taken.interface
         ),
     )
 
 
-def _behind(one: Interface, taken: Interface, preferred: Sequence[str]) -> str:
-    is_less_wanted = _preference(one, preferred) > _preference(taken, preferred)
-    return f"{'not preferred' if is_less_wanted else 'slower'}: {_described(one)}"
+def _behind(nic: Interface, taken: Interface, preferred: Sequence[str]) -> str:
+    is_less_wanted = _preference(nic, preferred) > _preference(taken, preferred)
+    return f"{'not preferred' if is_less_wanted else 'slower'}: {_described(nic)}"
 
 
 def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Sequence[str]) -> str:
@@ -182,7 +182,7 @@ def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Seq
     patterns = ", ".join(preferred)
     if _preference(taken, preferred) == len(preferred):
         return f"no interface that `network.interfaces` names ({patterns}) reaches all nodes; "
-    num_fitting = sum(_preference(one, preferred) < len(preferred) for one in candidates)
+    num_fitting = sum(_preference(nic, preferred) < len(preferred) for nic in candidates)
     return f"`network.interfaces` names it ({patterns}); {'of those interfaces, ' if num_fitting > 1 else ''}"
 
 
@@ -205,39 +205,39 @@ def _shared(
 ) -> tuple[_Taken | None, dict[str, str]]:
     """Choose the fastest network whose subnet all nodes share, or None; and say why faster ones are refused."""
     passed_over: dict[str, str] = {}
-    for one in candidates:
-        for network, address in _networks(one):
+    for nic in candidates:
+        for network, address in _networks(nic):
             problem = _not_shared(network, address, zero, others)
             if problem is None:
-                where = f"{network}, {_described(one)}{_other_names(one, network, others)}"
+                where = f"{network}, {_described(nic)}{_other_names(nic, network, others)}"
                 return _Taken(
-                    one, address, f"the fastest network that all {len(others) + 1} nodes are on: {where}"
+                    nic, address, f"the fastest network that all {len(others) + 1} nodes are on: {where}"
                 ), passed_over
-            passed_over.setdefault(one.name, problem)
+            passed_over.setdefault(nic.name, problem)
     return None, passed_over
 
 
 def _routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> _Taken:
     """Choose the fastest kind of network that all nodes have, or else the fastest network; routers must connect the subnets."""
-    for one in candidates:
-        if all(any(fabric(theirs) == fabric(one) for theirs in has) for has in others.values()):
-            rule = f"no subnet has all nodes; {fabric(one)} is the fastest kind that all nodes have, and routers must connect them"
-            return _Taken(one, usable(one)[0], rule)
+    for nic in candidates:
+        if all(any(fabric(theirs) == fabric(nic) for theirs in has) for has in others.values()):
+            rule = f"no subnet has all nodes; {fabric(nic)} is the fastest kind that all nodes have, and routers must connect them"
+            return _Taken(nic, usable(nic)[0], rule)
     best = candidates[0]
     rule = f"the nodes share neither a subnet nor a kind of network; this is the fastest of {zero}, and routers must connect them"
     return _Taken(best, usable(best)[0], rule)
 
 
-def _networks(one: Interface) -> list[tuple[Network, Address]]:
+def _networks(nic: Interface) -> list[tuple[Network, Address]]:
     """Return the routable subnets of an interface, and its address in each, IPv4 first."""
-    both = [ipaddress.ip_interface(text) for text in one.addresses]
+    both = [ipaddress.ip_interface(text) for text in nic.addresses]
     return sorted(((it.network, it.ip) for it in both if is_routable(it.ip)), key=lambda pair: pair[1].version)
 
 
 def _not_shared(network: Network, address: Address, zero: str, others: Mapping[str, Sequence[Interface]]) -> str | None:
     """Return why not all nodes share a subnet of rank zero's node, or None if they do."""
     for node, interfaces in others.items():
-        theirs = [ip for one in interfaces for ip in usable(one) if ip in network]
+        theirs = [ip for nic in interfaces for ip in usable(nic) if ip in network]
         if not theirs:
             return f"{node} has no address in {network}"
         if address in theirs:  # container bridges have the same address on every node
@@ -245,7 +245,7 @@ def _not_shared(network: Network, address: Address, zero: str, others: Mapping[s
     return None
 
 
-def _other_names(one: Interface, network: Network, others: Mapping[str, Sequence[Interface]]) -> str:
+def _other_names(nic: Interface, network: Network, others: Mapping[str, Sequence[Interface]]) -> str:
     """Return the names of the interface on other nodes, each with one node as an example."""
     names = {
         theirs.name: node
@@ -253,11 +253,11 @@ def _other_names(one: Interface, network: Network, others: Mapping[str, Sequence
         for theirs in interfaces
         if any(ip in network for ip in usable(theirs))
     }
-    return "".join(f"; {node} calls it {name}" for name, node in sorted(names.items()) if name != one.name)
+    return "".join(f"; {node} calls it {name}" for name, node in sorted(names.items()) if name != nic.name)
 
 
-def _described(one: Interface) -> str:
-    return fabric(one) if one.speed_mbps is None else f"{fabric(one)}, {one.speed_mbps} Mbit/s"
+def _described(nic: Interface) -> str:
+    return fabric(nic) if nic.speed_mbps is None else f"{fabric(nic)}, {nic.speed_mbps} Mbit/s"
 
 
 def source_address(address: str) -> str | None:
@@ -278,4 +278,4 @@ def holder(address: str | None, interfaces: Iterable[Interface]) -> Interface | 
     if address is None:
         return None
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    return next((one for one in interfaces if wanted in one.ips), None)
+    return next((nic for nic in interfaces if wanted in nic.ips), None)

@@ -91,9 +91,9 @@ def local_interfaces() -> tuple[Interface, ...]:
             is_up=name in stats and stats[name].isup,
             speed_mbps=(stats[name].speed if name in stats else 0) or None,
             addresses=tuple(
-                with_prefix(one.address, one.netmask)
-                for one in addresses[name]
-                if one.family in (socket.AF_INET, socket.AF_INET6)
+                with_prefix(address.address, address.netmask)
+                for address in addresses[name]
+                if address.family in (socket.AF_INET, socket.AF_INET6)
             ),
             is_point_to_point=name in stats and "pointopoint" in stats[name].flags.split(","),
         )
@@ -145,7 +145,7 @@ def as_plain(interfaces: Iterable[Interface]) -> list[dict[str, Any]]:
 
 def parse_interfaces(plain: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...]:
     """Return the interfaces that `as_plain` wrote."""
-    return tuple(Interface(**{**one, "addresses": tuple(one["addresses"])}) for one in plain)
+    return tuple(Interface(**{**row, "addresses": tuple(row["addresses"])}) for row in plain)
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class StepTask:
 
     @property
     def local_world_size(self) -> int:
-        """Tasks of this node."""
+        """Number of tasks on this node."""
         return self.tasks_per_node[self.node_rank]
 
     @property
@@ -145,7 +145,7 @@ class CpuGrant:
     num_of_task: int
     """To this process and its children."""
     num_of_job: int
-    """To the whole job, on this node."""
+    """To all processes of the job on this node."""
 
 
 def cpu_grant(environ: Mapping[str, str]) -> CpuGrant | None:

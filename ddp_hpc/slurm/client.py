@@ -91,7 +91,7 @@ def is_here(environ: Mapping[str, str]) -> bool:
 
 
 def is_no_answer(text: str) -> bool:
-    """Tell whether a command's errors say that Slurm does not answer, rather than what it answered."""
+    """Tell whether a command failed because Slurm does not answer."""
     return _NO_ANSWER.search(text) is not None
 
 

@@ -375,7 +375,7 @@ def parse_shapes(text: str) -> list[NodeShape]:
 
 
 _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]*[^:,(0-9][^:,(]*):)?(\d+)")
-"""`gpu:4`, `gpu:a100:4(S:0-1)`; of several types, all."""
+"""Matches `gpu:4` and `gpu:a100:4(S:0-1)`; one match for each type of GPU."""
 
 
 def associations_argv(user: str) -> list[str]:
@@ -447,7 +447,7 @@ def takes_jobs(node_state: str) -> bool:
 
 ESLURM_ACCESS_DENIED = "ESLURM_ACCESS_DENIED"
 _REFUSALS: Mapping[str, str] = {"access/permission denied": ESLURM_ACCESS_DENIED}
-"""What Slurm's commands print for a number of slurm_errno.h (they print no numbers) -> the number's name."""
+"""Text that Slurm's commands print for an error of slurm_errno.h -> the error's name. The commands do not print the number."""
 
 
 def refusal_code(text: str) -> str:

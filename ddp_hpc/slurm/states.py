@@ -123,9 +123,9 @@ _REASONS: dict[str, str] = {
     "launch failure limit exceeded requeued held": _HELD_AFTER_FAILURE,
     "partitiondown": "its partition is down, so Slurm starts no jobs there",
     "partitioninactive": "its partition is inactive, so Slurm accepts and starts no jobs there",
-    "partitionnodelimit": "it asks for more or fewer nodes than its partition allows for a job, so it will not start",
-    "partitiontimelimit": "its time limit is longer than its partition allows, so it will not start",
-    "partitionconfig": "it asks for more than its partition can give, so it will not start",
+    "partitionnodelimit": "it asks for more or fewer nodes than its partition allows for a job, so it will not start; cancel it, and change `resources.nodes`",
+    "partitiontimelimit": "its time limit is longer than its partition allows, so it will not start; cancel it, and lower `resources.time_limit_min`",
+    "partitionconfig": "it asks for more than its partition has, so it will not start; cancel it, and ask for less or for another partition",
     "accountnotallowed": "its account may not use this partition, so it will not start; cancel it, and submit with another `slurm.account` or `slurm.partition`",
     "qosnotallowed": "its QOS may not be used with this account or partition, so it will not start; cancel it, and submit with another `slurm.qos`",
     "invalidaccount": "its account is not valid any more, so it will not start; cancel it, and submit with another `slurm.account`",
@@ -165,7 +165,7 @@ _REASONS: dict[str, str] = {
     "outofmemory": "it ran out of memory",
     "nodefail": "a node failed",
     "deadline": "it could not end before its deadline",
-    "maxmemperlimit": "it asks for more memory than the cluster allows, so it will not start",
+    "maxmemperlimit": "it asks for more memory than the cluster allows, so it will not start; cancel it, and lower `resources.mem_gb`",
     "maxmempercpu": "it asks for more memory a CPU than the cluster allows, so it will not start",
     "maxrequeueexceeded": "it was requeued as often as the cluster allows",
     "waitingforscheduling": "Slurm has not considered it for scheduling yet",
@@ -201,11 +201,20 @@ _RESOURCES = {
 
 
 _LIMITS = {
-    ("min", ""): "it asks for less than its {whose} demands of a job ({what}), so it will not start",
+    (
+        "min",
+        "",
+    ): "it asks for less than its {whose} demands of a job ({what}), so it will not start; cancel it, and ask for more",
     ("budget", ""): "its {whose} has used all the time that it was granted",
     ("grp", ""): "all jobs of its {whose} together have reached a limit: {what}",
-    ("max", "perjob"): "it asks for more than its {whose} allows one job ({what}), so it will not start",
-    ("max", "pernode"): "it asks for more than its {whose} allows one job ({what} on a node), so it will not start",
+    (
+        "max",
+        "perjob",
+    ): "it asks for more than its {whose} allows one job ({what}), so it will not start; cancel it, and ask for less",
+    (
+        "max",
+        "pernode",
+    ): "it asks for more than its {whose} allows one job ({what} on a node), so it will not start; cancel it, and ask for less",
     ("max", "peraccount"): "its account has reached a limit of the {whose}: {what}",
     ("max", ""): "your jobs have reached a limit of the {whose}: {what}",
 }
