@@ -104,7 +104,7 @@ def test_a_silent_controller_is_no_refusal(
 def test_half_a_slurm_is_named(run: RunDir, slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "bin" / "srun").unlink()
 
-    with pytest.raises(ConfigError, match="there is no `srun` on PATH"):
+    with pytest.raises(ConfigError, match="`srun`, but PATH on this host has none"):
         allocate(run, {"PATH": str(tmp_path / "bin")})
 
     assert slurm.orders() == []
