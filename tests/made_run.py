@@ -10,13 +10,14 @@ from typing import Any
 
 import msgspec
 
-from ddp_hpc import checkpoint_store, ownership
-from ddp_hpc.checkpoint_store import Manifest, TensorEntry
+from ddp_hpc import checkpoint_store, ownership, shards
+from ddp_hpc.checkpoint_store import Manifest
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.failure_reports import WorkerFailure
 from ddp_hpc.ledger import record_end, record_start
 from ddp_hpc.records import Progress, write_progress
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.shards import TensorEntry
 
 CONFIG = "name: {name}\n"
 
@@ -88,7 +89,7 @@ def add_checkpoint(run: RunDir, step: int, **metrics: float) -> Path:
     staging = checkpoint_store.staging_path(run, step, 0)
     staging.mkdir()
     body = step.to_bytes(4, "little")
-    header = checkpoint_store.shard_header([TensorEntry("model/weight", "U8", (4,), 0, 4)])
+    header = shards.shard_header([TensorEntry("model/weight", "U8", (4,), 0, 4)])
     shard = checkpoint_store.write_shard(staging / checkpoint_store.shard_name(0, 1), [header, body])
     manifest = Manifest(step=step, world_size=1, shards=(shard,), state={"step": step}, metrics=metrics)
     path = checkpoint_store.commit(run, staging, manifest)

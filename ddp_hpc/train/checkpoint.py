@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 import ddp_hpc
-from ddp_hpc import checkpoint_store
-from ddp_hpc.checkpoint_store import Manifest, ShardRecord, TensorEntry
+from ddp_hpc import checkpoint_store, shards
+from ddp_hpc.checkpoint_store import Manifest
 from ddp_hpc.errors import (
     CheckpointError,
     DivergedError,
@@ -35,6 +35,7 @@ from ddp_hpc.errors import (
     WorkerError,
 )
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.shards import ShardRecord, TensorEntry
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import training_state
 from ddp_hpc.train.divergence import diverged
@@ -136,7 +137,7 @@ class Staging:
             self._buffer[entry.begin : entry.end].view(item.tensor.dtype).view(item.tensor.shape)
             for entry, item in zip(entries, named, strict=True)
         ]
-        self.header = checkpoint_store.shard_header(entries)
+        self.header = shards.shard_header(entries)
 
 
 def _whole_entry(item: NamedTensor, begin: int, end: int) -> TensorEntry:
@@ -379,4 +380,4 @@ def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:
         raise DivergedError(f"`{report['nonfinite']}` is not finite after step {step}")
     if "error" in report:
         raise CheckpointError(report["error"])
-    return checkpoint_store.read_record(report)
+    return shards.read_record(report)

@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hpc import checkpoint_store, ownership
-from ddp_hpc.checkpoint_store import ChunkReader, Manifest, RawTensor, StoredTensor, Stretch
+from ddp_hpc import checkpoint_store, ownership, shards
+from ddp_hpc.checkpoint_store import ChunkReader, Manifest
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.patience import is_there, patiently
 from ddp_hpc.records import newest_committed
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.shards import RawTensor, StoredTensor, Stretch
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.training_state import Restoration, SavedTensor, TrainingState
 
@@ -86,7 +87,7 @@ class Restorer:
             try:
                 share = Share(self._group, manifest)
                 headers = self._read(share, f"{key}/read")
-                stored = checkpoint_store.stored_tensors(path, manifest, headers)
+                stored = shards.stored_tensors(path, manifest.shards, headers)
             except CorruptCheckpointError as error:
                 if is_rank_zero:
                     self._set_aside(manifest.step, error)
@@ -201,7 +202,7 @@ class Share:
         self.manifest = manifest
         self.rank = group.rank_info.rank
         self._group = group
-        self._dealt = checkpoint_store.deal_stretches(manifest.shards, group.rank_info.world_size)
+        self._dealt = shards.deal_stretches(manifest.shards, group.rank_info.world_size)
         self.starts = [_starts(stretches) for stretches in self._dealt]
         """Where each stretch of each rank begins in what that rank reads."""
         self._lengths = [sum(one.end - one.begin for one in stretches) for stretches in self._dealt]
@@ -222,7 +223,7 @@ class Share:
     def header_lengths(self) -> dict[str, int]:
         """Return the lengths of the headers that this rank has read, by the shard's number."""
         return {
-            str(stretch.shard): checkpoint_store.header_length(self._view[begin : begin + stretch.end])
+            str(stretch.shard): shards.header_length(self._view[begin : begin + stretch.end])
             for stretch, begin in zip(self.mine, self.starts[self.rank], strict=True)
             if stretch.begin == 0
         }

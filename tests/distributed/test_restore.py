@@ -15,9 +15,10 @@ import torch
 from safetensors import safe_open
 
 from ddp_hpc import checkpoint_store, ownership, patience
-from ddp_hpc.checkpoint_store import MANIFEST, Manifest, TensorEntry, checkpoint_path, committed_steps, shard_name
+from ddp_hpc.checkpoint_store import MANIFEST, Manifest, checkpoint_path, committed_steps, shard_name
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.shards import RawTensor, TensorEntry, deal_stretches, shard_header
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import restore
 from ddp_hpc.train.checkpoint import Checkpointer
@@ -151,7 +152,7 @@ def write_by_hand(
             begin += tensor.nbytes
         body = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in entries]
         path = staging / shard_name(number, len(shards))
-        records.append(checkpoint_store.write_shard(path, [checkpoint_store.shard_header(placed), *body]))
+        records.append(checkpoint_store.write_shard(path, [shard_header(placed), *body]))
     return checkpoint_store.commit(run, staging, replace(manifest, step=step, shards=tuple(records)))
 
 
@@ -162,7 +163,7 @@ def cut(name: str, tensor: torch.Tensor, *slices: slice) -> tuple[TensorEntry, t
     return TensorEntry(name, "F32", tuple(piece.shape), 0, 0, tuple(tensor.shape), offset), piece
 
 
-def whole_file(tensors: dict[str, checkpoint_store.RawTensor]) -> list[tuple[TensorEntry, torch.Tensor]]:
+def whole_file(tensors: dict[str, RawTensor]) -> list[tuple[TensorEntry, torch.Tensor]]:
     return [
         (TensorEntry(name, raw.dtype, raw.shape, 0, 0), torch.frombuffer(bytearray(raw.data), dtype=torch.uint8))
         for name, raw in tensors.items()
@@ -244,7 +245,7 @@ def test_ranks_share_in_one_file_and_exchange_it_in_parts(tmp_path: Path, monkey
 
     assert [one["weights"] for one in ranks] == [before["weights"]] * 3
     assert [one["optimizer"] for one in ranks] == [before["optimizer"]] * 3
-    dealt = checkpoint_store.deal_stretches(manifest.shards, 3)
+    dealt = deal_stretches(manifest.shards, 3)
     sizes = [sum(one.end - one.begin for one in stretches) for stretches in dealt]
     assert sum(sizes) == manifest.shards[0].size
     assert max(sizes) < manifest.shards[0].size / 2

@@ -16,11 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import shards
 from ddp_hpc.checkpoint_store import (
     MANIFEST,
     Manifest,
-    TensorEntry,
     checkpoint_path,
     commit,
     committed_steps,
@@ -30,7 +29,6 @@ from ddp_hpc.checkpoint_store import (
     read_manifest,
     read_tensors,
     set_aside,
-    shard_header,
     shard_name,
     staging_path,
     verify,
@@ -39,6 +37,7 @@ from ddp_hpc.checkpoint_store import (
 from ddp_hpc.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from ddp_hpc.ownership import claim, remove_leftovers
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.shards import TensorEntry, shard_header
 from ddp_hpc.train import rng
 from ddp_hpc.train.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run
@@ -497,7 +496,7 @@ def test_an_export_that_fails_leaves_nothing_behind(pristine: RunDir, tmp_path: 
 def test_a_manifest_says_what_the_checkpoint_is(pristine: RunDir) -> None:
     manifest = read_manifest(checkpoint_path(pristine, NEWEST))
 
-    assert (manifest.step, manifest.world_size, manifest.format) == (NEWEST, 2, checkpoint_store.FORMAT)
+    assert (manifest.step, manifest.world_size, manifest.format) == (NEWEST, 2, shards.FORMAT)
     assert manifest.state["position"] == {"step": NEWEST, "epoch": 0, "samples_in_epoch": 5 * NEWEST}
     assert json.loads((checkpoint_path(pristine, NEWEST) / MANIFEST).read_text())["content"]["made"]["attempt"] == 0
 
