@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -104,9 +104,11 @@ def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 def global_batch_at(order: SampleOrder, position: Position, rank: int) -> GlobalBatch:
     """Return the global batch that begins at `position`, as `rank` sees it."""
     # None are left if the user changed the batch size or `drop_last` in the middle of the epoch: take the next epoch.
-    if not order.samples_left(position):
+    left = order.samples_left(position)
+    if not left:
         position = Position(step=position.step, epoch=position.epoch + 1)
-    start, end_of_epoch = position.samples_in_epoch, position.samples_in_epoch + order.samples_left(position)
+        left = order.samples_left(position)
+    start, end_of_epoch = position.samples_in_epoch, position.samples_in_epoch + left
     end = min(start + order.global_batch_size, end_of_epoch)
     samples = permutation(order.num_samples, order.seed, position.epoch)[start:end].tolist()
     per_micro_step = order.micro_batch_size * order.world_size
@@ -114,9 +116,8 @@ def global_batch_at(order: SampleOrder, position: Position, rank: int) -> Global
         _micro_batch(samples[first : first + per_micro_step], position.epoch, rank, order.world_size, filler=samples[0])
         for first in range(0, len(samples), per_micro_step)
     )
-    after = replace(position, step=position.step + 1, samples_in_epoch=end)
-    if end == end_of_epoch:
-        after = Position(step=position.step + 1, epoch=position.epoch + 1)
+    is_last = end == end_of_epoch
+    after = Position(step=position.step + 1, epoch=position.epoch + is_last, samples_in_epoch=0 if is_last else end)
     return GlobalBatch(len(samples), micro_batches, after)
 
 

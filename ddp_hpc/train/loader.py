@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
@@ -68,11 +69,11 @@ class SampleError(RuntimeError):
 class _MicroBatches:
     """The DataLoader's batch sampler: yields micro batches, each as a list of one."""
 
-    def __init__(self, sampler: RankSampler) -> None:
-        self._sampler = sampler
+    def __init__(self, global_batches: Iterable[GlobalBatch]) -> None:
+        self._global_batches = global_batches
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        for global_batch in self._sampler:
+        for global_batch in self._global_batches:
             for micro_batch in global_batch.micro_batches:
                 yield [micro_batch]
 
@@ -88,10 +89,17 @@ def load_global_batches(
     dataset: Dataset[Any], sampler: RankSampler, *, data: DataSpec, pin_memory: bool, collate: Collate | None = None
 ) -> Iterator[LoadedGlobalBatch]:
     """Yield the global batches of `sampler` with their samples; loading runs ahead, also into the next epoch."""
-    fetch = SeededFetch(dataset, sampler.order.seed, collate)
-    fetched = begin(make_loader(fetch, _MicroBatches(sampler), data=data, pin_memory=pin_memory))
-    for plan in sampler:
-        yield LoadedGlobalBatch(plan, (next(fetched) for _ in plan.micro_batches))
+    plans, ahead = tee(sampler)  # each global batch is computed once, for the loader and for the loop
+    fetch, micro_batches = SeededFetch(dataset, sampler.order.seed, collate), _MicroBatches(ahead)
+    fetched: Iterator[Fetched]
+    if data.num_workers or pin_memory:
+        fetched = begin(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory))
+    else:
+        fetched = map(
+            fetch.__getitems__, micro_batches
+        )  # what a DataLoader without processes does, without its overhead
+    for plan in plans:
+        yield LoadedGlobalBatch(plan, islice(fetched, len(plan.micro_batches)))
 
 
 def make_loader(

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ddp_hpc.spec import DataSpec
 from ddp_hpc.train import rng
-from ddp_hpc.train.data_order import Position, RankSampler, SampleOrder
+from ddp_hpc.train.data_order import GlobalBatch, Position, RankSampler, SampleOrder
 from ddp_hpc.train.loader import LoadedGlobalBatch, load_global_batches, to_device
 from tests.distributed.trial_recipe import NoisyImages
 
@@ -36,7 +36,7 @@ def load(
     rank: int = 0,
     start: Position = Position(),
 ) -> Iterator[LoadedGlobalBatch]:
-    """Walk through two epochs of ten samples in windows of four, as one rank."""
+    """RankSampler through two epochs of ten samples in windows of four, as one rank."""
     order = SampleOrder(
         num_samples=NUM_SAMPLES, seed=5, global_batch_size=4, micro_batch_size=2 // world_size, world_size=world_size
     )
@@ -122,6 +122,32 @@ def test_rows_of_tensors_taken_at_once_are_those_taken_one_by_one() -> None:
         for left, right in zip(at_once.fetched, one_by_one.fetched, strict=True):
             assert left.indices == right.indices
             assert all(torch.equal(*columns) for columns in zip(left.batch, right.batch, strict=True))
+
+
+class CountedSampler(RankSampler):
+    """Records the step after each global batch that is computed."""
+
+    made: list[int] = []  # noqa: RUF012  # the class is frozen, the list is not
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        for global_batch in super().__iter__():
+            self.made.append(global_batch.after.step)
+            yield global_batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_each_global_batch_is_computed_once_and_comes_with_all_its_micro_batches(num_workers: int) -> None:
+    order = SampleOrder(num_samples=10, seed=5, global_batch_size=4, micro_batch_size=2, world_size=1)
+    sampler = CountedSampler(order=order, start=Position(), total_steps=6, rank=0)
+    sampler.made.clear()
+    data = TensorDataset(torch.arange(10.0), torch.arange(10))
+
+    loaded = load_global_batches(data, sampler, data=DataSpec(num_workers=num_workers), pin_memory=False)
+    seen = [(window.plan, [fetched.indices for fetched in window.fetched]) for window in loaded]
+
+    assert sampler.made == [1, 2, 3, 4, 5, 6]
+    assert [plan for plan, _ in seen] == list(RankSampler(order=order, start=Position(), total_steps=6, rank=0))
+    assert all([one.indices for one in plan.micro_batches] == indices for plan, indices in seen)
 
 
 def test_loader_processes_leave_stop_signals_to_their_parent() -> None:
