@@ -1,4 +1,4 @@
-"""The family of errors we raise for users: what was asked, what was found, what to do."""
+"""The errors that users see: each says what was asked, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CheckpointError(DdpHpcError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint on disk is not what was committed."""
+    """A checkpoint on disk differs from what was committed."""
 
 
 class NewerFormatError(ConfigError):

@@ -25,7 +25,7 @@ restoring, training and saving."""
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Why a process failed, written by itself, by its agent, or by the supervisor."""
+    """Why a process failed, written by that process, its agent or the supervisor."""
 
     rank: int
     """-1 for an agent, and for a hang for which no rank can be named."""
@@ -38,13 +38,13 @@ class WorkerFailure:
     """Where its output is."""
     traceback: str = ""
     is_input_error: bool = False
-    """The input is invalid (exit 2), rather than something broke."""
+    """The input is invalid (exit code 2)."""
     is_secondary: bool = False
     """The worker failed because another one had: it lost the connection."""
     is_diverged: bool = False
     """The losses or weights are not finite."""
     signal: int | None = None
-    """The signal that killed it, where somebody else than its agent sent it."""
+    """The signal that killed it, where its agent did not send it."""
     is_hardware: bool = False
     """A device, or the library that drives it, has failed."""
     phase: Phase = ""
@@ -78,7 +78,7 @@ def is_of_hardware(error: BaseException) -> bool:
 
     PyTorch has a type for the device's errors since 2.8, `torch.AcceleratorError`; before, and for NCCL and cuDNN still, it
     raises RuntimeError or a subclass that other errors share, and only the beginning of C++'s text tells them apart. This is
-    the one place that looks at it: where the exception is at hand. By name, as only workers import torch.
+    the one place that reads it: where the exception is at hand. By name, as only workers import torch.
     """
     if not isinstance(error, RuntimeError):
         return False
@@ -92,7 +92,7 @@ def write_failure(path: Path, failure: WorkerFailure) -> None:
 
 
 def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
-    """Print and write what ended a process before its worker began; `rank` is -1 for an agent."""
+    """Print and write the error of a process that failed before its worker began; `rank` is -1 for an agent."""
     failure = failure_of(error, rank=rank, log=log, phase="starting")
     sys.stderr.write(f"error: {error}\n" if failure.is_input_error else failure.traceback)
     write_failure(path, failure)
@@ -125,11 +125,13 @@ def silent_end(code: int, step_code: int | None) -> str:
         )
     is_kill = number == signal.SIGKILL
     sender = (
-        "somebody sent it, or the kernel did because memory ran out" if is_kill else "they crashed, or somebody sent it"
+        "a user or Slurm sent it, or the kernel did because memory ran out"
+        if is_kill
+        else "they crashed, or a user or Slurm sent it"
     )
     return (
         f"signal {number} ({signal.Signals(number).name}) killed all workers before they could write an error report: "
-        f"{sender}. Look at the kernel's log (`dmesg`), or on Slurm at `sacct -j JOB --format=State,ExitCode,MaxRSS`"
+        f"{sender}. Read the kernel's log (`dmesg`), or on Slurm the output of `sacct -j JOB --format=State,ExitCode,MaxRSS`"
         f"{'; `resources.mem_gb` asks for more memory' if is_kill else ''}"
     )
 
@@ -157,7 +159,7 @@ def read_failures(run: RunDir, attempt: int) -> Sequence[WorkerFailure]:
 
 
 def _failure(record: Mapping[str, Any]) -> WorkerFailure | None:
-    """Return the report in a file; None where it is none. A key of another version is left out, one that lacks has its default."""
+    """Return the report in a file; None where the file has no report. An unknown key is left out, a missing one has its default."""
     try:
         return WorkerFailure(**{key: value for key, value in record.items() if key in WorkerFailure.__annotations__})
     except TypeError:
@@ -165,5 +167,5 @@ def _failure(record: Mapping[str, Any]) -> WorkerFailure | None:
 
 
 def first_failure(run: RunDir, attempt: int) -> WorkerFailure | None:
-    """Return the first to fail, or None where nobody wrote a report."""
+    """Return the first to fail, or None without a report."""
     return next(iter(read_failures(run, attempt)), None)

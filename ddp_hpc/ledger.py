@@ -153,7 +153,7 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What the ledger said of a run when it was read: once for each decision."""
+    """The content of a run's ledger at the moment when it was read: once for each decision."""
 
     attempts: Sequence[Attempt] = ()
     """Oldest first."""
@@ -162,7 +162,7 @@ class Ledger:
 
     @classmethod
     def read(cls, run: RunDir) -> Ledger:
-        """Read the ledger; a line that is not one of ours is skipped, and that is logged once."""
+        """Read the ledger; skip a line that does not record an attempt, and log that once."""
         fields = _fields_by_attempt(run)
         attempts = tuple(Attempt(**known) for _, known in sorted(fields.items()) if known.keys() >= _BEGUN)
         return cls(attempts, max(fields, default=-1))
@@ -277,13 +277,13 @@ def _note_odd_line(run: RunDir, text: str) -> None:
 
         _odd.add((run.attempts, text))
         log = logging.getLogger(__name__)
-        log.warning("%s has a line that is no record of an attempt; it is skipped: %.80r", run.attempts, text)
+        log.warning("%s has a line that does not record an attempt; it is skipped: %.80r", run.attempts, text)
 
 
 def record_start(  # noqa: PLR0913  # what a line of the ledger holds
     run: RunDir, *, attempt: int, job_id: str, job: JobFacts | None = None, first_step: int = 0, image: str = ""
 ) -> None:
-    """Write into the ledger that this process begins an attempt; `job` is what a cluster adds to it."""
+    """Write into the ledger that this process begins an attempt; `job` is what Slurm adds to it."""
     about_job = {} if job is None else {"cluster": "slurm", **asdict(job), "nodes": list(job.nodes)}
     append_json_line(
         run.attempts,

@@ -44,7 +44,7 @@ def claim(run: RunDir, attempt: int) -> list[str]:
 
 
 def next_attempt(run: RunDir, ledger: Ledger | None = None) -> int:
-    """Return one more than any before; one that was killed before it wrote into the ledger has only its claim."""
+    """Return the number of the next attempt; one that was killed before it wrote into the ledger has only its claim."""
     return 1 + max([(ledger or Ledger.read(run)).newest_number, *claims(run)])
 
 
@@ -65,7 +65,7 @@ def _oust_older(run: RunDir, attempt: int) -> list[str]:
 def is_ousted(run: RunDir, attempt: int) -> bool:
     """Tell whether a newer attempt has claimed the run since `attempt` did.
 
-    A claim that is missing while no newer one is there was deleted by somebody who cleaned up, or is not visible at the
+    A claim that is missing while no newer one is there was deleted by a user who cleaned up, or is not visible at the
     moment: then no other attempt owns the run. The same holds where the file system does not answer.
     """
     path = claim_path(run, attempt)
@@ -73,7 +73,7 @@ def is_ousted(run: RunDir, attempt: int) -> bool:
 
 
 def has_claim(run: RunDir, attempt: int) -> bool:
-    """Tell whether the claim of `attempt` is surely there."""
+    """Tell whether the claim of `attempt` is there; False where the file system does not answer."""
     path = claim_path(run, attempt)
     return known(path, path.is_dir, unknown=False)
 
@@ -83,7 +83,7 @@ def _is_newest(run: RunDir, attempt: int) -> bool:
 
 
 def claim_again(run: RunDir, attempt: int) -> None:
-    """Make a claim again that somebody deleted. A newer attempt sees and deletes it, or is seen here, whichever is first."""
+    """Make a claim again that was deleted by hand. A newer attempt sees and deletes it, or is seen here, whichever is first."""
     for path in (run.checkpoints, claim_path(run, attempt)):  # not their parents: see `claim`
         with suppress(FileExistsError):
             make_directory(path)

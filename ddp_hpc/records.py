@@ -22,7 +22,7 @@ _VERDICT_PATIENCE_S = 10.0
 
 
 def newest_committed(run: RunDir, ledger: Ledger | None = None) -> int:
-    """Return the newest step that the run's records say a checkpoint was committed of; 0 where they know of none."""
+    """Return the newest step that has a committed checkpoint by the run's records; 0 without one."""
     progress, ledger = read_progress(run), ledger or Ledger.read(run)
     return max(ledger.newest_committed, progress.last_checkpoint or 0 if progress else 0)
 
@@ -38,13 +38,13 @@ class QueuedJob:
     cancelled_at: float | None = None
     """When the user cancelled it, if so."""
     since: int = 0
-    """The attempt that the user's own submission began with; a job that requeued itself keeps it."""
+    """The attempt that the user's own submission began with; a requeued job, or a successor, keeps it."""
     backend: Cluster = "slurm"
     """Whose job it is."""
 
 
 def since_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attempt]:
-    """Return the attempts that belong to the user's newest submission; `queued` is the run's note of it."""
+    """Return the attempts that belong to the user's newest submission; `queued` is the run's record of it."""
     return ledger.since(queued.since if queued else 0)
 
 
@@ -68,7 +68,7 @@ def write_done(run: RunDir, *, epochs: int, max_steps: int | None) -> None:
 
 
 def is_done(run: RunDir, *, epochs: int, max_steps: int | None) -> bool:
-    """Tell whether a run has gone as far as that; more epochs or steps than before are more to do."""
+    """Tell whether a run has trained for so many epochs or steps; asking for more makes it unfinished again."""
     done = read_json(run.done)
     return done is not None and (done.get("epochs"), done.get("max_steps")) == (epochs, max_steps)
 
@@ -83,7 +83,7 @@ def ask_to_stop(
 def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
     """Return what is to follow a stop that the user has asked for, or None where the user has not.
 
-    A file with other content is a request, too: somebody has made it by hand. A file that cannot be read is none.
+    A file with other content is a request, too: a user has made it by hand. A file that cannot be read does not count.
     """
     record = known(run.stop_request, lambda: _stop_request(run), unknown=None)
     if record is None or record.get("by", "user") != "user":

@@ -64,7 +64,7 @@ class Situation:
     """Whether no process wrote an error report: perhaps none could even be started."""
     is_on_slurm: bool = True
     is_requeued_by_slurm: bool = False
-    """Whether Slurm has put the job back into the queue by itself."""
+    """Whether Slurm has requeued the job without an order of this program."""
     failed_nodes: Sequence[str] = ()
     """The nodes that failed, where that is known."""
     bad_nodes: Sequence[str] = ()
@@ -170,7 +170,7 @@ def _avoided(attempt: Attempt) -> bool:
 
 
 def bad_nodes(attempts: Sequence[Attempt], policy: RestartSpec, *, now: float) -> list[str]:
-    """Return the nodes that have failed as often as is enough within the hours that failures are remembered.
+    """Return the nodes that failed `restart.exclude_after` times or more in the last `restart.forget_h` hours.
 
     The worst come first; of those that failed equally often, the last to fail.
     """

@@ -20,7 +20,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
 _ENDED_EARLY = (
-    "a stop signal killed the workers before they had installed their signal handlers: somebody sent it to the job's steps, "
+    "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
     "or srun did because one task failed"
 )
 

@@ -16,7 +16,7 @@ from ddp_hpc.ledger import Attempt, Cause
 def failed_nodes(
     assignment: Assignment, cause: Cause, failure: WorkerFailure | None, evidence: Evidence
 ) -> tuple[str, ...]:
-    """Return the nodes whose failure it may have been. An exception of the user's code is no node's fault."""
+    """Return the nodes whose failure it may have been. An exception of the user's code counts against none."""
     if cause == Cause.NODE_FAILED:
         return tuple(evidence.lost_nodes)
     if failure is None or cause not in {Cause.HANG, Cause.WORKER_CRASHED}:

@@ -43,12 +43,12 @@ class Evidence:
 
     @property
     def is_requeued_by_slurm(self) -> bool:
-        """Whether Slurm has requeued the job by itself."""
+        """Whether Slurm has requeued the job without an order of this program."""
         return self.job is not None and (self.job.restarts or 0) > self.restart
 
     @property
     def is_preempted(self) -> bool:
-        """Whether Slurm has begun to take the job's nodes away."""
+        """Whether Slurm has begun to preempt the job."""
         return self.job is not None and self.job.preempted_at is not None
 
     @property
@@ -67,7 +67,7 @@ BY_STATE: Mapping[states.JobState, Cause] = {
 """Final state of a start of a job -> why the attempt in it ended."""
 
 CAUSES_BY_REASON: Mapping[str, Cause] = {"TimeLimit": Cause.TIME_LIMIT, "NodeDown": Cause.NODE_FAILED}
-"""Why Slurm ends a job -> why the attempt in it ended; of one that its user cancels it gives no reason."""
+"""Why Slurm ends a job -> why the attempt in it ended; a cancelled job has no reason."""
 
 
 def cause_of(evidence: Evidence) -> Cause:

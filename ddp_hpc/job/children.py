@@ -69,7 +69,7 @@ def ask_nodes(
     timeout_s: float,
     is_all_or_none: bool = False,
 ) -> NodesAnswers:
-    """Run a command of ours once on every node; it answers by `slurm.answers`, under the mark that is added to it."""
+    """Run a ddp_hpc module once on every node; `--mark` tells its answer from other output (`slurm.answers`)."""
     mark = secrets.token_hex(8)
     argv = [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), *command, f"--mark={mark}"]
     printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s)

@@ -24,7 +24,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Cpu:
-    """A CPU as the kernel numbers it; sorted, neighbours stand together."""
+    """A CPU as the kernel numbers it; sorting puts neighbours together."""
 
     package: int
     numa_node: int
@@ -88,7 +88,7 @@ def _unbound(num_seen: int, grant: CpuGrant, num_threads: str | None) -> str:
 
 
 def _assign(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int | None]) -> list[tuple[int, ...]]:
-    """Give each worker CPUs of its NUMA node where all are known and large enough; else, one part after the other."""
+    """Give each worker CPUs of its NUMA node, if all nodes are known and large enough; else, consecutive CPUs."""
     wanted = list(near[:num_workers])
     on_node = {node: [cpu for cpu in cpus if cpu.numa_node == node] for node in set(wanted)}
     if len(wanted) < num_workers or any(len(on_node[node]) < each * wanted.count(node) for node in on_node):
@@ -118,7 +118,7 @@ def _threads_last(cores: Sequence[Sequence[int]]) -> list[int]:
 
 
 def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:
-    """Return what /sys says of some CPUs; one that it says nothing of counts as a core of its own."""
+    """Return the topology of CPUs from /sys; a CPU that /sys does not show counts as a core of its own."""
     numa_nodes = _numa_nodes(root)
     return [
         Cpu(

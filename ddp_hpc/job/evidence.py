@@ -26,7 +26,7 @@ class Recorded:
 
     ledger: Ledger
     queued: QueuedJob | None
-    """The note of the newest job that was submitted."""
+    """The newest job that was submitted."""
     failures: Sequence[WorkerFailure]
     """Of this attempt, the first cause first."""
 
@@ -41,7 +41,7 @@ class Recorded:
 
     @property
     def failure(self) -> WorkerFailure | None:
-        """The first to fail; None where nobody wrote a report."""
+        """The first to fail; None without a report."""
         return self.failures[0] if self.failures else None
 
 

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guard(run: RunDir, options: Sequence[str], *, since: int) -> int:
-    """Start supervisors until one decides, or too many died one after another."""
+    """Start supervisors until one decides, or too many have died in a row."""
     num_deaths, is_stop_asked, after = 0, False, 0
     while True:
         began = time.monotonic()
@@ -86,7 +86,7 @@ def _guard(run: RunDir, options: Sequence[str], *, since: int) -> int:
 
 
 def _write_down(run: RunDir, since: int, reason: str) -> None:
-    """Record in the ledger that no supervisor goes on, if the newest attempt is one of ours, from `since` on."""
+    """Record in the ledger that no supervisor goes on, if the newest attempt is of this guardian, from `since` on."""
     try:
         newest = Ledger.read(run).newest
         if newest is None or newest.attempt < since or (newest.ending is not None and not newest.next):
@@ -104,7 +104,7 @@ def _write_down(run: RunDir, since: int, reason: str) -> None:
 
 
 def _is_cancelled(run: RunDir, since: int) -> bool:
-    """Tell whether the user has ended an attempt of ours, from `since` on, by killing its supervisor."""
+    """Tell whether the user has cancelled an attempt of this guardian, from `since` on, by killing its supervisor."""
     try:
         newest = Ledger.read(run).newest
         return newest is not None and newest.attempt >= since and newest.ending == Ending.CANCELLED

@@ -1,4 +1,4 @@
-"""The report of a hang: the stacks of all ranks in one file, and which rank kept the others waiting."""
+"""The report of a hang: the stacks of all ranks in one file, and the rank that the others waited for."""
 
 from __future__ import annotations
 

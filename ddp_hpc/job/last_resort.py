@@ -1,6 +1,6 @@
 """What follows where the supervisor itself fails, by a bug or an error of the disk: a decision with fewer facts.
 
-Requeueing the job matters more than its records: what cannot be written to disk is printed to the job's log.
+Requeueing the job matters more than its records: a record that the disk does not take is printed to the job's log.
 """
 
 from __future__ import annotations

@@ -72,4 +72,4 @@ STEPS: Mapping[str, Callable[[Start], list[str]]] = {
     "srun": step_of_tasks,
     "torchrun": step_of_torchrun,
 }
-"""Key `launcher` -> the command of the step of one attempt; agents have one step for all."""
+"""Value of `launcher` -> the command of the job step of one attempt; agents have one step for all attempts."""

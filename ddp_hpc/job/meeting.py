@@ -42,7 +42,7 @@ class Meeting:
 
 
 def listen(meeting: Meeting) -> socket.socket:
-    """Return a socket that listens there and nowhere else; port 0 takes a free one.
+    """Return a socket that listens on this address only; for port 0, the kernel chooses a free port.
 
     Raises:
         PortTakenError: where the port is taken.
@@ -59,5 +59,5 @@ def listen(meeting: Meeting) -> socket.socket:
 
 
 def own_address(address: str) -> str:
-    """Return the address by which this node reaches `address`, and is reached by whoever is there."""
+    """Return the address by which this node reaches `address`, and is reached from there."""
     return source_address(address) or address

@@ -22,7 +22,7 @@ from ddp_hpc.slurm.allocation import Allocation
 
 PROBE_TIMEOUT_S = 60.0
 MOST_PORTS = 20
-"""How many ports to try before we believe that something else is wrong."""
+"""How many ports to try; if all are in use, something else is wrong."""
 
 
 def meetings(
@@ -31,7 +31,7 @@ def meetings(
     """Yield endpoints, the best first; the user's own MASTER_ADDR and MASTER_PORT win, then `preferred` interfaces.
 
     Raises:
-        ConfigError: where rank zero's node has no network, or a port the user named is no number.
+        ConfigError: where rank zero's node has no network, or MASTER_PORT is not a port.
         WorkerError: where no address of rank zero's node is known.
     """
     given = environ.get("MASTER_ADDR")
@@ -71,7 +71,7 @@ def _number(text: str) -> int:
 
 
 def _choice(allocation: Allocation, environ: Mapping[str, str], preferred: Sequence[str]) -> Choice:
-    """Choose among the networks that rank zero's node is on, by what all nodes say where that matters."""
+    """Choose among the networks of rank zero's node; ask all nodes where that can change the choice."""
     here = local_interfaces()
     first, *others = allocation.node_names
     is_plain = not others or sum(refusal(interface) is None for interface in here) == 1
@@ -112,6 +112,6 @@ def _by_name(first: str) -> Choice:
 
 
 def _explained(choice: Choice) -> tuple[str, str]:
-    """Return the address, and what the job's log says once about why."""
+    """Return the address, and for the job's log, why it was chosen."""
     refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
     return choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"

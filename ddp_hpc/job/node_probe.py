@@ -1,4 +1,4 @@
-"""Which nodes cannot even start a worker: asked one by one where attempts end and no process says why."""
+"""Finds the nodes that cannot start a worker: tries each one, after attempts that ended without an error report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 
 TIMEOUT_S = 180.0
-"""How long a node may take to start Python and to import what a worker needs, others at it as well."""
+"""How long a node may take to start Python and to import what a worker needs, while other nodes do the same."""
 _AT_A_TIME = 16
 _UNEXPLAINED = (Cause.WORKER_CRASHED, Cause.UNEXPLAINED)
 """Causes of attempts that end without an error report. Where one task cannot start, srun sends SIGTERM to the others; a
-task whose Python has not installed its handlers yet dies of it, which looks like an early stop signal."""
+task whose Python has not installed its handlers yet is killed by it, which looks like an early stop signal."""
 _CAN = "ddp-hpc-can-start"
 _CODE = (
     "import importlib, os, sys; from ddp_hpc.job.surroundings import make_users_code_importable; "
@@ -59,7 +59,7 @@ def blame(assignment: Assignment, housing: CommandWrapper, attempt: int, outcome
 
 
 def _is_unexplained(run: RunDir, attempt: int, outcome: Outcome) -> bool:
-    """Tell whether an attempt failed and nothing is known of why."""
+    """Tell whether an attempt failed without a known reason."""
     was_asked = outcome.is_out_of_time or outcome.was_signalled
     is_explained = outcome.reason or outcome.lost_nodes or outcome.is_unresponsive or was_asked
     has_failed = outcome.code in (exit_codes.FAILED, exit_codes.STOPPED_EARLY)

@@ -89,7 +89,7 @@ def _failed_nodes(attempt: Attempt, environ: Mapping[str, str]) -> tuple[str, ..
 
 
 def nodes_to_avoid(assignment: Assignment, ledger: Ledger) -> tuple[str, ...]:
-    """Return the nodes of this job that have failed too often, as far as the cluster has enough others."""
+    """Return the nodes of this job that have failed too often, as long as the partition has enough others."""
     spared = set(nodes_to_spare(assignment, ledger))
     return tuple(node for node in assignment.nodes if node in spared)
 

@@ -115,7 +115,7 @@ def _ledger(run: RunDir) -> Ledger:
 
 
 def _requeue(assignment: Assignment, ledger: Ledger) -> None:
-    """Requeue the job; a refusal is no error where the job is back already, by Slurm or by an order whose answer was lost."""
+    """Requeue the job; ignore a refusal where it is back already, by Slurm or by an order whose answer was lost."""
     allocation = assignment.allocation
     assert allocation is not None  # noqa: S101  `leave` looked
     try:
@@ -168,7 +168,7 @@ def _note(assignment: Assignment, conclusion: Conclusion, queued: QueuedJob | No
 
 
 def _excluded(assignment: Assignment, ledger: Ledger, lost: Sequence[str]) -> str:
-    """Return the list of nodes that the next job should not get: the user's, and as many bad ones as can be spared."""
+    """Return the list of nodes that the next job should not get: those of `slurm.exclude`, and failed ones as long as enough others are left."""
     return ",".join(filter(None, [assignment.spec.slurm.exclude, *sorted(nodes_to_spare(assignment, ledger, lost))]))
 
 
@@ -183,8 +183,8 @@ def _exclude(assignment: Assignment, ledger: Ledger, nodes: Sequence[str]) -> No
     if allocation is None or not has_failed:
         return
     text = _excluded(assignment, ledger, nodes)
-    # Slurm changes ExcNodeList of pending jobs only (scontrol(1)), and `scontrol requeue` returns while the job still runs.
-    # So the update is refused until Slurm has begun to end this start of the job.
+    # Slurm changes ExcNodeList of pending jobs only ("Job is no longer pending execution"), and `scontrol requeue` returns
+    # while the job still runs. So the update is refused until Slurm has begun to end this start of the job.
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(ConfigError, SlurmUnavailableError):

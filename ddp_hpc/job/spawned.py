@@ -1,8 +1,8 @@
-"""One worker in a process of its own, which an agent starts where it must not fork: each imports everything itself.
+"""One worker in a new process, which an agent starts where it must not fork; it imports everything itself.
 
     python -m ddp_hpc.job.spawned RUN_DIR --worker ddp_hpc.train.worker --attempt 0 --agent 4711 --cpus 0,1 --listen-fd 5
 
-Its rank is in the environment.
+The agent sets its rank in the environment.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _read(run: RunDir, attempt: int, rank: int) -> Stand | None:
 
 
 def _main_frames(stacks: str) -> list[str]:
-    """Return the frames of the main thread, which has none of `threading` at its bottom."""
+    """Return the frames of the main thread: the one whose outermost frame is not in `threading`."""
     for thread in _THREAD.finditer(stacks):
         frames = [f"{match['file']}:{match['line']} in {match['function']}" for match in _FRAME.finditer(thread[1])]
         if frames and not any(part in frames[-1] for part in _NOT_MAIN):

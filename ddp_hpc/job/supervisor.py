@@ -52,7 +52,7 @@ from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
 
 SLURM_PAUSE_S = 5.0
-"""How long to wait before Slurm is asked again whether it is back."""
+"""How long to wait before the next try to reach Slurm."""
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to exit."""
 
@@ -167,7 +167,7 @@ def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is
 
 
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
-"""Errors of a file system that last until somebody repairs them."""
+"""Errors of a file system that last until a person repairs them."""
 
 
 def _settle(run: RunDir, arguments: argparse.Namespace) -> None:
@@ -326,7 +326,7 @@ def _begin(assignment: Assignment, image: str) -> int:
     """Claim the run for another attempt, and write its start into the ledger; return its number.
 
     Raises:
-        FencedError: where somebody else has claimed it.
+        FencedError: where another process has claimed it.
     """
     run, allocation = assignment.run, assignment.allocation
     ledger = Ledger.read(run)
@@ -359,7 +359,7 @@ def _facts(allocation: Allocation | None) -> JobFacts | None:
 
 
 def _ask_end(allocation: Allocation) -> float | None:
-    """Return when Slurm says that the job ends; somebody may have given it more time since it began."""
+    """Return when Slurm says that the job ends; its time limit may have changed since it began."""
     try:
         job = client.job(allocation.job_id, os.environ)
     except (ConfigError, SlurmUnavailableError):
@@ -454,7 +454,7 @@ _CUT_SHORT = (
 
 
 def _is_preempted(assignment: Assignment) -> bool:
-    """Ask whether Slurm is taking the job's nodes away."""
+    """Ask whether Slurm is preempting the job."""
     if assignment.allocation is None:
         return False
     try:

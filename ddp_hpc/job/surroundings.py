@@ -1,4 +1,4 @@
-"""What each process with a worker needs, whoever starts it: its import path, its garbage collector, its exit."""
+"""What each process with a worker needs, however it is started: its import path, its garbage collector, its exit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import NoReturn
 
 IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
-"""Variable: where the user's code is imported from, by workers alone, as PYTHONPATH has it."""
+"""Name of a variable with the import paths of the user's code, for workers only, in the format of PYTHONPATH."""
 SAFE_PATH = {"PYTHONSAFEPATH": "ddp_hpc"}
-"""Keeps Python 3.11 and newer from importing what lies in the working directory; the value tells ours from a user's own."""
+"""Keeps Python 3.11 and newer from importing what lies in the working directory; the value tells it from one that the user has set."""
 
 
 def python_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of an environment decides where a Python of ours imports from, before `make_users_code_importable`."""
+    """Return the variables that decide where a worker's Python imports from, before `make_users_code_importable`."""
     return {name: environ.get(name, "") for name in (IMPORT_PATH, "PYTHONSAFEPATH", "PYTHONPATH")}  # "" is as unset
 
 

@@ -23,7 +23,7 @@ from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec import RestartSpec, RunSpec
 
 LEAVE_S = 10.0
-"""How long the processes of a dead supervisor may take to exit by themselves: srun and the agents notice its death."""
+"""How long the processes of a dead supervisor may take to exit, as srun and the agents notice its death."""
 CANCEL_S = 30.0
 """How long Slurm may take to cancel the steps of those that do not."""
 
@@ -62,7 +62,7 @@ class Death:
     how: str
     """How the last of them ended, for people."""
     since: int = 0
-    """The number of the first attempt that may be theirs."""
+    """The number of the first attempt that they may have begun."""
 
 
 def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, str], death: Death) -> int | None:

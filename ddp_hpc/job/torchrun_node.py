@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
     """Wait for torchrun; pass stop signals on to the workers it has started, once they have handlers.
 
-    A worker whose Python has just started would die of the signal, and torchrun would report a failure.
+    A worker whose Python has just started would be killed by the signal, and torchrun would report a failure.
     """
     is_stopping = False
     while (code := torchrun.poll()) is None:

@@ -32,7 +32,7 @@ def unpack(source: Path, target: Path) -> int:
     """Copy or unpack, unless it is there already; return how many bytes were read.
 
     Raises:
-        OSError: where it cannot be read, does not fit, is no environment, or lies in a folder of somebody else's.
+        OSError: where it cannot be read, does not fit, has no Python that starts, or the folder belongs to another user.
     """
     _make_private(target.parent)
     if target.exists():  # several nodes may share a disk
@@ -64,7 +64,7 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(f"{folder} exists already, but it is no directory that only this user can write to")
+        raise OSError(f"{folder} exists already, but it is not a directory that only this user can write to")
 
 
 def link_package(package: Path, folder: Path) -> None:

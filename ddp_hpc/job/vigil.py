@@ -26,13 +26,13 @@ class Vigil:
     lead_s: float
     hang_timeout_s: float
     signs_of_life: tuple[Path, ...]
-    """Files that the workers write while all is well."""
+    """Files that the workers write as long as they make progress."""
     first_sign: Path | None = None
     """The first file that they write: once it exists, they handle stop signals."""
     ask_end: Callable[[], float | None] = lambda: None
-    """Ask when the job ends: somebody may have given it more time."""
+    """Ask when the job ends: its time limit may have changed."""
     ask_preempted: Callable[[], bool] = lambda: False
-    """Ask whether Slurm is taking the job's nodes away."""
+    """Ask whether Slurm is preempting the job."""
     is_out_of_time: bool = False
     is_signalled: bool = False
     is_unresponsive: bool = False
@@ -46,7 +46,7 @@ class Vigil:
     _has_asked: bool = False
 
     def look(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
-        """Return what is to be done about the workers now; `number` is the signal that came, if one did."""
+        """Return what to do with the workers now; `number` is the signal that came, if one did."""
         had_time = not self.is_out_of_time
         self.is_out_of_time = self.is_out_of_time or self._has_run_out(now)
         if self.is_out_of_time and not self.is_cut_short and self._is_past(self._kill_time(), now):

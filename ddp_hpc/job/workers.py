@@ -20,8 +20,8 @@ LEAVE_S = 15.0
 """How long other nodes may take to report, after one has reported a failure or the agents were ordered to end."""
 
 _KILLED_BY_STOP_SIGNAL = frozenset(code for number in processes.STOP_SIGNALS for code in (128 + number, -number))
-"""Exit codes of a step whose processes died of a stop signal. Only processes without handlers can: their Python has just
-started, so no training had begun."""
+"""Exit codes of a step whose processes a stop signal killed. It kills only processes without handlers: their Python has
+just started, so no training had begun."""
 
 
 class Workers(Protocol):
@@ -31,7 +31,7 @@ class Workers(Protocol):
     """Exit code of the command that started them, once it has ended; minus the number of a signal."""
 
     def begin(self, attempt: int, meeting: Meeting | None) -> None:
-        """Start them for an attempt; without a meeting, they have this machine to themselves."""
+        """Start them for an attempt; without a meeting, all run on this machine."""
 
     def stop(self) -> None:
         """Ask them to commit a checkpoint and exit."""
@@ -117,7 +117,7 @@ class ByAgents:
         return 3600.0 if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def silent_nodes(self) -> list[int]:
-        """Return the nodes that did not answer the order to end; none where the step ended by itself."""
+        """Return the nodes that did not answer the order to end; none where the step ended before that order."""
         return [rank for rank in range(self._num_nodes) if rank not in self._codes] if self._is_forced else []
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class ByTasks:
         processes.request_stop([self._process.pid])
 
     def end(self) -> None:
-        """Have srun end the step; where it does not, end srun."""
+        """Ask srun to end the step; the second time, kill srun."""
         is_first, self._deadline = self._deadline is None, time.monotonic() + self._leave_s
         _have_srun_end(self._process.pid, at_once=not is_first)
 

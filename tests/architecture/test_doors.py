@@ -41,6 +41,7 @@ DOORS: dict[str, set[str]] = {
     "signal": {
         "processes.py",
         "drill/injector.py",
+        "exit_codes.py",
         "failure_reports.py",
         "job/agent.py",
         "submission/local.py",

@@ -53,7 +53,7 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
     [
         (
             -signal.SIGKILL,
-            "signal 9 (SIGKILL) killed all workers before they could write an error report: somebody sent it, or the kernel did",
+            "signal 9 (SIGKILL) killed all workers before they could write an error report: a user or Slurm sent it, or the kernel did",
         ),
         (128 + signal.SIGKILL, "`resources.mem_gb` asks for more memory"),
         (

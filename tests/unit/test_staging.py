@@ -139,11 +139,11 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, archiv
     folder.mkdir()
     folder.chmod(0o777)
 
-    with pytest.raises(OSError, match="no directory that only this user can write to"):
+    with pytest.raises(OSError, match="not a directory that only this user can write to"):
         unpack(archive, folder / "env")
 
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(OSError, match="no directory that only this user can write to"):
+    with pytest.raises(OSError, match="not a directory that only this user can write to"):
         unpack(archive, tmp_path / "link" / "env")
 
 
