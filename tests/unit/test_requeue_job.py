@@ -223,7 +223,10 @@ def test_a_list_that_leaves_too_few_nodes_is_made_shorter(supervised: Make, caps
     one.killed_on(rank=0)
 
     assert excluded(one) == ["node2", ""]
-    assert "the other nodes that take jobs (0) are too few" in capsys.readouterr().err
+    assert (
+        "node1, node2 failed before, but the job may still use them: the other nodes that take jobs (0) are too few"
+        in capsys.readouterr().err
+    )
 
 
 def test_nodes_that_the_user_named_are_kept(supervised: Make) -> None:
