@@ -27,10 +27,11 @@ from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.durable import fsync_path
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
-from ddp_hpc.train import process_group, training_state
-from ddp_hpc.train.checkpoint import Checkpointer
+from ddp_hpc.train import process_group
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.training_state import TrainingState
+from ddp_hpc.train.state import training_state
+from ddp_hpc.train.state.checkpoint import Checkpointer
+from ddp_hpc.train.state.training_state import TrainingState
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
 """Where it is written: on the disk of the checkout."""

@@ -117,7 +117,7 @@ def check_forked_worker(place: Workplace) -> dict[str, Any]:
     place.submit("forked", "--wait", "recipe.target=benchmarks.gpu_check:build_in_worker", *args)
     seconds = time.monotonic() - began
     found: dict[str, Any] = json.loads(report.read_text())
-    assert "ddp_hpc.job.agent" in found.pop("parent"), "the worker was not forked by the agent"
+    assert "ddp_hpc.job.node.agent" in found.pop("parent"), "the worker was not forked by the agent"
     assert found.pop("all_reduced") == [2.0], "the all-reduce in the worker changed the values"
     assert ("nccl" in found["backend"]) == (place.device == "cuda"), f"the backend is {found['backend']!r}"
     return {**found, "submit_to_end_s": seconds}

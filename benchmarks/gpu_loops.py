@@ -23,16 +23,18 @@ from benchmarks.rounds import Row, Samples, run_rounds
 from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, DataSpec, LrScheduleSpec, OptimizerSpec, RunSpec, TrainSpec
-from ddp_hpc.train import loop, process_group, training_state
-from ddp_hpc.train.checkpoint import Checkpointer, Staging, partition_tensors
-from ddp_hpc.train.data_order import RankSampler
-from ddp_hpc.train.loader import Fetched, LoadedGlobalBatch
+from ddp_hpc.train import process_group
+from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch
+from ddp_hpc.train.data.sample_order import RankSampler
+from ddp_hpc.train.engine import loop
+from ddp_hpc.train.engine.training import configure_torch, prepare
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recipes import image_classification
+from ddp_hpc.train.state import training_state
+from ddp_hpc.train.state.checkpoint import Checkpointer, Staging, partition_tensors
+from ddp_hpc.train.state.training_state import NamedTensor
 from ddp_hpc.train.stop import StopFlag
-from ddp_hpc.train.training import configure_torch, prepare
-from ddp_hpc.train.training_state import NamedTensor
 
 NUM_BATCHES = 4
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 5e-4
@@ -40,7 +42,7 @@ NAIVE, TUNED, OURS, LOADED = "naive", "hand-tuned", "ddp_hpc", "ddp_hpc, own loa
 LOOPS = {
     NAIVE: "PyTorch's defaults: fp32 (TF32 in convolutions), NCHW, SGD",
     TUNED: "bf16 autocast, channels_last, fused SGD, torch.compile, cudnn.benchmark",
-    OURS: "ddp_hpc.train.loop: precision=bf16, channels_last, compile, fused SGD; journal and meetings on",
+    OURS: "ddp_hpc.train.engine.loop: precision=bf16, channels_last, compile, fused SGD; journal and meetings on",
     LOADED: "the same, but its own loader brings the batches from the host's memory",
 }
 """What each row is. All see the same images of the `fake` set, held on the device as fp32 NCHW batches."""

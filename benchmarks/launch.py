@@ -91,7 +91,7 @@ def plain_processes(count: int = WORKERS) -> Mapping[str, float]:
 def agent() -> Mapping[str, float]:
     """Measure our agent with a worker that only joins, as the peers' does."""
     with tempfile.TemporaryDirectory() as run:
-        argv = [sys.executable, "-m", "ddp_hpc.job.agent", run, "--worker", WORKER]
+        argv = [sys.executable, "-m", "ddp_hpc.job.node.agent", run, "--worker", WORKER]
         return _time_until_stamp([[*argv, "--num-workers", str(WORKERS)]], wait=_lead)
 
 

@@ -27,14 +27,14 @@ from benchmarks.rounds import Benchmark, Row, Samples, Verdict, added, compared,
 from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, LogSpec, LrScheduleSpec, RunSpec, TrainSpec
-from ddp_hpc.train import loop as our_loop
 from ddp_hpc.train import process_group
-from ddp_hpc.train.data_order import Position, RankSampler, SampleOrder
-from ddp_hpc.train.loader import Fetched, LoadedGlobalBatch
+from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch
+from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
+from ddp_hpc.train.engine import loop as our_loop
+from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.process_group import RankInfo
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.stop import StopFlag
-from ddp_hpc.train.training import Training, prepare
 
 STEPS = 1500
 BATCH = 32

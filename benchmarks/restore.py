@@ -24,10 +24,10 @@ from ddp_hpc import checkpoint_store, ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import process_group
-from ddp_hpc.train.checkpoint import Checkpointer
-from ddp_hpc.train.data_order import Position
+from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.training_state import TrainingState
+from ddp_hpc.train.state.checkpoint import Checkpointer
+from ddp_hpc.train.state.training_state import TrainingState
 
 WORLDS = (1, 4, 8)
 READ_LIMIT, MEMORY_LIMIT = 1.01, 1.2

@@ -39,7 +39,7 @@ def claim(run: RunDir, attempt: int) -> list[str]:
     with suppress(FileExistsError):
         make_directory(claim_path(run, attempt))
         remove_leftovers(run)
-        return _oust_older(run, attempt)
+        return _fence_older(run, attempt)
     raise FencedError(f"Another process has begun attempt {attempt} of {run.name}, so this one stops.")
 
 
@@ -48,7 +48,7 @@ def next_attempt(run: RunDir, ledger: Ledger | None = None) -> int:
     return 1 + max([(ledger or Ledger.read(run)).newest_number, *claims(run)])
 
 
-def _oust_older(run: RunDir, attempt: int) -> list[str]:
+def _fence_older(run: RunDir, attempt: int) -> list[str]:
     """Delete the claims of older attempts; stop where a newer one has claimed the run."""
     removed = []
     for older in claims(run):
@@ -62,7 +62,7 @@ def _oust_older(run: RunDir, attempt: int) -> list[str]:
     return removed
 
 
-def is_ousted(run: RunDir, attempt: int) -> bool:
+def is_fenced(run: RunDir, attempt: int) -> bool:
     """Tell whether a newer attempt has claimed the run since `attempt` did.
 
     A claim that is missing while no newer one is there was deleted by a user who cleaned up, or is not visible at the

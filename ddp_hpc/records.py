@@ -96,14 +96,14 @@ def _stop_request(run: RunDir) -> dict[str, Any] | None:
     return record if run.stop_request.exists() else None
 
 
-def write_verdict(run: RunDir, attempt: int, exit_code: int) -> None:
+def write_rank_zero_exit(run: RunDir, attempt: int, exit_code: int) -> None:
     """Record rank zero's exit code in a file: srun and torchrun treat every code but zero as a failure."""
     path = run.rank_zero_exit(attempt)
     make_directories(path.parent)
     replace_text(path, json.dumps({"exit_code": exit_code}))
 
 
-def take_verdict(run: RunDir, attempt: int) -> int | None:
+def take_rank_zero_exit(run: RunDir, attempt: int) -> int | None:
     """Return the exit code that rank zero recorded, once; None where it had no time to."""
     path = run.rank_zero_exit(attempt)
     record = patiently(str(path), lambda: read_json(path), patience_s=_VERDICT_PATIENCE_S)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
-from ddp_hpc.cli.standing import rate, steps
-from ddp_hpc.cli.words import number, numbers
+from ddp_hpc.cli.formatting import number, numbers
+from ddp_hpc.cli.status_text import rate, steps
 from ddp_hpc.rereading import await_news
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.follow import FollowUpdate, follow

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_hpc.cli.attach import evaluation
-from ddp_hpc.cli.standing import rate, steps
+from ddp_hpc.cli.formatting import number, numbers
+from ddp_hpc.cli.status_text import rate, steps
 from ddp_hpc.cli.terminal import unguarded, visible
-from ddp_hpc.cli.words import number, numbers
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import RunStatus
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ddp_hpc.containers import BARE, CommandWrapper, candidate_runtimes, command_wrapper, container_setup, find_runtime
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.cpus import share_here
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
-from ddp_hpc.job.meeting import LOOPBACK, Meeting
+from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
     ENDPOINT,
@@ -67,9 +67,9 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
     if start is None:
         raise ConfigError(f"`--explain` knows what {' and '.join(_STARTS)} start, but the run would go to {backend}.")
     run = RunDir(spec.path)
-    housing = _housing(spec, run, import_paths, environment)
+    wrapper = _housing(spec, run, import_paths, environment)
     return Plan(
-        steps=start.steps(spec, run, housing),
+        steps=start.steps(spec, run, wrapper),
         variables=_variables(spec, start, import_paths, environment),
         users=list(spec.environ),
     )
@@ -110,8 +110,8 @@ class _HowStarted:
     """Whether workers inherit the variables that are set where the run is submitted."""
 
 
-def _local_steps(spec: RunSpec, run: RunDir, housing: CommandWrapper) -> Mapping[str, str]:
-    return {"the workers": shlex.join(agent_argv(spec, run, housing))}
+def _local_steps(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> Mapping[str, str]:
+    return {"the workers": shlex.join(agent_argv(spec, run, wrapper))}
 
 
 def _local_node(spec: RunSpec) -> _NodeFacts:
@@ -123,15 +123,15 @@ def _local_node(spec: RunSpec) -> _NodeFacts:
     )
 
 
-def _slurm_steps(spec: RunSpec, run: RunDir, housing: CommandWrapper) -> Mapping[str, str]:
+def _slurm_steps(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> Mapping[str, str]:
     probe = [*probe_argv(spec.resources.nodes), "..."]
-    return {"a look at each node's networks": shlex.join(probe), "the workers": _srun(spec, run, housing)}
+    return {"a look at each node's networks": shlex.join(probe), "the workers": _srun(spec, run, wrapper)}
 
 
-def _srun(spec: RunSpec, run: RunDir, housing: CommandWrapper) -> str:
+def _srun(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> str:
     if spec.launcher == "agent":
-        return shlex.join(step_of_agents(spec, run, housing))
-    start = Start(spec=spec, run=run, attempt=0, meeting=_IN_JOB, housing=housing)
+        return shlex.join(step_of_agents(spec, run, wrapper))
+    start = Start(spec=spec, run=run, attempt=0, meeting=_IN_JOB, wrapper=wrapper)
     return (
         shlex.join(STEPS[spec.launcher](start))
         .replace(str(_IN_JOB), "ADDRESS PORT")

@@ -24,8 +24,8 @@ from ddp_hpc.slurm.allocation import node_name
 from ddp_hpc.slurm.answers import framed
 
 INJECTOR = "ddp_hpc.drill.injector"
-AGENTS = ("ddp_hpc.job.agent", "torch.distributed.run")
-TASKS = ("ddp_hpc.job.task", "ddp_hpc.job.spawned")
+AGENTS = ("ddp_hpc.job.node.agent", "torch.distributed.run")
+TASKS = ("ddp_hpc.job.node.task", "ddp_hpc.job.node.spawned")
 BURSTS, BURST_S = 8, 0.3
 """How often a slow worker is suspended, and for how long each time."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ddp_hpc.containers import BARE, CommandWrapper
-from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import step_argv
 from ddp_hpc.spec import RunSpec
@@ -22,31 +22,31 @@ class Start:
     run: RunDir
     attempt: int
     meeting: Meeting
-    housing: CommandWrapper = BARE
+    wrapper: CommandWrapper = BARE
 
 
-def agent_argv(spec: RunSpec, run: RunDir, housing: CommandWrapper = BARE) -> list[str]:
+def agent_argv(spec: RunSpec, run: RunDir, wrapper: CommandWrapper = BARE) -> list[str]:
     """Return the command of the node agent on this machine."""
-    return [*housing.command, "-m", "ddp_hpc.job.agent", str(run.path), "--worker", WORKER, *_crew(spec)]
+    return [*wrapper.command, "-m", "ddp_hpc.job.node.agent", str(run.path), "--worker", WORKER, *_crew(spec)]
 
 
-def step_of_agents(spec: RunSpec, run: RunDir, housing: CommandWrapper = BARE) -> list[str]:
+def step_of_agents(spec: RunSpec, run: RunDir, wrapper: CommandWrapper = BARE) -> list[str]:
     """Return the command that starts one agent on each node; each gets its orders over its standard input (`line`)."""
-    return [*step_argv(spec, tasks_per_node=1), *housing.srun_args, *agent_argv(spec, run, housing), "--in-step"]
+    return [*step_argv(spec, tasks_per_node=1), *wrapper.srun_args, *agent_argv(spec, run, wrapper), "--in-step"]
 
 
 def step_of_tasks(start: Start) -> list[str]:
     """Return the command that starts one task a worker."""
     step = step_argv(start.spec, tasks_per_node=start.spec.resources.local_world_size)
-    housing = start.housing
-    return [*step, *housing.srun_args, *housing.command, *_task(start), "--meet", str(start.meeting)]
+    wrapper = start.wrapper
+    return [*step, *wrapper.srun_args, *wrapper.command, *_task(start), "--meet", str(start.meeting)]
 
 
 def step_of_torchrun(start: Start) -> list[str]:
     """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
-    resources, housing = start.spec.resources, start.housing
+    resources, wrapper = start.spec.resources, start.wrapper
     meeting = ["--meet", str(start.meeting), "--token-file", str(start.run.rendezvous_token(start.attempt))]
-    node = [*housing.command, "-m", "ddp_hpc.job.torchrun_node", *_crew(start.spec), *meeting, "--"]
+    node = [*wrapper.command, "-m", "ddp_hpc.job.node.torchrun_node", *_crew(start.spec), *meeting, "--"]
     options = [
         f"--nnodes={resources.nodes}",
         f"--nproc-per-node={resources.local_world_size}",
@@ -54,12 +54,12 @@ def step_of_torchrun(start: Start) -> list[str]:
         f"--rdzv-endpoint={start.meeting.endpoint}",
         f"--max-restarts={start.spec.torchrun.max_restarts}",
     ]
-    return [*step_argv(start.spec, tasks_per_node=1), *housing.srun_args, *node, *options, *_task(start)]
+    return [*step_argv(start.spec, tasks_per_node=1), *wrapper.srun_args, *node, *options, *_task(start)]
 
 
 def _task(start: Start) -> list[str]:
     options = ["--worker", WORKER, "--attempt", str(start.attempt)]
-    return ["-m", "ddp_hpc.job.task", str(start.run.path), *options]
+    return ["-m", "ddp_hpc.job.node.task", str(start.run.path), *options]
 
 
 def _crew(spec: RunSpec) -> list[str]:

@@ -12,7 +12,7 @@ from string import Template
 
 from ddp_hpc.containers import PACKAGE_DIR, is_packed, staged_source
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.children import ask_nodes
+from ddp_hpc.job.wire.subprocesses import ask_nodes
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec import RunSpec
@@ -62,7 +62,7 @@ def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Ma
         return None
     staged = Staged(folder=folder, source=source, target=folder / Path(source).name.partition(".tar")[0])
     num_nodes = len(allocation.node_names)
-    command = [sys.executable, "-m", "ddp_hpc.job.unpack", source, str(staged.target), str(PACKAGE_DIR)]
+    command = [sys.executable, "-m", "ddp_hpc.job.node.unpack", source, str(staged.target), str(PACKAGE_DIR)]
     answers = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=STAGE_TIMEOUT_S, is_all_or_none=True)
     nodes = answers.by_node
     failed = next((f"{name}: {node['error']}" for name, node in nodes.items() if node["error"]), "")
@@ -86,7 +86,7 @@ def unstage(staged: Staged | None, allocation: Allocation | None, environ: Mappi
     """Remove what was copied to the nodes; where that fails, the site has to clean up after the job (Epilog)."""
     if staged is None or allocation is None:
         return
-    command = [sys.executable, "-m", "ddp_hpc.job.unpack", str(staged.folder)]
+    command = [sys.executable, "-m", "ddp_hpc.job.node.unpack", str(staged.folder)]
     ask_nodes(command, allocation.node_names, environ=environ, timeout_s=_REMOVE_TIMEOUT_S)
 
 

@@ -24,17 +24,17 @@ from ddp_hpc.containers import CommandWrapper
 from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
-from ddp_hpc.job import last_resort, node_probe, predecessors, takeover
-from ddp_hpc.job.assignment import Assignment, Outcome
-from ddp_hpc.job.evidence import has_trained
-from ddp_hpc.job.housing import housing_of, moved
+from ddp_hpc.job.choose_endpoint import meetings
+from ddp_hpc.job.container_launch import moved, wrapper_of
+from ddp_hpc.job.ending import last_resort, node_probe, stale_attempts, takeover
+from ddp_hpc.job.ending.evidence import has_trained
+from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
+from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
-from ddp_hpc.job.meeting import Meeting
-from ddp_hpc.job.meeting_place import meetings
-from ddp_hpc.job.requeue_job import ENDED_BY_USER
+from ddp_hpc.job.monitor import Monitor
+from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.staging import stage, unstage
-from ddp_hpc.job.surroundings import IMPORT_PATH
-from ddp_hpc.job.vigil import Vigil
+from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.ledger import Attempt, Cause, End, JobFacts, Ledger, Next, record_end, record_start
 from ddp_hpc.records import (
@@ -137,18 +137,16 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
     except ConfigError as error:
         _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
         raise
-    assignment = Assignment(
-        run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ)
-    )
+    context = JobContext(run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ))
     try:
-        housing = housing_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
+        wrapper = wrapper_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
     except ConfigError as error:
         if allocation is not None and has_trained(attempts):
-            return _leave_node(assignment, error)
+            return _leave_node(context, error)
         _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
         raise
-    os.environ.update(housing.environ)  # for whatever starts there: no command line may show values
-    return _supervise(assignment, housing, lock_fds)
+    os.environ.update(wrapper.environ)  # for whatever starts there: no command line may show values
+    return _supervise(context, wrapper, lock_fds)
 
 
 def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is_guarded: bool) -> int:
@@ -205,7 +203,7 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
     # https://man7.org/linux/man-pages/man2/flock.2.html).
     lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
     newest = Ledger.read(run).newest
-    if newest is not None and allocation is not None and predecessors.is_anothers(newest, allocation, os.environ):
+    if newest is not None and allocation is not None and stale_attempts.is_anothers(newest, allocation, os.environ):
         raise ConfigError(
             f"{run.path} is already in use by job {newest.job_id}. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
         )
@@ -247,56 +245,56 @@ def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, r
         sys.stderr.write(f"ended: {reason}\n")
 
 
-def _leave_node(assignment: Assignment, error: ConfigError) -> int:
+def _leave_node(context: JobContext, error: ConfigError) -> int:
     """Requeue the job to get other nodes: this node lacks something that earlier attempts had, such as a mount."""
-    attempt = _begin(assignment, image="")
+    attempt = _begin(context, image="")
     reason = f"{socket.gethostname()}: {error}"
-    node = assignment.nodes[:1]  # the supervisor's node
+    node = context.nodes[:1]  # the supervisor's node
     outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
-    conclusion = last_resort.conclude(assignment, attempt, outcome)
-    last_resort.leave(assignment, conclusion)
+    conclusion = last_resort.conclude(context, attempt, outcome)
+    last_resort.leave(context, conclusion)
     return conclusion.exit_code
 
 
-def _supervise(assignment: Assignment, housing: CommandWrapper, lock_fds: Sequence[int]) -> int:
+def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> int:
     """Run attempts while the next one is to begin on the same nodes."""
-    run, train = assignment.run, assignment.spec.train
+    run, train = context.run, context.spec.train
     if is_done(run, epochs=train.epochs, max_steps=train.max_steps):
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
         return exit_codes.FINISHED
-    if assignment.allocation is not None:
-        predecessors.bury(run, os.environ)
-    staged = stage(assignment.spec, run, assignment.allocation, assignment.environ)
-    workers = _workers(assignment, moved(housing, staged, assignment.environ), lock_fds)
+    if context.allocation is not None:
+        stale_attempts.close_stale(run, os.environ)
+    staged = stage(context.spec, run, context.allocation, context.environ)
+    workers = _workers(context, moved(wrapper, staged, context.environ), lock_fds)
     try:
         while True:
-            attempt = _begin(assignment, housing.image)
-            outcome = _see_through(assignment, workers, attempt)
-            if assignment.allocation is not None:
-                outcome = node_probe.blame(assignment, housing, attempt, outcome)
-            conclusion = last_resort.conclude(assignment, attempt, outcome)
+            attempt = _begin(context, wrapper.image)
+            outcome = _see_through(context, workers, attempt)
+            if context.allocation is not None:
+                outcome = node_probe.blame(context, wrapper, attempt, outcome)
+            conclusion = last_resort.conclude(context, attempt, outcome)
             if conclusion.decision.next != Next.IN_PLACE:
                 break
             sys.stderr.write(f"note: {conclusion.reason}; the supervisor starts the workers again\n")
             if conclusion.is_slurm_away:
-                _await_slurm(assignment)
+                _await_slurm(context)
     finally:
         workers.close()
-        unstage(staged, assignment.allocation, assignment.environ)
-    last_resort.leave(assignment, conclusion)
+        unstage(staged, context.allocation, context.environ)
+    last_resort.leave(context, conclusion)
     return conclusion.exit_code
 
 
-def _await_slurm(assignment: Assignment) -> None:
+def _await_slurm(context: JobContext) -> None:
     """Wait until Slurm answers, because srun needs it to start the next job step.
 
     The same outage of the network may have killed the workers and cut Slurm off. Without this wait, attempts would fail
     one after another until `restart.max_no_progress` ends the run.
     """
-    allocation, is_noted = assignment.allocation, False
+    allocation, is_noted = context.allocation, False
     while allocation is not None:
         try:
-            client.job(allocation.job_id, assignment.environ)
+            client.job(allocation.job_id, context.environ)
         except SlurmUnavailableError as error:
             if not is_noted:
                 sys.stderr.write(f"note: the supervisor waits for Slurm to answer: {error}\n")
@@ -308,27 +306,27 @@ def _await_slurm(assignment: Assignment) -> None:
             return
 
 
-def _workers(assignment: Assignment, housing: CommandWrapper, lock_fds: Sequence[int]) -> Workers:
-    spec, run = assignment.spec, assignment.run
-    if not assignment.is_for_slurm:
-        return ByAgents(agent_argv(spec, run, housing), num_nodes=1, lock_fds=lock_fds)
+def _workers(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> Workers:
+    spec, run = context.spec, context.run
+    if not context.is_for_slurm:
+        return ByAgents(agent_argv(spec, run, wrapper), num_nodes=1, lock_fds=lock_fds)
     if spec.launcher == "agent":
-        return ByAgents(step_of_agents(spec, run, housing), num_nodes=spec.resources.nodes, lock_fds=lock_fds)
+        return ByAgents(step_of_agents(spec, run, wrapper), num_nodes=spec.resources.nodes, lock_fds=lock_fds)
 
     def argv_of(attempt: int, meeting: Meeting) -> list[str]:
-        start = Start(spec=spec, run=run, attempt=attempt, meeting=meeting, housing=housing)
+        start = Start(spec=spec, run=run, attempt=attempt, meeting=meeting, wrapper=wrapper)
         return STEPS[spec.launcher](start)
 
     return ByTasks(run, argv_of, lock_fds=lock_fds)
 
 
-def _begin(assignment: Assignment, image: str) -> int:
+def _begin(context: JobContext, image: str) -> int:
     """Claim the run for another attempt, and write its start into the ledger; return its number.
 
     Raises:
         FencedError: where another process has claimed it.
     """
-    run, allocation = assignment.run, assignment.allocation
+    run, allocation = context.run, context.allocation
     ledger = Ledger.read(run)
     attempt = ownership.next_attempt(run, ledger)
     for name in ownership.claim(run, attempt):
@@ -336,7 +334,7 @@ def _begin(assignment: Assignment, image: str) -> int:
     write_rendezvous_token(run, attempt)
     if read_stop_request(run) is None:
         run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
-    first_step = predecessors.newest_step(run, ledger)
+    first_step = stale_attempts.newest_step(run, ledger)
     job_id = _job_id(allocation)
     facts = _facts(allocation)
     record_start(run, attempt=attempt, job_id=job_id, job=facts, first_step=first_step, image=image)
@@ -377,22 +375,22 @@ def _note_job(run: RunDir, job_id: str, attempt: int) -> None:
         write_queued_job(run, QueuedJob(job_id=job_id, attempt=attempt, at=time.time(), since=attempt))
 
 
-def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outcome:
+def _see_through(context: JobContext, workers: Workers, attempt: int) -> Outcome:
     """Start the workers and wait for their end; where another process uses the port, try the next one."""
     try:
-        ledger = Ledger.read(assignment.run)
+        ledger = Ledger.read(context.run)
         begun = ledger.attempt(attempt)
         assert begun is not None  # noqa: S101  its start has just been written
-        if not assignment.is_for_slurm:
-            return _watch_over(assignment, workers, begun, None)
-        allocation = _fitting(assignment)
-        avoided = predecessors.nodes_to_avoid(assignment, ledger)
+        if not context.is_for_slurm:
+            return _watch_over(context, workers, begun, None)
+        allocation = _fitting(context)
+        avoided = stale_attempts.nodes_to_avoid(context, ledger)
         if avoided:
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
-        preferred = assignment.spec.network.interfaces
-        for meeting in meetings(allocation, attempt=attempt, environ=assignment.environ, preferred=preferred):
-            outcome = _watch_over(assignment, workers, begun, meeting)
+        preferred = context.spec.network.interfaces
+        for meeting in meetings(allocation, attempt=attempt, environ=context.environ, preferred=preferred):
+            outcome = _watch_over(context, workers, begun, meeting)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
             sys.stderr.write(f"note: another process listens at {meeting.endpoint}; the ranks meet at another port\n")
@@ -404,13 +402,13 @@ def _see_through(assignment: Assignment, workers: Workers, attempt: int) -> Outc
         return last_resort.outcome_of(error, workers)
 
 
-def _fitting(assignment: Assignment) -> Allocation:
+def _fitting(context: JobContext) -> Allocation:
     """Return the allocation, if it has the nodes and tasks that the run needs.
 
     Raises:
         ConfigError: where it does not, or there is none.
     """
-    allocation, resources = assignment.allocation, assignment.spec.resources
+    allocation, resources = context.allocation, context.spec.resources
     if allocation is None:
         raise ConfigError(
             "The job script was started outside of a Slurm job. Submit it with `sbatch`, run it under `salloc`, or "
@@ -422,28 +420,28 @@ def _fitting(assignment: Assignment) -> Allocation:
     return allocation
 
 
-def _watch_over(assignment: Assignment, workers: Workers, begun: Attempt, meeting: Meeting | None) -> Outcome:
+def _watch_over(context: JobContext, workers: Workers, begun: Attempt, meeting: Meeting | None) -> Outcome:
     """Start the workers and wait for their end; ask them to stop, or kill them, when it is time."""
-    vigil = _vigil(assignment, begun)
+    monitor = _monitor(context, begun)
     workers.begin(begun.attempt, meeting)
     while (code := workers.poll()) is None:
-        number = processes.await_signal(min(vigil.patience_s(time.time()), workers.patience_s()))
-        match vigil.look(number, time.time()):
+        number = processes.await_signal(min(monitor.patience_s(time.time()), workers.patience_s()))
+        match monitor.look(number, time.time()):
             case "stop":
                 workers.stop()
             case "end":
                 workers.end()
-    if code == exit_codes.PORT_TAKEN and (vigil.is_signalled or vigil.is_out_of_time):
+    if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
         code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
     return Outcome(
         code=code,
         step_code=workers.step_code,
-        reason=_CUT_SHORT if vigil.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
-        is_out_of_time=vigil.is_out_of_time,
-        was_signalled=vigil.is_signalled,
-        is_unresponsive=vigil.is_unresponsive,
-        was_suspended=vigil.was_just_suspended(time.time()),
-        lost_nodes=tuple(names_of(workers.silent_nodes(), assignment.nodes)),
+        reason=_CUT_SHORT if monitor.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
+        is_out_of_time=monitor.is_out_of_time,
+        was_signalled=monitor.is_signalled,
+        is_unresponsive=monitor.is_unresponsive,
+        was_suspended=monitor.was_just_suspended(time.time()),
+        lost_nodes=tuple(names_of(workers.silent_nodes(), context.nodes)),
     )
 
 
@@ -453,27 +451,27 @@ _CUT_SHORT = (
 )
 
 
-def _is_preempted(assignment: Assignment) -> bool:
+def _is_preempted(context: JobContext) -> bool:
     """Ask whether Slurm is preempting the job."""
-    if assignment.allocation is None:
+    if context.allocation is None:
         return False
     try:
-        job = client.job(assignment.allocation.job_id, assignment.environ)
+        job = client.job(context.allocation.job_id, context.environ)
     except (ConfigError, SlurmUnavailableError):
         return False
     return job is not None and job.preempted_at is not None
 
 
-def _vigil(assignment: Assignment, begun: Attempt) -> Vigil:
-    run, spec, allocation, attempt = assignment.run, assignment.spec, assignment.allocation, begun.attempt
-    return Vigil(
+def _monitor(context: JobContext, begun: Attempt) -> Monitor:
+    run, spec, allocation, attempt = context.run, context.spec, context.allocation, begun.attempt
+    return Monitor(
         ends_at=begun.ends_at,
         lead_s=spec.slurm.signal_lead_s,
         hang_timeout_s=spec.restart.hang_timeout_s,
         signs_of_life=(run.progress, run.rank_log(attempt, 0), run.allowance(attempt)),
         first_sign=run.rank_log(attempt, 0),
         ask_end=lambda: _ask_end(allocation) if allocation else None,
-        ask_preempted=lambda: _is_preempted(assignment),
+        ask_preempted=lambda: _is_preempted(context),
     )
 
 

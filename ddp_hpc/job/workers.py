@@ -10,10 +10,10 @@ from typing import Protocol
 
 from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.failure_reports import first_failure
-from ddp_hpc.job import children
-from ddp_hpc.job.line import Line
-from ddp_hpc.job.meeting import Meeting
-from ddp_hpc.records import ask_to_stop, take_verdict
+from ddp_hpc.job.wire import subprocesses
+from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.records import ask_to_stop, take_rank_zero_exit
 from ddp_hpc.run_dir import RunDir
 
 LEAVE_S = 15.0
@@ -143,7 +143,7 @@ class _Step:
     """The agents' job step, and the connection to it."""
 
     def __init__(self, argv: Sequence[str], lock_fds: Sequence[int]) -> None:
-        self._process = children.start(argv, lock_fds, on_line=True)
+        self._process = subprocesses.start(argv, lock_fds, on_line=True)
         self._is_terminated = False
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None  # noqa: S101  `on_line`
@@ -200,13 +200,13 @@ class ByTasks:
         """Start the step."""
         assert meeting is not None  # noqa: S101  only agents work without Slurm
         self._attempt, self._deadline, self.step_code = attempt, None, None
-        self._process = children.start(self._argv_of(attempt, meeting), self._lock_fds)
+        self._process = subprocesses.start(self._argv_of(attempt, meeting), self._lock_fds)
         self._is_alive = True
 
     def stop(self) -> None:
         """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
         with suppress(OSError):  # the disk may be full; the signal reaches them all the same
-            if not ownership.is_ousted(self._run, self._attempt):  # else the file would stop a newer attempt
+            if not ownership.is_fenced(self._run, self._attempt):  # else the file would stop a newer attempt
                 ask_to_stop(self._run, by="supervisor")
         processes.request_stop([self._process.pid])
 
@@ -255,7 +255,7 @@ def _code_of_silent(code: int | None, *, is_ours: bool) -> int:
 
 def _verdict(run: RunDir, attempt: int, code: int, *, silent_code: int) -> int:
     """Return what a step's end means: what rank zero recorded, or else what the first error report says."""
-    rank_zero_code = take_verdict(run, attempt)
+    rank_zero_code = take_rank_zero_exit(run, attempt)
     if rank_zero_code is not None and code == exit_codes.FINISHED:
         return exit_codes.joint([rank_zero_code], rank_zero=rank_zero_code)
     failure = first_failure(run, attempt)

@@ -22,7 +22,7 @@ from ddp_hpc.records import ask_to_stop, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
-from ddp_hpc.submission.image_preflight import look_at_image
+from ddp_hpc.submission.preflight.image import look_at_image
 from ddp_hpc.submission.run_dir_setup import (
     is_finished,
     make_run_dir,

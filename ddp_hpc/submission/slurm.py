@@ -23,10 +23,11 @@ from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import preflight, release_hold
+from ddp_hpc.submission import release_hold
 from ddp_hpc.submission.allocate import allocate
 from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
-from ddp_hpc.submission.image_preflight import look_at_image
+from ddp_hpc.submission.preflight import capacity
+from ddp_hpc.submission.preflight.image import look_at_image
 from ddp_hpc.submission.release_hold import call_back, hasten_job, spared_nodes
 from ddp_hpc.submission.run_dir_setup import (
     is_finished,
@@ -144,7 +145,7 @@ def submit(
             _make(plan)
         with _nothing_left_of_new(plan):
             notes = [*plan.notes, *_fill(plan), *_notes_on_restarts(run, spec, environ)]
-            notes += preflight.check(spec, run, environ)
+            notes += capacity.check(spec, run, environ)
             attempt = ownership.next_attempt(run)
             job = QueuedJob(job_id=allocate(run, environ), attempt=attempt, at=time.time(), since=attempt, backend=NAME)
         write_queued_job(run, job)
@@ -175,8 +176,8 @@ def _plan(
     """
     run = RunDir(spec.path)
     script = job_script(spec, import_paths, environ)
-    preflight.refuse_private_directory(run.path)
-    preflight.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
+    capacity.refuse_private_directory(run.path)
+    capacity.refuse_private_python(run.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
     return _Plan(
         run=run,
         spec=spec,
@@ -367,7 +368,7 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
     if job is not None and queued.cancelled_at is None and call_back(run, queued, job, environ):
         return
     if _last_attempt(run, attempt) is None and read_queued_job(run) == queued:
-        raise WorkerError(preflight.silent_end(run, queued.job_id, job))
+        raise WorkerError(capacity.silent_end(run, queued.job_id, job))
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:

@@ -18,14 +18,15 @@ from ddp_hpc.failure_reports import Phase, WorkerFailure, failure_of, write_fail
 from ddp_hpc.records import read_rendezvous_token
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.train import process_group, rng
+from ddp_hpc.train import process_group
+from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.training import Training, configure_torch, prepare
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
-from ddp_hpc.train.loop import train
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.rank_log import open_rank_log
 from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder
+from ddp_hpc.train.recording.rank_log import open_rank_log
+from ddp_hpc.train.state import rng
 from ddp_hpc.train.stop import StopFlag
-from ddp_hpc.train.training import Training, configure_torch, prepare
 from ddp_hpc.train.watchdog import TEARDOWN_S, Watchdog, leave_within
 
 log = logging.getLogger(__name__)

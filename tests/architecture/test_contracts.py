@@ -48,7 +48,7 @@ def test_the_contracts_hold(copy: Path) -> None:
         ("attic.py", "", "Floors"),  # a new room must be given its floor
         ("job/supervisor.py", "import torch", "Only the train wing"),
         ("checkpoint_store.py", "from numpy import array", "Only the train wing"),
-        ("train/loop.py", "import submitit", "Submitit"),
+        ("train/engine/loop.py", "import submitit", "Submitit"),
         ("watch/status.py", "import jinja2", "Jinja2"),
     ],
 )

@@ -44,7 +44,7 @@ PLAIN = (
     "../envs/sites",
 )
 """Files and directories whose texts are edited, from the package's directory on."""
-TO_EDIT = ("train/checkpoint.py", "train/restore.py", "train/training_state.py")
+TO_EDIT = ("train/state/checkpoint.py", "train/state/restore.py", "train/state/training_state.py")
 """Files in those directories that are still to be edited; one need not exist."""
 
 BANNED = (

@@ -54,8 +54,8 @@ def test_the_error_of_an_unknown_key(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        ("survival.md", "no rank moved for "),
-        ("survival.md", "says nothing: it is frozen, or cut off"),
+        ("survival.md", "no rank made progress for "),
+        ("survival.md", "printed no stack: it is stopped, or its node is cut off"),
         ("recipes.md", "note: each worker is a new process and imports everything itself, because "),
         ("recipes.md", "the recipe was not built"),
         ("tutorial.md", "training from the beginning, to step "),

@@ -16,7 +16,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.durable import append_json_line
 from ddp_hpc.records import QueuedJob, write_queued_job
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.submission import preflight
+from ddp_hpc.submission.preflight import capacity
 from tests.made_run import add_progress, make_run
 from tests.unit.made_repository import git
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_a_script_is_one_error_and_leaves_nothing(
 def test_a_script_is_written_where_it_is_asked_for_too(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
     os.mkfifo(slurm / "pipe")
     reader = os.open(slurm / "pipe", os.O_RDWR | os.O_NONBLOCK)  # open for both, so that nobody waits for anybody
 
@@ -135,7 +135,7 @@ def test_a_refused_submission_deletes_no_run_whose_configuration_could_not_be_se
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a client of NFS may believe for a while that a file is not there."""
-    monkeypatch.setattr(preflight, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
     assert main(["render", "run.yaml"]) == 0
     run, looks = RunDir(slurm / "runs" / "run"), []
     (run.path / "checkpoints").mkdir(exist_ok=True)
@@ -172,7 +172,7 @@ def test_a_script_that_cannot_be_where_it_is_asked_for_is_refused_before_anythin
 def test_a_recipe_that_git_ignores_is_refused_before_slurm_is_asked(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
     (slurm / ".gitignore").write_text("tiny.py\n")
     git(slurm, "init", "--quiet")
 

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_hpc.checkpoint_store import checkpoint_path, digest
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.train.loop import train
+from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from tests.strange.walks import Case, begin, everything

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hpc.train.ddp_warmup import copied, warm_up_ddp
+from ddp_hpc.train.engine.ddp_warmup import copied, warm_up_ddp
 from ddp_hpc.train.process_group import Group
 from tests.distributed.processes import in_group
 

@@ -22,8 +22,8 @@ from ddp_hpc.records import Progress, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local
-from ddp_hpc.train.data_order import Position
-from ddp_hpc.train.run_recorder import RunRecorder
+from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.recording.run_recorder import RunRecorder
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.made_run import make_run
 

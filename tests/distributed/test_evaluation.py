@@ -14,11 +14,11 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import DataSpec, EvalSpec, RunSpec
-from ddp_hpc.train import rng
-from ddp_hpc.train.evaluate import Evaluator
-from ddp_hpc.train.precision import Precision
+from ddp_hpc.train.engine.evaluate import Evaluator
+from ddp_hpc.train.engine.precision import Precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.state import rng
 from tests.distributed.processes import in_group
 from tests.distributed.trial_recipe import NoisyImages
 

@@ -19,14 +19,14 @@ from torch.utils.data import TensorDataset
 
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.train import rng
-from ddp_hpc.train.data_order import GlobalBatch, MicroBatch, Position, SampleOrder, global_batch_at
-from ddp_hpc.train.loader import LoadedGlobalBatch
-from ddp_hpc.train.loop import accumulate_gradients, warmed_up, without_sync
+from ddp_hpc.train.data.loader import LoadedGlobalBatch
+from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, Position, SampleOrder, global_batch_at
+from ddp_hpc.train.engine.loop import accumulate_gradients, warmed_up, without_sync
+from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.state import rng
 from ddp_hpc.train.stop import StopFlag
-from ddp_hpc.train.training import Training, prepare
 from tests.distributed.processes import in_group
 
 GLOBAL_BATCH_SIZE = 24

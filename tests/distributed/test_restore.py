@@ -20,9 +20,9 @@ from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.shards import RawTensor, TensorEntry, deal_stretches, shard_header
 from ddp_hpc.spec import CheckpointSpec
-from ddp_hpc.train import restore
-from ddp_hpc.train.checkpoint import Checkpointer
 from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.state import restore
+from ddp_hpc.train.state.checkpoint import Checkpointer
 from tests.distributed.processes import in_group
 from tests.made_run import make_run
 from tests.unit.made_state import SEED, make_checkpointers, make_state, save

@@ -128,7 +128,7 @@ def signal_worker(cluster: Cluster, node: str, number: str, run: RunDir) -> None
     code = (
         "import psutil, sys\n"
         "agents = [p for p in psutil.process_iter(['cmdline'])"
-        " if 'ddp_hpc.job.agent' in (p.info['cmdline'] or []) and sys.argv[1] in p.info['cmdline']"
+        " if 'ddp_hpc.job.node.agent' in (p.info['cmdline'] or []) and sys.argv[1] in p.info['cmdline']"
         " and 'srun' not in p.info['cmdline'][0]]\n"
         "workers = [child for agent in agents for child in agent.children()]\n"
         "workers[-1].send_signal(int(sys.argv[2]))\n"
@@ -139,7 +139,12 @@ def signal_worker(cluster: Cluster, node: str, number: str, run: RunDir) -> None
 def kill_agents(cluster: Cluster, node: str, run: RunDir) -> None:
     """Kill the agent of a run on a node, and with it its workers."""
     cluster.run(
-        "pkill", "--signal=KILL", "--full", f"^\\S*python\\S* -m ddp_hpc.job.agent {run.path} ", node=node, user="root"
+        "pkill",
+        "--signal=KILL",
+        "--full",
+        f"^\\S*python\\S* -m ddp_hpc.job.node.agent {run.path} ",
+        node=node,
+        user="root",
     )
 
 

@@ -174,11 +174,11 @@ def hostile(chance: random.Random, *, but_for: str = "") -> str:
     return "".join(chance.choices(pieces, k=chance.randint(1, 12)))
 
 
-def run_inside(housing: CommandWrapper, code: str, *args: str, environ: dict[str, str]) -> Any:
+def run_inside(wrapper: CommandWrapper, code: str, *args: str, environ: dict[str, str]) -> Any:
     """Run Python inside as an ordinary user, on this machine."""
     user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups"]
-    argv = [*user, *housing.command, "-c", code, *args]
-    done = subprocess.run(argv, env={**environ, **housing.environ}, capture_output=True, text=True, check=False)
+    argv = [*user, *wrapper.command, "-c", code, *args]
+    done = subprocess.run(argv, env={**environ, **wrapper.environ}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -196,8 +196,8 @@ def house_here(program: Apptainer, images: dict[str, Path]) -> Callable[..., Com
             work_dir=work_dir,
             options=("--no-home",),
         )
-        housing = command_wrapper(inside, "apptainer", PYTHON_INSIDE)
-        return replace(housing, prefix=(str(program.program), *housing.prefix[1:]))
+        wrapper = command_wrapper(inside, "apptainer", PYTHON_INSIDE)
+        return replace(wrapper, prefix=(str(program.program), *wrapper.prefix[1:]))
 
     return make
 
@@ -206,9 +206,9 @@ def test_hostile_values_arrive_byte_for_byte(house_here: Callable[..., CommandWr
     chance = random.Random(0)
     values = {f"VALUE_{number}": hostile(chance) for number in range(NUM_VALUES)}
     through, set_inside = dict(list(values.items())[: NUM_VALUES // 2]), dict(list(values.items())[NUM_VALUES // 2 :])
-    housing = house_here([], environ=set_inside, work_dir=str(shared_dir))
+    wrapper = house_here([], environ=set_inside, work_dir=str(shared_dir))
 
-    found, where, _ = run_inside(housing, TELL, environ={"PATH": "/usr/bin:/bin", **through})
+    found, where, _ = run_inside(wrapper, TELL, environ={"PATH": "/usr/bin:/bin", **through})
 
     assert {name: found.get(name) for name in values} == values
     assert where == str(shared_dir)
@@ -226,9 +226,9 @@ def test_hostile_paths_are_seen_under_their_own_names(
         (path / "x").write_text(path.name)
     for start in range(0, NUM_PATHS, PATHS_A_CALL):
         some = [str(path) for path in paths[start : start + PATHS_A_CALL]]
-        housing = house_here([Bind(path, path) for path in some], environ={}, work_dir=some[0])
+        wrapper = house_here([Bind(path, path) for path in some], environ={}, work_dir=some[0])
 
-        _, where, read = run_inside(housing, TELL, *some, environ={"PATH": "/usr/bin:/bin"})
+        _, where, read = run_inside(wrapper, TELL, *some, environ={"PATH": "/usr/bin:/bin"})
 
         assert where == some[0]
         assert read == [Path(path).name for path in some]

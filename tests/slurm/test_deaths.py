@@ -172,7 +172,7 @@ def test_torchrun_restarts_a_killed_rank_itself_as_often_as_it_may(
         "pkill",
         "--signal=KILL",
         "--full",
-        f" -u -m ddp_hpc.job.task {place.run('elastic').path} ",
+        f" -u -m ddp_hpc.job.node.task {place.run('elastic').path} ",
         node=first.nodes[1],
         user="root",
     )

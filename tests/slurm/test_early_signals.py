@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job.torchrun_node import REPEAT_S
+from ddp_hpc.job.node.torchrun_node import REPEAT_S
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.faulty_runs import FAULTY, assert_unbroken, attempts, await_done, job_id
 from tests.slurm.runs import LoginNode, world
@@ -63,7 +63,7 @@ def await_held_back(cluster: Cluster, wait: Path, *tasks: str) -> None:
 def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
     cluster: Cluster, place: LoginNode, launcher: str, number: str
 ) -> None:
-    wait = hold_back(place, "ddp_hpc.job.agent", "ddp_hpc.job.task", "ddp_hpc.job.torchrun_node")
+    wait = hold_back(place, "ddp_hpc.job.node.agent", "ddp_hpc.job.node.task", "ddp_hpc.job.node.torchrun_node")
     place.submit("early", *FAULTY, *world(2, 1), with_shim(place), f"launcher={launcher}")
     await_held_back(cluster, wait, "0", "1")
 
@@ -80,7 +80,7 @@ def test_a_run_that_is_told_to_leave_before_it_can_listen_leaves(
 
 @pytest.mark.campaign
 def test_workers_of_torchrun_are_not_told_before_they_can_listen(cluster: Cluster, place: LoginNode) -> None:
-    wait = hold_back(place, "ddp_hpc.job.task")
+    wait = hold_back(place, "ddp_hpc.job.node.task")
     place.submit("early", *FAULTY, *world(2, 1), with_shim(place), "launcher=torchrun")
     await_held_back(cluster, wait, "0", "1")
 

@@ -41,7 +41,7 @@ def test_kinds_are_left_out_or_chosen_by_their_whole_name_or_its_last_word() -> 
 
 def test_a_runs_processes_are_told_apart_by_what_they_are() -> None:
     run = "/runs/digits"
-    agent = ["python", "-m", "ddp_hpc.job.agent", run, "0"]
+    agent = ["python", "-m", "ddp_hpc.job.node.agent", run, "0"]
     seen = [
         NodeProcess(1, 0, ["/sbin/init"]),
         NodeProcess(10, 1, ["/bin/bash", "/var/spool/slurmd/job00012/slurm_script"]),
@@ -52,7 +52,7 @@ def test_a_runs_processes_are_told_apart_by_what_they_are() -> None:
         NodeProcess(21, 20, agent),
         NodeProcess(22, 21, agent),
         NodeProcess(30, 1, ["/bin/bash", "/var/spool/slurmd/job00013/slurm_script"]),
-        NodeProcess(31, 1, ["python", "-m", "ddp_hpc.job.agent", "/runs/other", "0"]),
+        NodeProcess(31, 1, ["python", "-m", "ddp_hpc.job.node.agent", "/runs/other", "0"]),
     ]
 
     found = processes_of(seen, run, "12")

@@ -9,11 +9,11 @@ from typing import Any
 from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, RunSpec, TrainSpec
-from ddp_hpc.train import rng
-from ddp_hpc.train.loop import train
+from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.state import rng
 from ddp_hpc.train.stop import StopFlag
-from ddp_hpc.train.training import Training, prepare
 from tests.unit.made_state import alone
 
 _SECTIONS = {"train": TrainSpec, "checkpoint": CheckpointSpec, "data": DataSpec, "eval": EvalSpec, "log": LogSpec}

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.submission import preflight
+from ddp_hpc.submission.preflight import capacity
 
 HOME_RUN = Path("/home/ada/runs/net")
 
@@ -40,7 +40,7 @@ def test_a_python_that_nodes_do_not_share_is_refused(
     wanted = pytest.raises(ConfigError, match=rf"This Python uses {python}, but each node has a {told}")
 
     with wanted if told else nullcontext():
-        preflight.refuse_private_python(HOME_RUN, [Path("/usr/lib"), Path(python)])
+        capacity.refuse_private_python(HOME_RUN, [Path("/usr/lib"), Path(python)])
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "local"])
@@ -49,7 +49,7 @@ def test_an_image_that_is_not_there_is_refused_by_all_alike(
     how: list[str], cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "refuse_private_directory", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "scontrol", "squeue"):
@@ -70,7 +70,7 @@ def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "refuse_private_directory", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)
     (tmp_path / "net.py").touch()
     (tmp_path / "run.yaml").write_text("recipe: {target: 'net:build'}\n")
 

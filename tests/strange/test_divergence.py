@@ -17,12 +17,12 @@ from ddp_hpc.errors import DivergedError
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
-from ddp_hpc.train import divergence
-from ddp_hpc.train.checkpoint import Checkpointer
-from ddp_hpc.train.divergence import LossWatch
+from ddp_hpc.train.engine import divergence
+from ddp_hpc.train.engine.divergence import LossWatch
+from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
-from ddp_hpc.train.training import Training
+from ddp_hpc.train.state.checkpoint import Checkpointer
 from tests.distributed.processes import in_group
 from tests.distributed.whole_runs import Workplace
 from tests.strange.one_process import trained
@@ -31,7 +31,7 @@ EXPLODING = """
 import torch
 from torch.utils.data import TensorDataset
 from ddp_hpc.train.recipe import Recipe
-from ddp_hpc.train.training import Training
+from ddp_hpc.train.engine.training import Training
 
 
 def within_a_million(values):

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 from ddp_hpc import checkpoint_store
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import LrScheduleSpec
+from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.recipe import Recipe
-from ddp_hpc.train.training import Training
 from tests.strange.one_process import trained
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job import node_probe
+from ddp_hpc.job.ending import node_probe
 from ddp_hpc.job.launcher import WORKER
-from ddp_hpc.job.surroundings import IMPORT_PATH
+from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.made_run import make_run
 

@@ -14,9 +14,9 @@ import pytest
 
 from ddp_hpc.cli.plan import plan_of
 from ddp_hpc.config import load_resolved
-from ddp_hpc.job import attempt_end
-from ddp_hpc.job.assignment import Outcome
-from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.job.ending import attempt_end
+from ddp_hpc.job.job_context import Outcome
+from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByTasks
 from ddp_hpc.ledger import Cause, Ledger
 from ddp_hpc.run_dir import RunDir

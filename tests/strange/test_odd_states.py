@@ -14,11 +14,11 @@ from torch import nn
 from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
-from ddp_hpc.train import training_state
-from ddp_hpc.train.checkpoint import Checkpointer
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.sealed_store import SealedStore
-from ddp_hpc.train.training_state import TrainingState
+from ddp_hpc.train.state import training_state
+from ddp_hpc.train.state.checkpoint import Checkpointer
+from ddp_hpc.train.state.training_state import TrainingState
 from tests.distributed.processes import in_group
 from tests.made_run import make_run
 from tests.unit.made_state import CPU, SEED, alone

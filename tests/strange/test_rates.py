@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.records import read_progress
+from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.recipe import Recipe
-from ddp_hpc.train.training import Training
 from tests.strange.one_process import trained
 
 

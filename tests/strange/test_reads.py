@@ -17,15 +17,15 @@ from ddp_hpc.checkpoint_store import MANIFEST, checkpoint_path, committed_steps,
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.failure_reports import read_failures
-from ddp_hpc.job import predecessors
-from ddp_hpc.job.vigil import Vigil
+from ddp_hpc.job.ending import stale_attempts
+from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.ledger import End, Ending, Ledger, record_end, record_start
-from ddp_hpc.ownership import claim, claim_path, has_claim, is_ousted
+from ddp_hpc.ownership import claim, claim_path, has_claim, is_fenced
 from ddp_hpc.records import read_stop_request
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.train.data_order import Position
-from ddp_hpc.train.run_recorder import RunRecorder
+from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.stop import StopFlag
 from tests.distributed.whole_runs import make_workplace
 from tests.made_run import add_metrics, add_progress, make_run
@@ -286,7 +286,7 @@ def test_a_look_without_an_answer_asks_nobody_to_stop_and_ousts_nobody(caplog: p
 
     assert asked == [False] * 3
     assert read_stop_request(UNKNOWABLE) is None
-    assert not is_ousted(UNKNOWABLE, 0)
+    assert not is_fenced(UNKNOWABLE, 0)
     assert not has_claim(UNKNOWABLE, 0)
     assert read_failures(UNKNOWABLE, 0) == []
     told = [record.getMessage() for record in caplog.records if str(UNKNOWABLE.stop_request) in record.getMessage()]
@@ -295,7 +295,7 @@ def test_a_look_without_an_answer_asks_nobody_to_stop_and_ousts_nobody(caplog: p
 
 
 def test_a_supervisor_goes_on_where_the_first_sign_of_the_workers_cannot_be_looked_at() -> None:
-    vigil = Vigil(
+    monitor = Monitor(
         ends_at=None,
         lead_s=60,
         hang_timeout_s=60,
@@ -303,18 +303,18 @@ def test_a_supervisor_goes_on_where_the_first_sign_of_the_workers_cannot_be_look
         first_sign=UNKNOWABLE.rank_log(0, 0),
     )
 
-    assert vigil.look(None, 0.0) == ""
+    assert monitor.look(None, 0.0) == ""
 
 
 def test_a_supervisor_takes_what_the_records_say_of_checkpoints_that_cannot_be_listed(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predecessors, "LISTING_PATIENCE_S", 0.0)
+    monkeypatch.setattr(stale_attempts, "LISTING_PATIENCE_S", 0.0)
     note_commit(run, "ledger")
     shutil.rmtree(run.checkpoints)
     run.checkpoints.symlink_to(run.checkpoints.name)
 
-    assert predecessors.newest_step(run, Ledger.read(run)) == 4
+    assert stale_attempts.newest_step(run, Ledger.read(run)) == 4
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

@@ -112,12 +112,12 @@ def test_no_runtimes_words_hold_a_value(name: Any) -> None:
         image="/i.sif", binds=(Bind("/a", "/b"),), environ=values, work_dir="/w", passed=("API_KEY",)
     )
 
-    housing = command_wrapper(inside, name, sys.executable)
-    shell = [*housing.prefix[housing.prefix.index("sh") :], sys.executable]
+    wrapper = command_wrapper(inside, name, sys.executable)
+    shell = [*wrapper.prefix[wrapper.prefix.index("sh") :], sys.executable]
     argv = [*shell, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
-    done = subprocess.run(argv, env={"PATH": os.environ["PATH"], **housing.environ}, capture_output=True, check=True)
+    done = subprocess.run(argv, env={"PATH": os.environ["PATH"], **wrapper.environ}, capture_output=True, check=True)
 
-    assert "s3cr3t" not in " ".join([*housing.prefix, *housing.srun_args])
+    assert "s3cr3t" not in " ".join([*wrapper.prefix, *wrapper.srun_args])
     found = json.loads(done.stdout)
     assert values.items() <= found.items()
     assert not any(variable.startswith("_DDP_HPC") for variable in found)

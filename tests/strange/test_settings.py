@@ -16,11 +16,11 @@ from ddp_hpc import checkpoint_store
 from ddp_hpc.errors import CheckpointError, ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import DataSpec, EvalSpec, ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.train.data_order import Position, RankSampler, SampleOrder
-from ddp_hpc.train.loader import make_loader
+from ddp_hpc.train.data.loader import make_loader
+from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
+from ddp_hpc.train.engine.training import configure_torch
 from ddp_hpc.train.process_group import Group, RankInfo, choose_device
 from ddp_hpc.train.recipe import Recipe
-from ddp_hpc.train.training import configure_torch
 from tests.distributed.processes import in_group
 from tests.strange.walks import Case, begin, close, in_plain_torch, sample_ids, walk, weights
 from tests.unit.made_state import alone, make_checkpointers, make_state

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.errors import WorkerError
-from ddp_hpc.job.meeting_place import meetings
+from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from tests.unit.made_network import batch
 

@@ -20,9 +20,9 @@ from ddp_hpc.ownership import claim
 from ddp_hpc.records import read_rendezvous_token, write_rendezvous_token
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import process_group
-from ddp_hpc.train.checkpoint import Checkpointer
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.sealed_store import HEARTBEAT_INTERVAL_S, SealedStore
+from ddp_hpc.train.state.checkpoint import Checkpointer
 from tests.distributed.processes import in_group
 from tests.made_run import make_run
 from tests.unit.made_state import make_checkpointers, make_state, take_step

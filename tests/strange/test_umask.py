@@ -16,7 +16,7 @@ from ddp_hpc.durable import make_directories, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job import supervisor
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.submission import preflight
+from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.run_dir_setup import make_run_dir, note_on_parents
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
@@ -76,7 +76,7 @@ def test_all_of_a_run_is_its_owners_alone_whatever_the_umask(here: Path) -> None
 def test_a_jobs_script_snapshot_and_submitits_folder_are_its_owners_alone(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "refuse_private_directory", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)
     monkeypatch.setenv("PATH", f"{here}/bin:/usr/bin:/bin")
     (here / "bin").mkdir()
     answers = {"sbatch": 'echo "Submitted batch job 7"', "scontrol": "true", "sinfo": "true", "squeue": "true"}

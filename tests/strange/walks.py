@@ -15,13 +15,13 @@ from torch.utils.data import default_collate
 from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, LrScheduleSpec, ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.train import training_state
-from ddp_hpc.train.loop import train
+from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.sealed_store import SealedStore
+from ddp_hpc.train.state import training_state
 from ddp_hpc.train.stop import StopFlag
-from ddp_hpc.train.training import Training, prepare
 
 torch.optim.SGD([torch.zeros(1)])  # imports a thousand modules, once instead of in each forked rank
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.assignment import Assignment
+from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec import ResourcesSpec, RestartSpec, RunSpec, SlurmSpec
 from tests.made_run import make_run
@@ -35,7 +35,7 @@ def supervised(slurm: FakeSlurm, tmp_path: Path) -> Callable[..., Supervised]:
         )
         known = {"job_id": "7", "node_names": NODES, "tasks_per_node": (1, 1), "partition": "gpu", **more}
         return Supervised(
-            Assignment(
+            JobContext(
                 run=make_run(tmp_path),
                 spec=spec,
                 allocation=Allocation(**known),

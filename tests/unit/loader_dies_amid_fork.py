@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddp_hpc.spec import DataSpec
-from ddp_hpc.train import loader
+from ddp_hpc.train.data import loader
 
 
 def main() -> None:

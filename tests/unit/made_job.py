@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddp_hpc import exit_codes, ownership
-from ddp_hpc.job.assignment import Assignment, Outcome
-from ddp_hpc.job.attempt_end import Conclusion, conclude
-from ddp_hpc.job.requeue_job import leave
+from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
+from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.ledger import Attempt, JobFacts, Ledger, record_start
 from ddp_hpc.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run_dir import RunDir
@@ -24,12 +24,12 @@ SLURM_IS_AWAY = "echo 'slurm_update error: Unable to contact slurm controller (c
 class Supervised:
     """A run of two nodes that job 7 works on."""
 
-    assignment: Assignment
+    context: JobContext
     slurm: FakeSlurm
 
     @property
     def run(self) -> RunDir:
-        return self.assignment.run
+        return self.context.run
 
     @property
     def last(self) -> Attempt:
@@ -48,15 +48,15 @@ class Supervised:
 
     def ends(self, outcome: Outcome) -> Conclusion:
         """Begin an attempt that ends so, and do what follows."""
-        conclusion = conclude(self.assignment, self.begin(), outcome)
-        leave(self.assignment, conclusion)
+        conclusion = conclude(self.context, self.begin(), outcome)
+        leave(self.context, conclusion)
         return conclusion
 
     def killed_on(self, rank: int) -> None:
         """Begin an attempt that ends because a rank is killed."""
         attempt = self.begin()
         add_failure(self.run, attempt, rank=rank, exception="killed by SIGKILL", signal=9)
-        leave(self.assignment, conclude(self.assignment, attempt, CRASHED))
+        leave(self.context, conclude(self.context, attempt, CRASHED))
 
 
 Make = Callable[..., Supervised]

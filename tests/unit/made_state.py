@@ -13,12 +13,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
-from ddp_hpc.train import rng
-from ddp_hpc.train.checkpoint import Checkpointer, SaveResult
-from ddp_hpc.train.data_order import Position
+from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
-from ddp_hpc.train.training_state import Restoration, SavedTensor, TrainingState
+from ddp_hpc.train.state import rng
+from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
+from ddp_hpc.train.state.training_state import Restoration, SavedTensor, TrainingState
 
 CPU = torch.device("cpu")
 SEED = 7

@@ -68,7 +68,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def workers(run: RunDir) -> Iterator[ByAgents]:
     words = ["--worker", "counting_worker", "--num-workers", str(NUM_WORKERS)]
     made = ByAgents(
-        [sys.executable, "-m", "ddp_hpc.job.agent", str(run.path), *words], num_nodes=1, lock_fds=[], leave_s=PATIENCE_S
+        [sys.executable, "-m", "ddp_hpc.job.node.agent", str(run.path), *words],
+        num_nodes=1,
+        lock_fds=[],
+        leave_s=PATIENCE_S,
     )
     yield made
     made.close()
@@ -154,7 +157,7 @@ def test_workers_that_must_not_be_forked_are_processes_that_import_everything_th
     importers = {int(line.split()[-1]) for line in notes(run, "imported")}
     assert importers == {*agents, *first.values(), *pids(run, 1).values()}
     assert len(agents) == 1
-    assert modules == {"ddp_hpc.job.spawned"}
+    assert modules == {"ddp_hpc.job.node.spawned"}
     assert "each worker is a new process" in (said := capfd.readouterr().err)
     assert "it left a thread running" in said
 

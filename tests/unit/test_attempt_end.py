@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ddp_hpc import durable, exit_codes, ownership
-from ddp_hpc.job.assignment import Outcome
-from ddp_hpc.job.attempt_end import conclude
-from ddp_hpc.job.requeue_job import leave
+from ddp_hpc.job.ending.attempt_end import conclude
+from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.ledger import JobFacts, Ledger, record_start
 from ddp_hpc.records import ask_to_stop
 from tests.made_run import add_checkpoint, add_failure
@@ -45,7 +45,7 @@ def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
     attempt = one.begin()
     add_failure(one.run, attempt, rank=1)
 
-    conclude(one.assignment, attempt, CRASHED)
+    conclude(one.context, attempt, CRASHED)
 
     assert (one.last.next, one.last.failed_nodes) == ("in place", ())
     assert "ValueError: rank 1 is out of luck" in one.last.reason
@@ -68,7 +68,7 @@ def test_a_node_is_blamed_by_the_fields_of_a_report_and_not_by_its_words(
     attempt = one.begin()
     add_failure(one.run, attempt, rank=1, **known)
 
-    conclude(one.assignment, attempt, CRASHED)
+    conclude(one.context, attempt, CRASHED)
 
     assert one.last.failed_nodes == (("node2",) if is_nodes else ())
     assert str(known["exception"]) in one.last.reason
@@ -78,7 +78,7 @@ def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervise
     one = supervised()
     older, newer = one.begin(), one.begin()
 
-    concluded = conclude(one.assignment, older, CRASHED)
+    concluded = conclude(one.context, older, CRASHED)
 
     first, second = Ledger.read(one.run).attempts
     assert (first.ending, first.cause) == ("fenced", None)
@@ -103,7 +103,7 @@ def refuses(one: Supervised, *, rank: int = 1, host: str = "node2") -> None:
     """Begin an attempt that ends with a worker's word that the input cannot be."""
     attempt = one.begin()
     add_failure(one.run, attempt, rank=rank, host=host, exception="no GPU is visible", is_input_error=True)
-    leave(one.assignment, conclude(one.assignment, attempt, Outcome(code=exit_codes.REFUSED)))
+    leave(one.context, conclude(one.context, attempt, Outcome(code=exit_codes.REFUSED)))
 
 
 def test_input_that_cannot_be_ends_the_run(supervised: Make) -> None:
@@ -121,7 +121,7 @@ def test_input_that_has_been_good_before_is_its_nodes_failure(
     one = supervised()
     record_start(one.run, attempt=0, job_id="7", job=JobFacts(nodes=NODES))
     add_checkpoint(one.run, 4)  # by attempt 0
-    leave(one.assignment, conclude(one.assignment, 0, STOPPED))
+    leave(one.context, conclude(one.context, 0, STOPPED))
 
     refuses(one, rank=rank, host=host)
 
@@ -152,7 +152,7 @@ def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monke
     monkeypatch.setattr("ddp_hpc.records.read_json", file)
     monkeypatch.setattr("ddp_hpc.failure_reports.read_json", file)
 
-    conclude(one.assignment, attempt, replace(CRASHED, avoided_nodes=("node2",)))
+    conclude(one.context, attempt, replace(CRASHED, avoided_nodes=("node2",)))
 
     assert sorted(name for name in reads if name != one.run.stop_request.name) == [
         "attempts.jsonl",

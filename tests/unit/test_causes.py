@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc import exit_codes
-from ddp_hpc.job.causes import Evidence, cause_of
+from ddp_hpc.job.ending.causes import Evidence, cause_of
 from ddp_hpc.ledger import Cause
 from ddp_hpc.slurm.queries import JobRecord, parse_job
 

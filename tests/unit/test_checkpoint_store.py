@@ -38,8 +38,8 @@ from ddp_hpc.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from ddp_hpc.ownership import claim, remove_leftovers
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.shards import TensorEntry, shard_header
-from ddp_hpc.train import rng
-from ddp_hpc.train.checkpoint import SaveResult
+from ddp_hpc.train.state import rng
+from ddp_hpc.train.state.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.made_state import SEED, Net, make_checkpointers, make_state, save, take_step
 

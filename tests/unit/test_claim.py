@@ -22,9 +22,9 @@ from ddp_hpc.checkpoint_store import (
 )
 from ddp_hpc.errors import FencedError
 from ddp_hpc.ledger import record_start
-from ddp_hpc.ownership import claim, claims, is_ousted, release
+from ddp_hpc.ownership import claim, claims, is_fenced, release
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.train.checkpoint import SaveResult
+from ddp_hpc.train.state.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.made_state import make_checkpointers, make_state, take_step
 
@@ -51,7 +51,7 @@ def write_half(run: RunDir, attempt: int, step: int) -> Path:
 
 
 def test_nobody_is_ousted_from_a_run_that_nobody_claimed(run: RunDir) -> None:
-    assert not is_ousted(run, 0)
+    assert not is_fenced(run, 0)
     assert claims(run) == []
 
 
@@ -59,7 +59,7 @@ def test_who_claims_a_run_owns_it_until_a_newer_attempt_does(run: RunDir) -> Non
     ousted = []
     for attempt in (0, 1, 5):
         claim(run, attempt)
-        ousted.append([other for other in (0, 1, 5) if is_ousted(run, other)])
+        ousted.append([other for other in (0, 1, 5) if is_fenced(run, other)])
 
     assert ousted == [[], [0], [0, 1]]
     assert claims(run) == [5]
@@ -69,7 +69,7 @@ def test_a_claim_that_was_swept_away_is_made_again_by_the_next_checkpoint(run: R
     claim(run, 1)
     shutil.rmtree(run.checkpoints)
 
-    assert not is_ousted(run, 1)
+    assert not is_fenced(run, 1)
     staging = open_staging(run, 4, 1)
 
     assert staging.is_dir()
@@ -85,7 +85,7 @@ def test_a_claim_that_a_newer_attempt_took_away_is_not_made_again(newer: str, ru
         release(run, 2)
     before = content(run.checkpoints)
 
-    assert is_ousted(run, 1)
+    assert is_fenced(run, 1)
     with pytest.raises(FencedError, match="A newer attempt has taken over"):
         open_staging(run, 4, 1)
 

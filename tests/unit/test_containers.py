@@ -22,13 +22,13 @@ from ddp_hpc.containers import (
     sif_architecture,
 )
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.housing import housing_of
+from ddp_hpc.job.container_launch import wrapper_of
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
-from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.ledger import record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
-from ddp_hpc.submission.image_preflight import look_at_image
+from ddp_hpc.submission.preflight.image import look_at_image
 from tests.made_run import make_run
 
 RUN = RunDir(Path("/scratch/ada/runs/net"))
@@ -128,10 +128,10 @@ def test_a_command_line_is_the_golden_one(monkeypatch: pytest.MonkeyPatch, runti
         inside(monkeypatch, one), passed=("HOME", "MASTER_ADDR", "NCCL_DEBUG", "PYTHONPATH"), user="1000:100"
     )
 
-    housing = command_wrapper(found, runtime, "python3")
+    wrapper = command_wrapper(found, runtime, "python3")
 
-    assert (list(housing.srun_args), list(housing.prefix)) == GOLDEN[runtime]
-    assert (housing.python, housing.environ) == ("python3", VALUES)
+    assert (list(wrapper.srun_args), list(wrapper.prefix)) == GOLDEN[runtime]
+    assert (wrapper.python, wrapper.environ) == ("python3", VALUES)
 
 
 @pytest.mark.parametrize(("runtime", "is_for_slurm"), [("docker", True), ("pyxis", False)])
@@ -143,7 +143,7 @@ def test_a_runtime_that_is_for_elsewhere_is_refused_before_the_queue_and_in_the_
     with pytest.raises(ConfigError, match=f"is {runtime}"):
         list(look_at_image(one, RUN, [], {}, is_for_slurm=is_for_slurm))
     with pytest.raises(ConfigError, match=f"is {runtime}"):
-        housing_of(one, RUN, [], {}, is_for_slurm=is_for_slurm)
+        wrapper_of(one, RUN, [], {}, is_for_slurm=is_for_slurm)
 
 
 def test_dockers_images_are_names_even_where_a_file_is_called_so(
@@ -172,10 +172,10 @@ def test_the_runs_own_variables_are_set_inside_over_the_images(monkeypatch: pyte
 
 @pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
 def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
-    housing = CommandWrapper(python="/opt/python", prefix=("runtime", "image"), srun_args=("--of-the-runtime",))
-    start = Start(spec=spec(), run=RUN, attempt=0, meeting=Meeting("10.0.0.1", 29500), housing=housing)
+    wrapper = CommandWrapper(python="/opt/python", prefix=("runtime", "image"), srun_args=("--of-the-runtime",))
+    start = Start(spec=spec(), run=RUN, attempt=0, meeting=Meeting("10.0.0.1", 29500), wrapper=wrapper)
 
-    argv = step_of_agents(spec(), RUN, housing) if launcher == "agent" else STEPS[launcher](start)
+    argv = step_of_agents(spec(), RUN, wrapper) if launcher == "agent" else STEPS[launcher](start)
 
     at = argv.index("--of-the-runtime")
     assert argv[0] == "srun"
@@ -187,7 +187,7 @@ def test_without_an_image_everything_is_as_it_was() -> None:
     bare = RunSpec(name="net")
 
     assert container_setup(bare, RUN, import_paths=[], work_dir=WORK_DIR) is None
-    assert housing_of(bare, RUN, [], {}) == containers.BARE
+    assert wrapper_of(bare, RUN, [], {}) == containers.BARE
     assert agent_argv(bare, RUN)[0] == sys.executable
 
 
@@ -348,14 +348,14 @@ def test_a_resume_in_another_image_is_told_of(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "apptainer").touch(0o755)
     environ = {"PATH": str(tmp_path)}
     run, image = make_run(tmp_path), made_sif(tmp_path / "image.sif", number=1)
-    first = housing_of(spec(image=str(image)), run, [], environ)
+    first = wrapper_of(spec(image=str(image)), run, [], environ)
     record_start(run, attempt=0, job_id="7", image=first.image)
     assert list(look_at_image(spec(image=str(image)), run, [], environ, is_for_slurm=True)) == []
 
     made_sif(image, number=2)
     told = list(look_at_image(spec(image=str(image)), run, [], environ, is_for_slurm=True))
     capsys.readouterr()
-    housing_of(spec(image=str(image)), run, [], environ)
+    wrapper_of(spec(image=str(image)), run, [], environ)
 
     assert "attempt 0 ran in another image (SIF 0" in told[0]
     assert told[0] in capsys.readouterr().err
@@ -373,7 +373,7 @@ def test_a_job_takes_the_runtime_that_is_there(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "singularity").touch(0o755)
     run = RunDir(tmp_path)
 
-    found = housing_of(spec(image=str(tmp_path)), run, [], {"PATH": str(tmp_path)})
+    found = wrapper_of(spec(image=str(tmp_path)), run, [], {"PATH": str(tmp_path)})
 
     assert found.prefix[0] == "singularity"
     assert f"the workers run in the image {tmp_path}, started by singularity" in capsys.readouterr().err
@@ -383,14 +383,14 @@ def test_a_job_without_the_runtime_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"needs apptainer or singularity, .* Load its module \(in a job, with `slurm.modules`\)"
     ):
-        housing_of(spec(image=str(tmp_path)), RunDir(tmp_path), [], {"PATH": str(tmp_path)})
+        wrapper_of(spec(image=str(tmp_path)), RunDir(tmp_path), [], {"PATH": str(tmp_path)})
 
 
 def test_a_node_that_does_not_see_the_image_or_a_path_says_which(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.sif, but there is no such file or directory on this node"):
-        housing_of(spec(image=str(tmp_path / "none.sif")), RunDir(tmp_path), [], {})
+        wrapper_of(spec(image=str(tmp_path / "none.sif")), RunDir(tmp_path), [], {})
     with pytest.raises(ConfigError, match=r"The container has to mount /no/such, but this node has no such path"):
-        housing_of(spec(image=str(tmp_path), binds=("/no/such",)), RunDir(tmp_path), [], {})
+        wrapper_of(spec(image=str(tmp_path), binds=("/no/such",)), RunDir(tmp_path), [], {})
 
 
 def test_what_is_missing_is_known_before_a_runtime_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

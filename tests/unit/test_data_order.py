@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.train.data_order import (
+from ddp_hpc.train.data.sample_order import (
     GlobalBatch,
     Position,
     RankSampler,

@@ -58,18 +58,18 @@ def python(pid: int, parent: int, module: str, *words: str) -> NodeProcess:
 
 SRUN = [NodeProcess(10, 9, ["srun", "-N2", "python", RUN]), NodeProcess(11, 10, ["srun", "-N2", "python", RUN])]
 AGENT = [
-    python(20, 2, "ddp_hpc.job.agent", RUN),
-    *(python(pid, 20, "ddp_hpc.job.agent", RUN) for pid in (21, 22)),
-    python(23, 21, "ddp_hpc.job.agent", RUN),  # a loader
+    python(20, 2, "ddp_hpc.job.node.agent", RUN),
+    *(python(pid, 20, "ddp_hpc.job.node.agent", RUN) for pid in (21, 22)),
+    python(23, 21, "ddp_hpc.job.node.agent", RUN),  # a loader
 ]
 TORCHRUN = [
-    python(30, 2, "torch.distributed.run", "-m", "ddp_hpc.job.task", RUN),
-    *(python(pid, 30, "ddp_hpc.job.task", RUN) for pid in (31, 32)),
-    python(33, 32, "ddp_hpc.job.task", RUN),
+    python(30, 2, "torch.distributed.run", "-m", "ddp_hpc.job.node.task", RUN),
+    *(python(pid, 30, "ddp_hpc.job.node.task", RUN) for pid in (31, 32)),
+    python(33, 32, "ddp_hpc.job.node.task", RUN),
 ]
-TASKS = [python(41, 2, "ddp_hpc.job.task", RUN), python(42, 3, "ddp_hpc.job.task", RUN)]
+TASKS = [python(41, 2, "ddp_hpc.job.node.task", RUN), python(42, 3, "ddp_hpc.job.node.task", RUN)]
 OTHERS = [
-    python(50, 2, "ddp_hpc.job.agent", "/share/runs/other"),
+    python(50, 2, "ddp_hpc.job.node.agent", "/share/runs/other"),
     python(51, 2, "ddp_hpc.drill.injector", RUN),
     python(52, 2, "ddp_hpc.job.supervisor", RUN),
     NodeProcess(53, 2, ["bash", "-c", RUN]),

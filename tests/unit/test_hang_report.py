@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_hpc import exit_codes
-from ddp_hpc.job.assignment import Outcome
-from ddp_hpc.job.attempt_end import conclude
+from ddp_hpc.job.ending.attempt_end import conclude
+from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run_dir import RunDir
 from tests.unit.made_job import CRASHED, Make
 
@@ -18,7 +18,7 @@ def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -
     attempt = one.begin()
     add_stacks(one.run, attempt, "stand_still")
 
-    concluded = conclude(one.assignment, attempt, replace(CRASHED, was_suspended=True))
+    concluded = conclude(one.context, attempt, replace(CRASHED, was_suspended=True))
 
     assert (concluded.cause, one.last.next, one.last.failed_nodes) == ("suspended", "in place", ())
     assert "suspended for longer than `restart.hang_timeout_s`" in one.last.reason
@@ -32,7 +32,7 @@ def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(supervised: Ma
     if not is_built:
         one.run.allowance(attempt).write_text("building")
 
-    concluded = conclude(one.assignment, attempt, CRASHED)
+    concluded = conclude(one.context, attempt, CRASHED)
 
     assert concluded.cause == "hang"
     assert one.last.reason.startswith(

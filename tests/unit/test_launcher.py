@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
-from ddp_hpc.job.meeting import Meeting, PortTakenError, listen
+from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
@@ -79,7 +79,7 @@ def test_a_task_that_fails_takes_the_step_with_it(launcher: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "module"), [("srun", "ddp_hpc.job.task"), ("torchrun", "ddp_hpc.job.torchrun_node")]
+    ("launcher", "module"), [("srun", "ddp_hpc.job.node.task"), ("torchrun", "ddp_hpc.job.node.torchrun_node")]
 )
 def test_what_is_started_is_told_where_to_meet_in_one_word(launcher: str, module: str) -> None:
     argv = start(launcher=launcher)
@@ -92,7 +92,7 @@ def test_agents_are_started_once_for_all_attempts_and_told_of_each_by_their_line
     argv = start(launcher="agent")
 
     assert argv[argv.index(sys.executable) :] == [
-        *[sys.executable, "-m", "ddp_hpc.job.agent", str(RUN.path), "--worker", "ddp_hpc.train.worker"],
+        *[sys.executable, "-m", "ddp_hpc.job.node.agent", str(RUN.path), "--worker", "ddp_hpc.train.worker"],
         *["--num-workers", "4", "--in-step"],
     ]
 
@@ -119,7 +119,7 @@ def test_torchrun_gets_its_options_and_the_task_as_a_module(address: str, endpoi
         f"--rdzv-endpoint={endpoint}",
         "--max-restarts=3",
     ]
-    assert task[:2] == ["-m", "ddp_hpc.job.task"]
+    assert task[:2] == ["-m", "ddp_hpc.job.node.task"]
 
 
 @pytest.mark.parametrize(("cpus", "words"), [(None, []), (5, ["--cpus-per-worker", "5"])])

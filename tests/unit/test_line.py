@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc import processes
-from ddp_hpc.job.line import Line
+from ddp_hpc.job.wire.control_channel import Line
 from tests.unit.held_signals import signals_held_back
 
 PATIENCE_S = 30.0
@@ -186,7 +186,7 @@ def test_however_the_bytes_are_cut_the_same_objects_are_read(
 ECHO = """
 import sys
 from ddp_hpc import processes
-from ddp_hpc.job.line import Line
+from ddp_hpc.job.wire.control_channel import Line
 processes.block_awaited_signals()
 line = Line.of_agent()
 print("printed by the user's module", flush=True)
@@ -242,7 +242,7 @@ def until_heard(line: Line) -> dict[str, Any]:
 WOKEN = """
 import os
 from ddp_hpc import processes
-from ddp_hpc.job.line import Line
+from ddp_hpc.job.wire.control_channel import Line
 processes.block_awaited_signals()
 read_fd, write_fd = os.pipe()
 line = Line(read_fd, os.open(os.devnull, os.O_WRONLY))

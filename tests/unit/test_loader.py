@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from ddp_hpc.spec import DataSpec
-from ddp_hpc.train import rng
-from ddp_hpc.train.data_order import GlobalBatch, Position, RankSampler, SampleOrder
-from ddp_hpc.train.loader import LoadedGlobalBatch, load_global_batches, to_device
+from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches, to_device
+from ddp_hpc.train.data.sample_order import GlobalBatch, Position, RankSampler, SampleOrder
+from ddp_hpc.train.state import rng
 from tests.distributed.trial_recipe import NoisyImages
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hpc.train.modes import evaluation_mode, settle
+from ddp_hpc.train.engine.modes import evaluation_mode, settle
 
 
 def a_model() -> nn.Sequential:

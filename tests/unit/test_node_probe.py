@@ -9,9 +9,9 @@ import pytest
 
 from ddp_hpc import exit_codes, ownership
 from ddp_hpc.containers import BARE
-from ddp_hpc.job import node_probe
-from ddp_hpc.job.assignment import Outcome
-from ddp_hpc.job.attempt_end import Conclusion, conclude
+from ddp_hpc.job.ending import node_probe
+from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
+from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.ledger import JobFacts, Ledger, record_start
 from tests.unit.made_job import CRASHED, NODES, Make
 
@@ -33,11 +33,11 @@ def test_nodes_that_cannot_start_a_worker_are_blamed_where_nobody_says_why_twice
     one.slurm.has("srun", f'case "$*" in {broken}) exit 1;; esac\nshift 9; exec "$@"')
     (one.run.path / "python").write_text("#!/bin/sh\necho a greeting of the site\necho ddp-hpc-can-start\n")
     (one.run.path / "python").chmod(0o755)
-    housing = replace(BARE, python=str(one.run.path / "python"))
+    wrapper = replace(BARE, python=str(one.run.path / "python"))
 
     def fails() -> Conclusion:
         attempt = one.begin()
-        return conclude(one.assignment, attempt, node_probe.blame(one.assignment, housing, attempt, outcome))
+        return conclude(one.context, attempt, node_probe.blame(one.context, wrapper, attempt, outcome))
 
     fails()
     concluded = fails()
@@ -54,7 +54,7 @@ def test_nodes_are_not_asked_where_the_job_was_told_to_leave(supervised: Make) -
     one.slurm.has("srun", "exit 1")
     told = replace(STOPPED_EARLY, was_signalled=True)
     for attempt in (one.begin(), one.begin()):
-        conclude(one.assignment, attempt, node_probe.blame(one.assignment, BARE, attempt, told))
+        conclude(one.context, attempt, node_probe.blame(one.context, BARE, attempt, told))
 
     assert one.slurm.orders("srun") == []
     assert "a stop signal arrived before the workers had installed their signal handlers" in one.last.reason
@@ -68,6 +68,6 @@ def test_nodes_are_not_asked_where_the_jobs_time_would_be_over_before_they_answe
         ownership.claim(one.run, attempt)
         facts = JobFacts(nodes=NODES, restart=0, ends_at=time.time() + 60)
         record_start(one.run, attempt=attempt, job_id="7", job=facts)
-        conclude(one.assignment, attempt, node_probe.blame(one.assignment, BARE, attempt, CRASHED))
+        conclude(one.context, attempt, node_probe.blame(one.context, BARE, attempt, CRASHED))
 
     assert one.slurm.orders("srun") == []

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_hpc.config import resolve
 from ddp_hpc.job.launcher import STEPS, Start, step_of_agents
-from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec

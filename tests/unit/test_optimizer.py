@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp_hpc.spec import OptimizerSpec
-from ddp_hpc.train.optimizer import build_optimizer, decay_groups
+from ddp_hpc.train.engine.optimizer import build_optimizer, decay_groups
 
 
 class Net(nn.Module):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_hpc.train import checkpoint
-from ddp_hpc.train.checkpoint import Checkpointer
 from ddp_hpc.train.sealed_store import SealedStore
+from ddp_hpc.train.state import checkpoint
+from ddp_hpc.train.state.checkpoint import Checkpointer
 
 
 def rank_of_three(rank: int, store: dist.Store) -> Any:

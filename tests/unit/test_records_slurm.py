@@ -16,9 +16,9 @@ from ddp_hpc.records import (
     ask_to_stop,
     read_queued_job,
     read_stop_request,
-    take_verdict,
+    take_rank_zero_exit,
     write_queued_job,
-    write_verdict,
+    write_rank_zero_exit,
 )
 from tests.made_run import make_run
 
@@ -67,27 +67,27 @@ def test_what_a_later_version_adds_to_a_queued_job_is_passed_over(tmp_path: Path
 @pytest.mark.parametrize("exit_code", [0, 1, 2, 98, 99])
 def test_a_verdict_is_taken_once(exit_code: int, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    write_verdict(run, 3, exit_code)
+    write_rank_zero_exit(run, 3, exit_code)
 
-    assert take_verdict(run, 3) == exit_code
-    assert take_verdict(run, 3) is None
+    assert take_rank_zero_exit(run, 3) == exit_code
+    assert take_rank_zero_exit(run, 3) is None
 
 
 def test_a_verdict_is_of_its_attempt_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    write_verdict(run, 3, 99)
+    write_rank_zero_exit(run, 3, 99)
 
-    assert take_verdict(run, 4) is None
-    assert take_verdict(run, 3) == 99
+    assert take_rank_zero_exit(run, 4) is None
+    assert take_rank_zero_exit(run, 3) == 99
 
 
 def test_a_second_verdict_wins(tmp_path: Path) -> None:
     """Rank zero's processes are started again in the same attempt when a port was taken."""
     run = make_run(tmp_path)
-    write_verdict(run, 0, 98)
-    write_verdict(run, 0, 0)
+    write_rank_zero_exit(run, 0, 98)
+    write_rank_zero_exit(run, 0, 0)
 
-    assert take_verdict(run, 0) == 0
+    assert take_rank_zero_exit(run, 0) == 0
 
 
 @pytest.mark.parametrize("text", ["", '{"exit_c', "99"], ids=["empty", "torn", "no object"])
@@ -96,7 +96,7 @@ def test_a_verdict_that_cannot_be_read_is_none_and_goes(text: str, tmp_path: Pat
     run.rank_zero_exit(0).parent.mkdir(parents=True)
     run.rank_zero_exit(0).write_text(text)
 
-    assert take_verdict(run, 0) is None
+    assert take_rank_zero_exit(run, 0) is None
     assert not run.rank_zero_exit(0).exists()
 
 

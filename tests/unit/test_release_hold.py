@@ -13,7 +13,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
 from ddp_hpc.errors import ConfigError, SlurmRefusalError
-from ddp_hpc.job.predecessors import bury
+from ddp_hpc.job.ending.stale_attempts import close_stale
 from ddp_hpc.ledger import Cause, End, Ending, JobFacts, Ledger, record_end, record_start
 from ddp_hpc.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run_dir import RunDir
@@ -247,7 +247,7 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
         queued = QueuedJob(job_id="7", attempt=0, at=0.0)
         write_queued_job(run, queued)
         called.append(call_back(run, queued, KILLED, slurm.environ))
-        bury(run, slurm.environ)  # accounting calls each start REQUEUED, as if somebody had wanted it
+        close_stale(run, slurm.environ)  # accounting calls each start REQUEUED, as if somebody had wanted it
 
     assert called == [True, True, False]
     first = Ledger.read(run).attempts[0]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job import attempt_end, predecessors, requeue_job
-from ddp_hpc.job.attempt_end import conclude
-from ddp_hpc.job.requeue_job import leave
+from ddp_hpc.job.ending import attempt_end, requeue_job, stale_attempts
+from ddp_hpc.job.ending.attempt_end import conclude
+from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.records import ask_to_stop, read_queued_job, write_queued_job
 from ddp_hpc.spec import RestartSpec, SlurmSpec
@@ -62,10 +62,10 @@ def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
     supervised: Make, state: str, reason: str, goes: bool
 ) -> None:
     one = supervised()
-    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    concluded = conclude(one.context, one.begin(), STOPPED)
     one.slurm.knows_job(state=state, reason=reason)
 
-    leave(one.assignment, concluded)
+    leave(one.context, concluded)
 
     assert one.slurm.orders("scontrol requeue") == (["scontrol requeue 7"] if goes else [])
     assert one.last.ending == ("stopped" if goes else "cancelled")
@@ -75,10 +75,10 @@ def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
 def test_a_job_that_slurm_puts_back_meanwhile_is_not_put_back_again(supervised: Make) -> None:
     """A second requeue would be refused while it waits, and end it where it has begun elsewhere already."""
     one = supervised()
-    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    concluded = conclude(one.context, one.begin(), STOPPED)
     one.slurm.knows_job(state="RUNNING", restarts=1)
 
-    leave(one.assignment, concluded)
+    leave(one.context, concluded)
 
     assert one.slurm.orders("scontrol requeue") == []
     assert (one.last.ending, one.last.next) == ("stopped", "requeue")
@@ -100,12 +100,12 @@ def test_a_requeue_whose_answer_was_lost_has_happened(supervised: Make) -> None:
 def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_preempted(supervised: Make) -> None:
     one = supervised()
     one.slurm.knows_job(preempted="2026-11-22T08:00:00")
-    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    concluded = conclude(one.context, one.begin(), STOPPED)
     noted = read_queued_job(one.run)
     assert noted is not None
     write_queued_job(one.run, replace(noted, cancelled_at=1.0))
 
-    leave(one.assignment, concluded)
+    leave(one.context, concluded)
 
     assert (concluded.cause, one.last.ending, one.last.next) == ("preempted", "cancelled", "")
     assert one.slurm.orders() == []
@@ -121,10 +121,10 @@ def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
     one.slurm.accounts(accounted_as)
     if when == "before":
         cancelled()
-    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    concluded = conclude(one.context, one.begin(), STOPPED)
     cancelled()
 
-    leave(one.assignment, concluded)
+    leave(one.context, concluded)
 
     assert one.last.cause == (concluded.cause if is_back else "cancelled")
     assert one.last.next == ("requeue" if is_back else "")
@@ -133,10 +133,10 @@ def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
 
 def test_a_run_that_its_user_stops_while_it_leaves_does_not_go_back(supervised: Make) -> None:
     one = supervised()
-    concluded = conclude(one.assignment, one.begin(), STOPPED)
+    concluded = conclude(one.context, one.begin(), STOPPED)
     ask_to_stop(one.run)
 
-    leave(one.assignment, concluded)
+    leave(one.context, concluded)
 
     assert (one.last.ending, one.last.cause, one.last.next) == ("stopped", "stop asked", "")
     assert one.slurm.orders() == []
@@ -188,7 +188,7 @@ def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
     monkeypatch.setattr(attempt_end, "record_end", no_room)
     monkeypatch.setattr(requeue_job, "write_queued_job", no_room)
 
-    leave(one.assignment, conclude(one.assignment, attempt, STOPPED))
+    leave(one.context, conclude(one.context, attempt, STOPPED))
 
     assert one.slurm.orders() == ["scontrol requeue 7"]
     assert (
@@ -235,14 +235,14 @@ def test_nodes_that_the_user_named_are_kept(supervised: Make) -> None:
     one.killed_on(rank=1)
 
     assert excluded(one) == [""]
-    assert predecessors.nodes_to_avoid(one.assignment, Ledger.read(one.run)) == ()
+    assert stale_attempts.nodes_to_avoid(one.context, Ledger.read(one.run)) == ()
 
 
 def test_a_job_that_was_given_a_bad_node_again_is_told_to_ask_for_another(supervised: Make) -> None:
     one = supervised(restart=RestartSpec(exclude_after=1))
     one.killed_on(rank=1)
 
-    assert predecessors.nodes_to_avoid(one.assignment, Ledger.read(one.run)) == ("node2",)
+    assert stale_attempts.nodes_to_avoid(one.context, Ledger.read(one.run)) == ("node2",)
 
 
 def test_a_node_that_an_attempt_was_not_begun_on_has_not_failed_once_more(supervised: Make) -> None:

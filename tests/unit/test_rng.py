@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_hpc.train import rng
+from ddp_hpc.train.state import rng
 
 CPU = torch.device("cpu")
 Draw = tuple[float, float, float, float]

@@ -15,8 +15,8 @@ from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import JobRecord, Partition
 from ddp_hpc.spec import CheckpointSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
-from ddp_hpc.submission import preflight
-from ddp_hpc.submission.sbatch_errors import Cluster, chosen_partition, explain
+from ddp_hpc.submission.preflight import capacity
+from ddp_hpc.submission.preflight.sbatch_errors import Cluster, chosen_partition, explain
 
 TRAIN = TrainSpec(global_batch_size=1440)
 
@@ -191,7 +191,7 @@ def test_a_directory_that_other_nodes_do_not_see_is_refused(
     mounted(monkeypatch, **mounts)
 
     with pytest.raises(ConfigError, match=r"each node has a .* of its own.*`runs_dir=\.\.\.`") as error:
-        preflight.refuse_private_directory(Path(path))
+        capacity.refuse_private_directory(Path(path))
 
     assert path in str(error.value)
 
@@ -212,7 +212,7 @@ def test_a_directory_that_they_may_share_is_taken(
 ) -> None:
     mounted(monkeypatch, **mounts)
 
-    preflight.refuse_private_directory(Path(path))
+    capacity.refuse_private_directory(Path(path))
 
 
 def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch
     (tmp_path / "runs").symlink_to("/dev/shm")
 
     with pytest.raises(ConfigError, match="/dev/shm of its own"):
-        preflight.refuse_private_directory(tmp_path / "runs" / "digits")
+        capacity.refuse_private_directory(tmp_path / "runs" / "digits")
 
 
 class FakeSlurm:
@@ -256,7 +256,7 @@ class FakeSlurm:
         self.says("scontrol", stdout="\n".join([*lines, *(f"{key} = {value}" for key, value in told.items())]) + "\n")
 
     def check(self, asked: RunSpec) -> list[str]:
-        return preflight.check(asked, self.run, self.environ)
+        return capacity.check(asked, self.run, self.environ)
 
 
 def _minutes(length_min: float | None) -> str:
@@ -426,7 +426,7 @@ def test_a_slurm_that_does_not_answer_is_no_refusal(slurm: FakeSlurm) -> None:
     ],
 )
 def test_a_job_that_left_without_a_word_is_told_with_where_to_look(job: JobRecord | None, how: str) -> None:
-    said = preflight.silent_end(RunDir(Path("/scratch/runs/digits")), "7", job)
+    said = capacity.silent_end(RunDir(Path("/scratch/runs/digits")), "7", job)
 
     assert said.startswith(f"Job 7 of digits {how}")
     assert "/scratch/runs/digits/logs/console.log" in said

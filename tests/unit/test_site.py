@@ -13,13 +13,13 @@ from ddp_hpc.cli import main
 from ddp_hpc.cli.runs import chosen_runs_dir
 from ddp_hpc.config import flat, resolve, resolve_key
 from ddp_hpc.config.site import examples_dir, find_profile, known_profiles, read_profile
+from ddp_hpc.diagnose.site_draft import Survey, propose, proposed_name, survey
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.launcher import step_of_agents
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.rendezvous.interfaces import Interface
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
-from ddp_hpc.submission.site_draft import Survey, propose, proposed_name, survey
 
 GOLDEN = Path(__file__).parent / "golden"
 PARTITIONED = """
@@ -256,11 +256,11 @@ def test_what_an_example_makes_of_a_run_is_the_golden_text(
     script = render(JobScript(spec=spec, run=run, chdir=Path("/home/ada"), python="/venv/bin/python"))
     inside = containers.container_setup(spec, run, import_paths=[], work_dir=Path("/home/ada"))
     assert inside is not None
-    housing = containers.command_wrapper(
+    wrapper = containers.command_wrapper(
         inside, containers.find_runtime(spec, {"PATH": str(runtimes(tmp_path))}), "python3"
     )
     made = [
-        " ".join(step_of_agents(spec, run, housing)),
+        " ".join(step_of_agents(spec, run, wrapper)),
         *(f"{name}={value}" for name, value in spec.environ.items()),
         script.replace(f"ddp-hpc {__version__}", "ddp-hpc VERSION"),
     ]

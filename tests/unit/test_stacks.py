@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job.stacks import Stand, has_stacks, laggard, read_stands
+from ddp_hpc.job.ending.stacks import RankStack, has_stacks, read_rank_stacks, straggler
 from ddp_hpc.run_dir import RunDir
 from tests.made_run import add_log, make_run
 
@@ -28,7 +28,7 @@ class Photos(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, index):
-        if rank == {laggard}:
+        if rank == {straggler}:
             time.sleep(600)
         return torch.ones(3)
 
@@ -65,18 +65,18 @@ def test_the_rank_that_keeps_the_others_waiting_is_named_with_the_line_where_it_
     late: int, walk: str, timeouts_s: tuple[float, float], bitten_ranks: list[int], run: RunDir
 ) -> None:
     logs = [add_log(run, "", rank=rank) for rank in range(2)]
-    script = RANKS.format(laggard=late, walk=walk, timeouts_s=timeouts_s)
+    script = RANKS.format(straggler=late, walk=walk, timeouts_s=timeouts_s)
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
 
     subprocess.run(
         [sys.executable, "-c", script, run.path / "store", *logs], env=environ, check=True, timeout=2 * PATIENCE_S
     )
 
-    stands = read_stands(run, 0, 2)
+    stands = read_rank_stacks(run, 0, 2)
     lost_peer = {rank for rank, log in enumerate(logs) if "Connection closed by peer" in log.read_text()}
     assert [stand.rank for stand in stands] == bitten_ranks, [log.read_text() for log in logs]
     assert all(stand.waits_for_others == (stand.rank != late) for stand in stands)
-    found = laggard(stands, 2, lost_peer=lost_peer)
+    found = straggler(stands, 2, lost_peer=lost_peer)
     assert found is not None
     assert found[0] == late
     assert found[1].startswith("is in <string>:")
@@ -109,13 +109,13 @@ MAIN = f"def in_main():\n    {STAND_STILL}\n"
 def test_a_rank_stands_where_its_main_thread_does(code: str, run: RunDir) -> None:
     bitten(code, add_log(run, "2026-01-01 INFO step 7\n"))
 
-    (stand,) = read_stands(run, 0, 1)
+    (stand,) = read_rank_stacks(run, 0, 1)
 
     assert stand.place.endswith(" in in_main")
     assert stand.frames[-1].endswith(" in <module>")
     assert stand.stacks.startswith("Timeout (0:00:00.4")
     assert not stand.waits_for_others
-    assert laggard([stand], 1) == (0, f"is in {stand.place}")
+    assert straggler([stand], 1) == (0, f"is in {stand.place}")
 
 
 def test_of_two_bites_in_one_log_the_last_counts(run: RunDir) -> None:
@@ -124,7 +124,7 @@ def test_of_two_bites_in_one_log_the_last_counts(run: RunDir) -> None:
     add_log(run, "torchrun starts the workers again\n")
     bitten(f"def second():\n    {STAND_STILL}\nsecond()", log)
 
-    (stand,) = read_stands(run, 0, 1)
+    (stand,) = read_rank_stacks(run, 0, 1)
 
     assert stand.place.endswith(" in second")
     assert "in first" not in stand.stacks
@@ -133,7 +133,7 @@ def test_of_two_bites_in_one_log_the_last_counts(run: RunDir) -> None:
 def test_a_bite_is_found_at_the_end_of_a_long_log(run: RunDir) -> None:
     bitten(MAIN + "in_main()", add_log(run, "x" * 79 + "\n" * (1 << 20)))
 
-    assert [stand.place.endswith(" in in_main") for stand in read_stands(run, 0, 1)] == [True]
+    assert [stand.place.endswith(" in in_main") for stand in read_rank_stacks(run, 0, 1)] == [True]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_log_without_a_bite_has_no_stacks(text: str, run: RunDir) -> None:
     add_log(run, text)
 
     assert not has_stacks(run, 0, 1)
-    assert read_stands(run, 0, 1) == []
+    assert read_rank_stacks(run, 0, 1) == []
 
 
 def test_a_rank_without_a_log_and_one_whose_log_has_no_end_have_no_stacks(run: RunDir) -> None:
@@ -199,20 +199,20 @@ IN_C: tuple[str, ...] = ()
 def test_the_laggard_is_who_does_not_wait_or_the_only_one_that_is_silent(
     places: list[tuple[str, ...] | None], world_size: int, found: tuple[int, str] | None
 ) -> None:
-    stands = [Stand(rank, place, "") for rank, place in enumerate(places) if place is not None]
+    stands = [RankStack(rank, place, "") for rank, place in enumerate(places) if place is not None]
 
-    assert laggard(stands, world_size) == found
+    assert straggler(stands, world_size) == found
 
 
 def test_who_lost_the_connection_to_one_that_was_bitten_before_is_not_the_silent_one() -> None:
-    stands = [Stand(1, WORKS, "")]
+    stands = [RankStack(1, WORKS, "")]
 
-    assert laggard(stands, 2) == (0, "printed no stack: it is stopped, or its node is cut off")
-    assert laggard(stands, 2, lost_peer={0}) == (1, f"is in {WORKS[0]}")
+    assert straggler(stands, 2) == (0, "printed no stack: it is stopped, or its node is cut off")
+    assert straggler(stands, 2, lost_peer={0}) == (1, f"is in {WORKS[0]}")
 
 
 def test_a_call_that_is_made_from_within_torch_far_up_the_stack_is_no_waiting() -> None:
     """A hook of the user's is called by the backward: he works, though the backward is below him."""
     frames = [f"/home/me/hook.py:{line} in compress" for line in range(4)]
 
-    assert not Stand(0, [*frames, "/torch/autograd/graph.py:7 in backward"], "").waits_for_others
+    assert not RankStack(0, [*frames, "/torch/autograd/graph.py:7 in backward"], "").waits_for_others

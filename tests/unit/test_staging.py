@@ -15,10 +15,10 @@ import pytest
 from ddp_hpc.cli import main
 from ddp_hpc.containers import CommandWrapper, staged_source
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.job import unpack as unpacking
-from ddp_hpc.job.housing import moved
+from ddp_hpc.job.container_launch import moved
+from ddp_hpc.job.node import unpack as unpacking
+from ddp_hpc.job.node.unpack import link_package, unpack
 from ddp_hpc.job.staging import Staged, stage, unstage
-from ddp_hpc.job.unpack import link_package, unpack
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.slurm.answers import read_answers

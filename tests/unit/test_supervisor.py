@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ddp_hpc import exit_codes, ownership, processes
-from ddp_hpc.job import supervisor, takeover
-from ddp_hpc.job.assignment import Outcome
+from ddp_hpc.job import supervisor
+from ddp_hpc.job.ending import takeover
+from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
 from ddp_hpc.records import QueuedJob, ask_to_stop, write_queued_job
 from ddp_hpc.run_dir import RunDir

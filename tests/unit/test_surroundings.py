@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from ddp_hpc.job.surroundings import imports_for_good
+from ddp_hpc.job.node.python_environ import imports_for_good
 
 
 def test_what_is_imported_for_good_is_let_be_by_the_collector_which_then_goes_on() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.train.training_state import TrainingState, numbers, tensors
+from ddp_hpc.train.state.training_state import TrainingState, numbers, tensors
 from tests.unit.made_state import make_state, put_back, take_step
 
 Saved = tuple[dict[str, Tensor], dict[str, Any]]

@@ -13,8 +13,9 @@ from ddp_hpc.config import Resolved, flat, render_resolved
 from ddp_hpc.errors import RunBusyError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ResourcesSpec, RunSpec
-from ddp_hpc.submission import preflight, slurm
+from ddp_hpc.submission import slurm
 from ddp_hpc.submission.backend import Submission
+from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.removal import delete
 from tests.unit.fake_slurm import FakeSlurm
 
@@ -27,8 +28,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     cluster.has("srun", "true")
     cluster.has("sbatch", '[ "$1" = --test-only ] || { sleep 1; echo Submitted batch job 7; }')
     monkeypatch.setenv("PATH", cluster.environ["PATH"])
-    monkeypatch.setattr(preflight, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
-    monkeypatch.setattr(preflight, "refuse_private_python", lambda *_: None)
+    monkeypatch.setattr(capacity, "refuse_private_directory", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_private_python", lambda *_: None)
     return cluster
 
 

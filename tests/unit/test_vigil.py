@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.vigil import LOOK_S, SILENCE_LAG_S, Vigil
+from ddp_hpc.job.monitor import LOOK_S, SILENCE_LAG_S, Monitor
 
 NOW = 1_000_000.0
 LEAD_S = 120.0
@@ -18,11 +18,11 @@ RESERVE_S = 15.0
 HANG_S = 900.0
 
 
-def vigil(**more: Any) -> Vigil:
-    return Vigil(**{"ends_at": None, "lead_s": LEAD_S, "hang_timeout_s": HANG_S, "signs_of_life": (), **more})
+def monitor(**more: Any) -> Monitor:
+    return Monitor(**{"ends_at": None, "lead_s": LEAD_S, "hang_timeout_s": HANG_S, "signs_of_life": (), **more})
 
 
-def looks(watching: Vigil, moments: Iterable[float]) -> list[tuple[float, str]]:
+def looks(watching: Monitor, moments: Iterable[float]) -> list[tuple[float, str]]:
     """Look at each of these moments; return those at which something was to be done, and what."""
     found = ((moment, watching.look(None, moment)) for moment in moments)
     return [(moment, deed) for moment, deed in found if deed]
@@ -46,7 +46,7 @@ def every(step_s: float, until_s: float) -> list[float]:
     ],
 )
 def test_stop_signals_are_passed_on_and_news_of_children_are_not(number: int | None, deed: str) -> None:
-    watching = vigil()
+    watching = monitor()
 
     assert watching.look(number, NOW) == deed
     assert watching.is_signalled is (deed == "stop")
@@ -54,7 +54,7 @@ def test_stop_signals_are_passed_on_and_news_of_children_are_not(number: int | N
 
 
 def test_every_signal_is_passed_on_also_one_that_comes_again() -> None:
-    watching = vigil()
+    watching = monitor()
 
     assert [watching.look(signal.SIGTERM, NOW + number) for number in range(3)] == ["stop"] * 3
 
@@ -68,7 +68,7 @@ def told_before(end: float) -> list[tuple[float, str]]:
 
 
 def test_the_deadline_tells_once_and_ends_who_has_not_left_while_the_job_can_still_go_back() -> None:
-    watching = vigil(ends_at=NOW + 600)
+    watching = monitor(ends_at=NOW + 600)
 
     told = looks(watching, every(LOOK_S, 800))
 
@@ -80,7 +80,7 @@ def test_the_deadline_tells_once_and_ends_who_has_not_left_while_the_job_can_sti
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, None])
 @pytest.mark.parametrize("late_s", [0.0, 10.0])
 def test_slurms_own_signal_at_the_limit_does_not_keep_them_from_being_ended(number: int | None, late_s: float) -> None:
-    watching = vigil(ends_at=NOW)
+    watching = monitor(ends_at=NOW)
     watching.look(None, NOW - LEAD_S)
 
     assert [watching.look(number, NOW + late_s), watching.look(None, NOW + 20)] == ["end", ""]
@@ -88,7 +88,7 @@ def test_slurms_own_signal_at_the_limit_does_not_keep_them_from_being_ended(numb
 
 @pytest.mark.parametrize(("lead_s", "reserve_s"), [(120, 15), (45, 15), (30, 10), (6, 2), (0, 0)])
 def test_of_a_short_warning_a_third_is_kept_for_the_way_back(lead_s: float, reserve_s: float) -> None:
-    watching = vigil(ends_at=NOW, lead_s=lead_s)
+    watching = monitor(ends_at=NOW, lead_s=lead_s)
 
     told = looks(watching, [NOW - 60 + number / 4 for number in range(300)])
 
@@ -96,7 +96,7 @@ def test_of_a_short_warning_a_third_is_kept_for_the_way_back(lead_s: float, rese
 
 
 def test_a_job_that_slept_past_its_limit_and_was_given_the_time_back_goes_on() -> None:
-    watching = vigil(ends_at=NOW + 600, ask_end=lambda: NOW + 4200, hang_timeout_s=1e6)
+    watching = monitor(ends_at=NOW + 600, ask_end=lambda: NOW + 4200, hang_timeout_s=1e6)
 
     told = looks(watching, [NOW, NOW + 3600, NOW + 3605])
 
@@ -115,7 +115,7 @@ def test_what_slurm_said_before_they_could_hear_is_asked_for_once_they_can(is_pr
         return is_preempted
 
     first_sign = tmp_path / "rank-0.log"
-    watching = vigil(first_sign=first_sign, ask_preempted=ask_preempted)
+    watching = monitor(first_sign=first_sign, ask_preempted=ask_preempted)
 
     before = looks(watching, every(LOOK_S, 60))
     first_sign.touch()
@@ -128,7 +128,7 @@ def test_what_slurm_said_before_they_could_hear_is_asked_for_once_they_can(is_pr
 def test_workers_that_were_told_already_need_no_question(tmp_path: Path) -> None:
     first_sign = tmp_path / "rank-0.log"
     first_sign.touch()
-    watching = vigil(first_sign=first_sign, ask_preempted=lambda: pytest.fail("asked"))
+    watching = monitor(first_sign=first_sign, ask_preempted=lambda: pytest.fail("asked"))
 
     assert watching.look(signal.SIGTERM, NOW) == "stop"
     assert looks(watching, every(LOOK_S, 60)) == []
@@ -138,7 +138,7 @@ def test_workers_that_were_told_already_need_no_question(tmp_path: Path) -> None
 
 
 def test_without_a_limit_there_is_no_last_minute() -> None:
-    watching = vigil(signs_of_life=())
+    watching = monitor(signs_of_life=())
 
     assert looks(watching, every(LOOK_S, HANG_S)) == []
     assert not watching.is_out_of_time
@@ -146,7 +146,7 @@ def test_without_a_limit_there_is_no_last_minute() -> None:
 
 @pytest.mark.parametrize(("late_s", "deed"), [(0.0, "stop"), (50.0, "stop"), (110.0, "end"), (10_000.0, "end")])
 def test_a_deadline_that_has_passed_already_tells_at_the_first_look(late_s: float, deed: str) -> None:
-    watching = vigil(ends_at=NOW + LEAD_S - late_s)
+    watching = monitor(ends_at=NOW + LEAD_S - late_s)
 
     assert watching.look(None, NOW) == deed
 
@@ -158,7 +158,7 @@ def test_somebody_may_have_given_the_job_more_time() -> None:
         asked.append(NOW)
         return NOW + (1200 if len(asked) == 1 else 1100)
 
-    watching = vigil(ends_at=NOW + 600, ask_end=ask_end, hang_timeout_s=1e6)
+    watching = monitor(ends_at=NOW + 600, ask_end=ask_end, hang_timeout_s=1e6)
 
     told = looks(watching, every(LOOK_S, 1200))
 
@@ -168,13 +168,13 @@ def test_somebody_may_have_given_the_job_more_time() -> None:
 
 @pytest.mark.parametrize("answer", [None, NOW + 600])
 def test_where_nobody_has_or_knows_the_deadline_stands(answer: float | None) -> None:
-    watching = vigil(ends_at=NOW + 600, ask_end=lambda: answer)
+    watching = monitor(ends_at=NOW + 600, ask_end=lambda: answer)
 
     assert looks(watching, every(LOOK_S, 600)) == told_before(NOW + 600)
 
 
 def test_a_limit_taken_away_is_known_once_the_old_one_is_near() -> None:
-    watching = vigil(ends_at=NOW + 600, ask_end=lambda: NOW + 365 * 86_400, hang_timeout_s=1e6)
+    watching = monitor(ends_at=NOW + 600, ask_end=lambda: NOW + 365 * 86_400, hang_timeout_s=1e6)
 
     assert looks(watching, every(LOOK_S, 2000)) == []
 
@@ -187,13 +187,13 @@ def test_a_limit_taken_away_is_known_once_the_old_one_is_near() -> None:
     [(None, LOOK_S), (1e9, LOOK_S), (LEAD_S + LOOK_S, LOOK_S), (LEAD_S + 2, 2.0), (LEAD_S, 0.0), (0.0, 0.0)],
 )
 def test_the_next_look_is_soon_and_never_after_the_deadline(ends_in_s: float | None, patience_s: float) -> None:
-    watching = vigil(ends_at=None if ends_in_s is None else NOW + ends_in_s)
+    watching = monitor(ends_at=None if ends_in_s is None else NOW + ends_in_s)
 
     assert watching.patience_s(NOW) == patience_s
 
 
 def test_once_the_deadline_is_told_looks_are_rare_again() -> None:
-    watching = vigil(ends_at=NOW)
+    watching = monitor(ends_at=NOW)
     watching.look(None, NOW)
 
     assert watching.patience_s(NOW) == LOOK_S
@@ -214,7 +214,7 @@ def test_a_silence_ends_the_workers_once_and_later_than_their_own_watchdogs(has_
     sign = tmp_path / "progress.json"
     if has_spoken:
         write(sign, NOW - 1e6)  # how old it is does not matter, only that nothing new comes
-    watching = vigil(signs_of_life=(sign, tmp_path / "missing"))
+    watching = monitor(signs_of_life=(sign, tmp_path / "missing"))
 
     told = looks(watching, every(LOOK_S, 3 * SILENT_FOR_S))
 
@@ -225,7 +225,7 @@ def test_a_silence_ends_the_workers_once_and_later_than_their_own_watchdogs(has_
 @pytest.mark.parametrize("which", [0, 1])
 def test_any_sign_of_life_breaks_the_silence(which: int, tmp_path: Path) -> None:
     signs = (tmp_path / "progress.json", tmp_path / "rank-0.log")
-    watching = vigil(signs_of_life=signs)
+    watching = monitor(signs_of_life=signs)
 
     told = []
     for moment in every(LOOK_S, 3 * SILENT_FOR_S):
@@ -239,7 +239,7 @@ def test_any_sign_of_life_breaks_the_silence(which: int, tmp_path: Path) -> None
 
 def test_a_sign_of_life_that_another_nodes_clock_puts_into_the_past_counts(tmp_path: Path) -> None:
     sign = tmp_path / "progress.json"
-    watching = vigil(signs_of_life=(sign,))
+    watching = monitor(signs_of_life=(sign,))
 
     told = []
     for moment in every(LOOK_S, 3 * SILENT_FOR_S):
@@ -251,7 +251,7 @@ def test_a_sign_of_life_that_another_nodes_clock_puts_into_the_past_counts(tmp_p
 
 
 def test_the_hours_in_which_the_machine_slept_are_no_silence(tmp_path: Path) -> None:
-    watching = vigil(signs_of_life=(tmp_path / "progress.json",))
+    watching = monitor(signs_of_life=(tmp_path / "progress.json",))
     before = every(LOOK_S, 600)
     woken = before[-1] + 8 * 3600
 
@@ -261,7 +261,7 @@ def test_the_hours_in_which_the_machine_slept_are_no_silence(tmp_path: Path) -> 
 
 
 def test_a_clock_that_is_set_back_is_no_silence_and_stops_no_count(tmp_path: Path) -> None:
-    watching = vigil(signs_of_life=(tmp_path / "progress.json",))
+    watching = monitor(signs_of_life=(tmp_path / "progress.json",))
     before = every(LOOK_S, 600)
 
     told = looks(watching, [*before, *every(LOOK_S, 600)])
@@ -271,7 +271,7 @@ def test_a_clock_that_is_set_back_is_no_silence_and_stops_no_count(tmp_path: Pat
 
 def test_looks_that_come_fast_count_no_faster_than_the_clock(tmp_path: Path) -> None:
     """Every line of an agent and every child's death makes one."""
-    watching = vigil(signs_of_life=(tmp_path / "progress.json",))
+    watching = monitor(signs_of_life=(tmp_path / "progress.json",))
 
     assert looks(watching, [NOW + number / 1000 for number in range(5000)]) == []
 
@@ -284,7 +284,7 @@ def test_a_sign_that_is_dated_ahead_allows_silence_until_then(tmp_path: Path) ->
     sign.touch()
     os.utime(sign, (until, until))
 
-    told = looks(vigil(signs_of_life=(sign,)), every(LOOK_S, 1800 + HANG_S + SILENCE_LAG_S + 3 * LOOK_S))
+    told = looks(monitor(signs_of_life=(sign,)), every(LOOK_S, 1800 + HANG_S + SILENCE_LAG_S + 3 * LOOK_S))
 
     assert [deed for _, deed in told] == ["end"]
     assert told[0][0] >= until + HANG_S + SILENCE_LAG_S
@@ -294,7 +294,7 @@ def test_a_sign_that_is_dated_ahead_allows_silence_until_then(tmp_path: Path) ->
 def test_a_job_that_was_suspended_for_longer_than_a_hang_is_told_from_one_that_hangs(
     asleep_s: float, *, is_seen: bool
 ) -> None:
-    watching = vigil()
+    watching = monitor()
 
     told = looks(watching, [NOW, NOW + LOOK_S, NOW + LOOK_S + asleep_s])
     woken = NOW + LOOK_S + asleep_s

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job.surroundings import IMPORT_PATH
+from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.workers import ByAgents
 from ddp_hpc.records import write_rendezvous_token
 from ddp_hpc.rendezvous.worker_env import (
@@ -208,7 +208,7 @@ def by_agent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     words = ["--worker", "telling_worker", "--num-workers", "2"]
-    agents = ByAgents([sys.executable, "-m", "ddp_hpc.job.agent", str(run.path), *words], num_nodes=1, lock_fds=[])
+    agents = ByAgents([sys.executable, "-m", "ddp_hpc.job.node.agent", str(run.path), *words], num_nodes=1, lock_fds=[])
     agents.begin(0, None)
     assert await_news(agents) == 0
     agents.close()
@@ -229,7 +229,7 @@ def free_port() -> int:
 def by_srun(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     environ = base_environ(run)
     meet = f"127.0.0.1 {free_port()}"
-    argv = [sys.executable, "-m", "ddp_hpc.job.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
+    argv = [sys.executable, "-m", "ddp_hpc.job.node.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
     for rank in range(2):
         environ |= task(rank, 0, rank, on="node1", nodes="node1", tasks="2", SLURM_CPUS_PER_TASK="1")
         subprocess.run([*argv, "--meet", meet], env=environ, check=True)
@@ -243,8 +243,8 @@ def by_torchrun(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     write_rendezvous_token(run, 0)
     node = [f"--meet=127.0.0.1 {port}", f"--token-file={run.rendezvous_token(0)}", "--num-workers=2", "--"]
     options = ["--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    worker = ["-m", "ddp_hpc.job.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
-    argv = [sys.executable, "-m", "ddp_hpc.job.torchrun_node", *node, *options, *worker]
+    worker = ["-m", "ddp_hpc.job.node.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
+    argv = [sys.executable, "-m", "ddp_hpc.job.node.torchrun_node", *node, *options, *worker]
     subprocess.run(argv, env=environ, check=True)
     return environ
 

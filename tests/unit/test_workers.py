@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from ddp_hpc import exit_codes, processes
-from ddp_hpc.job.meeting import Meeting
+from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.ledger import record_start
-from ddp_hpc.records import read_stop_request, write_verdict
+from ddp_hpc.records import read_stop_request, write_rank_zero_exit
 from ddp_hpc.run_dir import RunDir
 from tests.made_run import add_failure, make_run
 from tests.unit.held_signals import signals_held_back
@@ -428,7 +428,7 @@ def test_rank_zeros_word_says_what_sruns_code_cannot(
     code: int, word: int | None, failure: dict[str, Any] | None, meaning: int, run: RunDir
 ) -> None:
     if word is not None:
-        write_verdict(run, 2, word)
+        write_rank_zero_exit(run, 2, word)
     if failure is not None:
         add_failure(run, 2, **failure)
     tasks = Tasks(run, f"exit {code}")
@@ -440,7 +440,7 @@ def test_rank_zeros_word_says_what_sruns_code_cannot(
 
 
 def test_a_word_of_an_earlier_attempt_is_not_taken_for_this_ones(run: RunDir) -> None:
-    write_verdict(run, 1, STOPPED)
+    write_rank_zero_exit(run, 1, STOPPED)
     tasks = Tasks(run, "exit 1")
 
     tasks.workers.begin(2, MEETING)
@@ -452,7 +452,7 @@ def test_tasks_are_told_to_stop_by_signal_and_by_file_and_the_file_is_not_the_us
     tasks = Tasks(run, "wait")
     tasks.workers.begin(0, MEETING)
     until(lambda: tasks.notes)
-    write_verdict(run, 0, STOPPED)
+    write_rank_zero_exit(run, 0, STOPPED)
 
     tasks.workers.stop()
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from ddp_hpc.cli.words import as_json, table
+from ddp_hpc.cli.formatting import as_json, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,14 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hpc.cli.formatting import as_json, or_dash, size, table
 from ddp_hpc.cli.runs import add_site
 from ddp_hpc.cli.verbs.submit import sort_words
-from ddp_hpc.cli.words import as_json, or_dash, size, table
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.exit_codes import FAILED, FINISHED
 
 if TYPE_CHECKING:
-    from ddp_hpc.submission.image_probe import Found
+    from ddp_hpc.diagnose.image_probe import Found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _digest(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _check(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.config import resolve
-    from ddp_hpc.submission.image_probe import check_image
+    from ddp_hpc.diagnose.image_probe import check_image
 
     path, settings = sort_words([args.what, *args.settings])
     spec = resolve(path, settings, environment, site=args.site).spec

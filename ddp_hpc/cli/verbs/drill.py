@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hpc.cli.formatting import as_json, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
-from ddp_hpc.cli.words import as_json, or_dash, table
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.exit_codes import FAILED, FINISHED
 from ddp_hpc.watch.find import find_run

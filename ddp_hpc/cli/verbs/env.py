@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ddp_hpc.cli.formatting import as_json, or_dash, size, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_run
-from ddp_hpc.cli.words import as_json, or_dash, size, table
 from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.submission.import_cost import measure
+    from ddp_hpc.diagnose.import_cost import measure
 
     if args.export or args.run is not None:
         raise ConfigError("`env imports` takes neither a run nor `--export`.")

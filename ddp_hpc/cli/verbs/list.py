@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
-from ddp_hpc.cli.standing import steps
-from ddp_hpc.cli.words import as_json, duration, number, numbers, or_dash, table
+from ddp_hpc.cli.status_text import steps
 from ddp_hpc.errors import UnreadableError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.find import scan_runs

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hpc.cli.words import as_json, or_dash, table
+from ddp_hpc.cli.formatting import as_json, or_dash, table
 from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def _list(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 
 def _init(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     from ddp_hpc.config.site import PLAIN_NAME, profile_dirs
+    from ddp_hpc.diagnose.site_draft import propose, proposed_name, survey
     from ddp_hpc.durable import replace_text
-    from ddp_hpc.submission.site_draft import propose, proposed_name, survey
 
     if args.site is not None and not PLAIN_NAME.fullmatch(args.site):
         raise ConfigError(f"{args.site!r} cannot name a site: use letters, digits, `.`, `_` and `-`.")

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run
-from ddp_hpc.cli.standing import as_text
-from ddp_hpc.cli.words import as_json
+from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ddp_hpc.cli.attach import show
+from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, word_for
 from ddp_hpc.cli.summary import exit_code, print_summary
-from ddp_hpc.cli.words import as_json
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.patience import known
 from ddp_hpc.run_dir import RunDir

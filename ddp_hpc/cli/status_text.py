@@ -1,0 +1,63 @@
+"""A run's status in words."""
+
+from __future__ import annotations
+
+from ddp_hpc.cli.formatting import duration, number, numbers
+from ddp_hpc.watch.status import RunStatus
+
+
+def as_text(status: RunStatus, *, now: float) -> str:
+    """Return the status in lines of a word and what it is."""
+    rows = {
+        "run": f"{status.run}  ({status.path})",
+        "state": status.state,
+        "reason": status.reason,
+        "starts": ""
+        if status.starts_at is None
+        else f"in about {duration(status.starts_at - now)}, by Slurm's estimate",
+        "step": steps(status) + ("" if status.epoch is None else f", epoch {status.epoch} of {status.epochs}"),
+        "loss": "" if status.loss is None else number(status.loss),
+        "rate": rate(status),
+        "time limit": limit(status),
+        "evaluation": numbers(status.metrics),
+        "checkpoint": checkpoint(status),
+        "save error": status.save_error or "",
+        "attempt": "" if status.attempt is None else f"{status.attempt}{job(status)}",
+        "job": "" if status.job_id is None or status.attempt is not None else status.job_id,
+        "read": f"{status.source}, {duration(status.age_s)} ago",
+    }
+    return "\n".join(f"{word:<11} {text}" for word, text in rows.items() if text)
+
+
+def steps(status: RunStatus) -> str:
+    """Return `120 of 450`."""
+    return f"{status.step}" if status.total_steps is None else f"{status.step} of {status.total_steps}"
+
+
+def rate(status: RunStatus) -> str:
+    """Return samples/s, and the time left where the run goes on."""
+    told = [] if status.samples_per_s is None else [f"{status.samples_per_s:.0f} samples/s"]
+    return ", ".join(told + ([] if status.eta_s is None else [f"{duration(status.eta_s)} left"]))
+
+
+def limit(status: RunStatus) -> str:
+    """Return when the job's time limit ends it, and whether that is enough."""
+    if status.limit_s is None:
+        return ""
+    ends = f"ends the job in {duration(max(status.limit_s, 0))}"
+    if status.eta_s is None:
+        return ends
+    return f"{ends}, {'enough' if status.eta_s < status.limit_s else 'not enough: it will stop with a checkpoint'}"
+
+
+def checkpoint(status: RunStatus) -> str:
+    """Return `step 120, 35 s ago`."""
+    if status.last_checkpoint is None:
+        return ""
+    age = "" if status.checkpoint_age_s is None else f", {duration(status.checkpoint_age_s)} ago"
+    return f"step {status.last_checkpoint}{age}"
+
+
+def job(status: RunStatus) -> str:
+    """Return ` (job 12 on node1)`."""
+    return "" if status.job_id is None else f" (job {status.job_id} on {status.host})"

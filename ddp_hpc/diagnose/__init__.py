@@ -1,0 +1,1 @@
+"""What a user asks about a machine, an image or a site before training on it."""

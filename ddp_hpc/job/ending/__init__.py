@@ -1,0 +1,1 @@
+"""Why an attempt ended, and what follows."""

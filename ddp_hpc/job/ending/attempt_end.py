@@ -1,0 +1,147 @@
+"""The end of an attempt: finds out why it ended, decides what follows by the table (`requeue`), and records both."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ddp_hpc import exit_codes, ownership, requeue
+from ddp_hpc.failure_reports import WorkerFailure, silent_end
+from ddp_hpc.job.ending import blame, stale_attempts
+from ddp_hpc.job.ending.best_effort import best_effort
+from ddp_hpc.job.ending.causes import cause_of
+from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
+from ddp_hpc.job.ending.hang_report import report_hang
+from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.ledger import Cause, End, record_end
+from ddp_hpc.records import write_done
+from ddp_hpc.requeue import Decision, Situation
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+
+_ENDED_EARLY = (
+    "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
+    "or srun did because one task failed"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conclusion:
+    """What an attempt's end means."""
+
+    attempt: int
+    cause: Cause
+    decision: Decision
+    reason: str
+    last_step: int | None = None
+    """Of the newest checkpoint."""
+    failed_nodes: tuple[str, ...] = ()
+    """The nodes that failed, where a node did."""
+    is_slurm_away: bool = False
+    """Whether the controller did not answer, or was not asked."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.decision.ending.exit_code
+
+    @property
+    def end(self) -> End:
+        """What the ledger says of it."""
+        return End(cause=self.cause, last_step=self.last_step, next=self.decision.next, failed_nodes=self.failed_nodes)
+
+
+def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
+    """Find out why an attempt ended, decide what follows, and write both into the ledger."""
+    known = Recorded.read(context.run, attempt)
+    evidence = gather(context, attempt, outcome, known.ledger)
+    cause, failure = cause_of(evidence), known.failure
+    if cause == Cause.HANG:
+        failure = report_hang(context, attempt, known.failures)
+    failed_nodes = blame.failed_nodes(context, cause, failure, evidence)
+    if outcome.avoided_nodes:
+        # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
+        before = requeue.bad_nodes(known.ledger.attempts, context.spec.restart, now=time.time())
+        failed_nodes = tuple(node for node in failed_nodes if node not in before)
+    if cause == Cause.REFUSED and has_trained(known.attempts):
+        cause, failed_nodes = Cause.WORKER_CRASHED, blame.refusing_nodes(context, failure)
+    newest_step = stale_attempts.newest_step(context.run, known.ledger)
+    situation = Situation(
+        cause=cause,
+        is_committed=outcome.code == exit_codes.STOPPED,
+        num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
+        has_no_report=failure is None,
+        is_on_slurm=context.allocation is not None,
+        is_requeued_by_slurm=evidence.is_requeued_by_slurm,
+        failed_nodes=failed_nodes,
+        bad_nodes=blame.bad_nodes(context, known.attempts, attempt, failed_nodes),
+        may_requeue=context.spec.slurm.requeue,
+    )
+    decision = requeue.decide(situation, context.spec.restart)
+    conclusion = Conclusion(
+        attempt=attempt,
+        cause=cause,
+        decision=decision,
+        reason=_reason(cause, outcome, failure, decision),
+        last_step=newest_step,
+        failed_nodes=failed_nodes,
+        is_slurm_away=context.allocation is not None and evidence.job is None,
+    )
+    _write(context.run, context.spec, conclusion)
+    return conclusion
+
+
+def _write(run: RunDir, spec: RunSpec, conclusion: Conclusion) -> None:
+    """Record how an attempt ended; remove the stop request that it obeyed, and the claim of a run's last attempt."""
+    cause, decision = conclusion.cause, conclusion.decision
+    if cause == Cause.FINISHED:
+        with best_effort():
+            write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
+    with best_effort():
+        record_end(
+            run,
+            attempt=conclusion.attempt,
+            ending=decision.ending,
+            exit_code=conclusion.exit_code,
+            reason=conclusion.reason,
+            # The newer attempt has already recorded what became of the fenced one.
+            end=None if cause == Cause.FENCED else conclusion.end,
+        )
+    with best_effort():
+        if cause == Cause.STOP_ASKED:
+            run.stop_request.unlink(missing_ok=True)  # obeyed: whoever starts the job again wants the run to continue
+        if not decision.next and cause != Cause.FENCED:
+            ownership.release(run, conclusion.attempt)
+
+
+def _reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None, decision: Decision) -> str:
+    message = outcome.reason or _message(cause, outcome, failure)
+    return "; ".join(part for part in (message, decision.why) if part)
+
+
+def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
+    if cause in {Cause.FINISHED, Cause.STOP_ASKED}:
+        return ""
+    if cause in {Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED} and failure is not None:
+        if failure.is_secondary:
+            return (
+                f"some workers exited without an error report, and rank {failure.rank} on {failure.host} lost its connection "
+                "to them; read their logs (`ddp-hpc logs RUN --all`) and the kernel's log of their nodes (`dmesg`)"
+            )
+        is_plain = failure.is_input_error or failure.is_diverged or failure.rank < 0 or cause == Cause.HANG
+        where = f" on {failure.host}" if failure.host else ""
+        return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
+    if cause == Cause.WORKER_CRASHED:
+        return silent_end(outcome.code, outcome.step_code)
+    return {
+        Cause.CANCELLED: "cancelled by the user",
+        Cause.FENCED: "another attempt has taken the run over",
+        Cause.REQUEUE_ASKED: "a user, an administrator or Slurm asked the run to stop and go back into the queue",
+        Cause.PREEMPTED: "Slurm preempted the job",
+        Cause.TIME_LIMIT: "the job reached its time limit",
+        Cause.NODE_FAILED: f"{', '.join(outcome.lost_nodes) or 'a node'} failed or stopped answering",
+        Cause.HANG: "the workers wrote nothing for longer than `restart.hang_timeout_s`, so the supervisor killed them",
+        Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, so the hang timeout ended the workers",
+        Cause.UNEXPLAINED: "a stop signal arrived before the workers had installed their signal handlers"
+        if outcome.was_signalled
+        else _ENDED_EARLY,
+    }.get(cause, cause)

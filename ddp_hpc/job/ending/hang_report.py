@@ -1,0 +1,52 @@
+"""The report of a hang: the stacks of all ranks in one file, and the rank that the others waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ddp_hpc.durable import make_directories, replace_text
+from ddp_hpc.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
+from ddp_hpc.job.ending import stacks
+from ddp_hpc.job.ending.best_effort import best_effort
+from ddp_hpc.job.job_context import JobContext
+
+
+def report_hang(context: JobContext, attempt: int, failures: Sequence[WorkerFailure]) -> WorkerFailure:
+    """Write all ranks' stacks into one file, and an error report that names the rank that the others wait for."""
+    run, world_size = context.run, context.spec.resources.world_size
+    stands = stacks.read_rank_stacks(run, attempt, world_size)
+    lost_peer = {failure.rank for failure in failures if failure.is_secondary}
+    found = stacks.straggler(stands, world_size, lost_peer=lost_peer)
+    path = run.stacks(attempt)
+    nodes = {stand.rank: context.node_of(stand.rank) or "this machine" for stand in stands}
+    texts = [f"=== rank {stand.rank} on {nodes[stand.rank]}: {stand.place}\n{stand.stacks}\n" for stand in stands]
+    with best_effort():
+        make_directories(path.parent)
+        replace_text(path, "".join(texts))
+    rank, how = (
+        found if found is not None else (-1, "all ranks wait for each other: check the network between the nodes")
+    )
+    node = context.node_of(rank)
+    who = "" if found is None else f"rank {rank}{f' on {node}' if node else ''} "
+    phase = allowed_phase(run, attempt)
+    failure = WorkerFailure(
+        rank=rank,
+        host=node or "",
+        at=time.time(),
+        step=0,
+        exception=f"{_timeout(context, phase)}; {who}{how}; stacks of all ranks: {path}",
+        log=str(run.rank_log(attempt, max(rank, 0))),
+        phase=phase,
+    )
+    with best_effort():
+        write_failure(run.rank_error(attempt, max(rank, 0)), failure)
+    return failure
+
+
+def _timeout(context: JobContext, phase: Phase) -> str:
+    """Say which timeout was exceeded."""
+    restart = context.spec.restart
+    if phase == "building":
+        return f"the recipe was not built within {restart.build_timeout_s} s"
+    return f"no rank made progress for {restart.hang_timeout_s} s"

@@ -1,0 +1,103 @@
+"""What follows where the supervisor itself fails, by a bug or an error of the disk: a decision with fewer facts.
+
+Requeueing the job matters more than its records: a record that the disk does not take is printed to the job's log.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from contextlib import suppress
+
+from ddp_hpc import checkpoint_store, exit_codes, requeue
+from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.job.ending import attempt_end, requeue_job
+from ddp_hpc.job.ending.attempt_end import Conclusion
+from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.workers import Workers
+from ddp_hpc.ledger import Cause, Ledger, record_end
+from ddp_hpc.records import read_queued_job, since_submission
+from ddp_hpc.slurm import client
+
+PATIENCE_S = 600.0
+"""How long to retry a plain requeue, after requeueing the job as decided has failed."""
+_PAUSE_S = 5.0
+_CAUSE = Cause.UNEXPLAINED
+
+
+def print_error(error: Exception) -> str:
+    """Print an unexpected error with its traceback; return it in one line."""
+    traceback.print_exception(error)
+    return f"the supervisor failed: {type(error).__name__}: {error}"
+
+
+def outcome_of(error: Exception, workers: Workers) -> Outcome:
+    """End the workers; return the outcome of an attempt in which the supervisor failed."""
+    reason = print_error(error)
+    try:
+        workers.close()
+    except Exception as second:  # noqa: BLE001  the first is what counts
+        print_error(second)
+    return Outcome(code=exit_codes.FAILED, reason=reason)
+
+
+def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
+    """Conclude as `attempt_end` does; if that fails, decide by what can still be read."""
+    try:
+        return attempt_end.conclude(context, attempt, outcome)
+    except Exception as error:  # noqa: BLE001  whatever failed, the job must not end because of it
+        reason = "; ".join(part for part in (outcome.reason, print_error(error)) if part)
+    if outcome.code == exit_codes.FENCED:
+        decision = requeue.decide(requeue.Situation(cause=Cause.FENCED), context.spec.restart)
+        return Conclusion(attempt=attempt, cause=Cause.FENCED, decision=decision, reason=reason)
+    num, newest_step = 1, None
+    with suppress(Exception):
+        newest_step = max(checkpoint_store.committed_steps(context.run), default=0)
+        attempts = since_submission(Ledger.read(context.run), read_queued_job(context.run))
+        num = requeue.num_without_progress(attempts, newest_step, _CAUSE)
+    situation = requeue.Situation(
+        cause=_CAUSE,
+        num_without_progress=num,
+        is_on_slurm=context.allocation is not None,
+        may_requeue=context.spec.slurm.requeue,
+    )
+    decision = requeue.decide(situation, context.spec.restart)
+    reason = "; ".join(part for part in (reason, decision.why) if part)
+    conclusion = Conclusion(attempt=attempt, cause=_CAUSE, decision=decision, reason=reason, last_step=newest_step)
+    try:
+        record_end(
+            context.run,
+            attempt=attempt,
+            ending=decision.ending,
+            exit_code=conclusion.exit_code,
+            reason=reason,
+            end=conclusion.end,
+        )
+    except Exception as error:  # noqa: BLE001  requeueing the job matters more
+        sys.stderr.write(
+            f"note: the supervisor could not write the end of attempt {attempt} into the ledger: {error}\n"
+        )
+    return conclusion
+
+
+def leave(context: JobContext, conclusion: Conclusion) -> None:
+    """Leave as `requeue_job` does; if that fails, requeue the job without records and excluded nodes."""
+    try:
+        return requeue_job.leave(context, conclusion)
+    except Exception as error:
+        print_error(error)
+        allocation = context.allocation
+        if allocation is None or not conclusion.decision.next or not context.spec.slurm.requeue:
+            raise
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return client.requeue(allocation.scontrol_id, context.environ)
+        except (ConfigError, SlurmUnavailableError, OSError) as error:
+            if time.monotonic() >= deadline:
+                raise
+            sys.stderr.write(
+                f"note: the supervisor could not put the job back into the queue, and tries again: {error}\n"
+            )
+            time.sleep(_PAUSE_S)

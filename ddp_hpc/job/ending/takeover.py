@@ -1,0 +1,159 @@
+"""What a supervisor does first if the one before it died in this start of the job: it ends its steps and its attempt."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ddp_hpc import checkpoint_store, exit_codes, processes, requeue
+from ddp_hpc.config import load_resolved
+from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.job.ending.attempt_end import Conclusion
+from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
+from ddp_hpc.records import is_done, read_queued_job, since_submission
+from ddp_hpc.requeue import Decision
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client
+from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.spec import RestartSpec, RunSpec
+
+LEAVE_S = 10.0
+"""How long the processes of a dead supervisor may take to exit, as srun and the agents notice its death."""
+CANCEL_S = 30.0
+"""How long Slurm may take to cancel the steps of those that do not."""
+
+
+def end_leftover_steps(run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
+    """Wait until the job steps of the dead supervisor have ended; cancel those that stay."""
+    # srun inherits the run's lock, but its tasks do not. SIGKILL cannot be caught (signal(7)), so a killed srun passes nothing
+    # on, and its tasks may train on; an agent that is stopped (SIGSTOP) does not notice either. Some file systems support no
+    # locks. So Slurm is asked in any case.
+    is_held = _is_held(run, LEAVE_S)
+    with suppress(DdpHpcError):
+        steps = client.steps(allocation.job_id, environ)
+        if steps:
+            sys.stderr.write(
+                "note: job steps of the supervisor that died are still running; this supervisor cancels them\n"
+            )
+        for step in steps:
+            client.cancel(step, environ)
+    if is_held:
+        _is_held(run, CANCEL_S)
+
+
+def _is_held(run: RunDir, patience_s: float) -> bool:
+    """Wait until the run's lock is free; return whether it is still held after `patience_s`."""
+    lock_fd = processes.take_lock(run.lock, patience_s=patience_s)
+    if lock_fd is None:
+        return True
+    os.close(lock_fd)
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """What the guardian knows of the supervisors before this one."""
+
+    how: str
+    """How the last of them ended, for people."""
+    since: int = 0
+    """The number of the first attempt that they may have begun."""
+
+
+def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, str], death: Death) -> int | None:
+    """Record how the dead supervisor's attempt ended, and do what it had decided but not done.
+
+    Returns the exit code where nothing is left to do, else None.
+    """
+    ledger = Ledger.read(run)
+    newest = ledger.newest
+    if newest is None or newest.attempt < death.since or not _is_of_this_start(newest, allocation):
+        return None
+    if newest.ending is None:
+        next_ = write_down_death(run, ledger, allocation, f"the supervisor {death.how}")
+        if next_ == Next.IN_PLACE:
+            return None
+        newest = Ledger.read(run).newest or newest
+    if newest.next in {Next.REQUEUE, Next.SUCCESSOR} and allocation is not None:
+        return _leave(run, newest, allocation, environ)
+    if newest.next == Next.IN_PLACE:
+        return None
+    return exit_codes.FAILED if newest.exit_code is None or newest.exit_code < 0 else newest.exit_code
+
+
+def write_down_death(
+    run: RunDir, ledger: Ledger, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
+) -> Next:
+    """Record the end of the newest attempt, whose supervisor could not; return what follows: nothing if no guardian is there."""
+    spec, newest = _spec(run), ledger.newest
+    assert newest is not None  # noqa: S101  the callers looked
+    steps = checkpoint_store.committed_steps(run)
+    newest_step = steps[-1] if steps else 0
+    if spec is not None and is_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps):
+        end = End(cause=Cause.FINISHED, last_step=newest_step)
+        record_end(run, attempt=newest.attempt, ending=Ending.FINISHED, exit_code=exit_codes.FINISHED, end=end)
+        return Next.NOTHING
+    attempts = since_submission(ledger, read_queued_job(run))
+    decision = _decide(attempts, spec, allocation, newest_step)
+    if not may_go_on:
+        decision = Decision(ending=decision.ending, why=decision.why)
+    reason = "; ".join(part for part in (reason, decision.why) if part)
+    end = End(cause=Cause.SUPERVISOR_DIED, last_step=newest_step, next=decision.next)
+    record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=reason, end=end)
+    sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}\n")
+    return decision.next
+
+
+def _decide(
+    attempts: Sequence[Attempt], spec: RunSpec | None, allocation: Allocation | None, newest_step: int
+) -> Decision:
+    """Return what follows a supervisor's death: without Slurm, too, another attempt, as the guardian starts a supervisor."""
+    cause = Cause.SUPERVISOR_DIED
+    policy = RestartSpec() if spec is None else spec.restart
+    situation = requeue.Situation(
+        cause=cause,
+        num_without_progress=requeue.num_without_progress(attempts, newest_step, cause),
+        may_requeue=True if spec is None else spec.slurm.requeue,
+    )
+    decision = requeue.decide(situation, policy)
+    if allocation is None and decision.next:
+        return Decision(ending=decision.ending, next=Next.IN_PLACE)
+    return decision
+
+
+def _spec(run: RunDir) -> RunSpec | None:
+    try:
+        return load_resolved(run.config)
+    except ConfigError:
+        return None
+
+
+def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
+    if allocation is None:
+        return newest.cluster == "local"
+    return (newest.job_id, newest.restart) == (allocation.job_id, allocation.restart_count)
+
+
+def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
+    """Requeue the job as was decided, if the dead supervisor has not done so."""
+    spec, noted = _spec(run), read_queued_job(run)
+    if spec is None:
+        return None
+    if newest.next == Next.REQUEUE or noted is None or noted.job_id == allocation.job_id:
+        context = JobContext(run=run, spec=spec, allocation=allocation, is_for_slurm=True, environ=environ)
+        decision = Decision(ending=newest.ending or Ending.FAILED, next=newest.next, exclude=newest.failed_nodes)
+        conclusion = Conclusion(
+            attempt=newest.attempt,
+            cause=newest.cause or Cause.UNEXPLAINED,
+            decision=decision,
+            reason=newest.reason,
+            last_step=newest.last_step,
+            failed_nodes=newest.failed_nodes,
+        )
+        leave(context, conclusion)
+    return exit_codes.FAILED if newest.exit_code is None else newest.exit_code

@@ -1,0 +1,123 @@
+"""What a supervisor monitors while the workers run: signals, the time limit, and hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ddp_hpc.patience import known
+from ddp_hpc.processes import STOP_SIGNALS
+from ddp_hpc.requeue import reserve_s
+
+LOOK_S = 5.0
+"""The longest time between two looks."""
+SILENCE_LAG_S = 60.0
+"""How much later than the workers' own watchdogs this timeout fires: only where theirs could not."""
+
+
+@dataclass(kw_only=True)
+class Monitor:
+    """What may end an attempt from outside."""
+
+    ends_at: float | None
+    """When the time limit ends the job, in seconds since the epoch, as all times here."""
+    lead_s: float
+    hang_timeout_s: float
+    signs_of_life: tuple[Path, ...]
+    """Files that the workers write as long as they make progress."""
+    first_sign: Path | None = None
+    """The first file that they write: once it exists, they handle stop signals."""
+    ask_end: Callable[[], float | None] = lambda: None
+    """Ask when the job ends: its time limit may have changed."""
+    ask_preempted: Callable[[], bool] = lambda: False
+    """Ask whether Slurm is preempting the job."""
+    is_out_of_time: bool = False
+    is_signalled: bool = False
+    is_unresponsive: bool = False
+    is_cut_short: bool = False
+    """Whether they were killed because they still ran when the job had to end."""
+    suspended_until: float | None = None
+    """When this process resumed, after Slurm had suspended the job for longer than the hang timeout."""
+    _silence_s: float = 0.0
+    _newest_sign: float = 0.0
+    _looked_at: float | None = None
+    _has_asked: bool = False
+
+    def look(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
+        """Return what to do with the workers now; `number` is the signal that came, if one did."""
+        had_time = not self.is_out_of_time
+        self.is_out_of_time = self.is_out_of_time or self._has_run_out(now)
+        if self.is_out_of_time and not self.is_cut_short and self._is_past(self._kill_time(), now):
+            self.is_cut_short = True
+            return "end"
+        if number in STOP_SIGNALS:
+            self.is_signalled = True
+            return "stop"
+        if self.is_out_of_time and had_time:
+            return "stop"
+        if self._silence(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_unresponsive:
+            self.is_unresponsive = True
+            return "end"
+        return "stop" if self._has_missed_signal() else ""
+
+    def was_just_suspended(self, now: float) -> bool:
+        """Tell whether the job was resumed so recently that the workers' watchdogs may have killed them for the suspension."""
+        return self.suspended_until is not None and now - self.suspended_until < SILENCE_LAG_S
+
+    def patience_s(self, now: float) -> float:
+        """Return how long to wait at most before the next look."""
+        moment = self._kill_time() if self.is_out_of_time else self._stop_time()
+        if moment is None or self.is_cut_short:
+            return LOOK_S
+        return max(0.0, min(LOOK_S, moment - now))
+
+    def _has_run_out(self, now: float) -> bool:
+        """Tell whether it is time to stop; ask Slurm for a later end only then, as it may take long to answer."""
+        if not self._is_past(self._stop_time(), now):
+            return False
+        self.ends_at = self.ask_end() or self.ends_at
+        return self._is_past(self._stop_time(), now)
+
+    def _stop_time(self) -> float | None:
+        """Return when the workers are asked to stop."""
+        return None if self.ends_at is None else self.ends_at - self.lead_s
+
+    def _kill_time(self) -> float | None:
+        """Return when the workers are killed, so that the job can be requeued before its time limit."""
+        return None if self.ends_at is None else self.ends_at - reserve_s(self.lead_s)
+
+    @staticmethod
+    def _is_past(moment: float | None, now: float) -> bool:
+        return moment is not None and now >= moment
+
+    def _has_missed_signal(self) -> bool:
+        """Ask once, when the workers handle signals, whether Slurm preempted the job before: it does not signal again."""
+        if self._has_asked or self.is_signalled or self.first_sign is None:
+            return False
+        if not known(self.first_sign, self.first_sign.exists, unknown=False):
+            return False
+        self._has_asked = True
+        self.is_signalled = self.ask_preempted()
+        return self.is_signalled
+
+    def _silence(self, now: float) -> float:
+        """Return how long no worker has written anything, without the time in which this process was suspended.
+
+        A file may have a modification time in the future: until then the workers may be silent (`Watchdog.allow`).
+        """
+        if self._looked_at is not None and now - self._looked_at > self.hang_timeout_s:
+            self.suspended_until = now
+        newest = max((_written_at(path) for path in self.signs_of_life), default=0.0)
+        since = 0.0 if self._looked_at is None else min(max(now - self._looked_at, 0.0), 2 * LOOK_S)
+        self._silence_s = 0.0 if newest != self._newest_sign or newest > now else self._silence_s + since
+        self._newest_sign, self._looked_at = newest, now
+        return self._silence_s
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,389 @@
+"""The node agent: imports what all workers need once, forks one worker for each GPU, and ends all when one fails.
+
+    python -m ddp_hpc.job.node.agent RUN_DIR --worker ddp_hpc.train.worker --num-workers 4
+
+It reads the supervisor's orders from its standard input and writes reports to its standard output (see `line`): orders to
+start, stop or kill the workers of an attempt, reports of their joint exit code. It keeps running for the next attempt,
+which then has nothing to import, until the supervisor closes the connection. With `--in-step`, srun has started one agent
+on each node of a job, and the node rank comes from Slurm; else this machine is the only node.
+
+The worker is a module named on the command line, so that this one stays free of torch. It offers `preload(run)`, called
+once before the first fork, and `main(run, environ, attempt=, listen_fd=)`, which returns the worker's exit code. Where
+`preload` returns a reason not to fork, workers are new processes (`spawned`), which import everything themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ddp_hpc import exit_codes, processes
+from ddp_hpc.errors import exit_code_of
+from ddp_hpc.failure_reports import report, report_killed
+from ddp_hpc.job.node.cpus import Share, share_here
+from ddp_hpc.job.node.python_environ import (
+    imports_for_good,
+    leave_at_once,
+    make_users_code_importable,
+    python_environ,
+)
+from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting, PortTakenError, listen
+from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.worker_env import (
+    Fact,
+    WorkerEnv,
+    endpoint_of_run,
+    launched,
+    library_variables,
+    node_variables,
+    ranks_by_shape,
+    settled,
+)
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.allocation import step_task
+
+GRACE_S = 1.0
+"""How long the others may take to write their error reports, after the first worker has failed."""
+TEARDOWN_S = 60.0
+"""How long the others may take to exit, after the first worker has exited after a commit."""
+ALONE = Meeting(LOOPBACK, 0)
+"""The endpoint of a run on this machine alone: the kernel chooses the port."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeWorkers:
+    """What this node's workers of one attempt are started with."""
+
+    run: RunDir
+    attempt: int
+    num_workers: int
+    """On this node."""
+    share: Share
+    node: Mapping[str, Fact]
+    """Variables that all workers of this node have in common."""
+    users_environ: Mapping[str, str]
+    """The environment without what this agent has set."""
+    import_paths: Sequence[str]
+    meeting: Meeting = ALONE
+    node_rank: int = 0
+    num_nodes: int = 1
+
+
+@dataclass
+class WorkerGroup:
+    """The workers of one attempt while they run."""
+
+    node_workers: NodeWorkers
+    ranks: Mapping[int, int]
+    """Rank by pid."""
+    codes: dict[int, int] = field(default_factory=dict)
+    """Exit code by rank, of those that have ended."""
+    deadline: float | None = None
+    """When the agent kills those that still run."""
+    was_cut: bool = False
+    """Whether it has killed them."""
+
+    @property
+    def alive(self) -> set[int]:
+        return {pid for pid, rank in self.ranks.items() if rank not in self.codes}
+
+    def end_within(self, seconds: float) -> None:
+        """Kill the workers that still run after this time; an earlier deadline stays."""
+        end = time.monotonic() + seconds
+        self.deadline = end if self.deadline is None else min(self.deadline, end)
+
+
+class Agent:
+    """One node's agent: carries out orders until the connection is closed."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, line: Line, python: Mapping[str, str], import_paths: Sequence[str]
+    ) -> None:
+        self._run = RunDir(arguments.run)
+        self._arguments = arguments
+        self._line = line
+        self._given: Mapping[str, str] = {}
+        """What this agent has set in its own environment."""
+        self._python = python
+        """Variables that decide where a Python that this agent starts imports from."""
+        self._import_paths = import_paths
+        place = step_task(os.environ) if arguments.in_step else None
+        self._node_rank = place.node_rank if place else 0
+        self._num_nodes = place.num_nodes if place else 1
+        self._share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
+        if self._share.note and self._node_rank == 0:
+            sys.stderr.write(f"note: {self._share.note}\n")
+        self._worker: ModuleType | None = None
+        self._must_not_fork = False
+        self._group: WorkerGroup | None = None
+        self._is_stop_pending = False
+        """Whether a stop signal came while no worker ran."""
+
+    def serve(self) -> None:
+        """Carry out the supervisor's orders until it closes the connection; then kill the workers that are left."""
+        failure = self._preload()
+        while True:
+            for order in self._line.read():
+                self._obey(order, failure)
+            if self._line.is_closed:
+                break
+            number = processes.await_signal(self._patience_s())
+            if number in processes.STOP_SIGNALS:
+                self._pass_on(number)
+            self._look_after_workers()
+        if self._group:
+            processes.kill(self._group.alive)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Send a stop signal to the workers; where none runs, keep it for the next ones."""
+        self._is_stop_pending = self._group is None
+        if self._group:
+            processes.send(self._group.alive, number)
+
+    def _preload(self) -> BaseException | None:
+        """Import what the workers need; return the error, which is reported once an attempt is known."""
+        libraries = settled(library_variables(self._share.threads), os.environ)
+        self._given = WorkerEnv(process="agent", variables=libraries).given
+        os.environ.update(self._given)
+        try:
+            with imports_for_good():
+                self._worker = importlib.import_module(self._arguments.worker)
+                reason = self._worker.preload(str(self._run.path))
+        except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
+            return error
+        self._must_not_fork = bool(reason)
+        if reason and self._node_rank == 0:
+            sys.stderr.write(f"note: each worker is a new process and imports everything itself, because {reason}\n")
+        return None
+
+    def _crew(self, attempt: int, meeting: Meeting) -> NodeWorkers:
+        return NodeWorkers(
+            run=self._run,
+            attempt=attempt,
+            num_workers=self._arguments.num_workers,
+            share=self._share,
+            node=node_variables(this_host().interface_towards(meeting.address), self._share.threads),
+            # A variable that the recipe's import has set or removed counts as set or removed by the user.
+            users_environ={
+                **{name: "" for name in self._given if name not in os.environ},
+                **{name: value for name, value in os.environ.items() if self._given.get(name) != value},
+            },
+            import_paths=self._import_paths,
+            meeting=meeting,
+            node_rank=self._node_rank,
+            num_nodes=self._num_nodes,
+        )
+
+    def _obey(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
+        match order:
+            case {"do": "start", "attempt": int(attempt), **rest}:
+                meeting = Meeting.parse(str(rest["meet"])) if "meet" in rest else ALONE
+                self._start(self._crew(attempt, meeting), failure)
+            case {"do": "stop"} if self._group:
+                processes.send(self._group.alive, signal.SIGUSR2)
+            case {"do": "end"} if self._group:
+                self._group.end_within(GRACE_S)
+
+    def _start(self, node_workers: NodeWorkers, failure: BaseException | None) -> None:
+        """Bind the port and start the workers, or report why that fails."""
+        if self._worker is None or failure is not None:
+            self._report_failure(node_workers, failure)
+            return
+        try:
+            with ExitStack() as resources:
+                meeting_point = (
+                    resources.enter_context(listen(node_workers.meeting)) if node_workers.node_rank == 0 else None
+                )
+                if self._must_not_fork:
+                    ranks = self._spawn(node_workers, meeting_point)
+                else:
+                    ranks = _fork(node_workers, self._worker, meeting_point)
+                self._group = WorkerGroup(node_workers, ranks)
+            if self._is_stop_pending:
+                self._pass_on(signal.SIGUSR2)
+        except PortTakenError:
+            self._report_end(node_workers.attempt, exit_codes.PORT_TAKEN)
+        except OSError as error:
+            self._report_failure(node_workers, error)
+
+    def _spawn(self, node_workers: NodeWorkers, meeting_point: socket.socket | None) -> dict[int, int]:
+        """Start each worker as a new process, without fork; return their ranks by pid."""
+        sys.stdout.flush()
+        port = meeting_point.getsockname()[1] if meeting_point else node_workers.meeting.port
+        ranks: dict[int, int] = {}
+        for local_rank in range(node_workers.num_workers):
+            rank = node_workers.node_rank * node_workers.num_workers + local_rank
+            cpus = ",".join(map(str, node_workers.share.cpu_sets[local_rank]))
+            options = [
+                f"--worker={self._arguments.worker}",
+                f"--attempt={node_workers.attempt}",
+                f"--agent={os.getpid()}",
+            ]
+            options.append(f"--cpus={cpus}")
+            if meeting_point and rank == 0:
+                meeting_point.set_inheritable(True)
+                options.append(f"--listen-fd={meeting_point.fileno()}")
+            argv = [sys.executable, "-m", "ddp_hpc.job.node.spawned", str(node_workers.run.path), *options]
+            environ = {**os.environ, **worker_env(node_workers, local_rank, port).environ, **self._python}
+            try:
+                ranks[os.posix_spawn(sys.executable, argv, environ)] = rank
+            except OSError:
+                processes.kill(ranks)
+                raise
+            finally:
+                if meeting_point:
+                    meeting_point.set_inheritable(False)
+        return ranks
+
+    def _report_failure(self, node_workers: NodeWorkers, error: BaseException | None) -> None:
+        """Write the error report of an agent that cannot start its workers."""
+        error = error or RuntimeError("the agent has not imported the workers' module")
+        report(
+            node_workers.run.agent_error(node_workers.attempt, node_workers.node_rank),
+            error,
+            rank=-1,
+            log=node_workers.run.console,
+        )
+        self._report_end(node_workers.attempt, exit_code_of(error))
+
+    def _report_end(self, attempt: int, code: int) -> None:
+        self._line.send(node_rank=self._node_rank, attempt=attempt, code=code)
+
+    def _patience_s(self) -> float:
+        if self._group is None or self._group.deadline is None:
+            return 3600.0
+        return 1.0 if self._group.was_cut else self._group.deadline - time.monotonic()
+
+    def _look_after_workers(self) -> None:
+        """Record the workers that have exited; after the last one, report to the supervisor."""
+        died, group = processes.reap(), self._group
+        if group is None:
+            return
+        if group.deadline is not None and time.monotonic() >= group.deadline and not group.was_cut:
+            group.was_cut = True
+            processes.kill(group.alive)
+        for pid, code in died.items():
+            if pid in group.ranks:
+                _note_exit(group, group.ranks[pid], code)
+        if not group.alive:
+            self._group = None
+            self._report_end(group.node_workers.attempt, exit_codes.joint(group.codes.values()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve one supervisor."""
+    arguments = _parse(argv)
+    # PR_SET_PDEATHSIG: the kernel kills this process when its parent dies (prctl(2),
+    # https://man7.org/linux/man-pages/man2/prctl.2.html). So no worker trains on after its supervisor was killed.
+    processes.die_with_parent(os.getppid())
+    # Before the first thread and the first fork, as both inherit the mask: a stop signal that comes between two attempts, or
+    # before a worker has installed its handlers, then stays pending instead of killing the process (signal(7)).
+    processes.block_awaited_signals()
+    python = python_environ(os.environ)
+    import_paths = make_users_code_importable(os.environ)
+    Agent(arguments, Line.of_agent(), python, import_paths).serve()
+    return exit_codes.FINISHED
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.agent", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--worker", required=True)
+    parser.add_argument("--num-workers", type=int, required=True)
+    parser.add_argument("--cpus-per-worker", type=int)
+    parser.add_argument("--in-step", action="store_true")
+    return parser.parse_args(argv)
+
+
+def _fork(node_workers: NodeWorkers, worker: ModuleType, meeting_point: socket.socket | None) -> dict[int, int]:
+    """Fork the workers; return their ranks by pid."""
+    gc.freeze()  # the workers share these pages: a garbage collection in one of them would write to them, and so copy them
+    sys.stdout.flush()  # fork copies the buffer too, and each worker would print it again
+    port = meeting_point.getsockname()[1] if meeting_point else node_workers.meeting.port
+    agent_pid = (
+        os.getpid()
+    )  # read before the fork: a worker compares its parent with it, in case the agent dies meanwhile
+    ranks: dict[int, int] = {}
+    for local_rank in range(node_workers.num_workers):
+        rank = node_workers.node_rank * node_workers.num_workers + local_rank
+        environ = worker_env(node_workers, local_rank, port).environ
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(environ)
+            _become_worker(node_workers, worker, rank, meeting_point, agent_pid)
+        ranks[pid] = rank
+    return ranks
+
+
+def _become_worker(
+    node_workers: NodeWorkers, worker: ModuleType, rank: int, meeting_point: socket.socket | None, agent_pid: int
+) -> None:
+    """Run one worker in this forked process; never return. Exits without Python's shutdown, in which torch can abort."""
+    code = exit_codes.FAILED
+    try:
+        processes.die_with_parent(agent_pid)
+        os.sched_setaffinity(0, node_workers.share.cpu_sets[rank % node_workers.num_workers])
+        listen_fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
+        if meeting_point:
+            # Each worker has inherited the socket. The port stays bound while any process holds it, so all but rank zero
+            # close it, and rank zero keeps the duplicate that its store listens on.
+            meeting_point.close()
+        code = worker.main(str(node_workers.run.path), os.environ, attempt=node_workers.attempt, listen_fd=listen_fd)
+    except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
+        traceback.print_exc()
+    finally:
+        leave_at_once(code)
+
+
+def worker_env(node_workers: NodeWorkers, local_rank: int, port: int) -> WorkerEnv:
+    """Return a worker's environment variables; each node has the same number of workers."""
+    ranks = ranks_by_shape(
+        node_rank=node_workers.node_rank,
+        num_nodes=node_workers.num_nodes,
+        num_workers=node_workers.num_workers,
+        local_rank=local_rank,
+    )
+    endpoint = endpoint_of_run(node_workers.meeting.address, port, is_alone=node_workers.meeting == ALONE)
+    return launched(
+        "an agent", {**ranks, **endpoint, **node_workers.node}, node_workers.users_environ, node_workers.import_paths
+    )
+
+
+def _note_exit(group: WorkerGroup, rank: int, code: int) -> None:
+    """Record a worker's exit code, write the report that a killed worker could not write, set the others' deadline."""
+    node_workers = group.node_workers
+    is_ours = group.was_cut and code == -signal.SIGKILL
+    first = next(iter(group.codes.values()), None)
+    if is_ours and first in exit_codes.GOOD:
+        code = first  # it had committed with the others, and hung only on its way to exit
+    group.codes[rank] = code
+    if code < 0 and not is_ours:
+        log, path = (
+            node_workers.run.rank_log(node_workers.attempt, rank),
+            node_workers.run.rank_error(node_workers.attempt, rank),
+        )
+        report_killed(path, signal.Signals(-code), rank=rank, log=log)
+    group.end_within(TEARDOWN_S if code in exit_codes.GOOD else GRACE_S)
+
+
+if __name__ == "__main__":
+    try:
+        result = main()
+    except BaseException:  # noqa: BLE001  the way out is the same for all: Python's shutdown prints what torch leaks
+        traceback.print_exc()
+        result = exit_codes.FAILED
+    leave_at_once(result)

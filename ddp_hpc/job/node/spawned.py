@@ -1,0 +1,56 @@
+"""One worker in a new process, which an agent starts where it must not fork; it imports everything itself.
+
+    python -m ddp_hpc.job.node.spawned RUN_DIR --worker ddp_hpc.train.worker --attempt 0 --agent 4711 --cpus 0,1 --listen-fd 5
+
+The agent sets its rank in the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_hpc import exit_codes, processes
+from ddp_hpc.errors import exit_code_of
+from ddp_hpc.failure_reports import report
+from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
+from ddp_hpc.run_dir import RunDir
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the worker; return its exit code."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.spawned", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--worker", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--agent", type=int, required=True, help="its process id")
+    parser.add_argument("--cpus", required=True)
+    parser.add_argument("--listen-fd", type=int)
+    arguments = parser.parse_args(argv)
+    processes.die_with_parent(arguments.agent)
+    processes.block_awaited_signals()  # until the worker has installed its handlers: what comes earlier stays pending
+    os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
+    make_users_code_importable(os.environ)
+    run, rank = RunDir(arguments.run), int(os.environ["RANK"])
+    try:
+        with imports_for_good():
+            worker = importlib.import_module(arguments.worker)
+            worker.preload(str(run.path))
+    except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
+        report(run.rank_error(arguments.attempt, rank), error, rank=rank, log=run.console)
+        return exit_code_of(error)
+    code: int = worker.main(str(run.path), os.environ, attempt=arguments.attempt, listen_fd=arguments.listen_fd)
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        result = main()
+    except BaseException:  # noqa: BLE001  the way out is the same for all
+        traceback.print_exc()
+        result = exit_codes.FAILED
+    leave_at_once(result)

@@ -1,0 +1,104 @@
+"""One worker in a process that srun or torchrun has started; agents fork theirs.
+
+    python -m ddp_hpc.job.node.task RUN_DIR --worker ddp_hpc.train.worker --attempt 0 --meet "ADDRESS PORT"
+
+With `--meet`, srun has started it, one task a worker, and its rank is Slurm's; without, torchrun has, and says so in
+the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ddp_hpc import exit_codes, processes
+from ddp_hpc.errors import exit_code_of
+from ddp_hpc.failure_reports import report
+from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
+from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.records import write_rank_zero_exit
+from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.worker_env import (
+    WorkerEnv,
+    endpoint_of_run,
+    launched,
+    node_variables,
+    of_torchrun,
+    ranks_of_step,
+    recorded,
+)
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.allocation import step_task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the worker; return the exit code that srun or torchrun is to see."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.task", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--worker", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
+    arguments = parser.parse_args(argv)
+    processes.block_awaited_signals()  # a signal that comes during the imports stays pending until the worker has handlers
+    run, meeting = RunDir(arguments.run), arguments.meet
+    import_paths = make_users_code_importable(os.environ)
+    if meeting is None:
+        processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
+    worker_env = _by_torchrun(import_paths) if meeting is None else _by_srun(meeting, import_paths)
+    os.environ.update(worker_env.environ)
+    code = _work(run, arguments.worker, arguments.attempt, meeting)
+    if os.environ["RANK"] == "0":
+        write_rank_zero_exit(run, arguments.attempt, code)
+    return exit_codes.FINISHED if code == exit_codes.STOPPED else code
+
+
+def _by_srun(meeting: Meeting, import_paths: Sequence[str]) -> WorkerEnv:
+    place, interface = step_task(os.environ), this_host().interface_towards(meeting.address)
+    node = node_variables(interface, share_here(os.environ, 1, None).threads)
+    made = {**ranks_of_step(place), **endpoint_of_run(meeting.address, meeting.port), **node}
+    return launched("srun", made, os.environ, import_paths)
+
+
+def _by_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
+    """Return what torchrun gives its worker, and what `torchrun_node` gave torchrun."""
+    node = recorded(os.environ)
+    assert node is not None  # noqa: S101  `torchrun_node` sees to it
+    environ = {name: value for name, value in os.environ.items() if name not in node.given}
+    made = {**of_torchrun(os.environ), **node.variables}
+    return launched("torchrun", made, environ, import_paths)
+
+
+def _work(run: RunDir, worker_module: str, attempt: int, meeting: Meeting | None) -> int:
+    rank = int(os.environ["RANK"])
+    try:
+        with ExitStack() as resources:
+            listen_fd = None
+            if meeting is not None and rank == 0:
+                listen_fd = os.dup(resources.enter_context(listen(meeting)).fileno())
+            with imports_for_good():
+                worker = importlib.import_module(worker_module)
+                worker.preload(str(run.path))
+        code: int = worker.main(str(run.path), os.environ, attempt=attempt, listen_fd=listen_fd)
+    except PortTakenError:
+        return exit_codes.PORT_TAKEN
+    except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
+        report(run.rank_error(attempt, rank), error, rank=rank, log=run.console)
+        return exit_code_of(error)
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        result = main()
+    except BaseException:  # noqa: BLE001  the way out is the same for all
+        traceback.print_exc()
+        result = exit_codes.FAILED
+    sys.stdout.flush()
+    leave_at_once(result)

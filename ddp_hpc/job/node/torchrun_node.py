@@ -1,0 +1,92 @@
+"""Runs torchrun on one node, with the facts that it would guess wrong, and handles signals in its place.
+
+    python -m ddp_hpc.job.node.torchrun_node --num-workers 4 --meet "ADDRESS PORT" --token-file FILE -- OPTIONS ...
+
+torchrun guesses from names which node hosts the rendezvous, and by which address the others reach this one: the host is
+the node whose own name resolves to the endpoint. Where a node's own name means 127.0.1.1, as Debian's installer has it,
+no node is the host, and all wait for each other.
+
+Its agents unpickle what they find in their store under the rendezvous' name, so that name is made of the attempt's token, and
+comes by the environment, which other users cannot read.
+
+At SIGTERM, torchrun kills its workers after 30 s, perhaps during their last save; SIGUSR2 kills torchrun at once. And
+Slurm's signals do not reach its workers, as each has a session of its own. So torchrun gets one, too, and this process
+receives the signals in its place and passes them on to the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc import processes
+from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.wire.endpoint import Meeting, own_address
+from ddp_hpc.records import read_rendezvous_token
+from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.worker_env import WorkerEnv, node_variables, settled
+from ddp_hpc.slurm.allocation import step_task
+
+REPEAT_S = 1.0
+"""How often a stop signal is repeated, for workers that were not started yet, or had no handlers."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun to its end; return its exit code."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.torchrun_node", description=__doc__)
+    parser.add_argument("--num-workers", type=int, required=True)
+    parser.add_argument("--cpus-per-worker", type=int)
+    parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
+    parser.add_argument("--token-file", type=Path, required=True)
+    parser.add_argument("options", nargs="+", help="torchrun's options, and the script that it starts")
+    arguments = parser.parse_args(argv)
+    processes.block_awaited_signals()
+    address = arguments.meet.address
+    share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
+    made = node_variables(this_host().interface_towards(address), share.threads)
+    node = WorkerEnv(process="torchrun's agent", variables=settled(made, os.environ))
+    is_host = step_task(os.environ).node_rank == 0
+    rendezvous = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
+    token = read_rendezvous_token(arguments.token_file)
+    # Other users can list the names of rendezvous; this one does not reveal the token.
+    name = hashlib.sha256(f"torchrun {token}".encode()).hexdigest()[:32]
+    torchrun = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *rendezvous, *arguments.options],
+        env={**os.environ, **node.environ, "PET_RDZV_ID": name},
+        start_new_session=True,
+        preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
+    )
+    return _see_through(torchrun)
+
+
+def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
+    """Wait for torchrun; pass stop signals on to the workers it has started, once they have handlers.
+
+    A worker whose Python has just started would be killed by the signal, and torchrun would report a failure.
+    """
+    is_stopping = False
+    while (code := torchrun.poll()) is None:
+        number = processes.await_signal(REPEAT_S if is_stopping else 3600.0)
+        is_stopping = is_stopping or number in processes.STOP_SIGNALS
+        if is_stopping:
+            processes.request_stop(filter(processes.is_listening, _children(torchrun.pid)))
+    return code
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

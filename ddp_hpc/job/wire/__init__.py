@@ -1,0 +1,1 @@
+"""How the supervisor and the nodes' processes reach each other."""

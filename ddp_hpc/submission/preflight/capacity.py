@@ -1,0 +1,155 @@
+"""The checks before the queue: would Slurm take the job, when would it start, what does it cost, does the plan fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc import requeue
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.records import read_progress
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.queries import ClusterConfig, JobRecord, Partition
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission.preflight.sbatch_errors import Cluster, asked, chosen_partition, explain
+
+PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
+"""Where every node has files of its own."""
+_PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+
+_SOON_S = 60.0
+_NEVER_S = 180 * 86400.0
+"""With jobs before it that may run for ever, Slurm's estimates are years ahead."""
+
+
+def refuse_private_directory(path: Path) -> None:
+    """Refuse a run directory that other nodes would not see.
+
+    Raises:
+        ConfigError: where the path, or the file system it lies on, is a node's own.
+    """
+    place = _private_place(path)
+    if place is not None:
+        raise ConfigError(
+            f"The run's directory would be {path}, but each node has a {place} of its own, so the job could not find it. "
+            "Choose a directory on a file system that all nodes share with `runs_dir=...`."
+        )
+
+
+def refuse_private_python(run_path: Path, pythons: Sequence[Path]) -> None:
+    """Refuse a Python, or its packages, that other nodes would not see.
+
+    Raises:
+        ConfigError: where one is a node's own, and the run's directory is not.
+    """
+    if _private_place(run_path) is not None:
+        return  # it was allowed, so this host's own files are the nodes' too
+    for path in pythons:
+        place = _private_place(path)
+        if place is not None and not place.startswith("/ "):  # a node without a disk has all of its system in memory
+            raise ConfigError(
+                f"This Python uses {path}, but each node has a {place} of its own, so the job could not start. Make the "
+                "environment on a file system that all nodes share, and submit with the `ddp-hpc` that is there."
+            )
+
+
+def _private_place(path: Path) -> str | None:
+    """Return which place of each node's own a path lies in; None where it is in none."""
+    resolved = path.resolve()
+    place = next((place for place in PRIVATE_PLACES if resolved.is_relative_to(place)), None)
+    mounts = [one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)]
+    mount = max(mounts, key=lambda one: len(one.mountpoint), default=None)
+    if mount is not None and mount.fstype in _PRIVATE_FILE_SYSTEMS:
+        return f"{mount.mountpoint} ({mount.fstype})"
+    is_private = place is not None and (mount is None or Path(place) not in Path(mount.mountpoint).parents)
+    return place if is_private else None
+
+
+def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
+    """Ask Slurm about the job as it would be submitted; return what the user should know.
+
+    Raises:
+        ConfigError: where Slurm would refuse it: what was asked, what the cluster has, what to do.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    answer = client.test_only(run.job_script, environ)
+    partitions = client.partitions(environ)
+    if answer.refusal is not None:
+        associations = client.associations(environ) if partitions else ()
+        raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
+    partition = chosen_partition(spec, partitions)
+    progress = read_progress(run)
+    save_s = progress.save_s if progress else None
+    return [*_costs(spec, answer.starts_at), *_misfits(spec, client.config(environ), partition, save_s)]
+
+
+def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
+    """Say what is asked for, when it would start, and how much of the account it may use."""
+    when = ""
+    if starts_at is not None:
+        wait_s = starts_at - time.time()
+        when = f"; {_start(wait_s)}"
+    yield f"asks for {asked(spec)}{when}"
+    hours = (spec.resources.time_limit_min or 0) / 60
+    num_gpus = spec.resources.nodes * spec.resources.gpus_per_node
+    if hours and num_gpus:
+        yield f"uses up to {round(num_gpus * hours, 2):g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
+
+
+def _start(wait_s: float) -> str:
+    if wait_s < _SOON_S:
+        return "it could start now"
+    if wait_s > _NEVER_S:
+        return "Slurm cannot tell when it could start: jobs without a time limit are before it"
+    return f"it could start in about {_span(wait_s)}"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.0f} h"
+
+
+def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, save_s: float | None) -> Iterator[str]:
+    """Say where the plan does not fit the cluster, though Slurm takes the job."""
+    limit_min = spec.resources.time_limit_min
+    if partition is None:
+        return
+    if limit_min is None and partition.default_time_min is not None:
+        yield (
+            f"note: no `resources.time_limit_min`; partition {partition.name} ends jobs after "
+            f"{partition.default_time_min:.0f} min. The run commits before that, and goes back into the queue."
+        )
+    effective_min = limit_min or partition.default_time_min
+    problem = requeue.lead_problem(lead_s=spec.slurm.signal_lead_s, time_limit_min=effective_min, save_s=save_s)
+    if problem is not None:
+        yield f"warning: {problem}"
+    mode = (partition.preempt_mode or config.preempt_mode or "").upper()
+    if "CANCEL" in mode and spec.restart.by != "successor":
+        yield (
+            f"note: partition {partition.name} preempts by CANCEL. The run commits and goes back into the queue within the "
+            "GraceTime; where the site forbids that, `restart.by=successor` sends a new job instead."
+        )
+    if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
+        yield (
+            f"warning: partition {partition.name} preempts without GraceTime: a preempted run loses the steps since its "
+            f"newest checkpoint (`checkpoint.every_steps` is {spec.checkpoint.every_steps})."
+        )
+    if spec.slurm.requeue and not config.job_requeue:
+        yield "note: the cluster says JobRequeue=0; this job asks to be requeued all the same (`slurm.requeue`)."
+
+
+def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
+    """Return what to say of a job that left Slurm without a word in the run's directory."""
+    how = (
+        "is unknown to Slurm by now"
+        if job is None
+        else f"{states.phrase(job.state)}{job.reason and f' ({job.reason})'}"
+    )
+    return (
+        f"Job {job_id} of {run.name} {how}, and its supervisor wrote nothing. Most often a node does not see the run's "
+        f"directory {run.path}, or its Python. Look at {run.console}, then: sacct -j {job_id} -o state,exitcode,nodelist."
+    )

@@ -1,0 +1,1 @@
+"""Which samples each rank takes at each step, and how they become tensors."""

@@ -1,0 +1,174 @@
+"""Loads the samples of one rank, in the order of `data_order`, as tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice, tee
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
+
+from ddp_hpc.errors import DdpHpcError
+from ddp_hpc.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
+from ddp_hpc.spec import DataSpec
+from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
+from ddp_hpc.train.state.rng import HostGenerators, seed_host_libraries
+
+Collate = Callable[[list[Any]], Any]
+"""A list of samples -> one batch."""
+
+
+class Fetched(NamedTuple):
+    """A micro batch, and the indices of its samples."""
+
+    indices: tuple[int, ...]
+    batch: Any
+
+
+class SeededFetch(Dataset[Any]):
+    """A map-style dataset whose random numbers depend only on (seed, epoch, index), not on the process that loads."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._collate = collate
+
+    def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
+        """Fetch one micro batch; the DataLoader passes a list of one."""
+        (wanted,) = micro_batch
+        if self._collate is None and type(self._dataset) is TensorDataset:
+            # Exactly TensorDataset, so no code of the user runs and no random number is drawn: take all rows at once.
+            return Fetched(wanted.indices, self._dataset[torch.tensor(wanted.indices)])
+        generators = HostGenerators() if get_worker_info() is None else None
+        samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
+        batch = (self._collate or default_collate)(samples)
+        if generators is not None:
+            generators.put_back()
+        return Fetched(wanted.indices, batch)
+
+    def _fetch(self, epoch: int, index: int) -> Any:
+        seed = derive_seed("sample", self._seed, epoch, index)
+        torch.default_generator.manual_seed(seed)
+        seed_host_libraries(seed)
+        try:
+            return self._dataset[index]
+        except DdpHpcError:
+            raise
+        except Exception as error:
+            data = "eval_data" if epoch < 0 else "train_data"
+            raise SampleError(f"`{data}[{index}]` raised {type(error).__name__}: {error}") from error
+
+
+class SampleError(RuntimeError):
+    """A sample could not be read. It does not count as an invalid request: another attempt may succeed."""
+
+
+class _MicroBatches:
+    """The DataLoader's batch sampler: yields micro batches, each as a list of one."""
+
+    def __init__(self, global_batches: Iterable[GlobalBatch]) -> None:
+        self._global_batches = global_batches
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        for global_batch in self._global_batches:
+            for micro_batch in global_batch.micro_batches:
+                yield [micro_batch]
+
+
+class LoadedGlobalBatch(NamedTuple):
+    """A global batch with its samples, in the order of its micro batches."""
+
+    plan: GlobalBatch
+    fetched: Iterator[Fetched]
+
+
+def load_global_batches(
+    dataset: Dataset[Any], sampler: RankSampler, *, data: DataSpec, pin_memory: bool, collate: Collate | None = None
+) -> Iterator[LoadedGlobalBatch]:
+    """Yield the global batches of `sampler` with their samples; loading runs ahead, also into the next epoch."""
+    plans, ahead = tee(sampler)  # each global batch is computed once, for the loader and for the loop
+    fetch, micro_batches = SeededFetch(dataset, sampler.order.seed, collate), _MicroBatches(ahead)
+    fetched: Iterator[Fetched]
+    if data.num_workers or pin_memory:
+        fetched = begin(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory))
+    else:
+        fetched = map(
+            fetch.__getitems__, micro_batches
+        )  # what a DataLoader without processes does, without its overhead
+    for plan in plans:
+        yield LoadedGlobalBatch(plan, islice(fetched, len(plan.micro_batches)))
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    sampler: Any,
+    *,
+    data: DataSpec,
+    pin_memory: bool,
+    is_kept: bool = False,
+) -> DataLoader[Any]:
+    """Return a loader of what `sampler` names; its processes die with this one and ignore the job's stop signals.
+
+    A loader that `is_kept` keeps its processes for the next iteration.
+    """
+    parallel: dict[str, Any] = {}
+    if data.num_workers:
+        parallel = {
+            "num_workers": data.num_workers,
+            "prefetch_factor": data.prefetch_factor,
+            "worker_init_fn": _LoaderProcess(os.getpid()),
+            "multiprocessing_context": "fork",
+            "persistent_workers": is_kept,
+        }
+    generator = torch.Generator()  # its own: otherwise the loader would draw its seed from the training's generator
+    return DataLoader(
+        dataset, batch_sampler=sampler, collate_fn=_as_is, pin_memory=pin_memory, generator=generator, **parallel
+    )
+
+
+def begin(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Fork the processes of a loader, and return its iterator."""
+    # PyTorch's handler of SIGCHLD raises an error in the main thread when a loader process dies, wherever that thread is.
+    # Raised inside a fork, it would leave a half-made child; so the signal is blocked until the processes exist:
+    # https://docs.python.org/3/library/signal.html#signal.pthread_sigmask
+    with sigchld_blocked():
+        return iter(loader)
+
+
+def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+    """Move every tensor in nested tuples, lists and dicts to the device, from pinned memory asynchronously.
+
+    With `channels_last`, 4-D tensors get that memory format.
+    """
+    if device.type == "cpu" and not channels_last:  # the loader has put it there
+        return batch
+    if isinstance(batch, torch.Tensor):
+        order = torch.channels_last if channels_last and batch.dim() == 4 else torch.preserve_format
+        return batch.to(device, non_blocking=True, memory_format=order)
+    move = partial(to_device, device=device, channels_last=channels_last)
+    if isinstance(batch, dict):
+        return {key: move(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(move(value) for value in batch)
+    return batch
+
+
+def _as_is(fetched: Any) -> Any:
+    return fetched
+
+
+class _LoaderProcess:
+    """Runs once in each loader process."""
+
+    def __init__(self, parent_pid: int) -> None:
+        self._parent_pid = parent_pid
+
+    def __call__(self, _worker_id: int) -> None:
+        die_with_parent(self._parent_pid)
+        ignore_stop_signals()
+        unblock_signals()

@@ -1,0 +1,136 @@
+"""Evaluation: uses every held-out sample exactly once, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.train.data.loader import SeededFetch, begin, make_loader, to_device
+from ddp_hpc.train.data.sample_order import MicroBatch
+from ddp_hpc.train.engine.modes import evaluation_mode
+from ddp_hpc.train.engine.precision import Precision
+from ddp_hpc.train.engine.traces import put_back
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.state import rng
+
+
+class _HeldOut:
+    """This rank's part of the held-out set: every world_size-th sample, without padding.
+
+    Until `is_wanted`, it is only one batch, for the trial.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, *, rank: int, world_size: int) -> None:
+        self._mine = range(rank, num_samples, world_size)
+        self._batch_size = batch_size
+        self.is_wanted = False
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        wanted = self._mine if self.is_wanted else self._mine[: self._batch_size]
+        for first in range(0, len(wanted), self._batch_size):
+            indices = tuple(wanted[first : first + self._batch_size])
+            yield [MicroBatch(-1, indices, len(indices))]
+
+
+class Evaluator:
+    """Evaluates a model on the recipe's held-out samples, over all ranks."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        spec: RunSpec,
+        group: Group,
+        precision: Precision,
+        *,
+        on_batch: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._recipe = recipe
+        self._on_batch = on_batch
+        self._group = group
+        self._precision = precision
+        self._channels_last = spec.train.channels_last
+        self._loader: DataLoader[Any] | None = None
+        if recipe.eval_data is not None:
+            rank_info = group.rank_info
+            self._held_out = _HeldOut(
+                len(recipe.eval_data),  # type: ignore[arg-type]  # map-style data has a length
+                spec.eval.batch_size,
+                rank=rank_info.rank,
+                world_size=rank_info.world_size,
+            )
+            self._loader = make_loader(
+                SeededFetch(recipe.eval_data, spec.seed, recipe.collate_fn),
+                self._held_out,
+                data=spec.data,
+                pin_memory=group.device.type == "cuda",
+                is_kept=True,
+            )
+
+    def start(self, model: nn.Module) -> None:
+        """Start the loader's processes, and evaluate one batch as a trial that changes nothing.
+
+        So a metric with a wrong shape fails before the training, not after its first epoch.
+
+        Raises:
+            ConfigError: if a metric is not one value per sample.
+        """
+        if self._loader is None:
+            return
+        # The processes are forked now and kept. Later this process has threads (the checkpoint writer's, pin_memory's), and
+        # a fork beside threads may deadlock: https://docs.python.org/3/library/os.html#os.fork
+        # A layer may merge its weights for evaluation (as LoRA does) and unmerge them with other last bits: restore them.
+        unchanged = put_back(model, with_parameters=True)
+        with unchanged, evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
+            for fetched in begin(self._loader):
+                batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
+                self._score(model, batch, len(fetched.indices))
+        self._held_out.is_wanted = True
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return the mean of the loss and of each metric over the held-out samples, the same on every rank.
+
+        All ranks use the buffers (batch-norm statistics) of rank zero, as DDP's forward does. Sums are float64.
+        """
+        if self._loader is None:
+            return {}
+        names = ["loss", *self._recipe.metrics]
+        sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self._group.device)
+        self._broadcast_buffers(model)
+        with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
+            for fetched in self._loader:
+                batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
+                sums += self._score(model, batch, len(fetched.indices))
+                self._on_batch()
+        *totals, count = self._group.sum(sums).tolist()
+        return {name: total / count for name, total in zip(names, totals, strict=True)}
+
+    def _score(self, model: nn.Module, batch: Any, num_samples: int) -> Tensor:
+        inputs, targets = self._recipe.inputs_and_targets(batch)
+        with self._precision.autocast():
+            outputs = model(inputs)
+            scores = [self._recipe.loss(outputs, targets).double() * num_samples]
+        for name, metric in self._recipe.metrics.items():
+            values: object = metric(outputs, targets)
+            if not isinstance(values, Tensor) or values.shape != (num_samples,):
+                got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+                kind = (
+                    WorkerError if self._held_out.is_wanted else ConfigError
+                )  # in the trial, nothing has been trained yet
+                raise kind(
+                    f"Metric {name!r} returned {got} for {num_samples} samples, "
+                    f"but must return one value per sample, shape ({num_samples},)."
+                )
+            scores.append(values.double().sum())
+        return torch.stack([*scores, torch.full_like(scores[0], num_samples)])
+
+    def _broadcast_buffers(self, model: nn.Module) -> None:
+        if self._group.rank_info.world_size > 1:
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, src=0)

@@ -1,0 +1,185 @@
+"""The training loop, on one page: restore, step, maybe evaluate, maybe save, maybe stop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
+from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
+from ddp_hpc.train.engine.ddp_warmup import copied, warm_up_ddp
+from ddp_hpc.train.engine.lr_schedule import lr_factor
+from ddp_hpc.train.engine.optimizer import trained_parameters
+from ddp_hpc.train.engine.single_samples import single_samples_explained
+from ddp_hpc.train.engine.training import Training
+from ddp_hpc.train.state.initial_weights import take_initial_weights
+
+log = logging.getLogger(__name__)
+
+_AS_USUAL = nullcontext()
+
+
+def train(t: Training) -> bool:
+    """Train from the newest checkpoint to the last step; return whether it was reached (if not, the run was stopped)."""
+    restore(t)
+    metrics: Mapping[str, float] = {}
+    for global_batch in warmed_up(t, t.global_batches()):
+        accumulate_gradients(t, global_batch)
+        update_weights(t)
+        t.state.position = global_batch.plan.after
+        t.recorder.count(global_batch.plan.num_samples)
+
+        step, is_last = t.state.position.step, t.state.position.step == t.total_steps
+        if is_last or step % t.spec.log.every_steps == 0:
+            log_loss(t)
+        metrics = evaluate(t) if is_last or is_evaluation_due(t) else {}
+        if is_last:
+            break
+        if is_save_due(t) or (metrics and t.spec.checkpoint.keep_best):
+            t.checkpointer.save(t.state, metrics=metrics)
+        if t.stop_consensus.is_due(step):
+            t.losses.check()
+            if t.stop_consensus.agree_to_stop(step):
+                break
+            t.recorder.progress(t.state.position)
+            t.watchdog.feed()
+    t.watchdog.feed()
+    t.losses.check(is_last=t.state.position.step >= t.total_steps)
+    with t.recorder.paused():
+        t.checkpointer.save_and_wait(t.state, metrics=metrics)
+    t.recorder.progress(t.state.position, now=True)
+    return t.state.position.step >= t.total_steps
+
+
+def restore(t: Training) -> None:
+    """Restore the newest valid checkpoint, if there is one, and open the records at its step."""
+    t.watchdog.feed()
+    step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
+    t.plan_steps()
+    t.evaluator.start(t.evaluated_model)
+    if step is None:
+        take_initial_weights(t.spec, t.state, t.group)
+        log.info("training from the beginning, to step %d", t.total_steps)
+    else:
+        log.info("resumed at step %d of %d", step, t.total_steps)
+        t.recorder.resumed(step)
+    t.recorder.open(t.state.position)
+    if t.spec.train.on_nonfinite != "ignore":
+        t.checkpointer.refuse_nonfinite(t.state.model)
+    t.watchdog.feed()
+
+
+def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Iterator[LoadedGlobalBatch]:
+    """Yield the global batches, after one backward pass on the first micro batch that changes nothing (`ddp_warmup`)."""
+    if t.group.rank_info.world_size > 1:
+        for global_batch in global_batches:
+            first, plan = next(global_batch.fetched), global_batch.plan
+            warm_up_ddp(
+                t.state.model,
+                t.group.device,
+                lambda: backward(t, copied(first), plan.micro_batches[0], plan),  # noqa: B023
+            )
+            yield LoadedGlobalBatch(plan, chain([first], global_batch.fetched))
+            break
+    yield from global_batches
+
+
+def accumulate_gradients(t: Training, global_batch: LoadedGlobalBatch) -> None:
+    """Add up the gradients of the mean loss of a global batch; DDP all-reduces them once, in the last micro step."""
+    last = global_batch.plan.micro_batches[-1]
+    t.guard.keep_buffers()
+    for plan, fetched in zip(global_batch.plan.micro_batches, global_batch.fetched, strict=True):
+        with _AS_USUAL if plan is last else without_sync(t):
+            loss = backward(t, fetched, plan, global_batch.plan)
+        t.state.loss_meter.add_(loss, alpha=plan.num_real / global_batch.plan.num_samples)
+        t.losses.note(t.state.position.step + 1, loss)
+        t.samples.note(plan, fetched.indices)
+    t.state.loss_steps += 1
+    t.samples.record(global_batch.plan)
+
+
+def without_sync(t: Training) -> AbstractContextManager[Any]:
+    """Accumulate gradients without the all-reduce."""
+    # Each backward of DDP all-reduces all gradients. In `no_sync` it only adds them up locally; the first backward outside
+    # of it all-reduces the sum: https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    return t.model.no_sync() if t.group.rank_info.world_size > 1 else _AS_USUAL  # type: ignore[operator]  # DDP's
+
+
+def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: GlobalBatch) -> Tensor:
+    """Run forward and backward on one micro batch, weighted by its share of the global batch; return its mean loss."""
+    batch = to_device(fetched.batch, t.group.device, channels_last=t.spec.train.channels_last)
+    inputs, targets = t.recipe.inputs_and_targets(batch)
+    with t.precision.autocast(), single_samples_explained(plan, global_batch):
+        loss = t.recipe.loss(t.model(inputs), targets)
+    # DDP averages the gradients over the ranks, so the loss is multiplied by their number. The sum over all micro batches of
+    # all ranks is then the gradient of the mean over the global batch, also when ranks have different numbers of samples.
+    weight = plan.num_real * t.group.rank_info.world_size / global_batch.num_samples
+    weighted = loss if weight == 1 else loss * weight
+    (weighted if t.state.scaler is None else t.state.scaler.scale(weighted)).backward()
+    return loss.detach()
+
+
+def update_weights(t: Training) -> None:
+    """Set the learning rate, clip, step the optimizer, drop the gradients; then update the moving average."""
+    optimizer, scaler = t.state.optimizer, t.state.scaler
+    factor = lr_factor(t.spec.lr_schedule, t.state.position.step, t.total_steps)
+    for options, base_lr in zip(optimizer.param_groups, t.base_lrs, strict=True):
+        options["lr"] = base_lr * factor
+    if t.spec.train.grad_clip_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm)
+    t.checkpointer.wait_for_copy()
+    if scaler is None:
+        if not t.guard.skips(optimizer, t.state.position.step + 1):
+            optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    drop_gradients(t)
+    if t.state.ema is not None:
+        t.state.ema.update_parameters(t.state.model)  # type: ignore[operator]  # AveragedModel's
+
+
+def drop_gradients(t: Training) -> None:
+    """Set all gradients of the model to None, also of parameters that the optimizer does not have."""
+    t.state.optimizer.zero_grad()
+    for parameter in t.untrained:
+        parameter.grad = None
+
+
+def log_loss(t: Training) -> None:
+    """Write the mean loss over the steps since the last log line; only here does the loop itself wait for the device."""
+    # The loss meter is part of the training state, so a resumed run writes the same lines as an unbroken one. For a run that
+    # is extended after its end, the extra line at that end must not reset the meter.
+    loss = t.group.sum(t.state.loss_meter.double()).item() / t.state.loss_steps
+    if t.state.position.step % t.spec.log.every_steps == 0:
+        t.state.loss_meter.zero_()
+        t.state.loss_steps = 0
+    t.recorder.train(t.state.position, loss=loss, lr=t.state.optimizer.param_groups[0]["lr"])
+
+
+def is_evaluation_due(t: Training) -> bool:
+    """Tell whether an evaluation is due after the last step."""
+    position = t.state.position
+    return position.samples_in_epoch == 0 and position.epoch % t.spec.eval.every_epochs == 0
+
+
+def is_save_due(t: Training) -> bool:
+    """Tell whether a periodic checkpoint is due after the last step."""
+    every = t.spec.checkpoint.every_steps
+    return every is not None and t.state.position.step % every == 0
+
+
+def evaluate(t: Training) -> dict[str, float]:
+    """Evaluate the weights (or their moving average) on the held-out samples, and record the metrics."""
+    with t.recorder.paused():
+        metrics = t.evaluator.evaluate(t.evaluated_model)
+    t.recorder.evaluated(t.state.position, metrics)
+    return metrics

@@ -1,0 +1,288 @@
+"""Assembles a training from a spec and a recipe: model, data, optimizer, records."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddp_hpc import ownership
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
+from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
+from ddp_hpc.train.data.sample_records import SampleRecorder
+from ddp_hpc.train.engine import modes
+from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
+from ddp_hpc.train.engine.evaluate import Evaluator
+from ddp_hpc.train.engine.optimizer import build_optimizer, trained_parameters
+from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
+from ddp_hpc.train.engine.single_samples import warn_of_single_samples
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe, nearest_names
+from ddp_hpc.train.recording.run_recorder import RunRecorder
+from ddp_hpc.train.state import rng
+from ddp_hpc.train.state.checkpoint import Checkpointer
+from ddp_hpc.train.state.training_state import TrainingState
+from ddp_hpc.train.stop import StopConsensus, StopFlag
+from ddp_hpc.train.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+_NO_END = 2**62
+
+
+@dataclass
+class Training:
+    """State and collaborators of the training loop."""
+
+    spec: RunSpec
+    run: RunDir
+    group: Group
+    recipe: Recipe
+    model: nn.Module
+    """The user's model, wrapped in DDP if there are several ranks."""
+    state: TrainingState
+    precision: Precision
+    order: SampleOrder
+    total_steps: int
+    base_lrs: list[float]
+    """Peak learning rate of each parameter group."""
+    untrained: list[nn.Parameter]
+    """Parameters of the model that the optimizer does not have; backward may give them gradients all the same."""
+    stop_consensus: StopConsensus
+    checkpointer: Checkpointer
+    losses: LossWatch
+    guard: UpdateGuard
+    evaluator: Evaluator
+    recorder: RunRecorder
+    samples: SampleRecorder
+    watchdog: Watchdog
+
+    def global_batches(self) -> Iterator[LoadedGlobalBatch]:
+        """Yield the samples of every step that is left."""
+        sampler = RankSampler(
+            order=self.order,
+            start=self.state.position,
+            total_steps=self.total_steps,
+            rank=self.group.rank_info.rank,
+        )
+        pin_memory = self.group.device.type == "cuda"
+        return load_global_batches(
+            self.recipe.train_data,
+            sampler,
+            data=self.spec.data,
+            pin_memory=pin_memory,
+            collate=self.recipe.collate_fn,
+        )
+
+    def plan_steps(self) -> None:
+        """Compute the last step again from the restored position.
+
+        The user may have changed `train.global_batch_size` between attempts, so earlier steps may have had other sizes.
+        """
+        epochs = self.spec.train.epochs
+        last = self.order.last_step(self.state.position, epochs=epochs)
+        if last == self.order.last_step(Position(), epochs=epochs):
+            return
+        self.total_steps = min(self.spec.train.max_steps or _NO_END, max(last, self.state.position.step))
+        self.recorder.plan_steps(self.total_steps)
+        log.info(
+            "the batch size, `data.drop_last` or the size of the data has changed since earlier steps: "
+            "%d epochs now end at step %d",
+            epochs,
+            last,
+        )
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The model to evaluate: the moving average, if there is one."""
+        return self.state.model if self.state.ema is None else self.state.ema.module  # type: ignore[return-value]
+
+
+def prepare(  # noqa: PLR0913  it assembles these parts
+    spec: RunSpec,
+    recipe: Recipe,
+    run: RunDir,
+    group: Group,
+    *,
+    attempt: int,
+    stop: StopFlag,
+    watchdog: Watchdog | None = None,
+) -> Training:
+    """Assemble the parts; nothing is restored yet.
+
+    Raises:
+        ConfigError: if the recipe and the spec do not fit together.
+    """
+    watchdog = watchdog or Watchdog(None)
+    _check_best(spec, recipe)
+    _refuse_lazy(recipe)
+    order = _order(spec, recipe, group)
+    total_steps = min(spec.train.max_steps or _NO_END, order.last_step(Position(), epochs=spec.train.epochs))
+    precision = Precision(spec.train.precision, group.device)
+    log.info("precision %s; %s", precision.name, describe())
+    bare = _model_on_device(spec, recipe.model, group)
+    _move_loss(recipe, bare, group.device)
+    modes.settle(bare)
+    warn_of_single_samples(order, bare)
+    bare.zero_grad()  # the recipe may have called backward while it built the model
+    optimizer = (
+        recipe.optimizer(bare, spec.train.lr)
+        if recipe.optimizer
+        else build_optimizer(spec.optimizer, bare, spec.train.lr)
+    )
+    state = TrainingState(
+        model=bare,
+        optimizer=optimizer,
+        device=group.device,
+        rank=group.rank_info.rank,
+        world_size=group.rank_info.world_size,
+        loss_meter=torch.zeros((), device=group.device),
+        scaler=precision.make_scaler(),
+        ema=_averaged(spec, bare),
+    )
+    recorder = RunRecorder(run, spec, is_writer=group.rank_info.is_rank_zero, attempt=attempt, total_steps=total_steps)
+    checkpointer = Checkpointer(
+        run, group, attempt=attempt, keep=spec.checkpoint, on_result=recorder.saved, on_progress=watchdog.feed
+    )
+    checkpointer.check(state)
+    policy = spec.train.on_nonfinite
+    return Training(
+        spec=spec,
+        run=run,
+        group=group,
+        recipe=recipe,
+        model=_wrap(spec, bare, group),
+        state=state,
+        precision=precision,
+        order=order,
+        total_steps=total_steps,
+        base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
+        untrained=_untrained(bare, optimizer),
+        stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt)),
+        checkpointer=checkpointer,
+        losses=LossWatch(run, group, checkpointer, policy=policy),
+        guard=UpdateGuard(run, bare, checkpointer, is_active=policy == "skip" and state.scaler is None),
+        evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
+        recorder=recorder,
+        samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
+        watchdog=watchdog,
+    )
+
+
+def _order(spec: RunSpec, recipe: Recipe, group: Group) -> SampleOrder:
+    order = SampleOrder(
+        num_samples=len(recipe.train_data),  # type: ignore[arg-type]  # map-style data has a length
+        seed=spec.seed,
+        global_batch_size=spec.train.global_batch_size,
+        micro_batch_size=spec.micro_batch_size,
+        world_size=group.rank_info.world_size,
+        drop_last=spec.data.drop_last,
+    )
+    if order.steps_per_epoch == 0:
+        raise ConfigError(
+            f"`train.global_batch_size` is {order.global_batch_size}, but the training data has {order.num_samples} "
+            "samples, and `data.drop_last` drops an incomplete batch, so no batch is left. Choose a smaller batch, or "
+            "`data.drop_last=false`."
+        )
+    return order
+
+
+def _check_best(spec: RunSpec, recipe: Recipe) -> None:
+    """Raise ConfigError if the best checkpoint is to be kept, but no evaluation measures it."""
+    if not spec.checkpoint.keep_best:
+        return
+    if recipe.eval_data is None:
+        raise ConfigError(
+            f"`checkpoint.keep_best` is {spec.checkpoint.keep_best}, but the recipe has no `eval_data`, so nothing says which "
+            "checkpoint is best. Add held-out samples, or leave `checkpoint.keep_best` out."
+        )
+    names = ["loss", *recipe.metrics]
+    if spec.checkpoint.best_metric not in names:
+        raise ConfigError(
+            f"`checkpoint.best_metric` is {spec.checkpoint.best_metric!r}, but the evaluation has no such metric. "
+            f"{nearest_names(spec.checkpoint.best_metric, names)}"
+        )
+
+
+def _refuse_lazy(recipe: Recipe) -> None:
+    """Raise ConfigError for lazy layers: neither the optimizer nor DDP accepts parameters without a shape."""
+    for part, module in (("model", recipe.model), ("loss", recipe.loss)):
+        if not isinstance(module, nn.Module):
+            continue
+        named = [*module.named_parameters(), *module.named_buffers()]
+        lazy = [name for name, value in named if is_lazy(value)]
+        if lazy:
+            raise ConfigError(
+                f"`Recipe.{part}` has {lazy[0]!r}, whose shape is not known before the first input (a layer like "
+                "`torch.nn.LazyLinear`), so it could be neither trained nor saved.\n"
+                "Give it one batch in the function that builds the recipe: `with torch.no_grad(): model(inputs)`."
+            )
+
+
+def _untrained(bare: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    trained = set(trained_parameters(optimizer))
+    return [parameter for parameter in bare.parameters() if parameter not in trained]
+
+
+def _model_on_device(spec: RunSpec, model: nn.Module, group: Group) -> nn.Module:
+    if spec.train.sync_batch_norm and group.rank_info.world_size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(group.device)
+    if spec.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return model
+
+
+def _move_loss(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+    """Move a loss that is a module to the device: it may have class weights, or be a network itself."""
+    loss = recipe.loss
+    if not isinstance(loss, nn.Module):
+        return
+    loss.to(device)
+    known = set(model.parameters())
+    outside = [name for name, value in loss.named_parameters() if value.requires_grad and value not in known]
+    if outside:
+        raise ConfigError(
+            f"`Recipe.loss` has the parameter {outside[0]!r}, which is not in `Recipe.model`, so it would be neither "
+            "trained nor saved. Make the loss part of the model (`model.criterion = criterion`), or call "
+            "`requires_grad_(False)` where it is not to be trained."
+        )
+
+
+def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
+    """Return the model for the loop: in DDP if there are several ranks, compiled if asked."""
+    model = bare
+    if group.rank_info.world_size > 1:
+        model = DistributedDataParallel(
+            bare,
+            device_ids=[group.device.index] if group.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=spec.train.find_unused_parameters,
+        )
+    return torch.compile(model) if spec.train.compile else model  # type: ignore[return-value]  # typed as a callable
+
+
+def _averaged(spec: RunSpec, bare: nn.Module) -> nn.Module | None:
+    if spec.train.ema_decay is None:
+        return None
+    return AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(spec.train.ema_decay))
+
+
+def configure_torch(spec: RunSpec) -> None:
+    """Set torch's global state: the seed for building the model, the precision, and determinism."""
+    rng.seed_everything("model", spec.seed)
+    set_matmul_precision(spec.train.matmul_precision)
+    torch.backends.cudnn.benchmark = not spec.train.deterministic
+    if spec.train.deterministic:
+        # cuBLAS needs it: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+        torch.use_deterministic_algorithms(True)

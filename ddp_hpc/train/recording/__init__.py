@@ -1,0 +1,1 @@
+"""What a worker writes of its run: log lines, metrics, progress."""

@@ -1,0 +1,1 @@
+"""The training state: what it is, how it is saved and restored."""

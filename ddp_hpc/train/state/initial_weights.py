@@ -1,0 +1,119 @@
+"""Loads the weights that a run starts with (`train.init_from`), from a file or a checkpoint of another run."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hpc import checkpoint_store
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.state.restore import to_torch
+from ddp_hpc.train.state.training_state import TrainingState, differences
+
+log = logging.getLogger(__name__)
+
+_WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes that DDP and `torch.compile` add to names."""
+_NESTED = ("state_dict", "model_state_dict", "model")
+"""Names under which training scripts store the weights in a file that holds more than weights."""
+
+
+def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> None:
+    """Load the weights that `train.init_from` names into the model, and into its average; call at step 0 only.
+
+    Raises:
+        ConfigError: if they cannot be read, or do not fit the model.
+    """
+    if spec.train.init_from is None:
+        return
+    # Rank zero chooses the file for all ranks: the other run may commit a newer checkpoint at this very moment.
+    found_here = str(_find(spec.train.init_from, runs_dir=spec.path.parent)) if group.rank_info.is_rank_zero else None
+    source = Path(group.broadcast_through_store("init_from", found_here))
+    found = _unwrapped(_read(source))
+    own = state.model.state_dict()
+    fitting = {name: found[name] for name in own if name in found and own[name].shape == found[name].shape}
+    misfits = differences(own, found)
+    if misfits and spec.train.init_strict:
+        raise ConfigError(
+            f"`train.init_from` is {str(source)!r}, but its weights are not those of the model: {misfits}. "
+            "Name weights of this model, or set `train.init_strict=false` to take those that fit."
+        )
+    if not fitting:
+        raise ConfigError(
+            f"`train.init_from` is {str(source)!r}, but none of its weights fits the model: {misfits}. Name a file or run with weights of this model."
+        )
+    state.model.load_state_dict(fitting, strict=False)
+    if state.ema is not None:
+        state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
+    log.info("loaded %d of %d weights from %s%s", len(fitting), len(own), source, f" ({misfits})" if misfits else "")
+
+
+def _find(text: str, *, runs_dir: Path) -> Path:
+    """Return the file, or the directory of a checkpoint, that `text` names."""
+    candidates = [Path(text).expanduser().absolute(), runs_dir / text]
+    for path in candidates:
+        if path.is_file() or (path / checkpoint_store.MANIFEST).is_file():
+            return path
+        if (path / "config.yaml").is_file():
+            run = RunDir(path)
+            steps = checkpoint_store.committed_steps(run)
+            if not steps:
+                raise ConfigError(
+                    f"`train.init_from` is {text!r}, but the run in {path} has no checkpoint yet. Wait for one, or name another run or file."
+                )
+            return checkpoint_store.checkpoint_path(run, steps[-1])
+    raise ConfigError(
+        f"`train.init_from` is {text!r}, but neither the file {str(candidates[0])!r} nor the run {str(candidates[1])!r} exists."
+    )
+
+
+def _read(source: Path) -> dict[str, Tensor]:
+    try:
+        if source.is_dir():
+            raw = checkpoint_store.read_tensors(source, checkpoint_store.read_manifest(source))
+            named = {name.removeprefix("model/"): one for name, one in raw.items() if name.startswith("model/")}
+            return {name: to_torch(one) for name, one in named.items()}
+        if source.suffix == ".safetensors":
+            return {name: to_torch(one) for name, one in checkpoint_store.read_safetensors(source).items()}
+        return _weights_in(torch.load(source, map_location="cpu", weights_only=True), source)
+    except CorruptCheckpointError as error:
+        raise ConfigError(f"`train.init_from` cannot be read: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"`train.init_from` is {str(source)!r}, but PyTorch cannot read weights from it: {first} "
+            "Only tensors are read, never code. Write the file with `torch.save(model.state_dict(), PATH)`, or as safetensors."
+        ) from error
+
+
+def _weights_in(content: Any, source: Path) -> dict[str, Tensor]:
+    for name in _NESTED:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+            break
+    if not isinstance(content, Mapping) or not content or not all(isinstance(one, Tensor) for one in content.values()):
+        raise ConfigError(
+            f"`train.init_from` is {str(source)!r}, but that file holds no weights by name. "
+            "Write it with `torch.save(model.state_dict(), PATH)`."
+        )
+    return {str(name): one for name, one in content.items()}
+
+
+def _unwrapped(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in _WRAPPERS:
+        if found and _all_begin_with(prefix, found):
+            found = {name.removeprefix(prefix): one for name, one in found.items()}
+    return found
+
+
+def _all_begin_with(prefix: str, names: Iterable[str]) -> bool:
+    return all(name.startswith(prefix) for name in names)

@@ -1,0 +1,98 @@
+"""Seeds, saves and restores the random generators, which are part of the training state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddp_hpc.train.data.sample_order import derive_seed
+
+
+def seed_everything(*parts: int | str) -> None:
+    """Seed torch (all devices), numpy and Python from `parts`."""
+    seed = derive_seed(*parts)
+    torch.manual_seed(seed)
+    seed_host_libraries(seed)
+
+
+def seed_host_libraries(seed: int) -> None:
+    """Seed Python's and numpy's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  data sets use the global generator
+
+
+def capture(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of every generator of this process, by name, as CPU tensors."""
+    states = {"torch": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restore what `capture` returned."""
+    torch.set_rng_state(states["torch"])
+    version, *words, has_gauss, bits = states["python"].tolist()
+    random.setstate((version, tuple(words), _float_from_bits(bits) if has_gauss else None))
+    _set_numpy_state(states["numpy"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Restore every generator afterwards."""
+    states = capture(device)
+    try:
+        yield
+    finally:
+        restore(states, device)
+
+
+class HostGenerators:
+    """The state of the CPU generators, to be restored after samples have been seeded.
+
+    Faster than `capture` and `restore`, which convert to tensors: it runs for every micro batch.
+    """
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()  # noqa: NPY002
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+def _python_state() -> Tensor:
+    version, words, gauss = random.getstate()
+    return torch.tensor([version, *words, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64)
+
+
+def _bits(value: float) -> int:
+    return int(np.float64(value).view(np.int64))
+
+
+def _float_from_bits(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))
+
+
+def _numpy_state() -> Tensor:
+    state = cast("tuple[str, NDArray[np.uint32], int, int, float]", np.random.get_state())  # noqa: NPY002
+    _, words, position, has_gauss, gauss = state
+    return torch.tensor([*words.tolist(), position, has_gauss, _bits(gauss)], dtype=torch.int64)
+
+
+def _set_numpy_state(state: Tensor) -> None:
+    *words, position, has_gauss, bits = state.tolist()
+    keys = np.array(words, dtype=np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, _float_from_bits(bits)))  # noqa: NPY002

@@ -1,0 +1,404 @@
+"""What the training state is: which tensors and numbers a checkpoint holds, by name, and how they are put back.
+
+Names: `model/WEIGHT`, `ema/WEIGHT`, `optimizer/WEIGHT/KEY`, `rank.R/rng.GENERATOR`, `rank.R/loss_meter`.
+Parameters, their averages and the optimizer's state are the same on every rank, buffers are rank zero's (as in DDP),
+generators and meters are each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.state import rng
+
+_MOST_NAMES = 5
+"""Weights that a message names."""
+
+
+class NamedTensor(NamedTuple):
+    """A tensor of the training state, and the rank that has to write it (None: any, all have the same)."""
+
+    name: str
+    tensor: Tensor
+    owner: int | None
+
+
+class SavedTensor(NamedTuple):
+    """What a tensor in a checkpoint is like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        """Return a tensor on the CPU that it can be put into."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+@dataclass
+class TrainingState:
+    """Everything a resumed run needs to go on as if nothing had happened."""
+
+    model: nn.Module
+    """The user's own module, not its DDP wrapper."""
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    rank: int
+    world_size: int
+    loss_meter: Tensor
+    """Float32 scalar, this rank's: its part of the windows' mean losses, added up since the last log line."""
+    loss_steps: int = 0
+    """How many steps are in `loss_meter`."""
+    scaler: torch.amp.GradScaler | None = None
+    ema: nn.Module | None = None
+    """`AveragedModel` of the model."""
+    position: Position = Position()
+
+
+def tensors(state: TrainingState) -> list[NamedTensor]:
+    """Return this rank's view of the state's tensors; shared ones come in the same order on every rank."""
+    return [*_weights("model", state.model), *_averages(state), *_optimizer_tensors(state), *_own_tensors(state)]
+
+
+def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
+    """Find out before the first step whether the state can be saved and restored.
+
+    Raises:
+        ConfigError: where it cannot.
+    """
+    names = _parameter_names(state)
+    for number, group in enumerate(state.optimizer.param_groups):
+        outside = [parameter for parameter in group["params"] if parameter not in names]
+        if outside:
+            raise ConfigError(
+                f"The optimizer trains a parameter of shape {tuple(outside[0].shape)} (in its group {number}) that is not "
+                "in `Recipe.model`, so no checkpoint would hold it and the ranks would not exchange its gradients. "
+                "Make it part of the model; for a loss with parameters: `model.criterion = criterion`."
+            )
+    for name, tensor, _ in tensors(state):
+        if tensor.dtype not in dtypes or tensor.layout != torch.strided:
+            raise ConfigError(
+                f"`{name}` is a tensor of {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold. "
+                "Keep it as another type, for instance as `torch.view_as_real` gives it."
+            )
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ConfigError(
+                f"`{name}` was made by `expand`: several of its elements share one place in memory, so it could not be "
+                "restored. Register `tensor.clone()`."
+            )
+    numbers(state)
+
+
+def numbers(state: TrainingState) -> dict[str, Any]:
+    """Return the state that is not tensors, as JSON; the same on every rank."""
+    plain = {
+        f"{name}/{key}": value
+        for name, entry in _optimizer_entries(state)
+        for key, value in entry.items()
+        if not isinstance(value, Tensor)
+    }
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
+    return {
+        "position": asdict(state.position),
+        "loss_steps": state.loss_steps,
+        "optimizer": {
+            "type": type(state.optimizer).__name__,
+            "groups": _as_json(groups, "the optimizer's groups"),
+            "plain": _as_json(plain, "the optimizer"),
+        },
+        "scaler": None if state.scaler is None else state.scaler.state_dict(),
+        "ema_updates": None if state.ema is None else int(state.ema.n_averaged),  # type: ignore[arg-type]  # a buffer
+    }
+
+
+class Restoration:
+    """Puts a checkpoint's tensors and numbers into the objects of a state.
+
+    Whoever reads the checkpoint fills the tensors of `into`, which are the state's own wherever that is possible, and calls
+    `finish`. With another number of ranks the generators cannot be carried over; each is then seeded anew from (seed,
+    step, rank), and rank zero takes over what all meters had added up. The optimizer's options are not read back: those of
+    the configuration and the recipe hold, so that a change of them on resume takes effect.
+    """
+
+    def __init__(
+        self, state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any], *, seed: int
+    ) -> None:
+        """Find out where everything goes. Nothing in `state` is changed by an error here.
+
+        Raises:
+            ConfigError: where the checkpoint is of another model or optimizer.
+        """
+        self._state = state
+        self._plain = plain
+        self._seed = seed
+        modules = [("model", state.model)]
+        self._has_average = any(name.startswith("ema/") for name in saved)
+        if state.ema is not None and self._has_average:
+            modules.append(("ema", state.ema.module))  # type: ignore[arg-type]  # AveragedModel.module is a Module
+        self._weights = [_WeightsToLoad(module, saved, prefix) for prefix, module in modules]
+        optimizer = _optimizer_to_load(state, saved, plain["optimizer"])
+        self._own = {name: one.empty() for name, one in saved.items() if self._is_own(name)}
+        self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
+        self.into: dict[str, Tensor] = dict(self._own)
+        """Where to put each tensor that this rank needs: of the saved shape and type, on any device, strided in any way."""
+        for weights in self._weights:
+            self.into |= weights.into
+        self.into |= _make_optimizer_state(state, optimizer)
+
+    def _is_own(self, name: str) -> bool:
+        """Tell whether a tensor is one that a rank had for itself, and this rank needs: its own, or any meter."""
+        return name.startswith(f"rank.{self._state.rank}/") or (
+            name.startswith("rank.") and name.endswith("/loss_meter") and self._state.rank == 0
+        )
+
+    def finish(self) -> None:
+        """Take over what was put into the tensors, and the numbers."""
+        state, plain = self._state, self._plain
+        for weights in self._weights:
+            weights.load()
+        if state.ema is not None:
+            if self._has_average:
+                state.ema.n_averaged.fill_(plain["ema_updates"])  # type: ignore[operator]  # a buffer
+            else:
+                state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
+        if state.scaler is not None and plain["scaler"]:
+            state.scaler.load_state_dict(plain["scaler"])
+        state.position = Position(**plain["position"])
+        self._take_own()
+        state.loss_steps = plain.get("loss_steps", 0)
+        if "loss_steps" not in plain:  # an older checkpoint does not say what is in the meter
+            state.loss_meter.zero_()
+
+    def _take_own(self) -> None:
+        state, own = self._state, f"rank.{self._state.rank}/"
+        if self._num_ranks == state.world_size:
+            state.loss_meter.copy_(self._own[f"{own}loss_meter"])
+            prefix = f"{own}rng."
+            rng.restore(
+                {name.removeprefix(prefix): one for name, one in self._own.items() if name.startswith(prefix)},
+                state.device,
+            )
+            return
+        meters = [one for name, one in sorted(self._own.items()) if name.endswith("/loss_meter")]
+        state.loss_meter.copy_(torch.stack(meters).sum() if state.rank == 0 else torch.zeros(()))
+        rng.seed_everything("rank", self._seed, state.position.step, state.rank)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _weights(prefix: str, module: nn.Module) -> Iterator[NamedTensor]:
+    shared = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"The model's state holds {name!r} of type {type(value).__name__}, but a checkpoint holds tensors. "
+                "Register it as a buffer, or leave `get_extra_state` out."
+            )
+        yield NamedTensor(f"{prefix}/{name}", value, None if name in shared else 0)
+
+
+def _averages(state: TrainingState) -> Iterator[NamedTensor]:
+    if state.ema is not None:
+        yield from _weights("ema", state.ema.module)  # type: ignore[arg-type]
+
+
+class _WeightsToLoad:
+    """A module's tensors, to be filled in place.
+
+    Where `load_state_dict` would do no more than copy into the module's own tensors, these are filled and that is all. A
+    module with a part of the user's own in loading gets a call of `load_state_dict` in the end, as it would from any
+    script; there, too, the tensors given are mostly the module's own, so that nothing is held twice.
+    """
+
+    def __init__(self, module: nn.Module, saved: Mapping[str, SavedTensor], prefix: str) -> None:
+        found = {name.removeprefix(f"{prefix}/"): one for name, one in saved.items() if name.startswith(f"{prefix}/")}
+        own = module.state_dict()
+        told = differences(own, found)
+        self._module = module
+        self._is_plain = _loads_plainly(module)
+        if told and self._is_plain:
+            raise _of_another_model(told)
+        kept = {} if told else {name: one for name, one in own.items() if _can_be_filled(one, found[name])}
+        self._found = {name: kept[name] if name in kept else one.empty() for name, one in found.items()}
+        self._is_in_place = len(kept) == len(found)
+        self.into = {f"{prefix}/{name}": one for name, one in self._found.items()}
+
+    def load(self) -> None:
+        """Give the module what was put into the tensors.
+
+        Raises:
+            ConfigError: where a module that loads in a way of its own does not take it.
+        """
+        if self._is_plain and self._is_in_place:
+            return
+        try:
+            self._module.load_state_dict(self._found)
+        except RuntimeError as error:
+            raise _of_another_model(differences(self._module.state_dict(), self._found) or str(error)) from error
+
+
+def _of_another_model(told: str) -> ConfigError:
+    return ConfigError(
+        f"The checkpoint is of another model: {told}. Undo the change of the "
+        "recipe, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
+    )
+
+
+def _can_be_filled(own: Any, saved: SavedTensor) -> bool:
+    """Tell whether the saved bytes can be written into a tensor: it is one of torch's own kind, and of the saved type."""
+    return (
+        type(own) in (Tensor, nn.Parameter)
+        and (own.dtype, own.layout, own.device.type != "meta") == (saved.dtype, torch.strided, True)
+        and not (own.is_conj() or own.is_neg())
+    )
+
+
+_LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict", "set_extra_state")
+_LOADING_HOOKS = (
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Tell whether loading a complete state into the module only copies tensors: no part of it has code for that."""
+    return not any(_has_loading_code(part) for part in module.modules())
+
+
+def _has_loading_code(part: nn.Module) -> bool:
+    return any(getattr(part, hooks, None) for hooks in _LOADING_HOOKS) or any(
+        getattr(type(part), name) is not getattr(nn.Module, name)
+        # That of batch norm only adds a counter that files of 2018 lack.
+        and getattr(type(part), name) is not getattr(nn.BatchNorm1d, name)
+        for name in _LOADING
+    )
+
+
+def differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor | SavedTensor]) -> str:
+    """Return in which names and shapes `found` is not of the model that `own` is of; empty where it is."""
+    shapes = [
+        f"{name} {tuple(found[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & found.keys())
+        if own[name].shape != found[name].shape
+    ]
+    missing, unknown = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+    parts = [_some("missing", missing), _some("unknown", unknown), _some("of another shape", shapes)]
+    return "; ".join(filter(None, parts))
+
+
+def _some(what: str, names: Sequence[str]) -> str:
+    """Return the first names in words, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
+
+
+# --- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def _parameter_names(state: TrainingState) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in state.model.named_parameters()}
+
+
+def _optimizer_entries(state: TrainingState) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = _parameter_names(state)
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names[parameter], state.optimizer.state.get(parameter, {})
+
+
+def _optimizer_tensors(state: TrainingState) -> Iterator[NamedTensor]:
+    for name, entry in _optimizer_entries(state):
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                yield NamedTensor(f"optimizer/{name}/{key}", value, None)
+
+
+def _optimizer_to_load(
+    state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return what the checkpoint has for the optimizer: by parameter and key, a number or what a tensor is like."""
+    mine = type(state.optimizer).__name__
+    if mine != plain["type"]:
+        raise ConfigError(
+            f"The checkpoint's optimizer is {plain['type']}, this one is {mine}. "
+            "Undo the change of the optimizer, or give the run a new `name`."
+        )
+    entries: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, value in saved.items():
+        if name.startswith("optimizer/"):
+            parameter_name, _, key = name.removeprefix("optimizer/").rpartition("/")
+            entries[parameter_name][key] = value
+    for name, value in plain["plain"].items():
+        parameter_name, _, key = name.rpartition("/")
+        entries[parameter_name][key] = value
+    unknown = entries.keys() - set(_parameter_names(state).values())
+    if unknown:
+        raise ConfigError(
+            f"The checkpoint's optimizer has state of {min(unknown)!r}, which this model does not train. "
+            "Undo the change of the recipe, or give the run a new `name`."
+        )
+    return entries
+
+
+def _make_optimizer_state(state: TrainingState, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Give the optimizer state to be filled; return its tensors as a checkpoint names them."""
+    names = _parameter_names(state)
+    made: dict[str, Tensor] = {}
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            entry = entries.get(names[parameter])
+            if not entry:
+                continue
+            state.optimizer.state[parameter] = {
+                key: _place_for(value, key, parameter, group) if isinstance(value, SavedTensor) else value
+                for key, value in entry.items()
+            }
+            for key, value in state.optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    made[f"optimizer/{names[parameter]}/{key}"] = value
+    return made
+
+
+def _place_for(saved: SavedTensor, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Make a state tensor where torch's optimizers keep it: beside the parameter, but `step` on the CPU unless fused."""
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return saved.empty()
+    if saved.shape == parameter.shape and parameter.dim() == 4:
+        return torch.empty_like(parameter, dtype=saved.dtype)
+    return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
+
+
+# --- what each rank has for itself -----------------------------------------------------------------------------------
+
+
+def _own_tensors(state: TrainingState) -> Iterator[NamedTensor]:
+    prefix = f"rank.{state.rank}"
+    yield NamedTensor(f"{prefix}/loss_meter", state.loss_meter, state.rank)
+    for name, value in rng.capture(state.device).items():
+        yield NamedTensor(f"{prefix}/rng.{name}", value, state.rank)
+
+
+def _as_json(value: Any, where: str) -> Any:
+    """Check that `value` survives JSON unchanged; tuples become lists."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(item, where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item, where) for item in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"The state of {where} holds {value!r} of type {type(value).__name__}, but a checkpoint holds tensors, numbers "
+        "and text. Use an optimizer of torch's shape."
+    )
