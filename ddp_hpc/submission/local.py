@@ -28,6 +28,7 @@ from ddp_hpc.submission.run_dir_setup import (
     make_run_dir,
     note_on_parents,
     refuse_file_in_the_way,
+    submitting_alone,
 )
 
 NAME = "local"
@@ -121,14 +122,20 @@ def submit(
     if is_finished(run, spec):
         return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
     notes = tuple(describe(spec, import_paths=import_paths, environ=environ).notes)
-    make_run_dir(run, resolved_text, is_new=is_new)
-    attempt = ownership.next_attempt(run)
-    guardian = _start_guardian(run, import_paths, environ)
-    ended = _await_training(run, attempt, guardian)
-    if ended is not None and ended.exit_code == exit_codes.REFUSED:
-        if is_new:
-            shutil.rmtree(run.path, ignore_errors=True)
-        raise ConfigError(ended.reason)
+    if is_new:
+        make_run_dir(run, resolved_text, is_new=True)
+    with submitting_alone(run, patience_s=2 * START_PATIENCE_S):
+        if _is_busy(run):  # another process has started it since
+            return Submission(run, NAME, "running", Ledger.read(run).newest_number)
+        if not is_new:
+            make_run_dir(run, resolved_text, is_new=False)
+        attempt = ownership.next_attempt(run)
+        guardian = _start_guardian(run, import_paths, environ)
+        ended = _await_training(run, attempt, guardian)
+        if ended is not None and ended.exit_code == exit_codes.REFUSED:
+            if is_new:
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise ConfigError(ended.reason)
     return Submission(run, NAME, "started", attempt, is_new=is_new, notes=notes)
 
 

@@ -10,11 +10,12 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ddp_hpc import processes
 from ddp_hpc.durable import fsync_path, make_directories, make_directory, replace_text
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.records import is_done
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
@@ -77,6 +78,36 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
             "Choose another place with `runs_dir=...`, or free this one."
         ) from error
+
+
+@contextmanager
+def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[None]:
+    """Let one process at a time submit a run that has a directory: two that find it idle would start it twice.
+
+    Raises:
+        RunBusyError: where another process submits the run for longer than `patience_s`, or has removed it.
+    """
+    try:
+        lock_fd = processes.take_lock(run.submission_lock, patience_s=patience_s)
+    except FileNotFoundError as error:
+        raise RunBusyError(_removed(run)) from error
+    if lock_fd is None:
+        raise RunBusyError(
+            f"Another process has been submitting {run.name} for {patience_s:.0f} s. Submit again when it is done."
+        )
+    try:
+        if not run.config.exists():
+            raise RunBusyError(_removed(run))
+        yield
+    finally:
+        os.close(lock_fd)
+
+
+def _removed(run: RunDir) -> str:
+    return (
+        f"The configuration of {run.name} existed a moment ago and is missing now. Another submission of the run was refused "
+        "and removed it, or its file system is slow to show it. Submit again."
+    )
 
 
 _WRITABLE = 0o022

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 import time
@@ -12,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc import ownership, processes, rereading
+from ddp_hpc import ownership, rereading
 from ddp_hpc.containers import PACKAGE_DIR
 from ddp_hpc.durable import replace_text
-from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError, WorkerError
+from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
 from ddp_hpc.ledger import Attempt, Ending, Ledger, Next, record_end
 from ddp_hpc.patience import patiently
 from ddp_hpc.records import QueuedJob, ask_to_stop, read_queued_job, write_queued_job
@@ -34,6 +33,7 @@ from ddp_hpc.submission.run_dir_setup import (
     make_run_dir,
     note_on_parents,
     refuse_file_in_the_way,
+    submitting_alone,
 )
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
 from ddp_hpc.submission.user_code import code_dir_of, module_in
@@ -137,7 +137,7 @@ def submit(
     plan = _plan(resolved_text, spec, import_paths, environ, is_new=is_new)
     if is_new:
         _make(plan)  # by one rename: of two that submit a new run at once, the second is refused here
-    with _alone(run):
+    with submitting_alone(run, patience_s=_SUBMISSION_PATIENCE_S):
         there = _already(run, spec, environ)  # who had the lock before may have submitted it
         if there is not None:
             return there
@@ -198,36 +198,6 @@ def _fill(plan: _Plan) -> list[str]:
     notes = _freeze_code(plan.spec, plan.run, plan.import_paths)
     replace_text(plan.run.job_script, plan.script)
     return notes
-
-
-@contextlib.contextmanager
-def _alone(run: RunDir) -> Iterator[None]:
-    """Let one process at a time submit the run: two that find no job in the queue would send two.
-
-    Raises:
-        RunBusyError: where another does so and does not come to an end, or has taken the run away again.
-    """
-    try:
-        lock_fd = processes.take_lock(run.submission_lock, patience_s=_SUBMISSION_PATIENCE_S)
-    except FileNotFoundError as error:
-        raise RunBusyError(_taken_away(run)) from error
-    if lock_fd is None:
-        raise RunBusyError(
-            f"Another process has been submitting {run.name} for {_SUBMISSION_PATIENCE_S:.0f} s. Submit again when it is done."
-        )
-    try:
-        if not run.config.exists():
-            raise RunBusyError(_taken_away(run))
-        yield
-    finally:
-        os.close(lock_fd)
-
-
-def _taken_away(run: RunDir) -> str:
-    return (
-        f"The configuration of {run.name} was there a moment ago, but is not seen now. Another submission of it was refused, "
-        "or its file system is slow to show it: submit again."
-    )
 
 
 def _notes_on_restarts(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from ddp_hpc.submission import slurm
 from ddp_hpc.submission.backend import Submission
 from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.removal import delete
+from ddp_hpc.submission.run_dir_setup import submitting_alone
 from tests.unit.fake_slurm import FakeSlurm
 
 
@@ -64,7 +65,10 @@ def test_who_does_not_get_his_turn_sends_nothing_and_says_so(
     run.submission.unlink()
     monkeypatch.setattr(slurm, "_SUBMISSION_PATIENCE_S", 0.1)
 
-    with slurm._alone(run), pytest.raises(RunBusyError, match="Another process has been submitting net"):
+    with (
+        submitting_alone(run, patience_s=60.0),
+        pytest.raises(RunBusyError, match="Another process has been submitting net"),
+    ):
         submit(tmp_path / "runs", cluster)
 
     assert run.config.exists()
@@ -76,7 +80,10 @@ def test_a_run_that_is_being_submitted_is_neither_deleted_nor_put_aside(tmp_path
     run = RunDir(tmp_path / "runs" / "net")
     run.submission.unlink()
 
-    with slurm._alone(run), pytest.raises(RunBusyError, match="net is being submitted at this moment"):
+    with (
+        submitting_alone(run, patience_s=60.0),
+        pytest.raises(RunBusyError, match="net is being submitted at this moment"),
+    ):
         delete(run, cluster.environ)
 
     assert run.config.exists()
