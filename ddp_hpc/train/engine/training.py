@@ -130,26 +130,8 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     total_steps = min(spec.train.max_steps or _NO_END, order.last_step(Position(), epochs=spec.train.epochs))
     precision = Precision(spec.train.precision, group.device)
     log.info("precision %s; %s", precision.name, describe())
-    bare = _model_on_device(spec, recipe.model, group)
-    _move_loss(recipe, bare, group.device)
-    modes.settle(bare)
-    warn_of_single_samples(order, bare)
-    bare.zero_grad()  # the recipe may have called backward while it built the model
-    optimizer = (
-        recipe.optimizer(bare, spec.train.lr)
-        if recipe.optimizer
-        else build_optimizer(spec.optimizer, bare, spec.train.lr)
-    )
-    state = TrainingState(
-        model=bare,
-        optimizer=optimizer,
-        device=group.device,
-        rank=group.rank_info.rank,
-        world_size=group.rank_info.world_size,
-        loss_meter=torch.zeros((), device=group.device),
-        scaler=precision.make_scaler(),
-        ema=_averaged(spec, bare),
-    )
+    state = _initial_state(spec, recipe, group, order, precision)
+    bare, optimizer = state.model, state.optimizer
     recorder = RunRecorder(run, spec, is_writer=group.rank_info.is_rank_zero, attempt=attempt, total_steps=total_steps)
     checkpointer = Checkpointer(
         run, group, attempt=attempt, keep=spec.checkpoint, on_result=recorder.saved, on_progress=watchdog.feed
@@ -176,6 +158,32 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         recorder=recorder,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
+    )
+
+
+def _initial_state(
+    spec: RunSpec, recipe: Recipe, group: Group, order: SampleOrder, precision: Precision
+) -> TrainingState:
+    """Move the model and the loss to the device, and build the optimizer for them."""
+    bare = _model_on_device(spec, recipe.model, group)
+    _move_loss(recipe, bare, group.device)
+    modes.settle(bare)
+    warn_of_single_samples(order, bare)
+    bare.zero_grad()  # the recipe may have called backward while it built the model
+    optimizer = (
+        recipe.optimizer(bare, spec.train.lr)
+        if recipe.optimizer
+        else build_optimizer(spec.optimizer, bare, spec.train.lr)
+    )
+    return TrainingState(
+        model=bare,
+        optimizer=optimizer,
+        device=group.device,
+        rank=group.rank_info.rank,
+        world_size=group.rank_info.world_size,
+        loss_meter=torch.zeros((), device=group.device),
+        scaler=precision.make_scaler(),
+        ema=_averaged(spec, bare),
     )
 
 
