@@ -42,7 +42,7 @@ NAIVE, TUNED, OURS, LOADED = "naive", "hand-tuned", "ddp_hpc", "ddp_hpc, own loa
 LOOPS = {
     NAIVE: "PyTorch's defaults: fp32 (TF32 in convolutions), NCHW, SGD",
     TUNED: "bf16 autocast, channels_last, fused SGD, torch.compile, cudnn.benchmark",
-    OURS: "ddp_hpc.train.engine.loop: precision=bf16, channels_last, compile, fused SGD; journal and meetings on",
+    OURS: "ddp_hpc.train.engine.loop: precision=bf16, channels_last, compile, fused SGD; recorder and stop consensus on",
     LOADED: "the same, but its own loader brings the batches from the host's memory",
 }
 """What each row is. All see the same images of the `fake` set, held on the device as fp32 NCHW batches."""

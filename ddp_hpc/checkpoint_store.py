@@ -239,7 +239,10 @@ def committed_steps(run: RunDir) -> list[int]:
         steps = _steps_of(run, _COMMITTED)
         return sorted(step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST))
     except OSError as error:
-        raise UnreadableError(f"{run.checkpoints} cannot be read ({type(error).__name__}: {error}).") from error
+        raise UnreadableError(
+            f"The checkpoints in {run.checkpoints} cannot be read ({type(error).__name__}: {error}). Check that the file system "
+            "answers and that you may read there, then try again."
+        ) from error
 
 
 def steps_set_aside(run: RunDir) -> list[int]:

@@ -96,7 +96,9 @@ def known(path: Path, ask: Callable[[], T], unknown: T) -> T:
     except OSError as error:
         if path not in _warned:
             _warned.add(path)
-            log.warning("%s cannot be read: %s. Trying again.", path, error)
+            log.warning(
+                "%s cannot be read: %s. ddp-hpc tries again; you need do nothing unless this lasts.", path, error
+            )
         return unknown
     _warned.discard(path)
     return found

@@ -217,7 +217,7 @@ def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
     Children inherit the descriptor. The kernel releases the lock when the last process with it exits, also if all were
     killed (flock(2)). On a file system without locks (Lustre without `flock`, NFS without lockd) everybody gets the lock.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -234,6 +234,13 @@ def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
             raise
         else:
             return fd
+
+
+def release_lock(fd: int) -> None:
+    """Release a lock that `take_lock` returned, also where a process that was forked meanwhile has inherited it."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})

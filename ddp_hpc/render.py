@@ -85,7 +85,8 @@ def quote(value: object) -> str:
     text = os.fspath(value) if isinstance(value, Path) else str(value)
     if "\n" in text or "\0" in text:
         raise ConfigError(
-            f"{text!r} would become part of the job script, but it must be one line. Remove the line break."
+            f"The configuration has the value {text!r}, which goes into one line of the job script, but it has a line break. "
+            "Remove the line break."
         )
     return shlex.quote(text)
 

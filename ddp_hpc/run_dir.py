@@ -56,7 +56,7 @@ class RunDir:
 
     @property
     def submission_lock(self) -> Path:
-        """Held, by flock, by the process that submits the run to a queue."""
+        """Held, by flock, by the process that submits the run."""
         return self.path / "submission.lock"
 
     @property

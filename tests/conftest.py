@@ -49,6 +49,10 @@ class _FailureKeeper:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"exit_status": int(exitstatus)}) + "\n")
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._keep(report, "collection")
 

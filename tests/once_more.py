@@ -15,6 +15,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 MOST = 10
 """More failed tests than these are no flakiness, and are not run again."""
@@ -24,10 +27,21 @@ RULE = "=" * 100
 def read_failures(path: Path) -> dict[str, list[str]]:
     """Return the failed tests of a session by node id, each with what its phases (setup, call, teardown) printed."""
     failures: dict[str, list[str]] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        failure = json.loads(line)
-        failures.setdefault(failure["test"], []).append(failure["output"])
+    for record in _records(path):
+        if "test" in record:
+            failures.setdefault(record["test"], []).append(record["output"])
     return failures
+
+
+def is_complete(path: Path) -> bool:
+    """Tell whether the session ran to its end: it was neither interrupted nor broken off by an error of pytest's own."""
+    return any(
+        record.get("exit_status") in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} for record in _records(path)
+    )
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run_alone(test: str) -> tuple[bool, str]:
@@ -50,9 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 where there were failures and all of them pass alone; else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("failures", type=Path, help="what `pytest --keep-failures` has written")
-    failures = read_failures(parser.parse_args(argv).failures)
+    path = parser.parse_args(argv).failures
+    failures = read_failures(path)
     if not failures:
         sys.stdout.write("No failed test was noted, so something else has failed; see above.\n")
+        return 1
+    if not is_complete(path):
+        sys.stdout.write("The session ended before all of its tests had run; see above.\n")
         return 1
     if len(failures) > MOST:
         sys.stdout.write(f"{len(failures)} tests failed; at most {MOST} are run once more.\n")

@@ -146,6 +146,8 @@ class _Scenario:
     unbroken: RunDir
     environ: Mapping[str, str]
     say: Callable[[str], None]
+    submitted: list[RunDir] = field(default_factory=list)
+    """The runs that this drill has made."""
 
     def submit(self) -> None:
         """Submit the runs.
@@ -164,6 +166,7 @@ class _Scenario:
             raise ConfigError(
                 f"{sent.run.path} exists already, but a drill needs a new run. Choose another `name=...`."
             )
+        self.submitted.append(sent.run)
         self.say(f"{sent.run.name}: submitted job {sent.job_id}")
 
     def inject_and_wait(self, report: Report) -> None:
@@ -246,8 +249,8 @@ class _Scenario:
 
     def cancel_unfinished(self) -> None:
         """Cancel the jobs of this drill that have not finished; a run that existed before is left alone."""
-        for run in [self.run, *([self.unbroken] if isinstance(self.plan.unbroken, Resolved) else [])]:
-            if run.submission.exists() and not run.done.exists():
+        for run in self.submitted:
+            if not run.done.exists():
                 with suppress(DdpHpcError):
                     _slurm().cancel(run, self.environ)
 

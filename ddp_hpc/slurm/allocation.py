@@ -208,7 +208,7 @@ def shape_problem(allocation: Allocation, *, num_nodes: int, tasks_per_node: int
     return None
 
 
-def expand_counts(text: str) -> list[int]:
+def expand_counts(text: str, *, name: str = "The list of counts") -> list[int]:
     """Return the counts in `4(x2),1`: 4, 4, 1.
 
     Raises:
@@ -218,9 +218,7 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise ConfigError(
-                f"Slurm's counts for the nodes are {text!r}, but {part!r} is not of the form `4` or `4(x2)`. {_LEAVE_ALONE}"
-            )
+            raise ConfigError(f"{name} is {text!r}, but {part!r} is not of the form `4` or `4(x2)`. {_LEAVE_ALONE}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -277,7 +275,7 @@ def _names(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
 
 
 def _tasks(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
-    return tuple(expand_counts(_text(environ, name)))
+    return tuple(expand_counts(_text(environ, name), name=name))
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

@@ -124,7 +124,9 @@ def _stdout(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """
     answer = ask(argv, environ)
     if answer.returncode != 0:
-        raise SlurmUnavailableError(f"Slurm's `{argv[0]}` failed: {_line(answer)}. Try again later.")
+        raise SlurmUnavailableError(
+            f"Slurm's `{argv[0]}` failed: {_line(answer)}. Try again; if it fails again, show this line to your cluster's support."
+        )
     return answer.stdout
 
 
@@ -335,5 +337,7 @@ def _succeed(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
     """Run a command that changes something; its failure is Slurm's refusal."""
     answer = ask(argv, environ)
     if answer.returncode != 0:
-        raise SlurmRefusalError(f"Slurm refuses {what}: {_line(answer)}", queries.refusal_code(answer.stderr))
+        raise SlurmRefusalError(
+            f"Slurm refuses {what}, and nothing has changed: {_line(answer)}", queries.refusal_code(answer.stderr)
+        )
     return answer.stdout

@@ -114,6 +114,30 @@ def submit(
     run = RunDir(spec.path)
     refuse_file_in_the_way(run)
     is_new = not run.config.exists()
+    there = _already(run, spec, environ)
+    if there is not None:
+        return there
+    notes = tuple(describe(spec, import_paths=import_paths, environ=environ).notes)
+    if is_new:
+        make_run_dir(run, resolved_text, is_new=True)
+    with submitting_alone(run, patience_s=2 * START_PATIENCE_S):
+        there = _already(run, spec, environ)  # another process may have submitted it meanwhile
+        if there is not None:
+            return there
+        if not is_new:
+            make_run_dir(run, resolved_text, is_new=False)
+        attempt = ownership.next_attempt(run)
+        guardian = _start_guardian(run, import_paths, environ)
+        ended = _await_training(run, attempt, guardian)
+    if ended is not None and ended.exit_code == exit_codes.REFUSED:
+        if is_new:
+            shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
+        raise ConfigError(ended.reason)
+    return Submission(run, NAME, "started", attempt, is_new=is_new, notes=notes)
+
+
+def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
+    """Return why nothing is started: the run runs or waits, here or elsewhere, or has finished."""
     if _is_busy(run):
         return Submission(run, NAME, "running", Ledger.read(run).newest_number)
     elsewhere = find_job_elsewhere(run, NAME, environ)
@@ -121,22 +145,7 @@ def submit(
         return elsewhere
     if is_finished(run, spec):
         return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
-    notes = tuple(describe(spec, import_paths=import_paths, environ=environ).notes)
-    if is_new:
-        make_run_dir(run, resolved_text, is_new=True)
-    with submitting_alone(run, patience_s=2 * START_PATIENCE_S):
-        if _is_busy(run):  # another process has started it since
-            return Submission(run, NAME, "running", Ledger.read(run).newest_number)
-        if not is_new:
-            make_run_dir(run, resolved_text, is_new=False)
-        attempt = ownership.next_attempt(run)
-        guardian = _start_guardian(run, import_paths, environ)
-        ended = _await_training(run, attempt, guardian)
-        if ended is not None and ended.exit_code == exit_codes.REFUSED:
-            if is_new:
-                shutil.rmtree(run.path, ignore_errors=True)
-            raise ConfigError(ended.reason)
-    return Submission(run, NAME, "started", attempt, is_new=is_new, notes=notes)
+    return None
 
 
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:

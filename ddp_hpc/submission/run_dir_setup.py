@@ -74,10 +74,7 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             raise
         fsync_path(run.path.parent)
     except OSError as error:
-        raise ConfigError(
-            f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
-            "Choose another place with `runs_dir=...`, or free this one."
-        ) from error
+        raise _unwritable(run, error) from error
 
 
 @contextmanager
@@ -85,28 +82,50 @@ def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[None]:
     """Let one process at a time submit a run that has a directory: two that find it idle would start it twice.
 
     Raises:
+        ConfigError: where the run's directory is another user's, or cannot be written.
         RunBusyError: where another process submits the run for longer than `patience_s`, or has removed it.
     """
-    try:
-        lock_fd = processes.take_lock(run.submission_lock, patience_s=patience_s)
-    except FileNotFoundError as error:
-        raise RunBusyError(_removed(run)) from error
-    if lock_fd is None:
-        raise RunBusyError(
-            f"Another process has been submitting {run.name} for {patience_s:.0f} s. Submit again when it is done."
-        )
+    refuse_strangers(run.path)  # first: whoever owns the directory could hold the lock, or put a link in its place
+    lock_fd = _submission_lock(run, patience_s)
     try:
         if not run.config.exists():
             raise RunBusyError(_removed(run))
         yield
     finally:
-        os.close(lock_fd)
+        processes.release_lock(lock_fd)
+
+
+def _submission_lock(run: RunDir, patience_s: float) -> int:
+    try:
+        lock_fd = processes.take_lock(run.submission_lock, patience_s=patience_s)
+    except FileNotFoundError as error:
+        raise RunBusyError(_removed(run)) from error
+    except OSError as error:
+        raise _unwritable(run, error) from error
+    if lock_fd is None:
+        raise RunBusyError(
+            f"Another process has been submitting {run.name} for {patience_s:.0f} s. Submit again when it is done."
+        )
+    # While this process waited, another one may have removed the run and a third one made it anew: then the lock is that of
+    # a file which nobody else finds.
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(lock_fd), run.submission_lock.stat()):
+            return lock_fd
+    processes.release_lock(lock_fd)
+    raise RunBusyError(_removed(run))
 
 
 def _removed(run: RunDir) -> str:
     return (
-        f"The configuration of {run.name} existed a moment ago and is missing now. Another submission of the run was refused "
+        f"The directory of {run.name} existed a moment ago and is missing now. Another submission of the run was refused "
         "and removed it, or its file system is slow to show it. Submit again."
+    )
+
+
+def _unwritable(run: RunDir, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
+        "Choose another place with `runs_dir=...`, or free this one."
     )
 
 

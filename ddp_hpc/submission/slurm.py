@@ -137,18 +137,25 @@ def submit(
     plan = _plan(resolved_text, spec, import_paths, environ, is_new=is_new)
     if is_new:
         _make(plan)  # by one rename: of two that submit a new run at once, the second is refused here
-    with submitting_alone(run, patience_s=_SUBMISSION_PATIENCE_S):
-        there = _already(run, spec, environ)  # who had the lock before may have submitted it
-        if there is not None:
-            return there
-        if not is_new:
-            _make(plan)
-        with _nothing_left_of_new(plan):
+    is_to_be_removed = False
+    try:
+        with submitting_alone(run, patience_s=_SUBMISSION_PATIENCE_S):
+            there = _already(run, spec, environ)  # another process may have submitted it meanwhile
+            if there is not None:
+                return there
+            is_to_be_removed = is_new
+            if not is_new:
+                _make(plan)
             notes = [*plan.notes, *_fill(plan), *_notes_on_restarts(run, spec, environ)]
             notes += capacity.check(spec, run, environ)
             attempt = ownership.next_attempt(run)
             job = QueuedJob(job_id=allocate(run, environ), attempt=attempt, at=time.time(), since=attempt, backend=NAME)
-        write_queued_job(run, job)
+            is_to_be_removed = False
+            write_queued_job(run, job)
+    except BaseException:
+        if is_to_be_removed:
+            shutil.rmtree(run.path, ignore_errors=True)  # without the lock: NFS keeps a directory with an open file
+        raise
     return Submission(run, NAME, "queued", job.attempt, is_new=is_new, job_id=job.job_id, notes=tuple(notes))
 
 

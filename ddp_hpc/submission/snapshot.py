@@ -87,8 +87,8 @@ def take_snapshot(
         _point(run.snapshot, target)
     except OSError as error:
         raise ConfigError(
-            f"The code in {source} cannot be copied for the job: {error}. Mend that, or let the job import it where it "
-            "lies with `snapshot.enabled=false`."
+            f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
+            "`snapshot.enabled=false`: then the job imports the code from there."
         ) from error
     return Snapshot(target, source, len(files), sum(file.size for file in files), commit, is_dirty)
 

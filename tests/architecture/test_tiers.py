@@ -53,7 +53,7 @@ FAILS_TWICE = "def test_fails():\n    raise AssertionError('each time')\n"
     [
         (FAILS_ONCE, 0, "FLAKY (passed alone) test_it.py::test_passes_the_second_time"),
         (FAILS_TWICE, 1, "FAILED TWICE test_it.py::test_fails"),
-        ("import no_such_module\n", 1, "FAILED TWICE test_it.py"),
+        ("import no_such_module\n", 1, "The session ended before all of its tests had run; see above."),
         ("def test_passes():\n    pass\n", 1, "No failed test was noted, so something else has failed; see above."),
     ],
     ids=["passes-then", "fails-again", "cannot-be-imported", "nothing-failed"],

@@ -72,7 +72,10 @@ def test_json_has_the_same_runs_and_their_differing_keys(capsys: pytest.CaptureF
 
 def test_no_run_is_told_by_the_conditions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LISTED, "--filter", "train.lr=7"]) == 0
-    assert capsys.readouterr().out == "There are no runs with train.lr=7 in 'runs'.\n"
+    assert (
+        capsys.readouterr().out
+        == "There are no runs with train.lr=7 in 'runs'. `--runs-dir` names another directory.\n"
+    )
 
 
 @pytest.mark.parametrize(

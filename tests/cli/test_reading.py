@@ -151,7 +151,10 @@ def test_list_has_a_row_a_run_and_the_newest_last(run: RunDir, capsys: pytest.Ca
 
 
 def test_list_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys, "list", "--runs-dir", str(tmp_path)) == f"There are no runs in {str(tmp_path)!r}.\n"
+    assert (
+        answer(capsys, "list", "--runs-dir", str(tmp_path))
+        == f"There are no runs in {str(tmp_path)!r}. `--runs-dir` names another directory.\n"
+    )
     assert json.loads(answer(capsys, "list", "--runs-dir", str(tmp_path), "--json")) == []
 
 

@@ -291,7 +291,7 @@ def test_a_look_without_an_answer_asks_nobody_to_stop_and_ousts_nobody(caplog: p
     assert read_failures(UNKNOWABLE, 0) == []
     told = [record.getMessage() for record in caplog.records if str(UNKNOWABLE.stop_request) in record.getMessage()]
     assert len(told) == 1
-    assert told[0].endswith("Trying again.")
+    assert told[0].endswith("ddp-hpc tries again; you need do nothing unless this lasts.")
 
 
 def test_a_supervisor_goes_on_where_the_first_sign_of_the_workers_cannot_be_looked_at() -> None:

@@ -184,12 +184,12 @@ def test_a_job_starts_the_supervisor_whatever_its_directories_are_called(before:
 @pytest.mark.parametrize("filtered", [quote, quote_for_sbatch])
 @pytest.mark.parametrize("value", ["a\nb", "a\n", Path("/a\nb"), "a\0b"], ids=repr)
 def test_no_filter_lets_a_second_line_through(filtered: Any, value: object) -> None:
-    with pytest.raises(ConfigError, match="must be one line"):
+    with pytest.raises(ConfigError, match="it has a line break"):
         filtered(value)
 
 
 def test_a_directory_of_two_lines_cannot_add_an_option() -> None:
-    with pytest.raises(ConfigError, match="must be one line"):
+    with pytest.raises(ConfigError, match="it has a line break"):
         script(make_spec(), chdir=Path("/home/ada\n#SBATCH --uid=0"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.ending import attempt_end, requeue_job, stale_attempts
+from ddp_hpc.job.ending import attempt_end, evidence, requeue_job, stale_attempts
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.ledger import Ledger
@@ -109,6 +109,32 @@ def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_pree
 
     assert (concluded.cause, one.last.ending, one.last.next) == ("preempted", "cancelled", "")
     assert one.slurm.orders() == []
+
+
+def test_a_cancel_that_comes_while_slurm_is_asked_once_more_is_not_undone(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy controller may take half a minute to answer, in which the user cancels."""
+    one = supervised()
+    one.begin()
+    concluded = conclude(one.context, 0, STOPPED)
+    job_now = evidence.job_now
+
+    def cancelled_meanwhile(context: Any) -> Any:
+        job, noted = job_now(context), read_queued_job(one.run)
+        assert noted is not None
+        write_queued_job(one.run, replace(noted, cancelled_at=1.0))
+        return job
+
+    monkeypatch.setattr(requeue_job, "job_now", cancelled_meanwhile)
+
+    leave(one.context, concluded)
+
+    assert one.slurm.orders("scontrol requeue") == []
+    noted = read_queued_job(one.run)
+    assert noted is not None
+    assert noted.cancelled_at == 1.0
+    assert one.last.ending == "cancelled"
 
 
 @pytest.mark.parametrize(("accounted_as", "is_back"), [("CANCELLED by 1001", False), ("PREEMPTED", True)])

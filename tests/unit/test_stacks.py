@@ -216,3 +216,10 @@ def test_a_call_that_is_made_from_within_torch_far_up_the_stack_is_no_waiting() 
     frames = [f"/home/me/hook.py:{line} in compress" for line in range(4)]
 
     assert not RankStack(0, [*frames, "/torch/autograd/graph.py:7 in backward"], "").waits_for_others
+
+
+def test_a_rank_that_waits_in_the_store_for_others_is_not_taken_for_the_one_they_wait_for() -> None:
+    waits = ["/lib/ddp_hpc/train/sealed_store.py:40 in get", "/lib/ddp_hpc/train/state/restore.py:90 in restore"]
+    stands = [RankStack(0, waits, ""), RankStack(1, ["/lib/ddp_hpc/checkpoint_store.py:9 in read"], "")]
+
+    assert straggler(stands, 2) == (1, "is in /lib/ddp_hpc/checkpoint_store.py:9 in read")

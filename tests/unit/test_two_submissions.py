@@ -1,8 +1,10 @@
-"""Two that submit one run to Slurm at the same moment send one job."""
+"""Two processes that submit one run at the same moment start it once."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,10 +12,10 @@ import pytest
 
 from ddp_hpc import processes
 from ddp_hpc.config import Resolved, flat, render_resolved
-from ddp_hpc.errors import RunBusyError
+from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ResourcesSpec, RunSpec
-from ddp_hpc.submission import slurm
+from ddp_hpc.submission import local, slurm
 from ddp_hpc.submission.backend import Submission
 from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.removal import delete
@@ -105,3 +107,97 @@ def test_a_run_that_works_here_and_has_recorded_nothing_yet_is_not_sent_to_slurm
     os.close(lock_fd)
     assert (there.state, there.backend, there.job_id) == ("running", "local", None)
     assert len(jobs_sent(cluster)) == 1
+
+
+def test_a_run_that_goes_to_slurm_while_this_machine_waits_to_start_it_is_not_started_here(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+    text = run.config.read_text()
+    note = run.submission.read_text()
+    run.submission.unlink()
+    spec = RunSpec(name="net", runs_dir=str(tmp_path / "runs"))
+
+    with ThreadPoolExecutor(1) as pool:
+        with submitting_alone(run, patience_s=0.0):
+            waiting = pool.submit(local.submit, text, spec, import_paths=[], environ=cluster.environ)
+            opened = Path("/proc/self/fd")
+            while not any(_leads_to(fd, run.submission_lock) for fd in list(opened.iterdir())[1:]):
+                time.sleep(0.01)
+            run.submission.write_text(note)
+        found = waiting.result()
+
+    assert (found.backend, found.state, found.job_id) == ("slurm", "waiting", "7")
+    assert not run.attempts.exists()
+
+
+def _leads_to(fd: Path, path: Path) -> bool:
+    try:
+        return fd.readlink() == path
+    except FileNotFoundError:
+        return False
+
+
+def test_the_lock_is_free_after_a_submission_though_a_process_forked_meanwhile_has_inherited_it(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+
+    with submitting_alone(run, patience_s=0.0):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        assert not processes.is_locked(run.submission_lock)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused_and_makes_no_file(tmp_path: Path, cluster: FakeSlurm) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+    run.submission.unlink()
+    run.submission_lock.unlink()
+    run.submission_lock.symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(ConfigError, match="cannot be written"):
+        submit(tmp_path / "runs", cluster)
+
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_directory_that_others_may_write_to_is_refused_before_its_lock_is_opened(
+    tmp_path: Path, cluster: FakeSlurm
+) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+    run.submission.unlink()
+    run.submission_lock.unlink()
+    run.path.chmod(0o777)
+
+    with pytest.raises(ConfigError, match="Others than you may write"):
+        submit(tmp_path / "runs", cluster)
+
+    assert not run.submission_lock.exists()
+
+
+def test_a_lock_of_a_run_that_was_removed_and_made_anew_is_not_taken_for_the_new_ones(
+    tmp_path: Path, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(tmp_path / "runs", cluster)
+    run = RunDir(tmp_path / "runs" / "net")
+    take_lock = processes.take_lock
+
+    def removed_meanwhile(path: Path, *, patience_s: float = 0.0) -> int | None:
+        lock_fd = take_lock(path, patience_s=patience_s)
+        path.unlink()
+        path.touch()
+        return lock_fd
+
+    monkeypatch.setattr(processes, "take_lock", removed_meanwhile)
+
+    with pytest.raises(RunBusyError, match="missing now"), submitting_alone(run, patience_s=0.0):
+        pass

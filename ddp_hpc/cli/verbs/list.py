@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(table((*HEADER, *names), rows))
     else:
         such = f" with {' and '.join(args.filter)}" if args.filter else ""
-        print(f"There are no runs{such} in {str(runs_dir)!r}.")
+        print(f"There are no runs{such} in {str(runs_dir)!r}. `--runs-dir` names another directory.")
     return 0
 
 

@@ -98,6 +98,7 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
             if time.monotonic() >= deadline:
                 raise
             sys.stderr.write(
-                f"note: the supervisor could not put the job back into the queue, and tries again: {error}\n"
+                f"note: the supervisor cannot put the job back into the queue: {error}. It tries again, for {PATIENCE_S / 60:.0f} "
+                "minutes at most. If the job has left the queue by then, submit the run again.\n"
             )
             time.sleep(_PAUSE_S)

@@ -80,8 +80,8 @@ def _continue_patiently(context: JobContext, conclusion: Conclusion) -> None:
 def _continue(context: JobContext, conclusion: Conclusion) -> None:
     decision, allocation = conclusion.decision, context.allocation
     assert allocation is not None  # noqa: S101  `leave` looked
-    ledger, queued = _ledger(context.run), read_queued_job(context.run)
-    is_back, cause = _ask_again(context, ledger, queued)
+    ledger = _ledger(context.run)
+    is_back, cause, queued = _ask_again(context, ledger)
     if cause is not None:
         _end_here(context, conclusion, ENDED_BY_USER[cause], cause=cause)
         return
@@ -121,28 +121,31 @@ def _requeue(context: JobContext, ledger: Ledger) -> None:
     try:
         client.requeue(allocation.scontrol_id, context.environ)
     except ConfigError:
-        if not _ask_again(context, ledger, read_queued_job(context.run))[0]:
+        is_back, _, _ = _ask_again(context, ledger)
+        if not is_back:
             raise
 
 
-def _ask_again(context: JobContext, ledger: Ledger, queued: QueuedJob | None) -> tuple[bool, Cause | None]:
-    """Ask once more: whether the job is back in the queue already, and whether the user has ended it meanwhile.
+def _ask_again(context: JobContext, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
+    """Return whether the job is back in the queue already, whether the user has ended it meanwhile, and the note of it.
 
     `scontrol requeue` would revive a job that was cancelled, and kill one that Slurm has started again on other nodes.
     """
+    # Slurm first, as it may take long to answer: the user may cancel meanwhile, which the note, read last, says.
     allocation, job = context.allocation, job_now(context)
+    queued = read_queued_job(context.run)
     if allocation is None:
-        return False, None
+        return False, None, queued
     if queued is not None and queued.job_id == allocation.job_id and queued.cancelled_at is not None:
-        return False, Cause.CANCELLED
+        return False, Cause.CANCELLED, queued
     if job is not None and (job.restarts or 0) > allocation.restart_count:
-        return True, None
+        return True, None, queued
     if read_stop_request(context.run) == "end":
-        return False, Cause.STOP_ASKED
+        return False, Cause.STOP_ASKED, queued
     if job is None or not is_ending(job):
-        return False, None
+        return False, None, queued
     state = "" if job.preempted_at is None else accounted_as(context, ledger)
-    return False, Cause.CANCELLED if is_cancelled(job, state) else None
+    return False, Cause.CANCELLED if is_cancelled(job, state) else None, queued
 
 
 def _end_here(context: JobContext, conclusion: Conclusion, reason: str, *, cause: Cause | None = None) -> None:

@@ -13,8 +13,11 @@ _DUMP = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _TAIL_BYTES = 256 << 10
-_WAITING_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-"""Code in which a rank waits for others: a collective, or the backward pass that exchanges gradients."""
+_WAITING_FOR_OTHERS = (
+    *("torch/distributed/", "torch/autograd/", "torch/nn/parallel/"),
+    "ddp_hpc/train/sealed_store.py",
+)
+"""Code in which a rank waits for others: a collective, the backward pass that exchanges gradients, or the store."""
 _NOT_MAIN = ("threading.py", "concurrent/futures/thread.py")
 
 
