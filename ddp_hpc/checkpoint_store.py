@@ -325,8 +325,8 @@ def read_safetensors(path: Path) -> dict[str, RawTensor]:
     return {entry.name: RawTensor(entry.dtype, entry.shape, content[entry.begin : entry.end]) for entry in entries}
 
 
-def verify(path: Path) -> Manifest:
-    """Read every byte of the checkpoint at `path`; return its manifest if it holds.
+def verify(path: Path, on_progress: Callable[[], object] = lambda: None) -> Manifest:
+    """Read every byte of the checkpoint at `path`; return its manifest if it holds. Calls `on_progress` for each chunk.
 
     Raises:
         CorruptCheckpointError: where it does not.
@@ -334,7 +334,7 @@ def verify(path: Path) -> Manifest:
     """
     manifest = read_manifest(path)
     for shard in manifest.shards:
-        _read_shard(path, shard)
+        _read_shard(path, shard, on_progress)
     return manifest
 
 

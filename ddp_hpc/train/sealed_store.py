@@ -18,6 +18,10 @@ from ddp_hpc.errors import WorkerError
 
 HEARTBEAT_INTERVAL_S = 2.0
 """How often a rank that others wait for reports that it is at work."""
+_PART_CHARS = 4 << 20
+"""PyTorch's TCPStore refuses values above 8 MiB (libuv back end), so a longer text lies under several keys."""
+_PARTS = "\0parts "
+"""Begins the text of a key whose text lies in parts; JSON and numbers never begin so."""
 _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.25
 
@@ -34,6 +38,14 @@ class SealedStore:
 
     def set(self, key: str, text: str) -> None:
         """Set the text of a key."""
+        if len(text) > _PART_CHARS:
+            parts = [text[begin : begin + _PART_CHARS] for begin in range(0, len(text), _PART_CHARS)]
+            for number, part in enumerate(parts):
+                self._set(f"{key}/part-{number}", part)
+            text = f"{_PARTS}{len(parts)}"
+        self._set(key, text)
+
+    def _set(self, key: str, text: str) -> None:
         self._store.set(key, f"{self._hmac(key, text)} {text}")
 
     def heartbeat(self, key: str) -> None:
@@ -49,7 +61,13 @@ class SealedStore:
         if not self._store.check([key]):
             return None
         found, _, text = self._store.get(key).decode(errors="replace").partition(" ")
-        return text if hmac.compare_digest(found.encode(), self._hmac(key, text).encode()) else None
+        if not hmac.compare_digest(found.encode(), self._hmac(key, text).encode()):
+            return None
+        if not text.startswith(_PARTS):
+            return text
+        # The key itself is set last, so all parts are there.
+        parts = [self.try_get(f"{key}/part-{number}") for number in range(int(text.removeprefix(_PARTS)))]
+        return None if None in parts else "".join(filter(None, parts))
 
     def get(
         self, key: str, *, on_heartbeat: Callable[[], object] = lambda: None, silence_s: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from safetensors import safe_open
 
 from ddp_hpc import checkpoint_store, ownership, patience
 from ddp_hpc.checkpoint_store import MANIFEST, Manifest, checkpoint_path, committed_steps, shard_name
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.shards import RawTensor, TensorEntry, deal_stretches, shard_header
 from ddp_hpc.spec import CheckpointSpec
@@ -99,6 +100,33 @@ def test_damage_that_any_rank_finds_sets_the_checkpoint_aside_once_for_all(run: 
     assert [one["step"] for one in ranks] == [OLDER] * 3
     assert committed_steps(run) == [OLDER]
     assert [path.name for path in run.checkpoints.glob("*.corrupt-*")] == [f"step-{NEWEST:08d}.corrupt-0"]
+
+
+def misread_by_rank_one(group: Group, run: RunDir) -> str:
+    """Restore where the memory of rank one changes what it reads; return what each rank raises."""
+    if group.rank_info.rank == 1:
+        checkpoint_store.ChunkReader.read = _misread  # type: ignore[assignment, method-assign]  # in this process alone
+    try:
+        Checkpointer(run, group, attempt=0, keep=CheckpointSpec()).restore_newest(
+            make_state(rank=group.rank_info.rank, world_size=group.rank_info.world_size), seed=SEED
+        )
+    except UnreadableError as error:
+        time.sleep(1.0)  # so that no rank's end is another's reason
+        return str(error)
+    return "restored"
+
+
+def _misread(*_: object) -> None:
+    raise CorruptCheckpointError("shard-00001 does not match its checksum.")
+
+
+def test_damage_that_one_rank_alone_sees_renames_nothing_and_names_its_host(run: RunDir, tmp_path: Path) -> None:
+    ranks = in_group(2, partial(misread_by_rank_one, run=run), tmp_path / "ours")
+
+    assert all(
+        one.startswith(f"Rank 1 on {socket.gethostname()} found damage that rank 0 does not find") for one in ranks
+    )
+    assert committed_steps(run) == [OLDER, NEWEST]
 
 
 def test_a_rank_whose_file_system_does_not_answer_for_a_while_keeps_the_others_waiting(

@@ -264,4 +264,4 @@ def test_a_user_without_the_runtime_is_told_by_the_job(login: LoginNode, images:
     done = login.type("submit", "digits.yaml", "--cluster", "slurm", *asked, "--wait")
 
     assert done.returncode != 0
-    assert "needs apptainer or singularity" in login.status("digits")["reason"]
+    assert "`container.image` needs apptainer or singularity" in login.status("digits")["reason"]

@@ -90,4 +90,5 @@ def test_a_job_without_its_module_ends_with_its_name(login: LoginNode) -> None:
     done = login.type(*words, *SMALL, env=path)
 
     assert done.returncode != 0
-    assert "does not have: missing/2.0" in login.console("without")
+    assert "module load failed on node1" in login.console("without")
+    assert "missing/2.0" in login.console("without")

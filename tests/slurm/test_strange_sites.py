@@ -67,7 +67,7 @@ def test_greetings_twenty_interfaces_and_unbound_tasks_change_nothing(
 
     console = login.console("greeted")
     assert "the fastest network that all 2 nodes are on" in console
-    assert "did not say" not in console
+    assert "did not answer" not in console
     for rank in range(2):
         assert "threads: 1\n" in login.run("greeted").rank_log(0, rank).read_text()
 

@@ -45,6 +45,20 @@ class MadeLate(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class ResetFirst(nn.Module):
+    """Clears its own weight before it reads the saved one, and takes that transposed and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight.zero_()
+            self.weight.copy_(state_dict[f"{prefix}weight"].t())
+            self.weight.copy_(self.weight.t().clone())
+
+
 class Renamed(nn.Module):
     """Is saved under an older name, which a hook turns into the newer one."""
 
@@ -130,6 +144,7 @@ class Many(nn.Module):
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "tied weights": Tied,
     "a buffer that loading makes": partial(MadeLate, 4),
+    "loading that resets first": ResetFirst,
     "a hook that renames": Renamed,
     "loading that computes": Doubled,
     "a buffer that is replaced": Reassigning,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice, tee
+from itertools import tee
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,7 @@ def load_global_batches(
             fetch.__getitems__, micro_batches
         )  # what a DataLoader without processes does, without its overhead
     for plan in plans:
-        yield LoadedGlobalBatch(plan, islice(fetched, len(plan.micro_batches)))
+        yield LoadedGlobalBatch(plan, (next(fetched) for _ in plan.micro_batches))
 
 
 def make_loader(

@@ -11,11 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import socket
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from ddp_hpc import checkpoint_store, ownership, shards
 from ddp_hpc.checkpoint_store import ChunkReader, Manifest
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, UnreadableError
 from ddp_hpc.patience import is_there, patiently
 from ddp_hpc.records import newest_committed
 from ddp_hpc.run_dir import RunDir
@@ -76,8 +78,9 @@ class Restorer:
             UnreadableError: where the file system does not say.
         """
         is_rank_zero = self._group.rank_info.is_rank_zero
+        share: Share | None
         for number in itertools.count():
-            key = f"resume/{number}"
+            key, share = f"resume/{number}", None  # what was read of a damaged checkpoint is released first
             offered = self._offer(key) if is_rank_zero else None
             offered = self._group.broadcast_through_store(key, offered, on_heartbeat=self._on_progress)
             if offered is None:
@@ -90,7 +93,7 @@ class Restorer:
                 stored = shards.stored_tensors(path, manifest.shards, headers)
             except CorruptCheckpointError as error:
                 if is_rank_zero:
-                    self._set_aside(manifest.step, error)
+                    self._set_aside(manifest.step, error, f"resume/{number + 1}")
                 continue
             saved = {name: _saved_tensor(one) for name, one in stored.items()}
             restoration = Restoration(state, saved, manifest.state, seed=seed)
@@ -106,24 +109,31 @@ class Restorer:
         with suppress(OSError):  # what is left over costs no more than space
             for name in ownership.remove_leftovers(self._run):
                 log.info("removed %s, which a killed writer left", name)
-        return patiently(str(self._run.checkpoints), self._newest, on_wait=partial(self._get_on, key))
+        return patiently(str(self._run.checkpoints), partial(self._newest, key), on_wait=partial(self._get_on, key))
 
-    def _newest(self) -> dict[str, Any] | None:
+    def _newest(self, key: str) -> dict[str, Any] | None:
         for step in reversed(checkpoint_store.committed_steps(self._run)):
             try:
                 manifest = checkpoint_store.read_manifest(checkpoint_store.checkpoint_path(self._run, step))
             except CorruptCheckpointError as error:
-                self._set_aside(step, error)
+                self._set_aside(step, error, key)
                 continue
             return {"step": step, "manifest": checkpoint_store.manifest_bytes(manifest).decode()}
         self._refuse_to_begin_anew()
         return None
 
-    def _set_aside(self, step: int, error: CorruptCheckpointError) -> None:
-        """Put away a checkpoint that surely does not hold; what cannot be read is left alone."""
+    def _set_aside(self, step: int, error: CorruptCheckpointError, key: str) -> None:
+        """Rename a damaged checkpoint, while the others wait for `key`; one that cannot be read stays.
+
+        Raises:
+            FencedError: where a newer attempt has begun, whose checkpoint of that step this may be by now.
+        """
+        if ownership.is_fenced(self._run, self._attempt):
+            raise FencedError(f"A newer attempt of {self._run.name} has begun, so attempt {self._attempt} stops.")
         path = checkpoint_store.checkpoint_path(self._run, step)
-        aside = patiently(str(path), partial(checkpoint_store.set_aside, path))
-        log.warning("%s It is not used and lies in %s; an older one is tried.", error, aside.name)
+        with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
+            aside = patiently(str(path), partial(checkpoint_store.set_aside, path), on_wait=partial(self._get_on, key))
+            log.warning("%s The run does not use it (%s) and tries an older one.", error, aside.name)
 
     def _refuse_to_begin_anew(self) -> None:
         """Return where the run never had a checkpoint.
@@ -174,13 +184,42 @@ class Restorer:
                         patiently(str(path / shard.file), partial(reader.read, number, some), on_wait=moved)
             report = {"headers": share.header_lengths()}
         except CorruptCheckpointError as error:
-            report = {"corrupt": str(error)}
-        lengths = {}
-        for told in self._exchange_reports(key, report):
-            if "corrupt" in told:
-                raise CorruptCheckpointError(told["corrupt"])
-            lengths.update(told["headers"])
+            report = {"corrupt": str(error), "host": socket.gethostname()}
+        reports = self._exchange_reports(key, report)
+        for rank, one in enumerate(reports):
+            if "corrupt" in one:
+                self._confirm(path, rank, one, key)
+        lengths = {name: length for one in reports for name, length in one["headers"].items()}
         return [share.header(number, lengths[str(number)]) for number in range(len(share.manifest.shards))]
+
+    def _confirm(self, path: Path, rank: int, report: Mapping[str, str], key: str) -> NoReturn:
+        """Have rank zero read the checkpoint that `rank` found damaged; all ranks call this together.
+
+        The memory, network card or stale cache of one node may change bytes: then the files hold, and must not be renamed.
+
+        Raises:
+            CorruptCheckpointError: where rank zero finds damage, too.
+            UnreadableError: where it finds none.
+        """
+        key = f"{key}/confirmed"
+        is_damaged: bool | None = None
+        if self._group.rank_info.is_rank_zero:
+            is_damaged = rank == 0 or self._is_damaged(path, key)
+        if self._group.broadcast_through_store(key, is_damaged, on_heartbeat=self._on_progress):
+            raise CorruptCheckpointError(report["corrupt"])
+        raise UnreadableError(
+            f"Rank {rank} on {report['host']} found damage that rank 0 does not find: {report['corrupt']} The files are in order, "
+            f"so the memory, the network or the file system's cache of {report['host']} changes bytes. Exclude that node with "
+            "`slurm.exclude`, and tell your cluster's support."
+        )
+
+    def _is_damaged(self, path: Path, key: str) -> bool:
+        moved = partial(self._get_on, key)
+        try:
+            patiently(str(path), partial(checkpoint_store.verify, path, moved), on_wait=moved)
+        except CorruptCheckpointError:
+            return True
+        return False
 
     def _exchange_reports(self, key: str, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the reports of all ranks, however long the slowest reads."""

@@ -214,8 +214,8 @@ class _WeightsToLoad:
     """A module's tensors, to be filled in place.
 
     Where `load_state_dict` would do no more than copy into the module's own tensors, these are filled and that is all. A
-    module with a part of the user's own in loading gets a call of `load_state_dict` in the end, as it would from any
-    script; there, too, the tensors given are mostly the module's own, so that nothing is held twice.
+    module with loading code of its own gets a call of `load_state_dict` in the end, as from any script, with tensors that are
+    not its own: its code may reset the module before it reads them. So such a module's weights are held twice meanwhile.
     """
 
     def __init__(self, module: nn.Module, saved: Mapping[str, SavedTensor], prefix: str) -> None:
@@ -226,7 +226,11 @@ class _WeightsToLoad:
         self._is_plain = _loads_plainly(module)
         if told and self._is_plain:
             raise _of_another_model(told)
-        kept = {} if told else {name: one for name, one in own.items() if _can_be_filled(one, found[name])}
+        kept = (
+            {}
+            if told or not self._is_plain
+            else {name: one for name, one in own.items() if _can_be_filled(one, found[name])}
+        )
         self._found = {name: kept[name] if name in kept else one.empty() for name, one in found.items()}
         self._is_in_place = len(kept) == len(found)
         self.into = {f"{prefix}/{name}": one for name, one in self._found.items()}
@@ -261,7 +265,10 @@ def _can_be_filled(own: Any, saved: SavedTensor) -> bool:
     )
 
 
-_LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict", "set_extra_state")
+_LOADING = (
+    *("load_state_dict", "_load_from_state_dict", "set_extra_state"),
+    *("state_dict", "_save_to_state_dict", "get_extra_state"),
+)
 _LOADING_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
@@ -276,7 +283,9 @@ def _loads_plainly(module: nn.Module) -> bool:
 
 
 def _has_loading_code(part: nn.Module) -> bool:
-    return any(getattr(part, hooks, None) for hooks in _LOADING_HOOKS) or any(
+    if any(getattr(part, hooks, None) for hooks in _LOADING_HOOKS) or not vars(part).keys().isdisjoint(_LOADING):
+        return True
+    return any(
         getattr(type(part), name) is not getattr(nn.Module, name)
         # That of batch norm only adds a counter that files of 2018 lack.
         and getattr(type(part), name) is not getattr(nn.BatchNorm1d, name)
