@@ -46,7 +46,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def run_alone(test: str) -> tuple[bool, str]:
     """Run one test in a session of its own; return whether it passed, and what pytest printed."""
-    argv = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:randomly", "-p", "no:xdist", test]
+    argv = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:randomly", test]
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     return done.returncode == 0, done.stdout
 

@@ -74,3 +74,14 @@ def test_a_failed_test_is_run_once_more_and_reported(text: str, exit_code: int, 
     assert (done.returncode, done.stdout.splitlines()[-1]) == (exit_code, last_line), done.stdout + done.stderr
     if text == FAILS_ONCE:
         assert "the first output" in done.stdout
+
+
+def test_a_test_of_this_project_that_failed_is_run_once_more_and_passes(tmp_path: Path) -> None:
+    one_test = "tests/architecture/test_tiers.py::test_one_that_takes_no_time"
+    failures = tmp_path / "failures.jsonl"
+    failures.write_text(f'{{"test": "{one_test}", "output": "once"}}\n{{"exit_status": 1}}\n')
+
+    argv = [sys.executable, "-m", "tests.once_more", str(failures)]
+    done = subprocess.run(argv, cwd=HERE, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"FLAKY (passed alone) {one_test}"), done.stdout
