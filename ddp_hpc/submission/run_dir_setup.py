@@ -108,8 +108,10 @@ def _submission_lock(run: RunDir, patience_s: float) -> int:
         )
     # While this process waited, another one may have removed the run and a third one made it anew: then the lock is that of
     # a file which nobody else finds.
+    # Both signs together: some file systems (CIFS, FUSE) number a file anew at each look, some report no links at all.
     with suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(lock_fd), run.submission_lock.stat()):
+        held, found = os.fstat(lock_fd), run.submission_lock.stat()
+        if held.st_nlink or os.path.samestat(held, found):
             return lock_fd
     processes.release_lock(lock_fd)
     raise RunBusyError(_removed(run))

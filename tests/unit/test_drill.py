@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.config import Resolved, flat
+from ddp_hpc.drill import scenario
 from ddp_hpc.drill.checks import DrillOutcome, check
 from ddp_hpc.drill.faults import FAULTS
 from ddp_hpc.drill.injector import NodeProcess, processes_by_kind
+from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission.backend import Submission
 from ddp_hpc.watch.samples import Step, StepsTaken, read_steps_taken
 
 RUN = "/share/runs/drill"
@@ -117,3 +123,38 @@ def test_a_step_taken_again_counts_by_its_newest_attempt(tmp_path: Any) -> None:
         3: [31, 33],
         4: [41, 43],
     }
+
+
+class OneRunIsThere:
+    """A back end in which the second run that a drill submits exists already."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.cancelled: list[str] = []
+
+    def submit(self, _text: str, spec: RunSpec, **_: Any) -> Submission:
+        self.submitted.append(spec.name)
+        is_new = len(self.submitted) == 1
+        return Submission(RunDir(spec.path), "slurm", "queued", 0, is_new=is_new, job_id=str(len(self.submitted)))
+
+    def cancel(self, run: RunDir, _environ: Any) -> str:
+        self.cancelled.append(run.name)
+        return ""
+
+
+def test_a_drill_that_meets_a_run_of_its_name_cancels_only_what_it_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = OneRunIsThere()
+    monkeypatch.setattr(scenario, "_slurm", lambda: backend)
+    faulty, unbroken = (
+        Resolved(RunSpec(name=name, runs_dir=str(tmp_path)), dict.fromkeys(flat(RunSpec(name=name)), "test"))
+        for name in ("mine", "mine-unbroken")
+    )
+    plan = scenario.Plan(fault="preempt", faulty=faulty, unbroken=unbroken, import_paths=[])
+
+    with pytest.raises(ConfigError, match="mine exists already"):
+        scenario.drill(plan, {}, lambda _: None)
+
+    assert backend.submitted == ["mine-unbroken", "mine"]
+    assert backend.cancelled == ["mine-unbroken"]

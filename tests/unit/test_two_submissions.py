@@ -201,3 +201,13 @@ def test_a_lock_of_a_run_that_was_removed_and_made_anew_is_not_taken_for_the_new
 
     with pytest.raises(RunBusyError, match="missing now"), submitting_alone(run, patience_s=0.0):
         pass
+
+
+def test_a_file_system_that_numbers_files_anew_at_each_look_lets_a_run_be_submitted(
+    tmp_path: Path, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(tmp_path / "runs", cluster)
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+
+    with submitting_alone(RunDir(tmp_path / "runs" / "net"), patience_s=0.0):
+        pass
