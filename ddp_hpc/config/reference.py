@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, get_type_hints
 
-from ddp_hpc import spec
 from ddp_hpc.config.keys import all_keys, is_below, is_free, is_section, unknown_key
 from ddp_hpc.config.yaml_text import dump_value
 from ddp_hpc.field_types import type_in_words
+from ddp_hpc.spec import RunSpec
 
 NO_DEFAULT = "the file's name"
 """The default of `name`, the one key without a default in the spec."""
@@ -29,7 +32,7 @@ class KeyDoc:
 
 def reference() -> list[KeyDoc]:
     """Return a row for every key, in the order of the spec."""
-    meanings = dict(_meanings(spec.RunSpec, "", _field_texts()))
+    meanings = dict(_meanings(RunSpec, ""))
     return [
         KeyDoc(
             name,
@@ -66,24 +69,32 @@ def as_markdown(rows: Sequence[KeyDoc]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _field_texts() -> dict[tuple[str, str], str]:
-    """Return (class, field) -> the docstring below the field in the source of the spec."""
-    tree = ast.parse(inspect.getsource(spec))
-    return {
-        (section.name, field.target.id): " ".join(text.value.value.split())
-        for section in tree.body
-        if isinstance(section, ast.ClassDef)
-        for field, text in zip(section.body, section.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
-
-
-def _meanings(section: type[Any], prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
+def _meanings(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
     annotations = get_type_hints(section)
+    texts = {field: text for base in reversed(section.__mro__) for field, text in _field_texts(base).items()}
     for field in fields(section):
         annotation = annotations[field.name]
         if is_dataclass(annotation):
-            yield from _meanings(annotation, f"{prefix}{field.name}.", texts)  # type: ignore[arg-type]  # a class
+            yield from _meanings(annotation, f"{prefix}{field.name}.")  # type: ignore[arg-type]  # a class
         else:
-            yield prefix + field.name, texts.get((section.__name__, field.name), "")
+            yield prefix + field.name, texts.get(field.name, "")
+
+
+def _field_texts(section: type) -> dict[str, str]:
+    """Return field -> the docstring below it, for the fields that stand in this class's own source."""
+    return _texts_of_module(section.__module__).get(section.__name__, {}) if is_dataclass(section) else {}
+
+
+@cache
+def _texts_of_module(module: str) -> dict[str, dict[str, str]]:
+    """Return class -> field -> the docstring below the field in the module's source."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {section.name: dict(_texts_below(section)) for section in tree.body if isinstance(section, ast.ClassDef)}
+
+
+def _texts_below(section: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, text in pairwise(section.body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+            yield field.target.id, " ".join(text.value.value.split())

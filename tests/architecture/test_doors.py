@@ -37,7 +37,7 @@ DOORS: dict[str, set[str]] = {
         "submission/local.py",
     },
     # One reads them, one drops what is inherited, and one refuses that a run sets them.
-    "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec.py"},
+    "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec/launch.py"},
     "signal": {
         "processes.py",
         "drill/injector.py",

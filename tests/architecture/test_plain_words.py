@@ -39,7 +39,7 @@ PLAIN = (
     "requeue.py",
     "rereading.py",
     "run_dir.py",
-    "spec.py",
+    "spec",
     "../sbatch_templates",
     "../envs/sites",
 )

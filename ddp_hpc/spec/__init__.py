@@ -1,0 +1,53 @@
+"""What the user asks for, as frozen dataclasses that check their values when they are made.
+
+Every field is a key of the configuration (`train.lr` is `RunSpec.train.lr`); the text below a field is what
+`ddp-hpc config` prints about it. Values that follow from others are properties.
+"""
+
+from ddp_hpc.spec.container import ContainerSpec
+from ddp_hpc.spec.launch import (
+    LaunchSpec,
+    NetworkSpec,
+    ResourcesSpec,
+    RestartSpec,
+    SlurmSpec,
+    SnapshotSpec,
+    StageSpec,
+    TorchrunSpec,
+)
+from ddp_hpc.spec.run import RunSpec
+from ddp_hpc.spec.training import (
+    CheckpointSpec,
+    DataSpec,
+    EvalSpec,
+    LogSpec,
+    LrScheduleSpec,
+    OnNonfinite,
+    OptimizerSpec,
+    RecipeSpec,
+    TrainingSpec,
+    TrainSpec,
+)
+
+__all__ = [
+    "CheckpointSpec",
+    "ContainerSpec",
+    "DataSpec",
+    "EvalSpec",
+    "LaunchSpec",
+    "LogSpec",
+    "LrScheduleSpec",
+    "NetworkSpec",
+    "OnNonfinite",
+    "OptimizerSpec",
+    "RecipeSpec",
+    "ResourcesSpec",
+    "RestartSpec",
+    "RunSpec",
+    "SlurmSpec",
+    "SnapshotSpec",
+    "StageSpec",
+    "TorchrunSpec",
+    "TrainSpec",
+    "TrainingSpec",
+]
