@@ -154,17 +154,13 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
     try:
         return builder(**args)
     except (TypeError, ValueError, AttributeError, LookupError, AssertionError, NameError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not any(part in frame.filename for part in _OTHERS_CODE)]
+        lines = "".join(f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}\n" for frame in own[-3:])
         raise ConfigError(
             f"`{target}` was called with `recipe.args` {dict(args)!r} and raised {type(error).__name__}: {error}\n"
-            f"{_own_lines(error)}Change the arguments, or the function."
+            f"{lines}Change the arguments, or the function."
         ) from error
-
-
-def _own_lines(error: BaseException) -> str:
-    """Return the last lines of the user's own code in a traceback, without libraries and ddp_hpc."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(part in frame.filename for part in _OTHERS_CODE)]
-    return "".join(f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}\n" for frame in own[-3:])
 
 
 def _check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) -> None:

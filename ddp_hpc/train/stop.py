@@ -41,6 +41,8 @@ class StopFlag:
         unblock_signals()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        # Python calls this in the main thread between any two bytecodes, perhaps while a save holds a lock. So it only sets a
+        # flag: https://docs.python.org/3/library/signal.html#execution-of-python-signal-handlers
         # Forked loader processes inherit this handler, and their copy of the flag: it must stay unset there.
         if os.getpid() == self._pid:
             self._signalled = True
@@ -80,6 +82,8 @@ class StopConsensus:
         if is_rank_zero:
             vote += _FENCED_VOTE if self._is_fenced() else 0
             pause = self._steps_until_next(step)
+        # All that the ranks decide here comes from this one sum, so all decide the same: a rank that stopped alone would
+        # leave the others waiting for it in the next step's all-reduce.
         votes = self._group.sum(torch.tensor([vote, pause], dtype=torch.int64))
         stop_votes, pause_sum = votes.tolist()
         if stop_votes >= _FENCED_VOTE:

@@ -58,7 +58,10 @@ class Watchdog:
             # while an extension hangs. With `exit=True` it calls _exit, without cleanup. Each call replaces the timer before:
             # https://docs.python.org/3/library/faulthandler.html#faulthandler.dump_traceback_later
             faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=sys.stderr)
-            self._withdraw_allowance()
+            if self._is_allowed and self._allowance is not None:
+                self._is_allowed = False
+                with suppress(OSError):
+                    self._allowance.unlink(missing_ok=True)
         if self._touches_log and now - self._touched_at >= LOG_TOUCH_INTERVAL_S:
             self._touched_at = now
             with suppress(OSError):  # no file, or a full disk
@@ -78,12 +81,6 @@ class Watchdog:
                 with open_private(self._allowance, "w") as file:
                     file.write(phase)
                 os.utime(self._allowance, (until, until))
-
-    def _withdraw_allowance(self) -> None:
-        if self._allowance is not None and self._is_allowed:
-            self._is_allowed = False
-            with suppress(OSError):
-                self._allowance.unlink(missing_ok=True)
 
     def dismiss(self) -> None:
         """Stop watching."""

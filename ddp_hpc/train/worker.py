@@ -44,13 +44,9 @@ def preload(run_path: str) -> str:
     spec = load_resolved(RunDir(Path(run_path)).config, is_patient=True)
     with no_openmp_pool():
         load_builder(spec.recipe.target)
-        _import_for_optimizers()
+        # The first optimizer imports 900 modules, which takes about a second: here once, rather than in each worker.
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)]).zero_grad()
     return why_not_fork(spec.recipe.target)
-
-
-def _import_for_optimizers() -> None:
-    """Make one optimizer: its imports, 900 modules and about a second, then happen once rather than in each worker."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).zero_grad()
 
 
 def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:

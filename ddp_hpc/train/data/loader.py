@@ -95,9 +95,8 @@ def load_global_batches(
     if data.num_workers or pin_memory:
         fetched = begin(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory))
     else:
-        fetched = map(
-            fetch.__getitems__, micro_batches
-        )  # what a DataLoader without processes does, without its overhead
+        # What a DataLoader without processes does, without its overhead.
+        fetched = map(fetch.__getitems__, micro_batches)
     for plan in plans:
         yield LoadedGlobalBatch(plan, (next(fetched) for _ in plan.micro_batches))
 
@@ -125,7 +124,12 @@ def make_loader(
         }
     generator = torch.Generator()  # its own: otherwise the loader would draw its seed from the training's generator
     return DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=_as_is, pin_memory=pin_memory, generator=generator, **parallel
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=lambda fetched: fetched,  # `SeededFetch` has made the batch
+        pin_memory=pin_memory,
+        generator=generator,
+        **parallel,
     )
 
 
@@ -158,10 +162,6 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) 
     return batch
 
 
-def _as_is(fetched: Any) -> Any:
-    return fetched
-
-
 class _LoaderProcess:
     """Runs once in each loader process."""
 
@@ -170,5 +170,7 @@ class _LoaderProcess:
 
     def __call__(self, _worker_id: int) -> None:
         die_with_parent(self._parent_pid)
+        # Slurm's signals reach every process of a step (https://slurm.schedmd.com/scancel.html), but the worker still needs
+        # batches until the step after which all ranks stop. It ends its loaders itself.
         ignore_stop_signals()
         unblock_signals()

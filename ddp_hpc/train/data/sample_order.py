@@ -112,19 +112,14 @@ def global_batch_at(order: SampleOrder, position: Position, rank: int) -> Global
     end = min(start + order.global_batch_size, end_of_epoch)
     samples = permutation(order.num_samples, order.seed, position.epoch)[start:end].tolist()
     per_micro_step = order.micro_batch_size * order.world_size
-    micro_batches = tuple(
-        _micro_batch(samples[first : first + per_micro_step], position.epoch, rank, order.world_size, filler=samples[0])
-        for first in range(0, len(samples), per_micro_step)
-    )
+    micro_batches = []
+    for first in range(0, len(samples), per_micro_step):
+        mine = tuple(samples[first + rank : first + per_micro_step : order.world_size])
+        # A rank without a sample takes the first one, with weight zero: DDP's all-reduce needs every rank to go backward.
+        micro_batches.append(MicroBatch(position.epoch, mine or (samples[0],), len(mine)))
     is_last = end == end_of_epoch
     after = Position(step=position.step + 1, epoch=position.epoch + is_last, samples_in_epoch=0 if is_last else end)
-    return GlobalBatch(len(samples), micro_batches, after)
-
-
-def _micro_batch(samples: list[int], epoch: int, rank: int, world_size: int, *, filler: int) -> MicroBatch:
-    mine = tuple(samples[rank::world_size])
-    # A rank without a sample takes the filler, with weight zero: DDP's all-reduce needs every rank to go backward.
-    return MicroBatch(epoch, mine or (filler,), len(mine))
+    return GlobalBatch(len(samples), tuple(micro_batches), after)
 
 
 @dataclass(frozen=True, kw_only=True)

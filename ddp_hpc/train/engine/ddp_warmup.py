@@ -1,11 +1,6 @@
 """One forward and backward pass before the first step, so that a resumed run repeats its steps bit by bit.
 
-DDP all-reduces gradients in buckets. For the first backward pass it fills the buckets in the reverse order of
-`model.parameters()`; before the second forward pass it rebuilds them, once, in the order in which gradients really became
-ready (https://pytorch.org/docs/stable/notes/ddp.html#internal-design). The buckets decide in which order the numbers of the
-ranks are added. So without a warm-up, the first step after a resume would differ from the same step of an unbroken run in
-the last bits, with three or more ranks. The warm-up changes no weight: the optimizer does not step, gradients are dropped,
-buffers and random generators are restored.
+The warm-up changes no weight: the optimizer does not step, gradients are dropped, buffers and random generators are restored.
 """
 
 from __future__ import annotations
@@ -42,6 +37,12 @@ def copied(batch: T) -> T:
 
 def warm_up_ddp(model: nn.Module, device: torch.device, backward: Callable[[], object]) -> None:
     """Run `backward` (forward and backward with gradient synchronisation), then restore everything that it changed."""
+    # DDP all-reduces gradients in buckets. For the first backward pass it fills the buckets in the reverse order of
+    # `model.parameters()`; before the second forward pass it rebuilds them, once, in the order in which gradients really
+    # became ready: https://pytorch.org/docs/stable/notes/ddp.html#internal-design
+    # The buckets decide in which order the numbers of the ranks are added, and a sum of floats depends on that order. So
+    # without a warm-up, the first step after a resume would differ from the same step of an unbroken run in the last bits,
+    # with three or more ranks.
     with put_back(model, with_parameters=False):
         with rng.preserved(device):
             backward()

@@ -65,9 +65,9 @@ class LossWatch:
             return
         first, last = self._steps[0], self._steps[-1]
         is_bad = torch.stack(self._losses).isfinite().logical_not().cpu().long()
-        votes = torch.zeros(
-            last - first + 2, dtype=torch.int64
-        )  # bad losses by step; last: whether rank zero refused to save
+        # How many losses of each step are bad, and last, whether rank zero refused to save. All ranks look after the same step
+        # (`StopConsensus`), so the tensor has the same length on all of them, as an all-reduce requires.
+        votes = torch.zeros(last - first + 2, dtype=torch.int64)
         votes.index_add_(0, torch.tensor(self._steps) - first, is_bad)
         votes[-1] = int(self._checkpointer.refused is not None)
         *num_bad, is_refused = self._group.sum(votes).tolist()

@@ -94,15 +94,17 @@ class Evaluator:
         self._held_out.is_wanted = True
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the mean of the loss and of each metric over the held-out samples, the same on every rank.
-
-        All ranks use the buffers (batch-norm statistics) of rank zero, as DDP's forward does. Sums are float64.
-        """
+        """Return the mean of the loss and of each metric over the held-out samples, the same on every rank."""
         if self._loader is None:
             return {}
         names = ["loss", *self._recipe.metrics]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self._group.device)
-        self._broadcast_buffers(model)
+        # All ranks use the buffers (batch-norm statistics) of rank zero, as in training. There DDP's forward broadcasts them;
+        # here `model` is not in DDP: ranks may have different numbers of batches, but must call collectives equally often.
+        # https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+        if self._group.rank_info.world_size > 1:
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
         with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
             for fetched in self._loader:
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
@@ -120,17 +122,11 @@ class Evaluator:
             values: object = metric(outputs, targets)
             if not isinstance(values, Tensor) or values.shape != (num_samples,):
                 got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
-                kind = (
-                    WorkerError if self._held_out.is_wanted else ConfigError
-                )  # in the trial, nothing has been trained yet
+                # In the trial nothing has been trained yet, so it is an error of the input.
+                kind = WorkerError if self._held_out.is_wanted else ConfigError
                 raise kind(
                     f"Metric {name!r} returned {got} for {num_samples} samples, "
                     f"but must return one value per sample, shape ({num_samples},)."
                 )
             scores.append(values.double().sum())
         return torch.stack([*scores, torch.full_like(scores[0], num_samples)])
-
-    def _broadcast_buffers(self, model: nn.Module) -> None:
-        if self._group.rank_info.world_size > 1:
-            for buffer in model.buffers():
-                torch.distributed.broadcast(buffer, src=0)

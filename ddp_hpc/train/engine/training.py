@@ -165,7 +165,12 @@ def _initial_state(
     spec: RunSpec, recipe: Recipe, group: Group, order: SampleOrder, precision: Precision
 ) -> TrainingState:
     """Move the model and the loss to the device, and build the optimizer for them."""
-    bare = _model_on_device(spec, recipe.model, group)
+    bare = recipe.model
+    if spec.train.sync_batch_norm and group.rank_info.world_size > 1:
+        bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)
+    bare = bare.to(group.device)
+    if spec.train.channels_last:
+        bare = bare.to(memory_format=torch.channels_last)
     _move_loss(recipe, bare, group.device)
     modes.settle(bare)
     warn_of_single_samples(order, bare)
@@ -175,6 +180,9 @@ def _initial_state(
         if recipe.optimizer
         else build_optimizer(spec.optimizer, bare, spec.train.lr)
     )
+    ema: nn.Module | None = None
+    if spec.train.ema_decay is not None:
+        ema = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(spec.train.ema_decay))
     return TrainingState(
         model=bare,
         optimizer=optimizer,
@@ -183,7 +191,7 @@ def _initial_state(
         world_size=group.rank_info.world_size,
         loss_meter=torch.zeros((), device=group.device),
         scaler=precision.make_scaler(),
-        ema=_averaged(spec, bare),
+        ema=ema,
     )
 
 
@@ -242,15 +250,6 @@ def _untrained(bare: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Par
     return [parameter for parameter in bare.parameters() if parameter not in trained]
 
 
-def _model_on_device(spec: RunSpec, model: nn.Module, group: Group) -> nn.Module:
-    if spec.train.sync_batch_norm and group.rank_info.world_size > 1:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(group.device)
-    if spec.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    return model
-
-
 def _move_loss(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
     """Move a loss that is a module to the device: it may have class weights, or be a network itself."""
     loss = recipe.loss
@@ -278,12 +277,6 @@ def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
             find_unused_parameters=spec.train.find_unused_parameters,
         )
     return torch.compile(model) if spec.train.compile else model  # type: ignore[return-value]  # typed as a callable
-
-
-def _averaged(spec: RunSpec, bare: nn.Module) -> nn.Module | None:
-    if spec.train.ema_decay is None:
-        return None
-    return AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(spec.train.ema_decay))
 
 
 def configure_torch(spec: RunSpec) -> None:

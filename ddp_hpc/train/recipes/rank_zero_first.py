@@ -25,7 +25,12 @@ def rank_zero_first(make: Callable[[bool], T]) -> T:
     """
     if not dist.is_initialized():
         return make(True)
-    return _lead(make) if dist.get_rank() == 0 else _follow(make)
+    if dist.get_rank() == 0:
+        return _lead(make)
+    failure = _broadcast(None)
+    if failure is not None:
+        raise ConfigError(failure)
+    return make(False)
 
 
 def _lead(make: Callable[[bool], T]) -> T:
@@ -37,13 +42,6 @@ def _lead(make: Callable[[bool], T]) -> T:
         raise ConfigError(failure) from error
     _broadcast(None)
     return made
-
-
-def _follow(make: Callable[[bool], T]) -> T:
-    failure = _broadcast(None)
-    if failure is not None:
-        raise ConfigError(failure)
-    return make(False)
 
 
 def _broadcast(failure: str | None) -> str | None:

@@ -21,6 +21,8 @@ def open_rank_log(path: Path, *, is_rank_zero: bool) -> None:
         console = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
         handlers.append(logging.StreamHandler(console))
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, private_mode(path))
+    # Replace the descriptors, not only Python's objects: C++ (NCCL, gloo, faulthandler) and child processes write to them. What
+    # Python still buffers belongs to the old output, so flush it first.
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file, 1)

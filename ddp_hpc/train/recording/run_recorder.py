@@ -193,8 +193,9 @@ class RunRecorder:
                     self._board.add_scalar(f"{kind}/{name}", value, position.step)
 
     def _append(self, line: bytes) -> None:
-        """Append a line. After an incomplete line (a full disk), end that one first, so that only it is lost."""
         assert self._file is not None  # noqa: S101  `open` comes first
+        # On a full disk, write(2) may write only a part, or fail: https://man7.org/linux/man-pages/man2/write.2.html
+        # The next line then first ends the incomplete one, so that only that one is lost.
         whole = b"\n" + line if self._is_torn else line
         self._is_torn = True
         written = self._file.write(whole)
@@ -204,6 +205,7 @@ class RunRecorder:
 
     def _write_progress(self, position: Position) -> None:
         self._written_at = time.monotonic()
+        steps_left = self._total_steps - position.step
         progress = Progress(
             attempt=self._attempt,
             step=position.step,
@@ -212,7 +214,7 @@ class RunRecorder:
             epochs=self._epochs,
             loss=self._loss,
             samples_per_s=self._rate,
-            eta_s=self._eta_s(position),
+            eta_s=None if self._steps_per_s is None else steps_left / self._steps_per_s,
             metrics=self._metrics,
             last_checkpoint=self._saved.step if self._saved else None,
             last_checkpoint_at=self._saved_at,
@@ -234,11 +236,6 @@ class RunRecorder:
             self._is_losing = True
         else:
             self._is_losing = False
-
-    def _eta_s(self, position: Position) -> float | None:
-        if self._steps_per_s is None:
-            return None
-        return (self._total_steps - position.step) / self._steps_per_s
 
 
 def _step_of(line: Mapping[str, Any]) -> int:
