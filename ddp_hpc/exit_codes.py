@@ -61,4 +61,4 @@ def described(code: int) -> str:
     number = -code if code < 0 else code - 128 if code > 128 else 0
     if number:
         return f"was killed by signal {number}{f' ({Signals(number).name})' if number in set(Signals) else ''}"
-    return f"exited with code {code} before it decided what follows"
+    return f"exited unexpectedly with code {code}"

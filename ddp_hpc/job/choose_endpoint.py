@@ -91,7 +91,7 @@ def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str,
         why = f" ({answers.last_error})" if answers.last_error else ""
         sys.stderr.write(
             f"note: {', '.join(answers.silent)} did not answer which networks they have{why}; "
-            "the address is chosen without them\n"
+            "ddp-hpc chooses the address of rank zero without them\n"
         )
     return {node: parse_interfaces(plain) for node, plain in answers.by_node.items()}
 

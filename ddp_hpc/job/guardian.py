@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         since = ownership.next_attempt(run)
     except OSError as error:
         sys.stderr.write(
-            f"error: This process cannot use {run.path}: {error}. Repair that, and submit {run.name} again.\n"
+            f"error: ddp-hpc cannot use the run's directory {run.path}: {error}. Repair that, and submit {run.name} again.\n"
         )
         return exit_codes.FAILED
     if lock_fd is None:
@@ -77,11 +77,13 @@ def _guard(run: RunDir, options: Sequence[str], *, since: int) -> int:
         num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
         if num_deaths > len(exit_codes.GUARD_PAUSES_S):
             reason = f"the supervisor {exit_codes.described(after)}, {num_deaths} times in a row"
-            sys.stderr.write(f"error: {reason}, so no other one starts. Submit {run.name} again.\n")
+            sys.stderr.write(f"error: {reason}, so ddp-hpc does not start it again. Submit {run.name} again.\n")
             _write_down(run, since, reason)
             return exit_codes.FAILED
         pause_s = exit_codes.GUARD_PAUSES_S[num_deaths - 1]
-        sys.stderr.write(f"note: the supervisor {exit_codes.described(after)}; another one starts in {pause_s} s\n")
+        sys.stderr.write(
+            f"note: the supervisor {exit_codes.described(after)}; ddp-hpc starts it again in {pause_s} s\n"
+        )
         is_stop_asked = _pause(pause_s) or is_stop_asked
 
 
@@ -94,13 +96,13 @@ def _write_down(run: RunDir, since: int, reason: str) -> None:
         cause = newest.cause or Cause.SUPERVISOR_DIED
         end = End(cause=cause, last_step=newest.last_step, failed_nodes=newest.failed_nodes)
         full_reason = "; ".join(
-            filter(None, [newest.reason, reason, "no other supervisor starts, so submit the run again"])
+            filter(None, [newest.reason, reason, "ddp-hpc does not start it again, so submit the run again"])
         )
         record_end(
             run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=full_reason, end=end
         )
     except OSError as error:
-        sys.stderr.write(f"note: the end of the run could not be written into {run.attempts}: {error}\n")
+        sys.stderr.write(f"note: ddp-hpc could not write to {run.attempts} how the run ended: {error}\n")
 
 
 def _is_cancelled(run: RunDir, since: int) -> bool:
@@ -159,7 +161,7 @@ def _kill_leftovers() -> bool:
         if time.monotonic() > deadline:
             numbers = ", ".join(str(process.pid) for process in left)
             sys.stderr.write(
-                f"note: processes {numbers} still exist {STUCK_S:.0f} s after SIGKILL; the run goes on without them\n"
+                f"note: processes {numbers} still exist {STUCK_S:.0f} s after SIGKILL; the run continues without them\n"
             )
             break
     return is_stop_asked

@@ -57,7 +57,7 @@ def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Ma
         folder = _folder(spec.stage.dir, run, allocation, environ)
     except ConfigError as error:
         sys.stderr.write(
-            f"warning: the nodes read from the shared file system, because nothing can be staged: {error}\n"
+            f"warning: nothing can be copied to the nodes' disks: {error} The nodes read from the shared file system instead.\n"
         )
         return None
     staged = Staged(folder=folder, source=source, target=folder / Path(source).name.partition(".tar")[0])
@@ -69,14 +69,14 @@ def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Ma
     if failed or answers.silent:
         why = failed or f"{', '.join(answers.silent)} did not answer{answers.last_error and f' ({answers.last_error})'}"
         sys.stderr.write(
-            f"warning: the nodes read {source} from the shared file system, because it could not be staged to {folder}: {why}\n"
+            f"warning: {source} could not be copied to {folder} on the nodes: {why}. The nodes read it from the shared file system instead.\n"
         )
         unstage(staged, allocation, environ)
         return None
     slowest = max(nodes, key=lambda name: nodes[name]["seconds"])
     gigabytes = nodes[slowest]["num_bytes"] / 1e9
     sys.stderr.write(
-        f"staged {source} ({gigabytes:.2f} GB) to {folder} on {num_nodes} nodes in {nodes[slowest]['seconds']:.1f} s "
+        f"copied {source} ({gigabytes:.2f} GB) to {folder} on {num_nodes} nodes in {nodes[slowest]['seconds']:.1f} s "
         f"(the slowest was {slowest})\n"
     )
     return staged
@@ -96,9 +96,11 @@ def _folder(asked: str, run: RunDir, allocation: Allocation, environ: Mapping[st
         place = Path(Template(asked).substitute(environ))
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"`stage.dir` is {asked!r}, but the job's environment does not have that variable: {error}."
+            f"`stage.dir` is {asked!r}, but the job's environment does not have the variable {error}. Set it in `slurm.setup`, or name another directory."
         ) from error
     if not place.is_absolute():
-        raise ConfigError(f"`stage.dir` is {asked!r}, but it must begin with `/`, or with a variable that does.")
+        raise ConfigError(
+            f"`stage.dir` is {asked!r}, but it must be an absolute path: begin it with `/`, or with a variable such as `$TMPDIR`."
+        )
     which = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]  # under salloc, one job may start several runs
     return place / f"ddp_hpc-{allocation.job_id}-{allocation.restart_count}-{which}"

@@ -101,10 +101,12 @@ def _main(arguments: argparse.Namespace) -> int:
         return error.exit_code
     except OSError as error:  # a full disk, a quota, an unmounted file system: then the ledger cannot be written
         if is_for_slurm or error.errno not in _LASTING:
-            sys.stderr.write(f"error: The supervisor cannot use {run.path}: {error}.\n")
+            sys.stderr.write(
+                f"error: ddp-hpc cannot use the run's directory {run.path}: {error}. Check its file system.\n"
+            )
             return exit_codes.UNDECIDED
         sys.stderr.write(
-            f"error: The supervisor cannot use {run.path}: {error}. Repair that, and submit {run.name} again.\n"
+            f"error: ddp-hpc cannot use the run's directory {run.path}: {error}. Repair that, and submit {run.name} again.\n"
         )
         return exit_codes.FAILED
     except Exception as error:  # noqa: BLE001  an error in this program: the ledger has to record it
@@ -182,10 +184,10 @@ def _set_variables(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         before = os.environ.get(name)
         if not is_shown(name):
-            sys.stderr.write(f"{name} is set, by the run's `env`\n")
+            sys.stderr.write(f"{name} is set by the key `env.{name}`\n")
             continue
         was = "" if before in (None, value) else f" (it was {before!r})"
-        sys.stderr.write(f"{name}={value!r}, by the run's `env`{was}\n")
+        sys.stderr.write(f"{name}={value!r} is set by the key `env.{name}`{was}\n")
     os.environ.update(variables)
 
 
@@ -214,8 +216,8 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
             f"{run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
         )
     sys.stderr.write(
-        f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job fences it, so it can "
-        "commit nothing more\n"
+        f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job replaces it, and the old "
+        "one can write no more checkpoints\n"
     )
     return []
 
@@ -275,7 +277,7 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
             conclusion = last_resort.conclude(context, attempt, outcome)
             if conclusion.decision.next != Next.IN_PLACE:
                 break
-            sys.stderr.write(f"note: {conclusion.reason}; the supervisor starts the workers again\n")
+            sys.stderr.write(f"note: {conclusion.reason}; ddp-hpc starts the workers again\n")
             if conclusion.is_slurm_away:
                 _await_slurm(context)
     finally:
@@ -297,7 +299,7 @@ def _await_slurm(context: JobContext) -> None:
             client.job(allocation.job_id, context.environ)
         except SlurmUnavailableError as error:
             if not is_noted:
-                sys.stderr.write(f"note: the supervisor waits for Slurm to answer: {error}\n")
+                sys.stderr.write(f"note: the job waits until Slurm answers: {error}\n")
             is_noted = True
             time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
         except ConfigError:
@@ -330,7 +332,7 @@ def _begin(context: JobContext, image: str) -> int:
     ledger = Ledger.read(run)
     attempt = ownership.next_attempt(run, ledger)
     for name in ownership.claim(run, attempt):
-        sys.stderr.write(f"note: removed {name}, an unfinished checkpoint of a killed attempt\n")
+        sys.stderr.write(f"note: removed {name}, an unfinished checkpoint that killed workers left\n")
     write_rendezvous_token(run, attempt)
     if read_stop_request(run) is None:
         run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
@@ -393,7 +395,7 @@ def _see_through(context: JobContext, workers: Workers, attempt: int) -> Outcome
             outcome = _watch_over(context, workers, begun, meeting)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
-            sys.stderr.write(f"note: another process listens at {meeting.endpoint}; the ranks meet at another port\n")
+            sys.stderr.write(f"note: another process listens at {meeting.endpoint}; ddp-hpc tries another port\n")
         raise WorkerError(_NO_FREE_PORT)  # noqa: TRY301  the handler below records it
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -446,9 +448,7 @@ def _watch_over(context: JobContext, workers: Workers, begun: Attempt, meeting: 
 
 
 _NO_FREE_PORT = "Another process listens at each port that was tried for MASTER_PORT. Set MASTER_PORT to a free port, or submit again."
-_CUT_SHORT = (
-    "the job reached its time limit before the workers had committed a checkpoint (raise `slurm.signal_lead_s`)"
-)
+_CUT_SHORT = "the job reached its time limit before the workers had written a checkpoint; raise `slurm.signal_lead_s`"
 
 
 def _is_preempted(context: JobContext) -> bool:

@@ -55,9 +55,12 @@ def test_the_error_of_an_unknown_key(folder: Path, capsys: pytest.CaptureFixture
     ("page", "words"),
     [
         ("survival.md", "no rank made progress for "),
-        ("survival.md", "printed no stack: it is stopped, or its node is cut off"),
-        ("recipes.md", "note: each worker is a new process and imports everything itself, because "),
-        ("recipes.md", "the recipe was not built"),
+        ("survival.md", "did not print its stack: the process is stopped, or its node has no network"),
+        (
+            "recipes.md",
+            "note: each worker starts as a new process and imports its modules itself, which is slower, because ",
+        ),
+        ("recipes.md", "the recipe did not return within "),
         ("tutorial.md", "training from the beginning, to step "),
         ("tutorial.md", "was cancelled. Its newest checkpoint stays; submit it again to go on from there."),
         ("slurm.md", "Slurm refuses the job"),

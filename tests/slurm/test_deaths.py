@@ -60,7 +60,7 @@ def test_a_controller_that_is_away_while_the_workers_die_costs_one_attempt(clust
     cluster.stop_controller()
     # slurmd may drain the node: it cannot end the step without the controller. There are others.
     kill_agents(cluster, attempts(place, "patient")[0].nodes[1], place.run("patient"))
-    cluster.wait_for(lambda: "the supervisor waits for Slurm to answer" in place.console("patient"), 120)
+    cluster.wait_for(lambda: "the job waits until Slurm answers" in place.console("patient"), 120)
     cluster.start_controller()
     slow.unlink()
     await_done(place, "patient")
@@ -315,7 +315,7 @@ def test_an_attempt_that_slurm_believes_dead_writes_nothing_any_more(cluster: Cl
 
     first, second = attempts(place, "owned")
     assert (first.failed_nodes, second.first_step) == ((first_node,), second.first_step)
-    assert "another attempt has taken the run over" in place.console("owned").lower()
+    assert "a newer start of the run has replaced this one" in place.console("owned").lower()
     made_by = [
         checkpoint_store.read_manifest(checkpoint_store.checkpoint_path(place.run("owned"), step)).made["attempt"]
         for step in checkpoint_store.committed_steps(place.run("owned"))

@@ -38,7 +38,7 @@ def test_a_node_that_has_lost_its_python_is_named_and_left_out(
         (("node1", "node2"), "requeue", ()),
         (("node1", "node2"), "requeue", ("node2",)),
     ]
-    assert "node2 cannot start a worker's Python; 1 other nodes can" in mute[-1].reason
+    assert "node2 cannot start a worker's Python and import its modules; the 1 other nodes can" in mute[-1].reason
     assert "node2" not in last.nodes
     assert_unbroken(place, "spared", world_size=2)
 

@@ -115,7 +115,7 @@ def test_a_run_whose_workers_cannot_leave_before_the_time_limit_comes_back_all_t
 
     first = attempts(place, "late")[0]
     assert (first.cause, first.next) == ("time limit", "requeue")
-    assert "before the workers had committed" in first.reason
+    assert "before the workers had written" in first.reason
     assert_unbroken(place, "late", world_size=2, may_lose=STEPS)
 
 

@@ -100,8 +100,8 @@ def test_a_secret_reaches_workers_in_an_image_and_stands_on_no_command_line_and_
     assert "s3cr3t" not in json.dumps([called, seen["lines"]])
     assert "--of-mine=a b" in called[: called.index(image)]
     assert "s3cr3t" not in run.console.read_text() + done.stdout + done.stderr
-    assert "API_KEY is set, by the run's `env`" in run.console.read_text()
-    assert "NCCL_DEBUG='WARN', by the run's `env`" in run.console.read_text()
+    assert "API_KEY is set by the key `env.API_KEY`" in run.console.read_text()
+    assert "NCCL_DEBUG='WARN' is set by the key `env.NCCL_DEBUG`" in run.console.read_text()
     assert load_resolved(run.config).environ["API_KEY"] == HOSTILE
 
 
@@ -160,5 +160,5 @@ def test_the_log_does_not_show_what_a_variable_was_either(
 
     told = capsys.readouterr().err
     assert "s3cr3t" not in told
-    assert "OMP_PROC_BIND='close', by the run's `env` (it was 'false')" in told
+    assert "OMP_PROC_BIND='close' is set by the key `env.OMP_PROC_BIND` (it was 'false')" in told
     assert "TORCH_HUB_TOKEN" not in capture({"TORCH_HUB_TOKEN": "s3cr3t", "OMP_NUM_THREADS": "2"}).variables

@@ -36,7 +36,7 @@ def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(supervised: Ma
 
     assert concluded.cause == "hang"
     assert one.last.reason.startswith(
-        "no rank made progress for 900 s" if is_built else "the recipe was not built within 1800 s"
+        "no rank made progress for 900 s" if is_built else "the recipe did not return within 1800 s"
     )
     assert bool(one.last.failed_nodes) is is_built
 

@@ -162,7 +162,7 @@ def test_a_supervisor_that_dies_is_started_again_and_is_given_the_reason(
     ended, said, calls = Guarded(tmp_path, once).see_through()
 
     assert (ended, calls) == (99, ["supervisor", "sleep 1", f"supervisor --after={after}"])
-    assert f"the supervisor exited with code {after} before it decided what follows" in said
+    assert f"supervisor process exited unexpectedly with code {after}" in said
 
 
 def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_path: Path) -> None:
@@ -176,11 +176,8 @@ def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_pa
     assert first[2].count("supervisor --after=137") == len(exit_codes.GUARD_PAUSES_S)
     assert first[2][-1] == "scontrol requeue 7"
     assert not any(call.startswith("scontrol") for call in second[2])
-    assert "nor in the one before, so the run ends" in second[1]
-    assert (
-        "the supervisor exited with code 137 before it decided what follows; the job starts it again in 60 s"
-        in first[1]
-    )
+    assert "failed in this start of the job and in the one before, so the run ends" in second[1]
+    assert "supervisor process exited unexpectedly with code 137; the job starts it again in 60 s" in first[1]
     assert "so the job does not start it again on this node" in first[1]
 
 

@@ -22,7 +22,7 @@ def test_an_error_of_ours_amid_the_verdict_sends_the_job_back_all_the_same(
     last_resort.leave(one.context, conclusion)
 
     assert (one.last.cause, one.last.next) == ("unexplained", "requeue")
-    assert one.last.reason == "the supervisor failed: KeyError: 'odd'"
+    assert one.last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd'"
     assert one.slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
 
 
@@ -48,4 +48,4 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
     last_resort.leave(one.context, conclusion)
 
     assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
-    assert f"could not write the end of attempt {attempt} into the ledger" in capsys.readouterr().err
+    assert f"could not write to attempts.jsonl how attempt {attempt} ended" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_an_attempt_that_died_without_a_word_gets_the_one_that_slurm_has(
     stale_attempts.close_stale(one.run, one.slurm.environ)
 
     assert (one.last.cause, one.last.ending, one.last.failed_nodes) == (cause, "failed", failed)
-    assert one.last.reason.startswith("the supervisor ended without recording why")
+    assert one.last.reason.startswith("ddp-hpc's supervisor process ended without recording why")
 
 
 def test_a_second_start_of_a_job_is_not_taken_for_its_first(supervised: Make) -> None:

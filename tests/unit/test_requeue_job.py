@@ -189,7 +189,7 @@ def test_a_job_that_cannot_go_back_says_so_in_the_ledger(
     one.ends(STOPPED)
 
     assert one.last.next == ""
-    assert "could not put the job back into the queue" in one.last.reason
+    assert "could not go back into the queue" in one.last.reason
     assert "Unable to contact slurm controller" in capsys.readouterr().err
 
 
@@ -218,7 +218,7 @@ def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
 
     assert one.slurm.orders() == ["scontrol requeue 7"]
     assert (
-        "could not write a record, and goes on without it: [Errno 28] No space left on device"
+        "could not write one of its records and continues without it: [Errno 28] No space left on device"
         in capsys.readouterr().err
     )
 

@@ -171,8 +171,8 @@ IN_C: tuple[str, ...] = ()
     ("places", "world_size", "found"),
     [
         ([WAITS, WORKS, WAITS], 3, (1, "is in /data/photos.py:12 in __getitem__")),
-        ([WAITS, None, WAITS], 3, (1, "printed no stack: it is stopped, or its node is cut off")),
-        ([WORKS, None, WAITS], 3, (1, "printed no stack: it is stopped, or its node is cut off")),
+        ([WAITS, None, WAITS], 3, (1, "did not print its stack: the process is stopped, or its node has no network")),
+        ([WORKS, None, WAITS], 3, (1, "did not print its stack: the process is stopped, or its node has no network")),
         ([WAITS, IN_C], 2, (1, "is in code without a Python frame")),
         ([WAITS, WAITS], 2, None),
         ([WORKS, WORKS], 2, None),
@@ -180,7 +180,7 @@ IN_C: tuple[str, ...] = ()
         ([None, None, WORKS, WAITS], 4, (2, "is in /data/photos.py:12 in __getitem__")),
         ([WORKS], 1, (0, "is in /data/photos.py:12 in __getitem__")),
         ([WAITS], 1, (0, f"is in {WAITS[0]}")),
-        ([None], 1, (0, "printed no stack: it is stopped, or its node is cut off")),
+        ([None], 1, (0, "did not print its stack: the process is stopped, or its node has no network")),
     ],
     ids=[
         "one works, the others wait",
@@ -207,7 +207,7 @@ def test_the_laggard_is_who_does_not_wait_or_the_only_one_that_is_silent(
 def test_who_lost_the_connection_to_one_that_was_bitten_before_is_not_the_silent_one() -> None:
     stands = [RankStack(1, WORKS, "")]
 
-    assert straggler(stands, 2) == (0, "printed no stack: it is stopped, or its node is cut off")
+    assert straggler(stands, 2) == (0, "did not print its stack: the process is stopped, or its node has no network")
     assert straggler(stands, 2, lost_peer={0}) == (1, f"is in {WORKS[0]}")
 
 

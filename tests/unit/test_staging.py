@@ -139,11 +139,11 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, archiv
     folder.mkdir()
     folder.chmod(0o777)
 
-    with pytest.raises(OSError, match="not a directory that only this user can write to"):
+    with pytest.raises(OSError, match="not a directory that only you can write to"):
         unpack(archive, folder / "env")
 
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(OSError, match="not a directory that only this user can write to"):
+    with pytest.raises(OSError, match="not a directory that only you can write to"):
         unpack(archive, tmp_path / "link" / "env")
 
 
@@ -206,8 +206,8 @@ def test_a_job_stages_tells_of_it_and_takes_it_away(
         ('SLURMD_NODENAME=node1 "$@"', "local", "node2 did not answer"),
         ("echo broken >&2; exit 1", "local", "node1, node2 did not answer (broken)"),
         ('SLURMD_NODENAME=node1 "$@"', "/dev/null/local", "node1: [Errno 20] Not a directory"),
-        ('"$@"; "$@"', "$NOWHERE", "does not have that variable"),
-        ('"$@"; "$@"', "~/local", "must begin with `/`"),
+        ('"$@"; "$@"', "$NOWHERE", "does not have the variable"),
+        ('"$@"; "$@"', "~/local", "must be an absolute path"),
     ],
 )
 def test_what_cannot_be_staged_costs_no_run(  # noqa: PLR0917  a row of a table

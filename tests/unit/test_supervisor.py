@@ -231,7 +231,11 @@ def test_an_error_that_nothing_was_meant_for_is_in_the_ledger(
         code = supervisor.main([str(run.path)])
 
     (last,) = Ledger.read(run).attempts
-    assert (code, last.ending, last.reason) == (exit_codes.FAILED, "failed", "the supervisor failed: KeyError: 'odd'")
+    assert (code, last.ending, last.reason) == (
+        exit_codes.FAILED,
+        "failed",
+        "ddp-hpc's own supervisor process failed: KeyError: 'odd'",
+    )
     assert "Traceback" in capsys.readouterr().err  # for whoever mends it
 
 
@@ -248,7 +252,7 @@ def test_an_error_before_the_first_attempt_is_in_the_ledger_too(
 
     (last,) = Ledger.read(run).attempts
     assert (code, last.ending, last.next) == (exit_codes.UNDECIDED, "failed", "in place")  # the guardian starts another
-    assert last.reason == "the supervisor failed: KeyError: 'odd'"
+    assert last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd'"
 
 
 @pytest.mark.parametrize(

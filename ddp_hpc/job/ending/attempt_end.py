@@ -134,13 +134,13 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
         return silent_end(outcome.code, outcome.step_code)
     return {
         Cause.CANCELLED: "cancelled by the user",
-        Cause.FENCED: "another attempt has taken the run over",
+        Cause.FENCED: "a newer start of the run has replaced this one",
         Cause.REQUEUE_ASKED: "a user, an administrator or Slurm asked the run to stop and go back into the queue",
         Cause.PREEMPTED: "Slurm preempted the job",
         Cause.TIME_LIMIT: "the job reached its time limit",
         Cause.NODE_FAILED: f"{', '.join(outcome.lost_nodes) or 'a node'} failed or stopped answering",
-        Cause.HANG: "the workers wrote nothing for longer than `restart.hang_timeout_s`, so the supervisor killed them",
-        Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, so the hang timeout ended the workers",
+        Cause.HANG: "no worker made progress for longer than `restart.hang_timeout_s`, so ddp-hpc killed the workers",
+        Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, so that timeout killed the workers",
         Cause.UNEXPLAINED: "a stop signal arrived before the workers had installed their signal handlers"
         if outcome.was_signalled
         else _ENDED_EARLY,

@@ -13,4 +13,6 @@ def best_effort() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        sys.stderr.write(f"note: the supervisor could not write a record, and goes on without it: {error}\n")
+        sys.stderr.write(
+            f"note: ddp-hpc could not write one of its records and continues without it: {error}. The training is not affected.\n"
+        )

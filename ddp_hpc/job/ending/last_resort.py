@@ -29,7 +29,7 @@ _CAUSE = Cause.UNEXPLAINED
 def print_error(error: Exception) -> str:
     """Print an unexpected error with its traceback; return it in one line."""
     traceback.print_exception(error)
-    return f"the supervisor failed: {type(error).__name__}: {error}"
+    return f"ddp-hpc's own supervisor process failed: {type(error).__name__}: {error}"
 
 
 def outcome_of(error: Exception, workers: Workers) -> Outcome:
@@ -75,9 +75,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
             end=conclusion.end,
         )
     except Exception as error:  # noqa: BLE001  requeueing the job matters more
-        sys.stderr.write(
-            f"note: the supervisor could not write the end of attempt {attempt} into the ledger: {error}\n"
-        )
+        sys.stderr.write(f"note: ddp-hpc could not write to attempts.jsonl how attempt {attempt} ended: {error}\n")
     return conclusion
 
 
@@ -98,7 +96,7 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
             if time.monotonic() >= deadline:
                 raise
             sys.stderr.write(
-                f"note: the supervisor cannot put the job back into the queue: {error}. It tries again, for {PATIENCE_S / 60:.0f} "
-                "minutes at most. If the job has left the queue by then, submit the run again.\n"
+                f"note: ddp-hpc cannot put the job back into Slurm's queue: {error}. It tries again for up to {PATIENCE_S / 60:.0f} "
+                "minutes. If the job is not in the queue after that, submit the run again.\n"
             )
             time.sleep(_PAUSE_S)

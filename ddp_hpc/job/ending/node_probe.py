@@ -46,13 +46,13 @@ def blame(context: JobContext, wrapper: CommandWrapper, attempt: int, outcome: O
     if before is None or before.cause not in _UNEXPLAINED or first_failure(context.run, before.attempt) is not None:
         return outcome
     sys.stderr.write(
-        "note: two attempts in a row ended without an error report; each node now tries to start a worker's Python\n"
+        "note: the workers failed twice in a row without an error report; ddp-hpc now checks that each node can start Python and import their modules\n"
     )
     environ = {**context.environ, **wrapper.environ}
     unable = unable_nodes(context.nodes, context.run, wrapper, environ)
     if not unable or len(unable) == len(context.nodes):
         return outcome  # what holds for all is no node's fault
-    reason = f"{', '.join(unable)} cannot start a worker's Python; {len(context.nodes) - len(unable)} other nodes can"
+    reason = f"{', '.join(unable)} cannot start a worker's Python and import its modules; the {len(context.nodes) - len(unable)} other nodes can"
     return replace(outcome, code=exit_codes.FAILED, lost_nodes=unable, reason=reason)
 
 

@@ -58,7 +58,7 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
         _end_here(
             context,
             conclusion,
-            f"{conclusion.reason}; the supervisor could not put the job back into the queue, so submit the run again: {error}",
+            f"{conclusion.reason}; the job could not go back into the queue ({error}), so submit the run again",
         )
 
 
@@ -72,7 +72,7 @@ def _continue_patiently(context: JobContext, conclusion: Conclusion) -> None:
             if time.monotonic() >= deadline:
                 raise
             if not is_noted:
-                sys.stderr.write(f"note: the supervisor waits for Slurm to answer: {error}\n")
+                sys.stderr.write(f"note: the job waits until Slurm answers: {error}\n")
             is_noted = True
             time.sleep(2.0)
 
@@ -109,7 +109,7 @@ def _ledger(run: RunDir) -> Ledger:
         return Ledger.read(run)
     except OSError as error:
         sys.stderr.write(
-            f"note: the supervisor cannot read {run.attempts}, so the next job may get nodes that failed before: {error}\n"
+            f"note: {run.attempts} cannot be read, so the next job may get nodes on which the run failed before: {error}\n"
         )
         return Ledger()
 
@@ -193,6 +193,8 @@ def _exclude(context: JobContext, ledger: Ledger, nodes: Sequence[str]) -> None:
         with suppress(ConfigError, SlurmUnavailableError):
             client.update(allocation.scontrol_id, context.environ, ExcNodeList=text)
             if text:
-                sys.stderr.write(f"note: Slurm will not give this job {text} again (ExcNodeList)\n")
+                sys.stderr.write(
+                    f"note: the run failed on {text}, so the job now excludes these nodes (`ExcNodeList` in `scontrol show job`)\n"
+                )
             return
         time.sleep(0.1)

@@ -62,7 +62,7 @@ def straggler(
     silent = sorted(set(range(world_size)) - {stand.rank for stand in stands} - set(lost_peer))
     busy = [stand for stand in stands if not stand.waits_for_others]
     if len(silent) == 1:
-        return silent[0], "printed no stack: it is stopped, or its node is cut off"
+        return silent[0], "did not print its stack: the process is stopped, or its node has no network"
     if busy and len(busy) < world_size:
         return busy[0].rank, f"is in {busy[0].place}"
     if world_size == 1 and stands:

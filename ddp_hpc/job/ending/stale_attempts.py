@@ -30,7 +30,7 @@ def newest_step(run: RunDir, ledger: Ledger) -> int:
             str(run.checkpoints), lambda: checkpoint_store.committed_steps(run), patience_s=LISTING_PATIENCE_S
         )
     except UnreadableError as error:
-        sys.stderr.write(f"note: {error} The supervisor takes the newest checkpoint from the run's records instead.\n")
+        sys.stderr.write(f"note: {error} ddp-hpc takes the newest checkpoint's step from the run's records instead.\n")
         return newest_committed(run, ledger)
     return steps[-1] if steps else 0
 
@@ -61,7 +61,7 @@ def close_stale(run: RunDir, environ: Mapping[str, str]) -> None:
     cause = causes.BY_STATE.get(states.parse_state(state), Cause.UNEXPLAINED)
     failed = _failed_nodes(newest, environ) if cause == Cause.NODE_FAILED else ()
     by_slurm = f"Slurm accounting says {state}" if state else "Slurm accounting does not say why"
-    reason = f"the supervisor ended without recording why; {by_slurm}"
+    reason = f"ddp-hpc's supervisor process ended without recording why; {by_slurm}"
     end = End(cause=cause, last_step=newest_step(run, ledger), next=Next.SLURM, failed_nodes=failed)
     record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=-9, reason=reason, end=end)
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host}: {reason}\n")

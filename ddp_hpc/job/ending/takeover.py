@@ -38,7 +38,7 @@ def end_leftover_steps(run: RunDir, allocation: Allocation, environ: Mapping[str
         steps = client.steps(allocation.job_id, environ)
         if steps:
             sys.stderr.write(
-                "note: job steps of the supervisor that died are still running; this supervisor cancels them\n"
+                "note: job steps from before the restart of ddp-hpc's supervisor process are still running; ddp-hpc cancels them\n"
             )
         for step in steps:
             client.cancel(step, environ)

@@ -167,7 +167,9 @@ class Agent:
             return error
         self._must_not_fork = bool(reason)
         if reason and self._node_rank == 0:
-            sys.stderr.write(f"note: each worker is a new process and imports everything itself, because {reason}\n")
+            sys.stderr.write(
+                f"note: each worker starts as a new process and imports its modules itself, which is slower, because {reason}\n"
+            )
         return None
 
     def _crew(self, attempt: int, meeting: Meeting) -> NodeWorkers:

@@ -64,7 +64,9 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(f"{folder} exists already, but it is not a directory that only this user can write to")
+        raise OSError(
+            f"{folder} exists already, but is not a directory that only you can write to; remove it, or set another `stage.dir`"
+        )
 
 
 def link_package(package: Path, folder: Path) -> None:
@@ -101,7 +103,9 @@ def _run(argv: Sequence[str], what: str) -> None:
 def _require_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise OSError(f"{folder} has {free / 1e9:.1f} GB free, but up to {num_bytes / 1e9:.1f} GB are needed")
+        raise OSError(
+            f"{folder} has {free / 1e9:.1f} GB free, but up to {num_bytes / 1e9:.1f} GB are needed; free space there, or set another `stage.dir`"
+        )
 
 
 def _remove(path: Path) -> None:
