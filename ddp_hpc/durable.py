@@ -116,7 +116,7 @@ def output_at(path: Path) -> Iterator[Path]:
             f"The output file is {str(path)!r}, but the directory {str(path.parent)!r} does not exist. Create it first."
         )
     if path.is_dir():
-        raise ConfigError(f"The output file is {str(path)!r}, but that is a directory. Name a file in it.")
+        raise ConfigError(f"The output file is {str(path)!r}, but that is a directory. Give the path of a file in it.")
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         yield path
         return

@@ -16,24 +16,24 @@ from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.exit_codes import FAILED
 
 VERBS = {
-    "init": "write a first recipe and its configuration, which run at once",
-    "submit": "start a run, or resume it",
-    "render": "write the job script that plain sbatch starts",
-    "status": "tell where a run stands",
+    "init": "write a small example, my_recipe.py and my_run.yaml, that runs as it is",
+    "submit": "start a run, or resume it from its newest checkpoint",
+    "render": "write a job script for `sbatch`, and submit nothing",
+    "status": "show a run's state, step, loss, time left and newest checkpoint",
     "logs": "print or follow a run's log lines",
-    "list": "list the runs",
-    "stop": "have a run commit a checkpoint and leave",
-    "requeue": "have a run commit and go back into the queue; or a requeued one begin now",
-    "cancel": "end a run at once, without a checkpoint",
+    "list": "list all runs; filter, sort and compare them",
+    "stop": "ask a run to write a checkpoint and stop",
+    "requeue": "ask a run to write a checkpoint and go back into Slurm's queue; with --now, ask Slurm to start it at once",
+    "cancel": "kill a run at once, without a new checkpoint",
     "delete": "delete a run: its checkpoints, metrics and logs",
-    "drill": "make a fault in a short run on this cluster, and tell whether it survived",
-    "checkpoints": "list a run's checkpoints, verify them, print the digest of the newest",
+    "drill": "test this cluster: inject a fault into a short run, and check that the run recovers from it",
+    "checkpoints": "list a run's checkpoints; verify their files; print a hash of the newest",
     "export": "write a run's weights to a safetensors file",
-    "config": "print the reference of all keys",
-    "container": "look into the image of a run: has it what the workers need",
-    "site": "show the site profile that counts here, list all, or propose one",
-    "completion": "print what makes a shell complete verbs, options, keys and runs",
-    "env": "print every value derived from the allocation, and why",
+    "config": "print every key of the configuration: its type, default and meaning",
+    "container": "build a container image for runs, or check that an image has what a run needs",
+    "site": "show the site profile (a cluster's default settings) used on this host, list all, or write a new one",
+    "completion": "print a shell script for tab completion of commands, options, keys and runs",
+    "env": "print the environment variables that a worker gets (RANK, MASTER_ADDR, ...), and where each comes from",
 }
 """Verb -> what it does; each is a module of `verbs`, imported when it is asked for."""
 
@@ -103,8 +103,8 @@ def _plain_setting(word: str) -> str:
 def _top_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ddp-hpc",
-        description="Take a PyTorch training from a laptop to a Slurm cluster.",
-        epilog="`ddp-hpc VERB --help` tells more. RUN is a run's name, or its directory.",
+        description="Run PyTorch DDP training on a laptop or a Slurm cluster, and resume it after preemptions and failures.",
+        epilog="`ddp-hpc VERB --help` describes one command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ddp-hpc {__version__}")

@@ -46,14 +46,14 @@ class Plan:
 
     def as_text(self) -> str:
         """Return it as comments, which may stand below a job script."""
-        lines = ["In the job, the supervisor starts:" if len(self.steps) > 1 else "The supervisor starts:"]
+        lines = ["ddp-hpc starts in the job:" if len(self.steps) > 1 else "ddp-hpc starts:"]
         for what, command in self.steps.items():
             lines += [f"  {what}:", f"    {command}"]
         if any("ADDRESS" in command for command in self.steps.values()):
-            lines += ["ADDRESS and PORT are what the supervisor finds when the job has its nodes."]
-        lines += ["Rank zero finds these variables; the others' ranks differ:"]
+            lines += ["ADDRESS and PORT are those of rank zero; the job chooses them when it has its nodes."]
+        lines += ["Rank zero gets these environment variables; other workers get other ranks:"]
         lines += [f"  {_shown(name, fact)}" for name, fact in self.variables.items()]
-        lines += [f"  {name}: by the key `env.{name}`" for name in self.users]
+        lines += [f"  {name}: set by the key `env.{name}`" for name in self.users]
         return "".join(f"# {' '.join(line.splitlines())}\n" for line in lines)
 
 
@@ -65,7 +65,9 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
     """
     start = _STARTS.get(backend)
     if start is None:
-        raise ConfigError(f"`--explain` knows what {' and '.join(_STARTS)} start, but the run would go to {backend}.")
+        raise ConfigError(
+            f"`--explain` can describe runs on {' and '.join(_STARTS)}, but this run would start on {backend}. Leave it out."
+        )
     run = RunDir(spec.path)
     wrapper = _housing(spec, run, import_paths, environment)
     return Plan(
@@ -115,9 +117,9 @@ def _local_steps(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> Mapping
 
 
 def _local_node(spec: RunSpec) -> _NodeFacts:
-    address = Fact(value=LOOPBACK, source=OURS, rule="the run has this machine alone")
+    address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
     return _NodeFacts(
-        endpoint=endpoint(address, Fact(rule="the agent takes a free one when the workers start")),
+        endpoint=endpoint(address, Fact(rule="ddp-hpc takes a free port when the workers start")),
         interface=this_host().interface_towards(LOOPBACK),
         computing=share_here({}, spec.resources.local_world_size, spec.resources.cpus_per_worker).threads,
     )
@@ -125,7 +127,7 @@ def _local_node(spec: RunSpec) -> _NodeFacts:
 
 def _slurm_steps(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> Mapping[str, str]:
     probe = [*probe_argv(spec.resources.nodes), "..."]
-    return {"a look at each node's networks": shlex.join(probe), "the workers": _srun(spec, run, wrapper)}
+    return {"a probe of each node's networks": shlex.join(probe), "the workers": _srun(spec, run, wrapper)}
 
 
 def _srun(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> str:
@@ -143,10 +145,10 @@ def _slurm_node(spec: RunSpec) -> _NodeFacts:
     num_workers = spec.resources.local_world_size
     return _NodeFacts(
         endpoint=endpoint(
-            Fact(rule="the supervisor chooses among the networks of the job's nodes"),
-            Fact(rule="the supervisor takes one that is free on the job's first node"),
+            Fact(rule="the job chooses the network when it has its nodes"),
+            Fact(rule="the job takes a free port on its first node"),
         ),
-        interface=Fact(rule="each node finds its own name for the network that leads to rank zero"),
+        interface=Fact(rule="each node takes its own interface on the network that leads to rank zero"),
         computing=threads(spec.cpus_per_task * num_workers, num_workers, source="Slurm"),
     )
 

@@ -16,19 +16,25 @@ ENVIRONMENT_PREFIX = "DDP_HPC_"
 
 def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Declare RUN and `--runs-dir`."""
-    told = "a run's name, its directory, or the number of its Slurm job" + ("; default: the newest" if optional else "")
+    told = "a run's name, its directory, or its Slurm job id" + ("; default: the newest run" if optional else "")
     parser.add_argument("run", metavar="RUN", nargs="?" if optional else None, help=told)
     add_runs_dir(parser)
 
 
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     """Declare `--runs-dir`."""
-    parser.add_argument("--runs-dir", type=_path, metavar="DIR", help="where runs live; default: the key `runs_dir`")
+    parser.add_argument(
+        "--runs-dir", type=_path, metavar="DIR", help="the directory of all runs; default: the key `runs_dir`"
+    )
 
 
 def add_site(parser: argparse.ArgumentParser) -> None:
     """Declare `--site`."""
-    parser.add_argument("--site", metavar="SITE", help="a site profile, or its file; default: the one for this host")
+    parser.add_argument(
+        "--site",
+        metavar="SITE",
+        help="the name or file of a site profile (a cluster's default settings); default: the profile for this host",
+    )
 
 
 def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunDir:

@@ -41,14 +41,14 @@ def headline(status: RunStatus) -> str:
 
 
 def _said(status: RunStatus) -> str:
-    return "stopped with a committed checkpoint" if status.state == "stopped" else status.state
+    return "stopped after it wrote a checkpoint" if status.state == "stopped" else status.state
 
 
 def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
     """Return commands to go on with, after what each is for."""
     alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
     ended = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
-    resume = {} if status.state == "finished" else {"again": f"{again}  # goes on {_from(status)}"}
+    resume = {} if status.state == "finished" else {"again": f"{again}  # continues {_from(status)}"}
     weights = {
         "state": f"ddp-hpc checkpoints {word} --digest",
         "model": f"ddp-hpc export {word} -o {status.run}.safetensors",

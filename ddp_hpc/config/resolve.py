@@ -160,7 +160,9 @@ def _section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
         elif all_keys()[name].is_open:
             made[field.name] = _unflatten(name, values)
         elif all_keys()[name].default is MISSING:
-            raise ConfigError(f"`{name}` is not set, and it has no default. Set it.")
+            raise ConfigError(
+                f"`{name}` is not set, and it has no default. Set it in the configuration file, or on the command line with `{name}=VALUE`."
+            )
     return section(**made)
 
 

@@ -119,7 +119,7 @@ def _named(name: str, why: str, environ: Mapping[str, str]) -> tuple[Path, str]:
     if "/" in name or name.endswith((".yaml", ".yml")):
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ConfigError(f"The site profile {name!r} does not exist ({why}). Correct the path, or leave it out.")
+            raise ConfigError(f"The site profile {name!r} does not exist ({why}). Correct its path.")
         return path, why
     known = known_profiles(environ)
     if name not in known:

@@ -146,7 +146,7 @@ def _from_text(name: str, text: str, origin: Origin) -> list[Setting]:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"`{name}` is {text!r} ({origin}), but that is not UTF-8. Use a UTF-8 locale, or write the value into a file."
+                f"`{name}` is {text!r} ({origin}), but that is not UTF-8. Use a UTF-8 locale, or set the key in the configuration file."
             ) from error
     key = None if is_section(name) else key_of(name)
     if key is None and not is_section(name):

@@ -16,7 +16,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 
 NEEDED = ("torch", "numpy", "msgspec", "psutil", "xxhash", "yaml")
-USEFUL = ("torchvision", "tensorboard")
+USEFUL = {"torchvision": "the built-in recipe `image_classification`", "tensorboard": "`log.tensorboard`"}
 """Needed by some recipes and options alone."""
 LEAST_PYTHON = (3, 10)
 PATIENCE_S = 300.0
@@ -65,10 +65,14 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
     with tempfile.TemporaryDirectory() as run_dir:
         inside = container_setup(spec, RunDir(Path(run_dir)), import_paths=[], work_dir=work_dir, environ=environ)
         if inside is None:
-            raise ConfigError("The run has no image to look into: set `container.image`.")
+            raise ConfigError(
+                "There is no image to check, because `container.image` is not set. Set it to an image file."
+            )
         runtime = find_runtime(spec, environ)
         if runtime == "pyxis":
-            raise ConfigError("pyxis starts images in jobs alone, so there is nothing to look into here.")
+            raise ConfigError(
+                "`container.runtime` is pyxis, which starts images only in Slurm jobs, so this host cannot check the image."
+            )
         housing = command_wrapper(inside, runtime, spec.container.python)
         argv = [*housing.command, "-c", _PROBE, ",".join((*NEEDED, *USEFUL, "ddp_hpc"))]
         try:
@@ -86,7 +90,7 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
             return Found(image=inside.image, runtime=runtime, problems=[problem])
     answer = next((line for line in done.stdout.splitlines() if line.startswith("found:")), None)
     if answer is None:
-        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        said = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
         return Found(image=inside.image, runtime=runtime, problems=[f"{spec.container.python} did not start: {said}"])
     return judge(inside.image, runtime, json.loads(answer.removeprefix("found:")))
 
@@ -99,7 +103,7 @@ def judge(image: str, runtime: str, found: Mapping[str, Any]) -> Found:
         problems.append(
             f"Python is {'.'.join(map(str, version))}, but must be {'.'.join(map(str, LEAST_PYTHON))} or newer"
         )
-    notes = [f"no {name}: some recipes and options need it" for name in USEFUL if name in found["problems"]]
+    notes = [f"{name} is missing; {USEFUL[name]} needs it" for name in USEFUL if name in found["problems"]]
     return Found(
         image=image,
         runtime=runtime,

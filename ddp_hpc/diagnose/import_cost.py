@@ -77,7 +77,7 @@ def measure(modules: Sequence[str], environ: Mapping[str, str]) -> Storm:
     )
     line = next((line for line in done.stdout.splitlines() if line.startswith("found:")), None)
     if line is None:
-        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        said = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
         raise WorkerError(f"{', '.join(modules)} cannot be imported here: {said}")
     found = json.loads(line.removeprefix("found:"))
     small = sorted({path for path in found["opened"] if path.startswith("/") and _is_file_of_ours(path)})

@@ -106,7 +106,7 @@ def _scratch(environ: Mapping[str, str], user: str) -> tuple[str | None, str]:
 def propose(found: Survey, *, name: str | None = None, made_by: str = "ddp-hpc site init") -> str:
     """Return the draft of a profile, as YAML; what is only likely stands in it as a comment."""
     lines = [
-        f"# Proposed by `{made_by}` on {found.host}. Look through it: what only people know is left out, or behind `#`.",
+        f"# Proposed by `{made_by}` on {found.host}. Check it, and add what is missing: lines with `#` are suggestions.",
         *_section("site", _about(found, name)),
         *(["", f"runs_dir: {found.scratch}/runs"] if found.scratch else []),
         *_blank_before(_section("slurm", _slurm(found))),
@@ -152,11 +152,11 @@ def _slurm(found: Survey) -> Iterator[str]:
     if default is not None:
         yield f"partition: {dump_value(default.name)}  # Slurm's own default"
     elif found.partitions:
-        yield f"# partition: {found.partitions[0].name}  # Slurm has no default: name one"
+        yield f"# partition: {found.partitions[0].name}  # Slurm has no default partition: name one"
     if found.accounts:
-        yield f"# account: {found.accounts[0].partition(' ')[0]}  # yours: {'; '.join(found.accounts)}"
+        yield f"# account: {found.accounts[0].partition(' ')[0]}  # your accounts: {'; '.join(found.accounts)}"
     if found.has_modules:
-        yield "# modules: [...]  # what the job's Python, or container runtime, needs"
+        yield "# modules: [...]  # modules that the job's Python or container runtime needs"
 
 
 def _container(found: Survey) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _network(found: Survey) -> list[str]:
     told = ", ".join(f"{one.name} ({fabric(one)})" for one in found.interfaces)
     return [
         "# network:",
-        f"#   interfaces: [...]  # this host has {told}; nodes may have others. The fastest is found by itself.",
+        f"#   interfaces: [...]  # this host has {told}; the nodes may have others. Unset: the fastest.",
     ]
 
 
@@ -191,7 +191,7 @@ def _shape(one: NodeShape) -> str:
 
 def _rules(partition: Partition) -> Iterator[str]:
     if not partition.is_up:
-        yield "not up"
+        yield "not up, so it starts no jobs"
     if partition.max_time_min is not None:
         yield f"at most {partition.max_time_min:.0f} min"
     if partition.preempt_mode not in {"", "OFF"}:

@@ -60,7 +60,7 @@ def _digest(outcome: DrillOutcome) -> Check:
     text = (
         outcome.digest
         if is_same
-        else f"the digest is {outcome.digest}, that of the unbroken run is {outcome.unbroken_digest}"
+        else f"the hash of its checkpoint is {outcome.digest}, that of the run without a fault is {outcome.unbroken_digest}"
     )
     return Check("same bits", is_same, text)
 
@@ -71,13 +71,15 @@ def _samples(outcome: DrillOutcome) -> Check:
     other = [step for step in sorted({*mine, *others}) if mine.get(step) != others.get(step)]
     if not others:
         return Check(
-            "each sample once", False, "the unbroken run has no record of its samples (`train.record_samples`)"
+            "each sample once",
+            False,
+            "the run without a fault did not record its samples; set `train.record_samples=true` in it",
         )
     if twice or other:
         return Check(
             "each sample once",
             False,
-            f"used twice (epoch, sample): {_few(twice)}; steps with other samples than the unbroken run: {_few(other)}",
+            f"used twice (epoch, sample): {_few(twice)}; steps with other samples than the run without a fault: {_few(other)}",
         )
     return Check("each sample once", True, f"checked in {len(mine)} steps")
 

@@ -73,8 +73,8 @@ def _inject_on_node(target: Target, action: str, kind: str, node: str) -> Inject
     )
     if answer is None:
         raise ConfigError(
-            f"The drill asked {INJECTOR} on {node} to {action} a {kind} process, but got no answer, so it does not know whether "
-            "the fault was injected. Start the drill again."
+            f"The drill started a job step on {node} that should {action} a {kind} process, but got no answer from it, so it does "
+            "not know whether the fault was injected. Start the drill again."
         )
     return Injection(f"{action} {kind} process {answer['pid']} on {node}", float(answer["at"]))
 
@@ -123,8 +123,8 @@ def _fill_disk(target: Target) -> Injection:
         while (progress := read_progress(target.run)) is None or progress.save_error is None:
             if time.monotonic() > deadline or target.run.done.exists():
                 raise ConfigError(
-                    f"The drill made {writing} read-only, but no save failed within {DISK_PATIENCE_S:.0f} s. Root may write all the "
-                    "same: run the drill as another user."
+                    f"The drill made {writing} read-only, but no checkpoint failed within {DISK_PATIENCE_S:.0f} s. Root can "
+                    "write to read-only directories: run the drill as another user."
                 )
             time.sleep(0.05)
     finally:
@@ -136,7 +136,7 @@ FAULTS: Mapping[str, Fault] = {
     "preempt": Fault(
         description="Slurm preempts the job",
         inject=_preempt,
-        by_hand="Preempt job {job_id} now: submit a job that needs {nodes} to a partition or QOS that preempts its own",
+        by_hand="Preempt job {job_id} now: submit a job that needs {nodes} to a partition or QOS that preempts this job's",
         is_graceful=True,
     ),
     "timeout": Fault(
@@ -149,7 +149,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "kill-worker": Fault(description="a worker is killed", inject=_kill_worker),
     "kill-agent": Fault(
-        description="the agent, torchrun or srun that started a node's workers is killed", inject=_kill_agent
+        description="the process that started a node's workers (agent, torchrun or srun) is killed", inject=_kill_agent
     ),
     "kill-node": Fault(description="a node loses power", by_hand="Cut the power of {node} now"),
     "cut-network": Fault(description="a node loses its network", by_hand="Cut the network of {node} now"),
@@ -157,7 +157,7 @@ FAULTS: Mapping[str, Fault] = {
     "disk-full": Fault(
         description="checkpoints cannot be written for a while",
         inject=_fill_disk,
-        by_hand="Fill the disk under {run} now, and free it again when `ddp-hpc status {run}` shows a failed save",
+        by_hand="Fill the disk under {run} now, and free it again when `ddp-hpc status {run}` shows a save error",
         restarts=False,
     ),
     "slow-rank": Fault(

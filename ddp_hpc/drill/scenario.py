@@ -123,7 +123,7 @@ def _comparable(unbroken: RunDir, faulty: Resolved) -> RunDir:
     ]
     if differing:
         raise ConfigError(
-            f"The drill cannot compare with the run {unbroken.name!r}: its configuration has other values of "
+            f"The drill cannot compare with the run {unbroken.name!r}: the two runs have different values of "
             f"{', '.join(differing)}. Leave out `--unbroken`, or use the settings of that run."
         )
     if not unbroken.done.exists():
@@ -228,7 +228,7 @@ class _Scenario:
 
     def compare(self, report: Report) -> None:
         """Compare the two runs, once both have finished."""
-        self._await("the end of the unbroken run", self.unbroken.done.exists, run=self.unbroken)
+        self._await("the end of the run without a fault", self.unbroken.done.exists, run=self.unbroken)
         fault, taken = FAULTS[self.plan.fault], read_steps_taken(self.run)
         report.lost_steps = taken.num_repeated
         report.checks = check(

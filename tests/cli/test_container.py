@@ -63,7 +63,7 @@ def test_what_is_missing_is_named(place: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert code == 1
     assert "torch cannot be imported: ModuleNotFoundError: No module named 'torch'" in said
-    assert "a run would fail" in said
+    assert "a run in this image would fail" in said
 
 
 def test_a_python_that_does_not_start_is_told_with_the_runtimes_words(
@@ -79,9 +79,9 @@ def test_without_an_image_or_a_runtime_there_is_nothing_to_look_into(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["container", "check", "run.yaml"]) == 2
-    assert "set `container.image`" in capsys.readouterr().err
+    assert "There is no image to check" in capsys.readouterr().err
     assert check("container.runtime=pyxis") == 2
-    assert "pyxis starts images in jobs alone" in capsys.readouterr().err
+    assert "pyxis, which starts images only in Slurm jobs" in capsys.readouterr().err
     (place / "bin" / "apptainer").unlink()
     assert check() == 2
     assert "needs apptainer or singularity" in capsys.readouterr().err
@@ -93,4 +93,4 @@ def test_an_old_python_is_a_problem_and_a_missing_torchvision_a_note() -> None:
 
     assert list(old.problems) == ["Python is 3.9.1, but must be 3.10 or newer"]
     assert list(plain.problems) == []
-    assert list(plain.notes) == ["no torchvision: some recipes and options need it"]
+    assert list(plain.notes) == ["torchvision is missing; the built-in recipe `image_classification` needs it"]

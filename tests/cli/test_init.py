@@ -34,7 +34,7 @@ def test_nothing_is_overwritten_and_nothing_is_written_beside_it(
 
     assert main(["init", str(tmp_path)]) == 2
 
-    assert f"{tmp_path / name} would be overwritten" in capsys.readouterr().err
+    assert f"{tmp_path / name} exists already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

@@ -74,7 +74,7 @@ def test_no_run_is_told_by_the_conditions(capsys: pytest.CaptureFixture[str]) ->
     assert main([*LISTED, "--filter", "train.lr=7"]) == 0
     assert (
         capsys.readouterr().out
-        == "There are no runs with train.lr=7 in 'runs'. `--runs-dir` names another directory.\n"
+        == "There are no runs with train.lr=7 in 'runs'. List another directory with `--runs-dir DIR`.\n"
     )
 
 

@@ -56,7 +56,7 @@ def test_the_explanation_stands_below_the_script_as_comments(here: Path, capsys:
     assert any("srun --nodes=2 --ntasks=2" in line for line in below)
     assert any(line.startswith("#   WORLD_SIZE=4  (ddp-hpc: ") for line in below)
     assert any(line.startswith("#   MASTER_PORT is not known yet: ") for line in below)
-    assert "#   WANDB_API_KEY: by the key `env.WANDB_API_KEY`" in below
+    assert "#   WANDB_API_KEY: set by the key `env.WANDB_API_KEY`" in below
     assert not any("not for others" in line for line in below)
     subprocess.run(["bash", "-n"], input=explained, text=True, check=True)
 
@@ -90,7 +90,7 @@ def test_launchers_and_images_show_their_own_words(
 
 def test_an_explanation_alone_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "run.yaml", "--explain"]) == 2
-    assert "`--explain` goes with `--dry-run`" in capsys.readouterr().err
+    assert "`--explain` works only together with `--dry-run`" in capsys.readouterr().err
 
 
 def test_ranks_and_endpoint_are_the_launchers_whatever_is_set(

@@ -153,7 +153,7 @@ def test_list_has_a_row_a_run_and_the_newest_last(run: RunDir, capsys: pytest.Ca
 def test_list_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         answer(capsys, "list", "--runs-dir", str(tmp_path))
-        == f"There are no runs in {str(tmp_path)!r}. `--runs-dir` names another directory.\n"
+        == f"There are no runs in {str(tmp_path)!r}. List another directory with `--runs-dir DIR`.\n"
     )
     assert json.loads(answer(capsys, "list", "--runs-dir", str(tmp_path), "--json")) == []
 
@@ -215,12 +215,12 @@ def test_a_digest_of_what_does_not_hold_is_an_error(run: RunDir, capsys: pytest.
 def test_a_run_without_checkpoints_is_no_error_to_list(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(run.path.parent, "mnist")
 
-    assert answer(capsys, "checkpoints", "mnist") == "mnist has no committed checkpoint.\n"
+    assert answer(capsys, "checkpoints", "mnist") == "mnist has no checkpoint yet.\n"
     assert "no committed checkpoint yet" in complaint(capsys, "checkpoints", "mnist", "--digest")
 
 
 def test_export_writes_one_file_and_says_of_what(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys, "export", "digits", "-o", "out.st") == "out.st: 1 tensors of digits, step 20\n"
+    assert answer(capsys, "export", "digits", "-o", "out.st") == "wrote 1 tensors of digits, step 20, to out.st\n"
     assert Path("out.st").stat().st_size > 0
 
 

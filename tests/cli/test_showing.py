@@ -128,7 +128,7 @@ def test_the_exit_code_follows_from_the_state(state: State, code: int) -> None:
     [
         ("running", ["status digits", "logs -f digits", "stop digits"]),
         ("finished", ["status digits", "logs digits", "checkpoints digits --digest", "export digits -o digits.st"]),
-        ("stopped", ["submit run.yaml  # goes on from step 20", "status digits"]),
+        ("stopped", ["submit run.yaml  # continues from step 20", "status digits"]),
     ],
 )
 def test_the_summary_ends_with_what_to_try_next(state: State, commands: list[str]) -> None:
@@ -141,7 +141,7 @@ def test_the_summary_ends_with_what_to_try_next(state: State, commands: list[str
 def test_without_a_checkpoint_nothing_is_said_of_exporting_one() -> None:
     told = next_steps(status("failed", last_checkpoint=None), word="digits", again="ddp-hpc submit run.yaml")
 
-    assert told[0].endswith("# goes on from the beginning")
+    assert told[0].endswith("# continues from the beginning")
     assert not any("export" in line for line in told)
 
 
@@ -150,7 +150,7 @@ def test_the_headline_has_the_newest_metrics() -> None:
 
     assert (
         told
-        == "digits stopped with a committed checkpoint: step 20 of 100; training loss 0.5000; evaluation: loss 0.2500  accuracy 0.9833"
+        == "digits stopped after it wrote a checkpoint: step 20 of 100; training loss 0.5000; evaluation: loss 0.2500  accuracy 0.9833"
     )
 
 

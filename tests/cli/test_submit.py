@@ -89,7 +89,7 @@ def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
         (["run.yaml", "train.lrr=1"], "Did you mean `train.lr`?"),
         (["run.yaml", "--trian.lr=1"], "Did you mean `train.lr`?"),
         (["run.yaml", "lr"], "'lr' is not a setting. Write KEY=VALUE"),
-        (["train.lr=1"], "name the configuration file too"),
+        (["train.lr=1"], "but the configuration file is missing"),
         (
             ["run.yaml", "train.global_batch_size=7", "resources.workers_per_node=2"],
             "need a multiple of 2. Set `train.global_batch_size` to 6 or 8",
@@ -186,9 +186,9 @@ def test_a_run_outlives_its_follower_stops_when_told_and_goes_on_when_submitted_
         _, said = follower.communicate(timeout=60)
 
     assert follower.returncode == 130
-    assert "run goes on. Look: ddp-hpc logs -f run; end it: ddp-hpc stop run" in said
+    assert "run continues without this command. Follow it: ddp-hpc logs -f run; stop it: ddp-hpc stop run" in said
 
-    assert "is running already (attempt 0); nothing was started" in submit(*words).stdout
+    assert "is running already (attempt 0), so nothing was started" in submit(*words).stdout
     assert ddp_hpc("stop", "run").returncode == 0
     until(lambda: read_status(run, now=time.time()).state == "stopped")
 
@@ -211,8 +211,8 @@ def test_fresh_starts_a_finished_run_over_and_keeps_what_there_was(here: Path) -
     fresh = submit("run.yaml", "--wait", "--fresh", "train.lr=0.01")
 
     assert (first.returncode, again.returncode, fresh.returncode) == (0, 0, 0), fresh.stderr
-    assert "`--fresh` starts over" in again.stdout
-    assert f"what there was of run lies in {here / 'runs/run.old-1'}" in fresh.stdout
+    assert "Start it over with `--fresh`" in again.stdout
+    assert f"the earlier run run was renamed to {here / 'runs/run.old-1'}" in fresh.stdout
     assert (here / "runs/run.old-1/metrics.jsonl").read_bytes() == before
     assert [entry.attempt for entry in Ledger.read(RunDir(here / "runs/run")).attempts] == [0]
 

@@ -62,7 +62,7 @@ def test_a_line_in_the_table_is_all_that_the_command_line_needs(
     assert main([*submit, "--dry-run"]) == 0
     assert "# would run: train net" in capsys.readouterr().out
     assert main([*submit, "--dry-run", "--explain"]) == 2
-    assert "`--explain` knows what local and slurm start" in capsys.readouterr().err
+    assert "`--explain` can describe runs on local and slurm" in capsys.readouterr().err
     assert main(submit) == 0
     assert main(["stop", "net"]) == 0
     assert main([*submit, "--wait"]) == 0

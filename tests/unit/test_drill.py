@@ -102,7 +102,7 @@ def test_what_takes_an_administrator_says_so(fault: str, capsys: pytest.CaptureF
     code = main(["drill", fault])
 
     assert code == 2
-    assert "takes an administrator" in capsys.readouterr().err
+    assert "Only an administrator can cause the fault" in capsys.readouterr().err
 
 
 def test_a_step_taken_again_counts_by_its_newest_attempt(tmp_path: Any) -> None:

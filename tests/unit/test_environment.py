@@ -148,4 +148,4 @@ def test_a_run_without_a_note_is_refused_in_words(tmp_path: Path, capsys: pytest
     run = make_run(tmp_path)
 
     assert main(["env", "capture", str(run.path)]) == 2
-    assert "have not begun" in capsys.readouterr().err
+    assert "have not started" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_a_job_that_waits_for_its_turn_cannot_be_hastened_and_that_is_said(
     code = main(["requeue", str(run.path), "--now"])
 
     assert code == exit_codes.FAILED
-    assert "waits for something that cannot be hastened" in capsys.readouterr().err
+    assert "`--now` cannot start" in capsys.readouterr().err
     assert slurm.orders("scontrol") == []
 
 

@@ -307,7 +307,7 @@ SURVEY = Survey(
     has_modules=True,
 )
 PROPOSED = """\
-# Proposed by `ddp-hpc site init` on login02.example.org. Look through it: what only people know is left out, or behind `#`.
+# Proposed by `ddp-hpc site init` on login02.example.org. Check it, and add what is missing: lines with `#` are suggestions.
 site:
   name: hydra
   hosts: [login*]  # this host is login02.example.org; add the other login nodes
@@ -319,14 +319,14 @@ runs_dir: $SCRATCH/runs
 
 slurm:
   partition: gpu  # Slurm's own default
-  # account: lab  # yours: lab (QOS normal)
-  # modules: [...]  # what the job's Python, or container runtime, needs
+  # account: lab  # your accounts: lab (QOS normal)
+  # modules: [...]  # modules that the job's Python or container runtime needs
 
 container:
   runtime: apptainer
 
 # network:
-#   interfaces: [...]  # this host has ib0 (InfiniBand); nodes may have others. The fastest is found by itself.
+#   interfaces: [...]  # this host has ib0 (InfiniBand); the nodes may have others. Unset: the fastest.
 
 partitions:
   gpu:  # 4 nodes of 64 CPUs, 512 GiB, 4 a100; at most 1440 min
@@ -391,7 +391,7 @@ def test_show_says_which_profile_counts_here_and_what_it_says(
     at_home: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["site"]) == 0
-    assert "No site profile counts here" in capsys.readouterr().out
+    assert "This host uses no site profile" in capsys.readouterr().out
 
     path = write_profile(at_home, "mine", PARTITIONED.replace("login*", "'*'"))
 

@@ -1,4 +1,4 @@
-"""End a run at once, without a checkpoint; what is committed stays."""
+"""Kill a run at once, without a new checkpoint. Its checkpoints stay; `ddp-hpc submit` resumes it from the newest."""
 
 from __future__ import annotations
 

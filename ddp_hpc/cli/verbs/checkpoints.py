@@ -19,12 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
     parser.add_argument(
-        "--verify", action="store_true", help="read every byte; exit 1 where a checkpoint does not hold"
+        "--verify",
+        action="store_true",
+        help="read every file and compare its checksum; exit with 1 if a checkpoint is damaged",
     )
     parser.add_argument(
-        "--digest", action="store_true", help="print one digest of the newest one's training state only"
+        "--digest",
+        action="store_true",
+        help="print only a hash of the newest checkpoint's training state, to compare runs",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -37,7 +41,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(as_json(listed | ({"digest": newest_digest} if args.digest else {})))
     else:
         if args.verify or not args.digest:
-            print(_as_table(infos, verified=args.verify) if infos else f"{run_dir.name} has no committed checkpoint.")
+            print(_as_table(infos, verified=args.verify) if infos else f"{run_dir.name} has no checkpoint yet.")
         if newest_digest:
             print(newest_digest)
     return FAILED if any(info.problem for info in infos) else FINISHED

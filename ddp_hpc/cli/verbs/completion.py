@@ -1,8 +1,8 @@
-"""Print what makes a shell complete verbs, options, keys, their values, and names of runs.
+"""Print a shell script for tab completion of commands, options, keys, their values, and names of runs.
 
-eval "$(ddp-hpc completion bash)"                                     in ~/.bashrc
-eval "$(ddp-hpc completion zsh)"                                      in ~/.zshrc, after compinit
-ddp-hpc completion fish > ~/.config/fish/completions/ddp-hpc.fish     once
+eval "$(ddp-hpc completion bash)"                                     add this line to ~/.bashrc
+eval "$(ddp-hpc completion zsh)"                                      add this line to ~/.zshrc, after compinit
+ddp-hpc completion fish > ~/.config/fish/completions/ddp-hpc.fish     run this once
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     shells = ", ".join(_SCRIPTS)
-    told = f"{shells}: print its script; words: what may follow the words on standard input, which the scripts ask"
+    told = f"{shells}: print the script for this shell; words: used by the scripts, prints what may follow the words on standard input"
     parser.add_argument("shell", choices=(*_SCRIPTS, "words"), help=told)
 
 

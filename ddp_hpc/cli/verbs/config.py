@@ -1,4 +1,4 @@
-"""Print the reference of all keys, or of one key or section."""
+"""Print the type, default and meaning of every key of the configuration, or of one key or section."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from ddp_hpc.cli.formatting import as_json, table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("key", metavar="KEY", nargs="?", default="", help="a key (`train.lr`) or a section (`train`)")
+    parser.add_argument(
+        "key", metavar="KEY", nargs="?", default="", help="print only this key (`train.lr`) or section (`train`)"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print a JSON list")
     how.add_argument("--markdown", action="store_true", help="print the tables of docs/configuration.md")

@@ -1,11 +1,11 @@
-"""Build the image of a run, look into it, or tell it from others.
+"""Build a container image for runs, check that an image has what a run needs, or print its hash.
 
-ddp-hpc container build torch.sif                           an image with all that workers import
-ddp-hpc container build torch.sif --base pytorch/pytorch    the same on top of another, whose PyTorch it keeps
-ddp-hpc container check run.yaml container.image=torch.sif  has its Python what the workers import?
-ddp-hpc container digest torch.sif                          SHA-256, and what a run's ledger calls it
+ddp-hpc container build torch.sif                           build an image with PyTorch and all that workers import
+ddp-hpc container build torch.sif --base pytorch/pytorch    add what is missing to another image, and keep its PyTorch
+ddp-hpc container check run.yaml container.image=torch.sif  check that workers can import all they need in the image
+ddp-hpc container digest torch.sif                          print the SHA-256, and the name in a run's `attempts.jsonl`
 
-`check` starts the image as a run would, with the same binds and variables, and imports what workers do.
+`check` starts the image as a run does, with the same mounts and variables, and imports what workers import.
 """
 
 from __future__ import annotations
@@ -29,25 +29,38 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", choices=("build", "check", "digest"), help="what to do")
-    parser.add_argument("what", metavar="IMAGE|CONFIG", help="the image; of `check`, the configuration file")
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="check: values that win over all others")
-    parser.add_argument("--base", metavar="IMAGE", help="build: what to build on, of a registry or a file here")
     parser.add_argument(
-        "--engine", choices=("auto", "apptainer", "singularity", "docker"), default="auto", help="build: with what"
+        "action", choices=("build", "check", "digest"), help="build an image, check one, or print its hash"
+    )
+    parser.add_argument("what", metavar="IMAGE|CONFIG", help="the image; with `check`, a run's configuration file")
+    parser.add_argument(
+        "settings", metavar="KEY=VALUE", nargs="*", help="check: set a key; it overrides the file's value"
+    )
+    parser.add_argument("--base", metavar="IMAGE", help="build: the image to start from, in a registry or a file")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "apptainer", "singularity", "docker"),
+        default="auto",
+        help="build: the program that builds",
     )
     parser.add_argument(
-        "--build-arg", action="append", default=[], metavar="NAME=VALUE", help="build: one more argument of the recipe"
+        "--build-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="build: set a build argument of the container recipe (`docker build --build-arg`)",
     )
-    parser.add_argument("--force", action="store_true", help="build: replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="build: overwrite an existing file")
     add_site(parser)
-    parser.add_argument("--json", action="store_true", help="check, digest: print one JSON object")
+    parser.add_argument("--json", action="store_true", help="check, digest: print JSON instead of text")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Do what was asked."""
     if args.settings and args.action != "check":
-        raise ConfigError(f"`container {args.action}` takes one image, and {args.settings[0]!r} is more.")
+        raise ConfigError(
+            f"`ddp-hpc container {args.action}` takes one image, but {args.settings[0]!r} follows it. Remove that."
+        )
     return {"build": _build, "check": _check, "digest": _digest}[args.action](args, environment)
 
 
@@ -62,7 +75,7 @@ def _build(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         force=args.force,
         environ=environment,
     )
-    print(f"{args.what} is built. Use it: ddp-hpc submit run.yaml container.image={args.what}")
+    print(f"built {args.what}. Use it: ddp-hpc submit run.yaml container.image={args.what}")
     return FINISHED
 
 
@@ -104,5 +117,5 @@ def _as_text(found: Found) -> str:
         *(("note", note) for note in found.notes),
         *(("MISSING", problem) for problem in found.problems),
     ]
-    verdict = "a run would fail: `ddp-hpc container build --base` puts what is missing on top of an image"
+    verdict = "a run in this image would fail. Add what is missing: ddp-hpc container build NEW.sif --base IMAGE"
     return "\n".join([table(("", ""), rows).lstrip("\n"), verdict if found.problems else "good"])

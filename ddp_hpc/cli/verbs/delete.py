@@ -1,4 +1,4 @@
-"""Delete a run that nobody works on: its checkpoints, metrics and logs."""
+"""Delete a run that is not running: its checkpoints, metrics and logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_hpc.watch.status import read_status
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--yes", action="store_true", help="delete without asking for confirmation")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -38,7 +38,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _agrees(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("`ddp-hpc delete` asks before it deletes, but there is no terminal to ask on. Add `--yes`.")
+        raise ConfigError(
+            "`ddp-hpc delete` asks for confirmation, but its input is not a terminal. Add `--yes` to delete without a question."
+        )
     try:
         return input(question).strip().lower() in {"y", "yes"}
     except EOFError:

@@ -1,7 +1,7 @@
-"""Make a fault in a short real run on this cluster, and tell whether the run survived it: PASS or FAIL.
+"""Test this cluster: inject a fault into a short run, and check that the run recovers from it. Prints PASS or FAIL.
 
-Two runs are submitted: one that nothing disturbs, and one that suffers the fault. Both must come to the same bits, having
-used each sample once. Without `--config`, tiny data of our own on 2 nodes x 2 workers; KEY=VALUE sets any key
+The drill submits two runs, one with the fault and one without. Both must end with the same weights, bit for bit, and must
+have used each sample once. Without `--config` they train a tiny model on 2 nodes x 2 workers; KEY=VALUE sets any key
 (`slurm.partition=gpu`, `resources.gpus_per_node=2`).
 """
 
@@ -33,26 +33,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "fault", choices=FAULTS, help="; ".join(f"{name}: {one.description}" for name, one in FAULTS.items())
     )
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over all others")
-    parser.add_argument("--config", type=Path, help="a configuration of yours, of a run of a minute or more")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides every other value")
+    parser.add_argument("--config", type=Path, help="train this configuration instead; it must take a minute or more")
     parser.add_argument(
-        "--by-hand", action="store_true", help="say when the fault is due, and wait for it: an administrator makes it"
-    )
-    parser.add_argument("--batch-host", action="store_true", help="hit the job's first node rather than its last")
-    parser.add_argument(
-        "--signal", choices=("TERM", "USR2"), default="TERM", help="what `preempt` sends (default: TERM)"
+        "--by-hand",
+        action="store_true",
+        help="print when an administrator has to cause the fault, and wait for it",
     )
     parser.add_argument(
-        "--unbroken", metavar="RUN", help="compare with this run of an earlier drill, rather than a new one"
+        "--batch-host",
+        action="store_true",
+        help="inject the fault on the job's first node instead of its last",
+    )
+    parser.add_argument(
+        "--signal", choices=("TERM", "USR2"), default="TERM", help="the signal that `preempt` sends (default: TERM)"
+    )
+    parser.add_argument(
+        "--unbroken",
+        metavar="RUN",
+        help="compare with this run without a fault, of an earlier drill, instead of starting a new one",
     )
     parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="FAIL when nothing has happened for so long (default: 600)",
+        help="FAIL when a run makes no progress for this long (default: 600)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_site(parser)
     add_runs_dir(parser)
 
@@ -74,11 +82,11 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
     fault = FAULTS[args.fault]
     if fault.inject is None and not args.by_hand:
         raise ConfigError(
-            f"{args.fault!r} takes an administrator: {fault.description}. With `--by-hand`, this command says when and where, "
-            "waits for it, and goes on."
+            f"Only an administrator can cause the fault {args.fault!r} ({fault.description}). Add `--by-hand`: the drill then "
+            "prints when and on which node to cause it, waits for it, and continues."
         )
     if args.by_hand and not fault.by_hand:
-        raise ConfigError(f"{args.fault!r} takes nobody's hand. Leave out `--by-hand`.")
+        raise ConfigError(f"The drill causes the fault {args.fault!r} itself. Leave out `--by-hand`.")
     name = f"drill-{args.fault}-{time.strftime('%m%d-%H%M%S')}"
     common = [f"name={name}", "train.record_samples=true", *fault.train_settings]
     slower = ["recipe.args.sample_s=0.05"] if args.by_hand and args.config is None else []  # time for a person

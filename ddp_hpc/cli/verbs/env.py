@@ -1,13 +1,13 @@
-"""Print every variable that ddp_hpc gives a worker: its value, where that is from, and why; or export them.
+"""Print the environment variables that ddp_hpc gives a worker: the value, the source and the reason of each.
 
-In a worker of a run, or in what it starts, the table is the one that its launcher made. Anywhere else it says what this
-process would get: a task of a Slurm job, a shell that speaks for all tasks, or a process alone.
+In a worker of a run, and in its child processes, these are the variables that it has got. Anywhere else they are those that
+this process would get: as a task of a Slurm job, as a job's shell on behalf of all tasks, or as a single process.
 
 srun bash -c 'eval "$(ddp-hpc env --export)"; exec python train.py'
 
-ddp-hpc env capture        what this Python runs on: versions, driver, modules, packages
-ddp-hpc env capture RUN    what a run used, and what is not so here
-ddp-hpc env imports        what importing PyTorch costs where it lies, measured; and what it would on many nodes
+ddp-hpc env capture        print this Python's versions, GPU driver, loaded modules and packages
+ddp-hpc env capture RUN    print those of a run, and what differs here
+ddp-hpc env imports        measure how long importing PyTorch takes here, and estimate it for many nodes at once
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", choices=("capture", "imports"), nargs="?", help="default: the derived variables")
-    parser.add_argument("run", metavar="RUN", nargs="?", help="with `capture`: a run's name, its directory, or its job")
-    parser.add_argument("--nodes", type=int, default=64, metavar="N", help="with `imports`: nodes that begin at once")
+    parser.add_argument("action", choices=("capture", "imports"), nargs="?", help="default: print the variables")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="with `capture`: a run's name, directory or job id")
+    parser.add_argument(
+        "--nodes", type=int, default=64, metavar="N", help="with `imports`: how many nodes start at once"
+    )
     add_runs_dir(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print a JSON object")
+    how.add_argument("--json", action="store_true", help="print JSON instead of text")
     how.add_argument(
-        "--export", action="store_true", help="print lines for the shell's `eval`: what is known and not set already"
+        "--export",
+        action="store_true",
+        help="print `export` lines for the shell's `eval`, for variables that are not set yet",
     )
 
 
@@ -68,7 +72,9 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.environment import capture, differences, newest_environment
 
     if args.export:
-        raise ConfigError("`--export` goes with the derived variables: leave out `capture`.")
+        raise ConfigError(
+            "`--export` exports the workers' variables, which `capture` does not print. Leave out one of them."
+        )
     here = capture(environment)
     if args.run is None:
         print(as_json(asdict(here)) if args.json else _facts(here))
@@ -76,14 +82,16 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     run_dir = chosen_run(args, environment)
     newest = newest_environment(run_dir)
     if newest is None:
-        raise ConfigError(f"{run_dir.name} has noted no environment yet: its workers have not begun.")
+        raise ConfigError(
+            f"{run_dir.name} has not recorded its environment yet, because its workers have not started. Try again when they have."
+        )
     attempt, used = newest
     changed = list(differences(used, here))
     if args.json:
         print(as_json({"attempt": attempt, "environment": asdict(used), "differs_here": changed}))
     else:
         told = "\n".join(changed) if changed else "nothing"
-        print(f"{run_dir.name}, attempt {attempt}\n\n{_facts(used)}\n\nnot so here:\n{told}")
+        print(f"{run_dir.name}, attempt {attempt}\n\n{_facts(used)}\n\ndifferent here:\n{told}")
     return 0
 
 
@@ -91,7 +99,7 @@ def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.diagnose.import_cost import measure
 
     if args.export or args.run is not None:
-        raise ConfigError("`env imports` takes neither a run nor `--export`.")
+        raise ConfigError("`ddp-hpc env imports` takes neither a run nor `--export`. Leave them out.")
     found = measure(["torch", "torchvision"], environment)
     worst_s = found.worst_s(args.nodes)
     if args.json:
@@ -100,14 +108,19 @@ def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return 0
     rows = [
         ("reads", f"{found.num_files} files, {size(found.num_bytes)}"),
-        ("warm", f"{found.warm_s:.1f} s, measured: all of it in this host's memory"),
-        ("a small file", f"{found.open_ms:.2f} ms, measured: not in memory"),
-        ("a large one", f"{found.read_mb_s:.0f} MB/s, measured: not in memory"),
-        ("cold", f"{found.cold_s:.1f} s, estimated: one node that has nothing of it in memory"),
-        (f"{args.nodes} nodes", f"up to {worst_s:.0f} s, estimated: if the file system serves one after the other"),
+        ("warm", f"{found.warm_s:.1f} s, measured: all files in this host's page cache"),
+        ("a small file", f"{found.open_ms:.2f} ms, measured: not in the page cache"),
+        ("a large one", f"{found.read_mb_s:.0f} MB/s, measured: not in the page cache"),
+        ("cold", f"{found.cold_s:.1f} s, estimated: one node with an empty page cache"),
+        (
+            f"{args.nodes} nodes",
+            f"up to {worst_s:.0f} s, estimated: if the file system serves one node after the other",
+        ),
     ]
     print(table(("", ""), rows).lstrip("\n"))
-    print("`stage.dir` and `stage.archive` have each node read one file instead (docs/containers.md)")
+    print(
+        "To have each node read one large file instead of many small ones, set `stage.dir` and `stage.archive` (docs/containers.md)."
+    )
     return 0
 
 

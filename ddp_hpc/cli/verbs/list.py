@@ -30,16 +30,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_runs_dir(parser)
     parser.add_argument(
-        "--filter", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or state=STATE"
+        "--filter",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="list only runs whose key has this value; `state=STATE` filters by state",
     )
     parser.add_argument(
-        "--sort", metavar="WHAT", help="by a column, a number of the evaluation, or a key; default: age"
+        "--sort",
+        metavar="WHAT",
+        help="sort by a column, an evaluation metric or a key; default: age",
     )
-    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument(
-        "--keys", action="store_true", help="also the keys of the configuration that differ between them"
+        "--keys",
+        action="store_true",
+        help="add a column for each key whose value differs between the runs",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list of what `status --json` prints")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON list, with what `status --json` prints for each run"
+    )
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -54,7 +64,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         except (OSError, UnreadableError):
             num_unreadable += 1
     if num_unreadable:
-        print(f"note: {num_unreadable} in {str(runs_dir)!r} cannot be read, so left out", file=sys.stderr)
+        print(
+            f"note: the list leaves out {num_unreadable} of the directories in {str(runs_dir)!r}, which cannot be read",
+            file=sys.stderr,
+        )
     differing: list[dict[str, Any]] = []
     if args.filter or args.sort or args.keys:
         statuses, differing = _compared(statuses, args)
@@ -72,7 +85,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(table((*HEADER, *names), rows))
     else:
         such = f" with {' and '.join(args.filter)}" if args.filter else ""
-        print(f"There are no runs{such} in {str(runs_dir)!r}. `--runs-dir` names another directory.")
+        print(f"There are no runs{such} in {str(runs_dir)!r}. List another directory with `--runs-dir DIR`.")
     return 0
 
 

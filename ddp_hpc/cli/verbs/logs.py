@@ -1,4 +1,4 @@
-"""Print a run's log lines: the console's, or one rank's, or all ranks'."""
+"""Print a run's log: the log of the job, or with `--rank` or `--all` the logs of the workers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from ddp_hpc.watch.status import read_status
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
-    parser.add_argument("--attempt", type=int, metavar="K", help="of this attempt only (without a rank: rank zero)")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+    parser.add_argument(
+        "--attempt",
+        type=int,
+        metavar="K",
+        help="print the log of start number K of the workers (rank zero's log, unless --rank or --all is given)",
+    )
     whose = parser.add_mutually_exclusive_group()
-    whose.add_argument("--rank", type=int, metavar="N", help="what this rank printed")
-    whose.add_argument("--all", action="store_true", help="what all ranks printed, each line with its rank")
+    whose.add_argument("--rank", type=int, metavar="N", help="print the log of rank N")
+    whose.add_argument("--all", action="store_true", help="print the logs of all ranks, with the rank before each line")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

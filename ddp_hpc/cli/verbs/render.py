@@ -1,6 +1,6 @@
-"""Make a run's directory and its job script, which plain `sbatch` starts; submit nothing.
+"""Make a run's directory and a job script for `sbatch`, and submit nothing.
 
-KEY=VALUE, also --KEY=VALUE, sets any key of the configuration: `train.lr=0.1`; `ddp-hpc config` lists them.
+KEY=VALUE or --KEY=VALUE sets any key of the configuration, such as `train.lr=0.1`; `ddp-hpc config` lists the keys.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ddp_hpc.cli.verbs.submit import sort_words
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("config", metavar="CONFIG", help="the configuration file (YAML)")
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over the file's")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the script here too")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the job script to this file")
     add_site(parser)
     add_runs_dir(parser)
 

@@ -1,4 +1,4 @@
-"""Have a run commit a checkpoint and go back into Slurm's queue; or one that was requeued begin now."""
+"""Ask a run to write a checkpoint and go back into Slurm's queue; with `--now`, also ask Slurm to start it at once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--now",
         action="store_true",
-        help="have it begin: at once, where Slurm holds requeued jobs back for a while; on nodes that it leaves out, where too "
-        "few others are in order",
+        help="ask Slurm to start a waiting job now: end the delay after a requeue (usually 2 minutes), release a job that Slurm "
+        "holds after a failed launch, and allow excluded nodes again if the other nodes are too few",
     )
 
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(backend.stop(run_dir, environment, then="requeue"), flush=True)
     elif not args.now:
         why = f" ({status.reason})" if status.reason else ""
-        raise ConfigError(f"{run_dir.name} waits in the queue already{why}. `--now` has it begin at once.")
+        raise ConfigError(f"{run_dir.name} waits in the queue already{why}. To have Slurm start it now, add `--now`.")
     if args.now:
         _begin(run_dir, backend, status, environment)
     return 0
@@ -71,13 +71,19 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
             break
         newest = Ledger.read(run_dir).newest
         if newest is not None and status.attempt is not None and newest.attempt > status.attempt:
-            print(f"{run_dir.name} has begun again.")
+            print(f"{run_dir.name} is running again.")
             return
         if not has_waited and newest is not None and newest.ending is not None and not newest.next:
-            raise WorkerError(f"{run_dir.name} has ended: {newest.reason or newest.ending}.")
+            raise WorkerError(
+                f"{run_dir.name} ended instead of going back into the queue: {newest.reason or newest.ending}. Submit it again to resume it."
+            )
         time.sleep(LOOK_INTERVAL_S)
     if not times_asked and has_waited:
-        raise WorkerError(f"{run_dir.name} waits for something that cannot be hastened: {status.reason}.")
+        raise WorkerError(
+            f"`--now` cannot start {run_dir.name} sooner. Its job waits for this reason: {status.reason}."
+        )
     if not times_asked:
-        raise WorkerError(f"{run_dir.name} did not go back into the queue within {patience_s:.0f} s; see its logs.")
-    print(f"{run_dir.name} begins as soon as it has its nodes.")
+        raise WorkerError(
+            f"{run_dir.name} did not go back into the queue within {patience_s:.0f} s. Read `ddp-hpc logs {run_dir.name}`."
+        )
+    print(f"{run_dir.name} starts as soon as its nodes are free.")

@@ -1,10 +1,10 @@
-"""Show the site profile that runs here get their defaults from, list those that can be named, or propose one.
+"""Show the site profile of this host, list all site profiles, or draft one. A site profile is a file of a cluster's defaults.
 
-ddp-hpc site show                   which profile counts here, why, and what it says
-ddp-hpc site show slingshot         the same of one by name
-ddp-hpc site list                   all that can be named
-ddp-hpc site init                   print a draft, made from what Slurm and this host tell
-ddp-hpc site init mycluster --write into ~/.config/ddp_hpc/sites/mycluster.yaml
+ddp-hpc site show                   show the profile used on this host, why it is used, and its settings
+ddp-hpc site show slingshot         show another profile
+ddp-hpc site list                   list all profiles
+ddp-hpc site init                   print a draft for this cluster, from what Slurm and this host report
+ddp-hpc site init mycluster --write write the draft to ~/.config/ddp_hpc/sites/mycluster.yaml
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", choices=("show", "list", "init"), nargs="?", default="show", help="default: show")
-    parser.add_argument("site", metavar="SITE", nargs="?", help="a profile's name or file; with `init`, the new name")
+    parser.add_argument(
+        "action", choices=("show", "list", "init"), nargs="?", default="show", help="what to do; default: show"
+    )
+    parser.add_argument(
+        "site", metavar="SITE", nargs="?", help="the name or file of a profile; with `init`, the name of the new one"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print a JSON object")
-    how.add_argument("--write", action="store_true", help="with `init`: keep the draft, unless there is one already")
+    how.add_argument("--write", action="store_true", help="with `init`: write the draft to a file; overwrite nothing")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Show, list or propose."""
     actions = {"show": _show, "list": _list, "init": _init}
     if args.write and args.action != "init":
-        raise ConfigError("`--write` goes with `ddp-hpc site init`.")
+        raise ConfigError("`--write` works only with `ddp-hpc site init`. Leave it out.")
     if args.json and args.action == "init":
-        raise ConfigError("`ddp-hpc site init` prints YAML; leave out `--json`.")
+        raise ConfigError("`ddp-hpc site init` prints YAML, not JSON. Leave out `--json`.")
     actions[args.action](args, environment)
     return 0
 
@@ -51,7 +55,7 @@ def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
         print(as_json(None if profile is None else _as_object(profile)))
     elif profile is None:
         places = ", ".join(map(str, profile_dirs(environment)))
-        print(f"No site profile counts here: none in {places} is for this host. `ddp-hpc site init` proposes one.")
+        print(f"This host uses no site profile: none in {places} is for it. To draft one, run `ddp-hpc site init`.")
     else:
         print(_as_text(profile))
 
@@ -119,7 +123,7 @@ def _list(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
         ]
         print(as_json(rows))
         return
-    words = {**dict.fromkeys(examples, "example"), **dict.fromkeys(here, "counts here")}
+    words = {**dict.fromkeys(examples, "example"), **dict.fromkeys(here, "used here")}
     cells = [(name, words.get(name, ""), one.site.about, str(one.path)) for name, one in sorted(known.items())]
     print(table(("NAME", "", "ABOUT", "FILE"), cells))
 
@@ -130,7 +134,9 @@ def _init(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     from ddp_hpc.durable import replace_text
 
     if args.site is not None and not PLAIN_NAME.fullmatch(args.site):
-        raise ConfigError(f"{args.site!r} cannot name a site: use letters, digits, `.`, `_` and `-`.")
+        raise ConfigError(
+            f"A site profile cannot have the name {args.site!r}. Use only letters, digits, `.`, `_` and `-`."
+        )
     found = survey(environment)
     text = propose(found, name=args.site)
     if not args.write:
@@ -138,7 +144,9 @@ def _init(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
         return
     path = profile_dirs(environment)[0] / f"{args.site or proposed_name(found)}.yaml"
     if path.exists():
-        raise ConfigError(f"{path} exists already. Remove it first, or give the draft another name.")
+        raise ConfigError(
+            f"{path} exists already. Remove it first, or give the draft another name: `ddp-hpc site init NAME --write`."
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, text)
-    print(f"{path}\nLook through it; then: ddp-hpc site show {Path(path).stem}")
+    print(f"{path}\nThis file has the draft. Check it and correct it, then run: ddp-hpc site show {Path(path).stem}")

@@ -1,4 +1,4 @@
-"""Tell where a run stands, from its directory."""
+"""Show a run's state, step, loss, time left and newest checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddp_hpc.watch.status import read_status
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser, optional=True)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

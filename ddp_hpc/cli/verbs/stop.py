@@ -1,4 +1,4 @@
-"""Have a run commit a checkpoint and leave; submit it again to go on from there."""
+"""Ask a run to write a checkpoint and stop; `ddp-hpc submit` with the same configuration resumes it from there."""
 
 from __future__ import annotations
 

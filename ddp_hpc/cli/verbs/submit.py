@@ -1,6 +1,6 @@
-"""Start a run, or go on with it where one of that name exists.
+"""Start a run. If a run of that name exists, resume it from its newest checkpoint.
 
-KEY=VALUE, also --KEY=VALUE, sets any key of the configuration: `train.lr=0.1`; `ddp-hpc config` lists them.
+KEY=VALUE or --KEY=VALUE sets any key of the configuration, such as `train.lr=0.1`; `ddp-hpc config` lists the keys.
 """
 
 from __future__ import annotations
@@ -39,23 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ddp_hpc.submission.backend import AUTO, BACKENDS  # late: `render` and the first word of a line need none
 
     parser.add_argument("config", metavar="CONFIG", help="the configuration file (YAML)")
-    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="values that win over the file's")
-    parser.add_argument("--cluster", choices=(AUTO, *sorted(BACKENDS)), default=AUTO, help="where to run")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
+    parser.add_argument(
+        "--cluster",
+        choices=(AUTO, *sorted(BACKENDS)),
+        default=AUTO,
+        help="where to run: this machine (local) or Slurm; auto (the default): Slurm if this host has its commands",
+    )
     until = parser.add_mutually_exclusive_group()
-    until.add_argument("--wait", action="store_true", help="return when the run ends, with its exit code")
-    until.add_argument("--follow", action="store_true", help="the same, and show how it goes")
-    until.add_argument("--dry-run", action="store_true", help="print what would be run; make nothing")
+    until.add_argument("--wait", action="store_true", help="wait until the run ends, and exit with its exit code")
+    until.add_argument("--follow", action="store_true", help="like --wait, and show the run's progress")
+    until.add_argument("--dry-run", action="store_true", help="print what would be started; start and write nothing")
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="with --dry-run: also the commands in the job, and the variables they set",
+        help="with --dry-run: also print the commands that the job runs and the workers' environment variables",
     )
     parser.add_argument(
         "--fresh",
         action="store_true",
-        help="start over: put the run of that name aside, as NAME.old-1, and begin at step 0",
+        help="start over from step 0; the existing run of that name is renamed to NAME.old-1",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_site(parser)
     add_runs_dir(parser)
 
@@ -66,7 +71,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.submission.backend import choose_backend
 
     if args.explain and not args.dry_run:
-        raise ConfigError("`--explain` goes with `--dry-run`, which prints what would be run and makes nothing.")
+        raise ConfigError(
+            "`--explain` works only together with `--dry-run`. Add `--dry-run`, or leave out `--explain`."
+        )
     path, settings = sort_words([args.config, *args.settings])
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
@@ -79,7 +86,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     changed = _changes(run_dir, resolved)
     is_told = known(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
     if is_told and read_status(run_dir, now=time.time()).state == "stopping":
-        print(f"{run_dir.name} was told to stop; waiting for it to leave ...", file=sys.stderr)
+        print(
+            f"{run_dir.name} is stopping, because a user asked it to; this command waits until it has stopped, then submits it again",
+            file=sys.stderr,
+        )
     aside: Path | None = None
     if args.fresh:
         from ddp_hpc.submission.removal import put_aside
@@ -89,7 +99,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     else:
         submission = _submit(resolved, backend, import_paths, environment)
     if aside is not None:
-        changed.append(f"what there was of {run_dir.name} lies in {aside}")
+        changed.append(f"the earlier run {run_dir.name} was renamed to {aside}")
     out = sys.stderr if args.json else sys.stdout
     news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
     print("\n".join([_told(submission), *news]), file=out, flush=True)
@@ -98,7 +108,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         _stay(args, submission, environment, out)
     except KeyboardInterrupt:
         print(
-            f"\n{submission.run.name} goes on. Look: ddp-hpc logs -f {word}; end it: ddp-hpc stop {word}",
+            f"\n{submission.run.name} continues without this command. Follow it: ddp-hpc logs -f {word}; stop it: ddp-hpc stop {word}",
             file=sys.stderr,
         )
         return INTERRUPTED
@@ -152,7 +162,9 @@ def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the configuration's path and the settings, in whichever order they came."""
     paths = [word for word in words if not _SETTING.match(word)]
     if not paths:
-        raise ConfigError(f"{words[0]!r} is a setting; name the configuration file too: `ddp-hpc submit CONFIG ...`.")
+        raise ConfigError(
+            f"{words[0]!r} is a setting, but the configuration file is missing. Name it: `ddp-hpc submit CONFIG KEY=VALUE ...`."
+        )
     settings = [word for word in words if word != paths[0]]
     return Path(paths[0]), settings
 
@@ -198,19 +210,19 @@ def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
     try:
         old = load_resolved(run_dir.config)
     except ConfigError as error:
-        return [f"note: what changed cannot be told, for the run's configuration cannot be read: {error}"]
+        return [f"note: the run's earlier configuration cannot be read, so its changes are not shown: {error}"]
     return [f"changed: {change}" for change in changes(old, resolved.spec)]
 
 
 def _told(submission: Submission) -> str:
     name = submission.run.name
     if submission.state == "finished":
-        return f"{name} has finished already; nothing was started. `--fresh` starts over; another `name=...` starts a new run."
+        return f"{name} has finished already, so nothing was started. Start it over with `--fresh`, or a new run with `name=...`."
     job = "" if submission.job_id is None else f", job {submission.job_id}"
     if submission.state == "running":
-        return f"{name} is running already (attempt {submission.attempt}{job}); nothing was started."
+        return f"{name} is running already (attempt {submission.attempt}{job}), so nothing was started."
     if submission.state == "waiting":
-        return f"{name} waits in Slurm's queue already{job}; nothing was started."
+        return f"{name} waits in Slurm's queue already{job}, so nothing was started."
     if submission.state == "queued":
         return f"{name}: job {submission.job_id} submitted{'' if submission.is_new else ', going on'}"
     return f"{name}: {'started' if submission.is_new else f'going on, attempt {submission.attempt}'}"
