@@ -43,7 +43,9 @@ def scan_runs(runs_dir: Path) -> tuple[list[RunDir], int]:
                 run = _run_at(path)
                 if not os.access(run.config, os.R_OK, effective_ids=True):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run.config))  # counted below
-                found.append((_active_at(run), run.name, run))
+                # When an attempt last started or ended, or else when the run was created.
+                written = [path.stat().st_mtime for path in (run.attempts, run.config) if path.exists()]
+                found.append((max(written, default=0.0), run.name, run))
         except OSError:
             num_unreadable += 1
     return [run for _, _, run in sorted(found, key=lambda entry: entry[:2])], num_unreadable
@@ -103,8 +105,3 @@ def newest_run(runs_dir: Path) -> RunDir:
 
 def _run_at(path: Path) -> RunDir:
     return RunDir(Path(os.path.abspath(path)))  # noqa: PTH100  # removes `.` and `..`, but keeps links as the user named them
-
-
-def _active_at(run: RunDir) -> float:
-    """Return when an attempt last started or ended, or else when the run was created."""
-    return max((path.stat().st_mtime for path in (run.attempts, run.config) if path.exists()), default=0.0)

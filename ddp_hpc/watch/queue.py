@@ -147,13 +147,11 @@ def _asked(environ: Mapping[str, str], known: _Cache, now: float) -> _Cache:
 
 
 def _of_ended(job_id: str, environ: Mapping[str, str], now: float) -> QueueStatus:
-    """Ask about a job that squeue does not list.
-
-    The controller keeps an ended job for `MinJobAge` seconds (https://slurm.schedmd.com/slurm.conf.html#OPT_MinJobAge),
-    the accounting database for longer.
-    """
+    """Ask about a job that squeue does not list."""
     from ddp_hpc.slurm import client  # imported here because only a question to Slurm needs it
 
+    # The controller keeps an ended job for `MinJobAge` seconds, the accounting database for longer:
+    # https://slurm.schedmd.com/slurm.conf.html#OPT_MinJobAge
     try:
         record = client.job(job_id, environ)
     except (SlurmUnavailableError, ConfigError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.run_dir import RunDir
@@ -33,23 +32,17 @@ def read_steps_taken(run: RunDir) -> StepsTaken:
     """Return the steps that a run has taken."""
     by_step: dict[int, tuple[int, int, list[int]]] = {}
     attempts_of: dict[int, set[int]] = {}
-    for attempt, record in _records(run):
-        step = int(record["step"])
-        attempts_of.setdefault(step, set()).add(attempt)
-        if attempt > by_step.get(step, (-1, 0, []))[0]:
-            by_step[step] = (attempt, int(record["epoch"]), [])
-        if attempt == by_step[step][0]:
-            by_step[step][2].extend(record["samples"])
-    steps = {step: Step(epoch, sorted(samples)) for step, (_, epoch, samples) in sorted(by_step.items())}
-    return StepsTaken(steps, sum(len(attempts) - 1 for attempts in attempts_of.values()))
-
-
-def _records(run: RunDir) -> list[tuple[int, dict[str, Any]]]:
-    found = []
     for path in sorted(run.samples.glob("attempt-*/rank-*.jsonl")):
         attempt = int(path.parent.name.removeprefix("attempt-"))
-        found += [(attempt, record) for record in read_json_lines(path)]
-    return found
+        for record in read_json_lines(path):
+            step = int(record["step"])
+            attempts_of.setdefault(step, set()).add(attempt)
+            if attempt > by_step.get(step, (-1, 0, []))[0]:
+                by_step[step] = (attempt, int(record["epoch"]), [])
+            if attempt == by_step[step][0]:
+                by_step[step][2].extend(record["samples"])
+    steps = {step: Step(epoch, sorted(samples)) for step, (_, epoch, samples) in sorted(by_step.items())}
+    return StepsTaken(steps, sum(len(attempts) - 1 for attempts in attempts_of.values()))
 
 
 def used_twice(taken: StepsTaken) -> list[tuple[int, int]]:

@@ -158,6 +158,8 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
 
 def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
     """Return whether a process of this host works on the run; None if that cannot be found out."""
+    # To try a lock means to hold it for a moment, in which another user, the run's owner, could not start it. So only the
+    # owner tries it.
     try:
         if _is_ours(run.lock):
             return processes.is_locked(run.lock)
@@ -165,9 +167,8 @@ def is_held_here(run: RunDir, newest: Attempt | None, host: str) -> bool | None:
         return False
     except OSError:  # a file system without locks
         return None
-    # This is another user's run. To try its lock means to hold it for a moment, in which its owner could not start the
-    # run. So look for the process; /proc may hide it (`hidepid`, https://man7.org/linux/man-pages/man5/proc.5.html), so
-    # that a process which is not found may be alive.
+    # Look for the process of another user's run. /proc may hide it (`hidepid`,
+    # https://man7.org/linux/man-pages/man5/proc.5.html), so a process that is not found may be alive.
     return True if newest is not None and newest.lives(host) else None
 
 
@@ -175,11 +176,10 @@ def _is_ours(path: Path) -> bool:
     """Tell whether a file that only its owner may write belongs to this user."""
     # A file server may map owners (NFS with `all_squash` or idmap, SMB): then the uid differs from ours although the file
     # is ours, but write permission shows it (https://man7.org/linux/man-pages/man5/exports.5.html).
+    # Root may write all files, so there it shows nothing.
     if path.stat().st_uid == os.geteuid():
         return True
-    return os.geteuid() != 0 and os.access(
-        path, os.W_OK, effective_ids=True
-    )  # root may write all files, so it shows nothing
+    return os.geteuid() != 0 and os.access(path, os.W_OK, effective_ids=True)
 
 
 def status_of(run: RunDir, seen: Observation) -> RunStatus:
