@@ -32,7 +32,9 @@ def candidates(words: Sequence[str], environment: Mapping[str, str]) -> list[str
 
 def _that_fit(before: Sequence[str], word: str, environment: Mapping[str, str]) -> Iterable[str]:
     """Return what may stand where `word` begins, whatever it begins with."""
-    actions = _actions(before[0])
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"ddp_hpc.cli.verbs.{before[0]}").add_arguments(parser)
+    actions = parser._actions  # noqa: SLF001  # argparse has no public list of them
     key, equals, _ = word.partition("=")
     asked = next((action for action in actions if before[-1] in action.option_strings and action.nargs != 0), None)
     if equals:
@@ -46,12 +48,6 @@ def _that_fit(before: Sequence[str], word: str, environment: Mapping[str, str]) 
 
 def _beginning(word: str, found: Iterable[str]) -> list[str]:
     return [one for one in found if one.startswith(word)]
-
-
-def _actions(verb: str) -> list[argparse.Action]:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"ddp_hpc.cli.verbs.{verb}").add_arguments(parser)
-    return parser._actions  # noqa: SLF001  # argparse tells it in no other way
 
 
 def _positional(

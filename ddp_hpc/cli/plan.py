@@ -52,7 +52,11 @@ class Plan:
         if any("ADDRESS" in command for command in self.steps.values()):
             lines += ["ADDRESS and PORT are those of rank zero; the job chooses them when it has its nodes."]
         lines += ["Rank zero gets these environment variables; other workers get other ranks:"]
-        lines += [f"  {_shown(name, fact)}" for name, fact in self.variables.items()]
+        for name, fact in self.variables.items():
+            if fact.value is None:
+                lines.append(f"  {name} is not known yet: {fact.rule}")
+            else:
+                lines.append(f"  {name}={fact.value}  ({fact.source}: {fact.rule})")
         lines += [f"  {name}: set by the key `env.{name}`" for name in self.users]
         return "".join(f"# {' '.join(line.splitlines())}\n" for line in lines)
 
@@ -112,10 +116,6 @@ class _HowStarted:
     """Whether workers inherit the variables that are set where the run is submitted."""
 
 
-def _local_steps(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> Mapping[str, str]:
-    return {"the workers": shlex.join(agent_argv(spec, run, wrapper))}
-
-
 def _local_node(spec: RunSpec) -> _NodeFacts:
     address = Fact(value=LOOPBACK, source=OURS, rule="the run uses this machine only")
     return _NodeFacts(
@@ -153,22 +153,20 @@ def _slurm_node(spec: RunSpec) -> _NodeFacts:
     )
 
 
-def _is_exported(spec: RunSpec) -> bool:
-    """Tell whether sbatch hands on the variables that are set here."""
-    return str(spec.slurm.extra.get("export", "")).upper() != "NONE"
-
-
 _STARTS: Mapping[str, _HowStarted] = {
-    "local": _HowStarted(steps=_local_steps, node=_local_node, inherits=lambda _: True),
-    "slurm": _HowStarted(steps=_slurm_steps, node=_slurm_node, inherits=_is_exported),
+    "local": _HowStarted(
+        steps=lambda spec, run, wrapper: {"the workers": shlex.join(agent_argv(spec, run, wrapper))},
+        node=_local_node,
+        inherits=lambda _: True,
+    ),
+    "slurm": _HowStarted(
+        steps=_slurm_steps,
+        node=_slurm_node,
+        # sbatch passes all variables on by default: https://slurm.schedmd.com/sbatch.html#OPT_export
+        inherits=lambda spec: str(spec.slurm.extra.get("export", "")).upper() != "NONE",
+    ),
 }
 """By back end."""
-
-
-def _shown(name: str, fact: Fact) -> str:
-    if fact.value is None:
-        return f"{name} is not known yet: {fact.rule}"
-    return f"{name}={fact.value}  ({fact.source}: {fact.rule})"
 
 
 def _variables(

@@ -24,7 +24,10 @@ def add_run(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     """Declare `--runs-dir`."""
     parser.add_argument(
-        "--runs-dir", type=_path, metavar="DIR", help="the directory of all runs; default: the key `runs_dir`"
+        "--runs-dir",
+        type=lambda text: Path(text).expanduser(),  # a shell leaves the `~` of `--runs-dir=~/runs`
+        metavar="DIR",
+        help="the directory of all runs; default: the key `runs_dir`",
     )
 
 
@@ -48,10 +51,6 @@ def runs_dir_setting(option: Path | None) -> list[str]:
     from ddp_hpc.config.paths import literal  # late: the spec's classes take 30 ms to make
 
     return [] if option is None else [f"runs_dir={literal(option)}"]
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser()  # a shell leaves the `~` of `--runs-dir=~/runs`
 
 
 def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path:

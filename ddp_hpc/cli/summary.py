@@ -35,30 +35,24 @@ def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> N
 
 def headline(status: RunStatus) -> str:
     """Return `demo finished: step 450 of 450; training loss 0.0398; evaluation: loss 0.0512  accuracy 0.9833`."""
+    state = "stopped after it wrote a checkpoint" if status.state == "stopped" else status.state
     loss = "" if status.loss is None else f"training loss {number(status.loss)}"
     evaluation = f"evaluation: {numbers(status.metrics)}" if status.metrics else ""
-    return "; ".join(filter(None, [f"{status.run} {_said(status)}: step {steps(status)}", loss, evaluation]))
-
-
-def _said(status: RunStatus) -> str:
-    return "stopped after it wrote a checkpoint" if status.state == "stopped" else status.state
+    return "; ".join(filter(None, [f"{status.run} {state}: step {steps(status)}", loss, evaluation]))
 
 
 def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
     """Return commands to go on with, after what each is for."""
     alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
     ended = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
-    resume = {} if status.state == "finished" else {"again": f"{again}  # continues {_from(status)}"}
+    begin = "from the beginning" if status.last_checkpoint is None else f"from step {status.last_checkpoint}"
+    resume = {} if status.state == "finished" else {"again": f"{again}  # continues {begin}"}
     weights = {
         "state": f"ddp-hpc checkpoints {word} --digest",
         "model": f"ddp-hpc export {word} -o {status.run}.safetensors",
     }
     steps_ = alive if status.is_alive else {**resume, **ended, **(weights if status.last_checkpoint else {})}
     return [f"{purpose:<5} {command}" for purpose, command in steps_.items()]
-
-
-def _from(status: RunStatus) -> str:
-    return "from the beginning" if status.last_checkpoint is None else f"from step {status.last_checkpoint}"
 
 
 def cause(run: RunDir, failure: WorkerFailure) -> str:

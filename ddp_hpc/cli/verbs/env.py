@@ -136,16 +136,13 @@ def _facts(found: Environment) -> str:
 
 def _export(found: WorkerEnv) -> None:
     for name, value in found.given.items():
-        print(f"export {name}={_quoted(value)}")
+        quoted = shlex.quote(value)
+        if quoted == value:  # in quotes all the same: the form of a line does not depend on its value
+            quoted = f"'{value}'"
+        print(f"export {name}={quoted}")
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # the only ones that nobody can do without
         if found.value(name) is None:
             print(f"note: {name} is not known: {found.variables[name].rule}", file=sys.stderr)
-
-
-def _quoted(value: str) -> str:
-    """Return the value in quotes, plain ones too: a line should not look otherwise for what stands in it."""
-    quoted = shlex.quote(value)
-    return quoted if quoted != value else f"'{value}'"
 
 
 def _explain(found: WorkerEnv) -> None:

@@ -26,9 +26,8 @@ from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 
 if TYPE_CHECKING:
-    from ddp_hpc.cli.plan import Plan
     from ddp_hpc.config import Resolved
-    from ddp_hpc.submission.backend import Backend, Description, Submission
+    from ddp_hpc.submission.backend import Backend, Submission
 
 INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -183,7 +182,11 @@ def _dry_run(
     description = backend.describe(resolved.spec, import_paths=import_paths, environ=environment)
     print("".join(f"{note}\n" for note in description.notes), end="", file=sys.stderr)
     argv, script = description.command, description.script
-    plan = _plan(resolved, backend, description, environment) if args.explain else None
+    plan = None
+    if args.explain:
+        from ddp_hpc.cli.plan import plan_of  # late: only `--explain` needs what starts workers
+
+        plan = plan_of(resolved.spec, backend.NAME, description.import_paths, environment)
     if args.json:
         values = {
             key: {"value": value if is_key_shown(key, value) else HIDDEN, "source": resolved.sources[key]}
@@ -193,12 +196,6 @@ def _dry_run(
         return as_json({"config": values, **how, **({"plan": asdict(plan)} if plan else {})}) + "\n"
     told = f"{render_resolved(resolved, for_eyes=True)}# would run: {shlex.join(argv)}\n" if script is None else script
     return f"{told}\n{plan.as_text()}" if plan else told
-
-
-def _plan(resolved: Resolved, backend: Backend, description: Description, environment: Mapping[str, str]) -> Plan:
-    from ddp_hpc.cli.plan import plan_of  # late: only who asks waits for what starts workers
-
-    return plan_of(resolved.spec, backend.NAME, description.import_paths, environment)
 
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
