@@ -87,7 +87,8 @@ def unknown_key(name: str, location: str) -> ConfigError:
     section = name.rpartition(".")[0]
     if not is_section(section):
         section = ""
-    valid = ", ".join(_children(section))
+    below = (key[len(section) + 1 if section else 0 :] for key in all_keys() if is_below(key, section))
+    valid = ", ".join(dict.fromkeys(rest.partition(".")[0] for rest in below))
     heading = f"Keys of `{section}`" if section else "Keys and sections"
     return ConfigError(f"`{name}` ({location}) is not a key.{did_you_mean(name)} {heading}: {valid}.")
 
@@ -123,8 +124,3 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     import difflib
 
     return next(iter(difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.7)), None)
-
-
-def _children(section: str) -> list[str]:
-    below = (name[len(section) + 1 if section else 0 :] for name in all_keys() if is_below(name, section))
-    return list(dict.fromkeys(rest.partition(".")[0] for rest in below))

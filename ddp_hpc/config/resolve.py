@@ -57,29 +57,21 @@ def resolve(
         ConfigError: for the first invalid value, with its key, its source and the valid values.
     """
     profile = find_profile(environ, site)
-    before = [*from_defaults(), Setting("name", _name_after(path), DEFAULT), *(profile.settings if profile else ())]
-    after = filled(
-        [
-            *from_file(path, f"file {path.name}"),
-            *from_environment(environ),
-            *_overriding(overrides),
-        ],
-        environ,
-    )
-    between = _of_partition(profile, [*before, *after]) if is_for_slurm else ()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:128] or "run"
+    before = [*from_defaults(), Setting("name", name, DEFAULT), *(profile.settings if profile else ())]
+    asked = [*from_file(path, f"file {path.name}"), *from_environment(environ)]
+    if isinstance(overrides, Mapping):
+        asked += settings_in(overrides, Origin("Python", "Python"))
+    else:
+        asked += from_overrides(overrides)
+    after = filled(asked, environ)
+    between: Sequence[Setting] = ()
+    if is_for_slurm and profile is not None:
+        partition = [setting.value for setting in [*before, *after] if setting.key == "slurm.partition"][-1]
+        between = profile.partitions.get(partition, ()) if isinstance(partition, str) else ()
     resolved = replace(_build([*before, *between, *after]), profile=profile)
     refuse_unwelcome(resolved.spec.path, profile)
     return resolved
-
-
-def _overriding(given: Sequence[str] | Mapping[str, Any]) -> list[Setting]:
-    """Return the settings from the command line, or from the keys and values of a Python caller."""
-    return settings_in(given, Origin("Python", "Python")) if isinstance(given, Mapping) else from_overrides(given)
-
-
-def _of_partition(profile: Profile | None, settings: Sequence[Setting]) -> Sequence[Setting]:
-    chosen = [setting.value for setting in settings if setting.key == "slurm.partition"][-1]
-    return profile.partitions.get(chosen, ()) if profile is not None and isinstance(chosen, str) else ()
 
 
 def load_resolved(path: Path, *, is_patient: bool = False) -> RunSpec:
@@ -111,10 +103,6 @@ def resolve_key(name: str, environ: Mapping[str, str]) -> Any:
     return _value(setting)
 
 
-def _name_after(path: Path) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:128] or "run"
-
-
 def _build(settings: Iterable[Setting]) -> Resolved:
     chosen = _merge(settings)
     values = {key: _value(setting) for key, setting in chosen.items()}
@@ -129,14 +117,12 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Setting]:
     """Keep the last setting of each key. Below an open key, a setting also replaces earlier ones above and below it."""
     chosen: dict[str, Setting] = {}
     for setting in settings:
-        for other in [name for name in chosen if _replaces(setting.key, name)]:
-            del chosen[other]
-        chosen[setting.key] = setting
+        new = setting.key
+        for old in list(chosen):
+            if old.startswith(f"{new}.") or new.startswith(f"{old}."):
+                del chosen[old]
+        chosen[new] = setting
     return chosen
-
-
-def _replaces(new: str, old: str) -> bool:
-    return old.startswith(f"{new}.") or new.startswith(f"{old}.")
 
 
 def _value(setting: Setting) -> Any:
