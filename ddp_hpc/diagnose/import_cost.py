@@ -82,12 +82,16 @@ def measure(modules: Sequence[str], environ: Mapping[str, str]) -> Storm:
     found = json.loads(line.removeprefix("found:"))
     small = sorted({path for path in found["opened"] if path.startswith("/") and _is_file_of_ours(path)})
     libraries = [path for path in found["mapped"] if _is_file_of_ours(path)]
+    sample = random.Random(0).sample(small, min(SAMPLE_FILES, len(small)))
+    times = [_timed_read(path, None) for path in sample]
+    largest = max(libraries, key=lambda path: Path(path).stat().st_size, default=sys.executable)
+    num_bytes = min(SAMPLE_BYTES, Path(largest).stat().st_size)
     return Storm(
         num_files=len({*small, *libraries}),
         num_bytes=found["resident"] + sum(Path(path).stat().st_size for path in small),
         warm_s=found["seconds"],
-        open_ms=_open_ms(random.Random(0).sample(small, min(SAMPLE_FILES, len(small)))),
-        read_mb_s=_read_mb_s(max(libraries, key=lambda path: Path(path).stat().st_size, default=sys.executable)),
+        open_ms=1000 * median(times) if times else 0.0,
+        read_mb_s=num_bytes / 1e6 / max(_timed_read(largest, num_bytes), 1e-9),
     )
 
 
@@ -96,18 +100,10 @@ def _is_file_of_ours(path: str) -> bool:
     return not path.startswith(("/proc/", "/sys/", "/dev/")) and Path(path).is_file()
 
 
-def _open_ms(paths: Sequence[str]) -> float:
-    times = [_timed_read(path, None) for path in paths]
-    return 1000 * median(times) if times else 0.0
-
-
-def _read_mb_s(path: str) -> float:
-    num_bytes = min(SAMPLE_BYTES, Path(path).stat().st_size)
-    return num_bytes / 1e6 / max(_timed_read(path, num_bytes), 1e-9)
-
-
 def _timed_read(path: str, num_bytes: int | None) -> float:
-    """Return how long it takes to open and read a file, after this host was asked to forget what it holds of it."""
+    """Return how long it takes to open and read a file that this host does not have in memory."""
+    # Ask the kernel to drop what it holds of the file, so that the second read comes from the file system:
+    # https://man7.org/linux/man-pages/man2/posix_fadvise.2.html
     with open(path, "rb") as file:  # noqa: PTH123  # the call that is measured
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     began = time.perf_counter()

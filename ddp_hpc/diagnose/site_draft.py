@@ -110,7 +110,7 @@ def propose(found: Survey, *, name: str | None = None, made_by: str = "ddp-hpc s
         *_section("site", _about(found, name)),
         *(["", f"runs_dir: {found.scratch}/runs"] if found.scratch else []),
         *_blank_before(_section("slurm", _slurm(found))),
-        *_blank_before(_section("container", _container(found))),
+        *_blank_before(_section("container", (f"runtime: {name}" for name in found.runtimes[:1]))),
         *_blank_before(_network(found)),
         *_blank_before(_section("partitions", _partitions(found))),
     ]
@@ -157,11 +157,6 @@ def _slurm(found: Survey) -> Iterator[str]:
         yield f"# account: {found.accounts[0].partition(' ')[0]}  # your accounts: {'; '.join(found.accounts)}"
     if found.has_modules:
         yield "# modules: [...]  # modules that the job's Python or container runtime needs"
-
-
-def _container(found: Survey) -> Iterator[str]:
-    if found.runtimes:
-        yield f"runtime: {found.runtimes[0]}"
 
 
 def _network(found: Survey) -> list[str]:

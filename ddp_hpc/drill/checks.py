@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.watch.samples import StepsTaken, used_twice
@@ -36,23 +36,20 @@ class Check:
 
 def check(outcome: DrillOutcome) -> list[Check]:
     """Return all checks, those that hold and those that do not."""
-    return [*_restarts(outcome), *_losses(outcome), _digest(outcome), _samples(outcome)]
-
-
-def _restarts(outcome: DrillOutcome) -> Iterator[Check]:
-    is_good = bool(outcome.more_attempts) == outcome.restarts
-    yield Check(
-        "starts again" if outcome.restarts else "goes on",
-        is_good,
-        f"{outcome.more_attempts} attempts began after the fault",
-    )
-
-
-def _losses(outcome: DrillOutcome) -> Iterator[Check]:
+    more = outcome.more_attempts
     lost = outcome.taken.num_repeated
     # Twice the interval: the newest save may not have been committed yet when the fault came.
     may_lose = 0 if outcome.is_graceful or not outcome.restarts else 2 * outcome.every_steps
-    yield Check("lost steps", lost <= may_lose, f"{lost} lost, at most {may_lose} allowed")
+    return [
+        Check(
+            "starts again" if outcome.restarts else "goes on",
+            bool(more) == outcome.restarts,
+            f"{more} attempts began after the fault",
+        ),
+        Check("lost steps", lost <= may_lose, f"{lost} lost, at most {may_lose} allowed"),
+        _digest(outcome),
+        _samples(outcome),
+    ]
 
 
 def _digest(outcome: DrillOutcome) -> Check:

@@ -91,26 +91,10 @@ def _preempt(target: Target) -> Injection:
     )
 
 
-def _wait_for_limit(target: Target) -> Injection:  # noqa: ARG001  the signature of every fault
-    return Injection("waiting for the job's time limit (`resources.time_limit_min`), which Slurm checks every 30 s")
-
-
-def _kill_worker(target: Target) -> Injection:
-    return _inject_on_node(target, "kill", "worker", target.node)
-
-
 def _kill_agent(target: Target) -> Injection:
     """Kill the process that started a node's workers: our agent, torchrun, or srun, which runs on the batch host."""
     is_srun = target.spec.launcher == "srun"
     return _inject_on_node(target, "kill", "srun" if is_srun else "agent", target.nodes[0] if is_srun else target.node)
-
-
-def _hang(target: Target) -> Injection:
-    return _inject_on_node(target, "freeze", "worker", target.node)
-
-
-def _slow_rank(target: Target) -> Injection:
-    return _inject_on_node(target, "stutter", "worker", target.node)
 
 
 def _fill_disk(target: Target) -> Injection:
@@ -141,19 +125,27 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "timeout": Fault(
         description="the job reaches its time limit, more than once",
-        inject=_wait_for_limit,
+        inject=lambda _: Injection(
+            "waiting for the job's time limit (`resources.time_limit_min`), which Slurm checks every 30 s"
+        ),
         # Slurm may send its signal up to 60 s earlier: https://slurm.schedmd.com/sbatch.html#OPT_signal
         settings=("resources.time_limit_min=2", "slurm.signal_lead_s=30"),
         train_settings=("train.max_steps=4000", "train.epochs=200"),
         is_graceful=True,
     ),
-    "kill-worker": Fault(description="a worker is killed", inject=_kill_worker),
+    "kill-worker": Fault(
+        description="a worker is killed", inject=lambda target: _inject_on_node(target, "kill", "worker", target.node)
+    ),
     "kill-agent": Fault(
         description="the process that started a node's workers (agent, torchrun or srun) is killed", inject=_kill_agent
     ),
     "kill-node": Fault(description="a node loses power", by_hand="Cut the power of {node} now"),
     "cut-network": Fault(description="a node loses its network", by_hand="Cut the network of {node} now"),
-    "hang": Fault(description="a worker hangs", inject=_hang, settings=("restart.hang_timeout_s=15",)),
+    "hang": Fault(
+        description="a worker hangs",
+        inject=lambda target: _inject_on_node(target, "freeze", "worker", target.node),
+        settings=("restart.hang_timeout_s=15",),
+    ),
     "disk-full": Fault(
         description="checkpoints cannot be written for a while",
         inject=_fill_disk,
@@ -162,7 +154,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "slow-rank": Fault(
         description="a worker is slow: it is suspended for a moment, several times",
-        inject=_slow_rank,
+        inject=lambda target: _inject_on_node(target, "stutter", "worker", target.node),
         settings=("restart.hang_timeout_s=30",),
         restarts=False,
     ),

@@ -180,7 +180,9 @@ class _Scenario:
         if FAULTS[self.plan.fault].restarts:
             after, stepped_at = self._await("the next attempt", lambda: self._first_step_after(before))
             report.resumed_at = after.first_step
-            report.seconds_to_running = stepped_at - (injection.at or _last_step_at(self.run, before))
+            # Where nobody knows when the fault came, it was after the last step that was recorded before it.
+            fault_at = injection.at or self.run.rank_samples(before.attempt, 0).stat().st_mtime
+            report.seconds_to_running = stepped_at - fault_at
             self.say(f"training again {report.seconds_to_running:.1f} s after the fault, from step {report.resumed_at}")
         self._await("the end of the run", self.run.done.exists)
         self.say(f"{self.run.name}: finished after {len(Ledger.read(self.run).attempts)} attempts")
@@ -303,11 +305,6 @@ def _step(run: RunDir) -> int:
 def _progress(run: RunDir) -> tuple[int, int]:
     """Return the number of attempts and the newest step: one of them grows while the run makes progress."""
     return len(Ledger.read(run).attempts), _step(run)
-
-
-def _last_step_at(run: RunDir, attempt: Attempt) -> float:
-    """Return when an attempt took its last step."""
-    return run.rank_samples(attempt.attempt, 0).stat().st_mtime
 
 
 def _situation(run: RunDir) -> str:
