@@ -1,15 +1,6 @@
 """Find rank zero's address where neither the user nor a launcher set it. Each process searches alone; all must agree.
 
-A shell (batch script, salloc) passes its answer on to all tasks with `export`, so it may take the fastest network that it
-sees. The tasks of a plain `srun` share only Slurm's variables and the name service:
-
-- Every node but rank zero's resolves the name of rank zero's node.
-- Rank zero's node must not resolve its own name: on Debian, /etc/hosts maps it to 127.0.1.1. It resolves another node's
-  name, and takes the local address from which the kernel would send to that node. If all names of nodes belong to one
-  network, as Slurm needs it, this is the address that the others found. If it is not, it is still an address of rank
-  zero's node, and the store of rank zero listens on all addresses.
-
-Two other sources are not used, although all tasks of a step would read the same from them. The address of the host that
+The tasks of a plain `srun` share only Slurm's variables and the name service. Two other sources are not used, although all tasks of a step would read the same from them. The address of the host that
 srun runs on may be a login node's, or loopback. The address in `scontrol show node` costs one request to the controller
 for each task, and often is the node's name again.
 """
@@ -91,8 +82,14 @@ def find_address(allocation: Allocation, host: Host) -> Fact:
         )
     if here != zero:
         return _by_name(zero, host)
+    # A shell (batch script, salloc) passes its answer on to all tasks with `export`, so it may take the fastest network.
     if step is None or len(nodes) == 1:
         return _fastest(zero, nodes, host)
+    # Rank zero's node must not resolve its own name: on Debian, /etc/hosts maps it to 127.0.1.1
+    # (https://www.debian.org/doc/manuals/debian-reference/ch05.en.html). So it resolves another node's name, and takes the
+    # local address from which the kernel would send to that node. If all names of nodes belong to one network, as Slurm
+    # needs it, this is the address that the others found. If it is not, it is still an address of rank zero's node, and the
+    # store of rank zero listens on all addresses.
     return _towards_others([node for node in nodes if node != zero], host)
 
 
@@ -144,7 +141,8 @@ def _best(addresses: Sequence[str], host: Host) -> tuple[str | None, tuple[Refus
     """Return the address on the fastest network among those of another node, and why the others are refused."""
     refused = {text: why for text in addresses if (why := _address_refusal(text, host)) is not None}
     routes = {text: route for text in addresses if text not in refused and (route := host.leads_to(text)) is not None}
-    ranked = sorted(routes, key=lambda text: (by_speed(routes[text]), _as_number(text)))
+    by_number = {text: ipaddress.get_mixed_type_key(ipaddress.ip_address(text)) for text in routes}
+    ranked = sorted(routes, key=lambda text: (by_speed(routes[text]), by_number[text]))
     refused |= {text: f"slower: {fabric(routes[text])}" for text in ranked[1:]}
     return (ranked[0] if ranked else None), tuple(Refused(text, why) for text, why in refused.items())
 
@@ -156,8 +154,3 @@ def _address_refusal(text: str, host: Host) -> str | None:
     if holder(text, host.interfaces) is not None:
         return "an address of this host itself"
     return "this host has no route to it" if host.leads_to(text) is None else None
-
-
-def _as_number(text: str) -> tuple[int, int]:
-    ip = ipaddress.ip_address(text)
-    return ip.version, int(ip)

@@ -119,16 +119,12 @@ def kind_of(folder: Path) -> Kind:
         return "bridge" if any(folder.glob("lower_*/device")) else "virtual bridge"
     if (folder / "phy80211").exists():
         return "wireless"
-    of_driver = _KIND_OF_DEVTYPE.get(_devtype(folder))
+    uevent = dict(line.partition("=")[::2] for line in _read(folder / "uevent").splitlines())
+    of_driver = _KIND_OF_DEVTYPE.get(uevent.get("DEVTYPE", ""))
     if of_driver is not None:
         return of_driver
     cards = [folder / "device", *folder.glob("lower_*/device")]  # a bond or a VLAN has its card below it
     return "rdma" if any((card / "infiniband").exists() for card in cards) else "ethernet"
-
-
-def _devtype(folder: Path) -> str:
-    words = dict(line.partition("=")[::2] for line in _read(folder / "uevent").splitlines())
-    return words.get("DEVTYPE", "")
 
 
 def _read(path: Path) -> str:

@@ -31,13 +31,14 @@ def ephemeral_low() -> int:
 def candidate_ports(job_id: str, attempt: int = 0, low: int | None = None) -> Iterator[int]:
     """Yield every usable port, in an order that depends on the job id; later attempts begin at other ports.
 
-    Jobs with adjacent ids begin at adjacent ports, and continue in large strides, so that their first tries differ.
     `low` is the lowest ephemeral port; by default, this host's.
     """
     ceiling = ephemeral_low() if low is None else low
     if ceiling < LOWEST + _FEWEST:
         ceiling = _USUAL_EPHEMERAL_LOW
     num_ports = ceiling - LOWEST
+    # Jobs with adjacent ids begin at adjacent ports, and continue in large strides, so that their first tries differ. A
+    # stride that has no divisor in common with the number of ports comes by all of them.
     stride = next(stride for stride in range(_STRIDE, 2 * _STRIDE) if math.gcd(stride, num_ports) == 1)
     first = int(job_id) if job_id.isdecimal() else zlib.crc32(job_id.encode())
     for turn in range(num_ports):
@@ -45,13 +46,12 @@ def candidate_ports(job_id: str, attempt: int = 0, low: int | None = None) -> It
 
 
 def is_free(address: str, port: int) -> bool:
-    """Return whether no process on this host uses the port; True also if this host cannot tell.
-
-    Connections in TIME_WAIT do not count (SO_REUSEADDR).
-    """
+    """Return whether no process on this host uses the port; True also if this host cannot tell."""
     try:
         ((family, kind, protocol, _, place), *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind, protocol) as attempt:
+            # Otherwise connections of an earlier attempt in TIME_WAIT would count for a minute:
+            # https://man7.org/linux/man-pages/man7/socket.7.html
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             attempt.bind(place)
     except OSError as error:

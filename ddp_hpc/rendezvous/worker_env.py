@@ -66,21 +66,16 @@ def recorded(environ: Mapping[str, str]) -> WorkerEnv | None:
     """Return the table of the worker that this process is or descends from, with changed values marked; None elsewhere."""
     try:
         table = json.loads(environ.get(TABLE, ""))
-        rows = {name: Fact(value=row[0], source=row[1], rule=row[2]) for name, row in table["variables"].items()}
+        variables = {name: Fact(value=row[0], source=row[1], rule=row[2]) for name, row in table["variables"].items()}
         process = str(table["process"])
     except (ValueError, TypeError, LookupError, AttributeError):  # no table, or a damaged one
         return None
-    return WorkerEnv(
-        process=process, variables={name: _as_it_is_now(name, fact, environ) for name, fact in rows.items()}
-    )
-
-
-def _as_it_is_now(name: str, fact: Fact, environ: Mapping[str, str]) -> Fact:
-    now = environ.get(name)
-    if now == fact.value:
-        return fact
-    rule = f"changed after the launcher set it to {fact.value!r} ({fact.source}: {fact.rule})"
-    return Fact(value=now, source=USERS, rule=rule)
+    for name, fact in list(variables.items()):
+        now = environ.get(name)
+        if now != fact.value:
+            rule = f"changed after the launcher set it to {fact.value!r} ({fact.source}: {fact.rule})"
+            variables[name] = Fact(value=now, source=USERS, rule=rule)
+    return WorkerEnv(process=process, variables=variables)
 
 
 # --- from facts to variables -------------------------------------------------------------------------------------------
