@@ -80,18 +80,14 @@ def _packages() -> dict[str, str]:
     """Return the installed packages, by the names of their directories (PEP 376, PEP 427), without reading each metadata file."""
     found: dict[str, str] = {}
     for folder in sys.path:
-        for name in _names_in(folder):
+        try:
+            names = [path.name for path in Path(folder or ".").iterdir()]
+        except OSError:  # Python's import ignores such a directory, too
+            continue
+        for name in names:
             if match := _INSTALLED.fullmatch(name):
                 found.setdefault(re.sub(r"[-_.]+", "-", match["name"]).lower(), match["version"])
     return dict(sorted(found.items()))
-
-
-def _names_in(folder: str) -> list[str]:
-    """Return the names in a directory of `sys.path`; like Python's import, ignore one that cannot be read."""
-    try:
-        return [path.name for path in Path(folder or ".").iterdir()]
-    except OSError:
-        return []
 
 
 def _built_with() -> dict[str, str]:

@@ -7,11 +7,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ddp_hpc.durable import make_directories, read_json, replace_text
 from ddp_hpc.errors import ConfigError, DivergedError
@@ -118,8 +119,10 @@ def silent_end(code: int, step_code: int | None) -> str:
 
     `code` is what their exit codes mean together, `step_code` what the command that started them ended with.
     """
-    number = _signal_number(step_code)
-    if number is None:
+    # Python returns minus the signal's number (https://docs.python.org/3/library/subprocess.html#subprocess.Popen.returncode),
+    # srun and shells return 128 plus it.
+    number = 0 if step_code is None else -step_code if step_code < 0 else step_code - 128
+    if number not in set(signal.Signals):
         return (
             f"the workers exited with code {code} and wrote no error report; read their logs (`ddp-hpc logs RUN --all`)"
         )
@@ -136,12 +139,6 @@ def silent_end(code: int, step_code: int | None) -> str:
     )
 
 
-def _signal_number(code: int | None) -> int | None:
-    """Return the signal that a process ended by; srun and shells return 128 plus its number."""
-    number = 0 if code is None else -code if code < 0 else code - 128
-    return number if number in set(signal.Signals) else None
-
-
 def allowed_phase(run: RunDir, attempt: int) -> Phase:
     """Return the phase in which rank zero last announced a long silence (`Watchdog.allow`), if it is still in it."""
     path = run.allowance(attempt)
@@ -153,17 +150,14 @@ def read_failures(run: RunDir, attempt: int) -> Sequence[WorkerFailure]:
     """Return the reports of an attempt, the first cause first: a lost connection follows from another failure."""
     folder = run.attempt_errors(attempt)
     paths: list[Path] = known(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
-    records: list[dict[str, Any] | None] = [known(path, partial(read_json, path), unknown=None) for path in paths]
-    failures = [failure for record in records if (failure := _failure(record or {})) is not None]
+    failures = []
+    for path in paths:
+        record = known(path, partial(read_json, path), unknown=None) or {}
+        # Another version of ddp_hpc may have written it: an unknown key is left out, a missing one has its default.
+        fields = {key: value for key, value in record.items() if key in WorkerFailure.__annotations__}
+        with suppress(TypeError):  # the file has no report
+            failures.append(WorkerFailure(**fields))
     return sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
-
-
-def _failure(record: Mapping[str, Any]) -> WorkerFailure | None:
-    """Return the report in a file; None where the file has no report. An unknown key is left out, a missing one has its default."""
-    try:
-        return WorkerFailure(**{key: value for key, value in record.items() if key in WorkerFailure.__annotations__})
-    except TypeError:
-        return None
 
 
 def first_failure(run: RunDir, attempt: int) -> WorkerFailure | None:

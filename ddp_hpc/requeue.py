@@ -95,18 +95,17 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
         has_failed = situation.cause != Cause.SUSPENDED  # a suspension needs nothing from the user
         return Decision(ending=row.ending, next=Next.NOTHING if has_failed else Next.IN_PLACE)
     if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
-        return Decision(ending=Ending.FAILED, why=_gave_up(situation.num_without_progress))
+        count = situation.num_without_progress
+        attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
+        why = f"{attempts} ended without a new checkpoint, so the run ends (`restart.max_no_progress`)"
+        return Decision(ending=Ending.FAILED, why=why)
     is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1
     if row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying:
         return Decision(ending=ending, next=Next.IN_PLACE)
     if policy.by == "requeue" and not situation.may_requeue:
         return Decision(ending=ending, why="the job does not go back into the queue, because `slurm.requeue` is false")
-    return Decision(ending=ending, next=Next(policy.by), exclude=_excluded(situation))
-
-
-def _excluded(situation: Situation) -> tuple[str, ...]:
     lost = situation.failed_nodes if situation.cause == Cause.NODE_FAILED else ()
-    return tuple(sorted({*situation.bad_nodes, *lost}))
+    return Decision(ending=ending, next=Next(policy.by), exclude=tuple(sorted({*situation.bad_nodes, *lost})))
 
 
 def reserve_s(lead_s: float) -> float:
@@ -137,11 +136,6 @@ def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float |
             "more time."
         )
     return None
-
-
-def _gave_up(count: int) -> str:
-    attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
-    return f"{attempts} ended without a new checkpoint, so the run ends (`restart.max_no_progress`)"
 
 
 def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: Cause) -> int:
