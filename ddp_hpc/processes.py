@@ -23,7 +23,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent exits, for whatever reason (prctl(2), PR_SET_PDEATHSIG)."""
+    """Have the kernel kill this process when its parent exits, for whatever reason."""
+    # PR_SET_PDEATHSIG: https://man7.org/linux/man-pages/man2/prctl.2.html
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # a race: the parent exited before prctl, so no signal will come
         os._exit(128 + signal.SIGKILL)
@@ -31,6 +32,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 def terminate_with_parent(parent_pid: int) -> None:
     """Have the kernel send SIGTERM to this process when its parent exits; to be called between fork and exec."""
+    # The kernel keeps this setting across exec, but clears it in a child of a fork (prctl(2)).
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:  # the same race
         os._exit(128 + signal.SIGTERM)
@@ -54,10 +56,9 @@ def ignore_stop_signals() -> None:
 
 
 def restore_stop_signals() -> None:
-    """Set stop signals back to their default action, if the parent ignored them; to be called while they are blocked.
-
-    Ignored signals stay ignored across fork and exec (signal(7)), also in all children.
-    """
+    """Set stop signals back to their default action, if the parent ignored them; to be called while they are blocked."""
+    # Ignored signals stay ignored across fork and exec, also in all children. A signal that comes while they are blocked
+    # waits, so none is lost between this and the first handler: https://man7.org/linux/man-pages/man7/signal.7.html
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
@@ -68,18 +69,17 @@ _AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
 
 
 def block_awaited_signals() -> None:
-    """Block stop signals, SIGCHLD and SIGIO, which `await_signal` then returns.
-
-    To be called before any thread starts: threads inherit the mask of their creator, and the kernel delivers a signal to
-    any thread that does not block it (signal(7)).
-    """
+    """Block stop signals, SIGCHLD and SIGIO, which `await_signal` then returns; to be called before any thread starts."""
+    # The kernel delivers a signal of the process to any thread that does not block it, and a thread inherits the mask of its
+    # creator. So a thread that was started before would get the signal: https://man7.org/linux/man-pages/man7/signal.7.html
     # Our parent may have ignored SIGCHLD. Then the kernel would discard the exit codes of our children (waitpid(2)).
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
 
 
 def unblock_signals() -> None:
-    """Receive these signals again; to be called in a child after it set its handlers. A forked process inherits the mask."""
+    """Receive these signals again; to be called in a child after it set its handlers."""
+    # A forked process inherits the mask, and exec keeps it. A signal that waited meanwhile arrives within this call.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
 
@@ -152,9 +152,10 @@ def request_stop(pids: Iterable[int]) -> None:
 def start_ticks(pid: int) -> int | None:
     """Return when a process of this host started, in clock ticks since boot; None if it is gone or a zombie.
 
-    The pid and the start time together identify a process: the kernel uses pids again (proc(5), /proc/pid/stat). None also
-    if /proc hides another user's process (`hidepid`, proc(5)).
+    None also if /proc hides another user's process.
     """
+    # The kernel uses pids again, so only the pid and the start time together identify a process. Field 22 of /proc/PID/stat;
+    # `hidepid` hides it: https://man7.org/linux/man-pages/man5/proc.5.html
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -214,9 +215,12 @@ def kill(pids: Iterable[int]) -> None:
 def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
     """Lock `path` for this process and all its children; return the descriptor with the lock, or None if it is taken.
 
-    Children inherit the descriptor. The kernel releases the lock when the last process with it exits, also if all were
-    killed (flock(2)). On a file system without locks (Lustre without `flock`, NFS without lockd) everybody gets the lock.
+    On a file system without locks (Lustre without `flock`, NFS without lockd) everybody gets the lock.
     """
+    # flock(2), not fcntl(2): its lock belongs to the open file, which children of a fork share. The kernel releases it when
+    # the last process with a descriptor of that file exits, also if all were killed. A lock of fcntl(2) belongs to one
+    # process, and ends when that process closes any descriptor of the file.
+    # https://man7.org/linux/man-pages/man2/flock.2.html
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     deadline = time.monotonic() + patience_s
     while True:
