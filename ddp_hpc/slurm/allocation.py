@@ -58,12 +58,11 @@ class StepTask:
 
     @property
     def rank_zero_node(self) -> str | None:
-        """The name of rank zero's node; None where a hostfile (`--distribution=arbitrary`) may put it on any node.
-
-        Slurm sorts the node list of the step even then, and does not pass the hostfile on to the tasks.
-        """
+        """The name of rank zero's node; None where a hostfile (`--distribution=arbitrary`) may put it on any node."""
         if self.rank == 0:
             return self.node_names[self.node_rank]
+        # Slurm sorts the node list of a step with a hostfile, too, and does not pass the hostfile on to the tasks:
+        # https://slurm.schedmd.com/srun.html#OPT_distribution
         return None if self.distribution.startswith("arbitrary") and self.num_nodes > 1 else self.node_names[0]
 
 
@@ -229,11 +228,10 @@ def block_rank(tasks_per_node: Sequence[int], node_rank: int, local_rank: int) -
 
 
 def _read_step(environ: Mapping[str, str]) -> StepTask | None:
-    """Return this task of a step, or None in a shell.
-
-    A batch script has SLURM_PROCID, SLURM_NODEID and SLURM_LOCALID, too, all 0, but no SLURM_STEP_ID of a numbered step.
-    The shell of salloc on a login node has none of them.
-    """
+    """Return this task of a step, or None in a shell."""
+    # SLURM_PROCID does not tell a task: a batch script has it, too, and SLURM_NODEID and SLURM_LOCALID, all 0, but no
+    # SLURM_STEP_ID of a numbered step. The shell of salloc on a login node has none of them.
+    # https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     step_id = _number(environ, "SLURM_STEP_ID")
     if step_id is None or step_id >= _FIRST_SPECIAL_STEP:
         return None
@@ -252,12 +250,10 @@ def _read_step(environ: Mapping[str, str]) -> StepTask | None:
 
 
 def _is_of_this_job(task: StepTask, environ: Mapping[str, str]) -> bool:
-    """Tell a task from a shell that inherited the variables of another job's step.
-
-    `sbatch` and `salloc`, called inside a step, pass the step's variables on to the new job (measured: 22.05). For its
-    own tasks, srun sets the job's variables again, so the two agree. With `--preserve-env` srun does not do that, and its
-    tasks look like shells here.
-    """
+    """Tell a task from a shell that inherited the variables of another job's step."""
+    # `sbatch` and `salloc`, called inside a step, pass the step's variables on to the new job (measured: 22.05). For its own
+    # tasks, srun sets the job's variables again, so the two agree. With `--preserve-env` srun does not do that, and its tasks
+    # look like shells here.
     name = environ.get("SLURMD_NODENAME")
     return (
         task.node_rank < min(task.num_nodes, len(task.tasks_per_node))

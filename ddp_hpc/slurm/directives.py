@@ -43,9 +43,6 @@ class Directive:
 def directives(spec: RunSpec, run: RunDir, *, chdir: Path) -> list[Directive]:
     """Return the options that a run's job is submitted with.
 
-    The job asks for GPUs and tasks by the node. With `--gpus-per-task`, a rank would see its own GPU alone, and NCCL could
-    not use direct transfers between the GPUs of a node.
-
     Raises:
         ConfigError: if `slurm.extra` sets an option that another key sets.
     """
@@ -61,6 +58,8 @@ def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, obj
     yield "nodes", resources.nodes
     yield "ntasks-per-node", resources.local_world_size
     yield "cpus-per-task", spec.cpus_per_task
+    # GPUs by the node: with `--gpus-per-task`, a rank would see its own GPU alone, and NCCL could not use direct transfers
+    # between the GPUs of a node: https://slurm.schedmd.com/gres.html#Running_Jobs
     if resources.gpus_per_node:
         yield "gpus-per-node", ":".join(filter(None, [resources.gpu_type, str(resources.gpus_per_node)]))
     if resources.mem_gb is not None or (spec.mem_gb is not None and not _memory_flags(spec)):
@@ -71,7 +70,8 @@ def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, obj
         if getattr(slurm, key) is not None:
             yield key.replace("_", "-"), getattr(slurm, key)
     yield "chdir", chdir
-    yield "output", _literal(str(run.console))
+    # Slurm replaces patterns such as `%j` in this path ("filename pattern" in https://slurm.schedmd.com/sbatch.html).
+    yield "output", str(run.console).replace("%", "%%")
     yield "open-mode", "append"
     yield "signal", f"{'B:' if slurm.signal_to == 'batch' else ''}{STOP_SIGNAL}@{slurm.signal_lead_s}"
     yield ("requeue" if slurm.requeue else "no-requeue"), True
@@ -96,11 +96,6 @@ def _refuse_two_memories(spec: RunSpec) -> None:
             f"{' and '.join(f'`{key}`' for key in keys)} are set, but sbatch takes one amount of memory: for each node, "
             "for each CPU or for each GPU. Keep one of them."
         )
-
-
-def _literal(path: str) -> str:
-    """Return a path with `%` doubled: Slurm replaces patterns such as `%j` in it (sbatch(1), filename pattern)."""
-    return path.replace("%", "%%")
 
 
 def _refuse_duplicates(made: list[Directive]) -> None:
