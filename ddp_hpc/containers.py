@@ -19,7 +19,7 @@ from typing import Literal
 import ddp_hpc
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec.launch import LaunchSpec
 
 PACKAGE_DIR = Path(ddp_hpc.__file__).parent
 INSIDE = Path("/opt/ddp_hpc")
@@ -95,11 +95,22 @@ BARE = CommandWrapper()
 """Start Python directly, without a container."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostPaths:
+    """Paths of this host that a run's workers use, besides its directory."""
+
+    work_dir: Path
+    import_paths: Sequence[Path] = ()
+    """Where they import the user's code from."""
+    inputs: Sequence[Path] = ()
+    """What they may read; those that do not exist are left out."""
+
+
 # --- what the container provides ---------------------------------------------------------------------------------------
 
 
 def container_setup(
-    spec: RunSpec, run: RunDir, *, import_paths: Sequence[str], work_dir: Path, environ: Mapping[str, str] | None = None
+    spec: LaunchSpec, run: RunDir, paths: HostPaths, environ: Mapping[str, str] | None = None
 ) -> ContainerSetup | None:
     """Return what a run's container provides to its workers; None for a run without an image.
 
@@ -112,13 +123,13 @@ def container_setup(
     gpus: Gpus = container.gpus if container.gpus != "auto" else "nvidia" if resources.gpus_per_node else "none"
     return ContainerSetup(
         image=container.image if is_name(spec) else str(image_path(container.image)),
-        binds=tuple(_binds(spec, run, import_paths, work_dir)),
+        binds=tuple(_binds(spec, run, paths)),
         environ={
             **spec.environ,  # set inside: else the image's PATH and LD_LIBRARY_PATH win, and with pyxis all its variables
             "PYTHONPATH": str(INSIDE),  # the workers themselves add the user's code to sys.path
             "PYTHONNOUSERSITE": "1",  # else packages in ~/.local, which is mounted, win over the image's packages
         },
-        work_dir=str(work_dir),
+        work_dir=str(paths.work_dir),
         gpus=gpus,
         options=container.options,
         passed=tuple(sorted(environ or ())),
@@ -126,7 +137,7 @@ def container_setup(
     )
 
 
-def is_name(spec: RunSpec) -> bool:
+def is_name(spec: LaunchSpec) -> bool:
     """Tell whether the image is a name or an address for its runtime, rather than a path."""
     return spec.container.runtime == "docker" or is_address(spec.container.image or "")
 
@@ -141,38 +152,27 @@ def image_path(image: str) -> Path:
     return Path(os.path.abspath(Path(image).expanduser()))  # noqa: PTH100  # keep links: the user named them
 
 
-def _binds(spec: RunSpec, run: RunDir, import_paths: Sequence[str], work_dir: Path) -> Iterator[Bind]:
+def _binds(spec: LaunchSpec, run: RunDir, paths: HostPaths) -> Iterator[Bind]:
     """Yield the user's binds, then those that the run needs, without paths that are within another bind."""
     asked = [Bind.parse(text) for text in spec.container.binds]
     yield Bind(str(PACKAGE_DIR), str(INSIDE / PACKAGE_DIR.name), is_read_only=True)
     yield from asked
     seen = [Path(bind.target) for bind in asked]
-    inputs = [*_paths_in(spec.recipe.args), *_initial_weights(spec, work_dir)]
-    wanted = [str(run.path), str(work_dir), *import_paths, *inputs]
-    for path in sorted(dict.fromkeys(Path(text) for text in wanted), key=lambda path: len(path.parts)):
+    inputs = filter(_is_mountable, paths.inputs)
+    wanted = [run.path, paths.work_dir, *paths.import_paths, *inputs]
+    for path in sorted(dict.fromkeys(wanted), key=lambda path: len(path.parts)):
         if not any(path.is_relative_to(other) for other in seen) and path != Path("/"):
             seen.append(path)
             yield Bind(str(path), str(path))
 
 
-def _paths_in(args: Mapping[str, object]) -> Iterator[str]:
-    """Yield the arguments that are paths of this host: data, weights."""
-    for value in args.values():
-        is_path = isinstance(value, str) and value.startswith("/") and os.path.exists(value)  # noqa: PTH110
-        if is_path and not any(Path(str(value)).is_relative_to(directory) for directory in _HOST_DIRECTORIES):
-            yield str(value)
+def _is_mountable(path: Path) -> bool:
+    """Tell whether a path exists on this host, in none of the directories that the image has itself."""
+    # Not `Path.exists`, which raises an error for a name that the file system refuses.
+    return os.path.exists(path) and not any(path.is_relative_to(other) for other in _HOST_DIRECTORIES)  # noqa: PTH110
 
 
-def _initial_weights(spec: RunSpec, work_dir: Path) -> Iterator[str]:
-    """Yield the paths that `train.init_from` may mean: one below the working directory, and a run beside this one."""
-    if spec.train.init_from is None:
-        return
-    candidates = (work_dir / Path(spec.train.init_from).expanduser(), spec.path.parent / spec.train.init_from)
-    # All that exist: the worker decides which of them has the weights.
-    yield from _paths_in({str(path): os.path.normpath(path) for path in candidates})
-
-
-def refuse_misplaced(spec: RunSpec, *, is_for_slurm: bool) -> None:
+def refuse_misplaced(spec: LaunchSpec, *, is_for_slurm: bool) -> None:
     """Refuse a runtime that cannot run here.
 
     Raises:
@@ -208,7 +208,7 @@ def is_packed(source: str) -> bool:
     return source.endswith(PACKED)
 
 
-def staged_source(spec: RunSpec) -> str | None:
+def staged_source(spec: LaunchSpec) -> str | None:
     """Return the file that a run copies to its nodes' local disks: an archive, or an image file; None if there is none.
 
     Raises:
@@ -271,7 +271,7 @@ def candidate_runtimes(asked: Literal["auto"] | RuntimeName) -> Sequence[Runtime
     return ("apptainer", "singularity") if asked == "auto" else (asked,)
 
 
-def find_runtime(spec: RunSpec, environ: Mapping[str, str]) -> RuntimeName:
+def find_runtime(spec: LaunchSpec, environ: Mapping[str, str]) -> RuntimeName:
     """Return the program that runs the image on this host.
 
     Raises:

@@ -144,8 +144,20 @@ def send(pids: Iterable[int], number: int) -> None:
             continue
 
 
+def signal_number(name: str) -> signal.Signals:
+    """Return the signal of a name as `kill -l` prints it: `USR2`.
+
+    Raises:
+        ValueError: if there is no such signal.
+    """
+    try:
+        return signal.Signals[f"SIG{name}"]
+    except KeyError as error:
+        raise ValueError(name) from error
+
+
 def request_stop(pids: Iterable[int]) -> None:
-    """Ask those of `pids` that still run to commit a checkpoint and exit (SIGUSR2)."""
+    """Ask those of `pids` that still run, processes of ours, to stop (SIGUSR2)."""
     send(pids, signal.SIGUSR2)
 
 
@@ -191,15 +203,15 @@ def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
         os.close(fd)
 
 
-def is_listening(pid: int) -> bool:
-    """Tell whether a process blocks or catches the signal of `request_stop`; the signal would kill any other process."""
+def is_listening(pid: int, number: int = signal.SIGUSR2) -> bool:
+    """Tell whether a process blocks or catches a stop signal; the signal would kill any other process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
     fields = dict(line.split(":", 1) for line in status.splitlines())
     handled = int(fields["SigBlk"], 16) | int(fields["SigCgt"], 16)  # proc(5): the lowest bit is signal 1
-    return bool(handled >> (signal.SIGUSR2 - 1) & 1)
+    return bool(handled >> (number - 1) & 1)
 
 
 def terminate(pids: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,15 +62,15 @@ def read_queued_job(run: RunDir) -> QueuedJob | None:
         return None
 
 
-def write_done(run: RunDir, *, epochs: int, max_steps: int | None) -> None:
-    """Record that a run has finished, and how far it was asked to go."""
-    replace_text(run.done, json.dumps({"epochs": epochs, "max_steps": max_steps, "at": time.time()}))
+def write_done(run: RunDir, goal: Mapping[str, Any]) -> None:
+    """Record that a run has finished, and what it was asked to reach."""
+    replace_text(run.done, json.dumps({**goal, "at": time.time()}))
 
 
-def is_done(run: RunDir, *, epochs: int, max_steps: int | None) -> bool:
-    """Tell whether a run has trained for so many epochs or steps; asking for more makes it unfinished again."""
+def is_done(run: RunDir, goal: Mapping[str, Any]) -> bool:
+    """Tell whether a run has reached this goal; another goal makes it unfinished again."""
     done = read_json(run.done)
-    return done is not None and (done.get("epochs"), done.get("max_steps")) == (epochs, max_steps)
+    return done is not None and all(done.get(key) == value for key, value in json.loads(json.dumps(goal)).items())
 
 
 def ask_to_stop(

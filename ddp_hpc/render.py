@@ -14,7 +14,7 @@ from ddp_hpc import __version__, exit_codes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.directives import directives
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec import LaunchSpec, RunSpec
 
 TEMPLATE = "ddp.sbatch.j2"
 
@@ -24,6 +24,7 @@ class JobScript:
     """The spec, and what else a job script needs."""
 
     spec: RunSpec
+    """All keys, as users' own templates may show any of them."""
     run: RunDir
     chdir: Path
     """The job's working directory: the one in which the user called `submit`, as for a local run."""
@@ -52,7 +53,7 @@ def render(script: JobScript) -> str:
     return text
 
 
-def _template(spec: RunSpec) -> Path:
+def _template(spec: LaunchSpec) -> Path:
     """Return the user's template, or ours: beside the package in a checkout, inside it once installed."""
     if spec.slurm.template is not None:
         return Path(spec.slurm.template).expanduser()
@@ -100,7 +101,9 @@ def quote_for_sbatch(value: object) -> str:
 
 def _values(script: JobScript) -> dict[str, Any]:
     return {
-        "directives": [*directives(script.spec, script.run, chdir=script.chdir)],
+        "directives": directives(
+            script.spec, script.run, chdir=script.chdir, cpus_per_worker=script.spec.cpus_per_task
+        ),
         "name": script.spec.name,
         "version": __version__,
         "modules": script.spec.slurm.modules,

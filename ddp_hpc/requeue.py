@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.ledger import Attempt, Cause, Ending, Next
-from ddp_hpc.spec import RestartSpec
+from ddp_hpc.spec.launch import RestartSpec
 
 SLURMS_SLOP_S = 60.0
 """How much earlier than asked Slurm may send the signal of `--signal` (sbatch(1))."""

@@ -8,9 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.containers import BARE, CommandWrapper, candidate_runtimes, command_wrapper, container_setup, find_runtime
+from ddp_hpc.containers import (
+    BARE,
+    CommandWrapper,
+    HostPaths,
+    candidate_runtimes,
+    command_wrapper,
+    container_setup,
+    find_runtime,
+)
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
+from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting
 from ddp_hpc.rendezvous.address import this_host
@@ -28,6 +36,7 @@ from ddp_hpc.rendezvous.worker_env import (
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import RunSpec
+from ddp_hpc.workload.table import workload_of
 
 _IN_JOB = Meeting("ADDRESS", 0)
 """Stands for what is decided in the job."""
@@ -75,7 +84,9 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
     run = RunDir(spec.path)
     wrapper = _housing(spec, run, import_paths, environment)
     return Plan(
-        steps=start.steps(spec, run, wrapper),
+        steps=start.steps(
+            Launch(spec=spec, run=run, workload=workload_of(spec), world=spec.resources.world, wrapper=wrapper)
+        ),
         variables=_variables(spec, start, import_paths, environment),
         users=list(spec.environ),
     )
@@ -84,9 +95,9 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
 def _housing(
     spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environment: Mapping[str, str]
 ) -> CommandWrapper:
-    inside = container_setup(
-        spec, run, import_paths=list(map(str, import_paths)), work_dir=Path.cwd(), environ=environment
-    )
+    here = Path.cwd()
+    inputs = [*workload_of(spec).input_paths(here)]
+    inside = container_setup(spec, run, HostPaths(work_dir=here, import_paths=import_paths, inputs=inputs), environment)
     if inside is None:
         return BARE
     try:
@@ -109,7 +120,7 @@ class _NodeFacts:
 class _HowStarted:
     """How the supervisor of a back end's runs starts workers."""
 
-    steps: Callable[[RunSpec, RunDir, CommandWrapper], Mapping[str, str]]
+    steps: Callable[[Launch], Mapping[str, str]]
     """What each command is for -> the command."""
     node: Callable[[RunSpec], _NodeFacts]
     inherits: Callable[[RunSpec], bool]
@@ -125,17 +136,17 @@ def _local_node(spec: RunSpec) -> _NodeFacts:
     )
 
 
-def _slurm_steps(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> Mapping[str, str]:
-    probe = [*probe_argv(spec.resources.nodes), "..."]
-    return {"a probe of each node's networks": shlex.join(probe), "the workers": _srun(spec, run, wrapper)}
+def _slurm_steps(launch: Launch) -> Mapping[str, str]:
+    probe = [*probe_argv(launch.world.num_nodes), "..."]
+    return {"a probe of each node's networks": shlex.join(probe), "the workers": _srun(launch)}
 
 
-def _srun(spec: RunSpec, run: RunDir, wrapper: CommandWrapper) -> str:
-    if spec.launcher == "agent":
-        return shlex.join(step_of_agents(spec, run, wrapper))
-    start = Start(spec=spec, run=run, attempt=0, meeting=_IN_JOB, wrapper=wrapper)
+def _srun(launch: Launch) -> str:
+    launcher = launch.spec.launcher
+    if launcher == "agent":
+        return shlex.join(step_of_agents(launch))
     return (
-        shlex.join(STEPS[spec.launcher](start))
+        shlex.join(STEPS[launcher](Start(launch=launch, attempt=0, meeting=_IN_JOB)))
         .replace(str(_IN_JOB), "ADDRESS PORT")
         .replace("ADDRESS:0", "ADDRESS:PORT")
     )
@@ -155,7 +166,7 @@ def _slurm_node(spec: RunSpec) -> _NodeFacts:
 
 _STARTS: Mapping[str, _HowStarted] = {
     "local": _HowStarted(
-        steps=lambda spec, run, wrapper: {"the workers": shlex.join(agent_argv(spec, run, wrapper))},
+        steps=lambda launch: {"the workers": shlex.join(agent_argv(launch))},
         node=_local_node,
         inherits=lambda _: True,
     ),

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.containers import command_wrapper, container_setup, find_runtime
+from ddp_hpc.containers import HostPaths, command_wrapper, container_setup, find_runtime
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
+from ddp_hpc.workload.table import workload_of
 
 NEEDED = ("torch", "numpy", "msgspec", "psutil", "xxhash", "yaml")
 USEFUL = {"torchvision": "the built-in recipe `image_classification`", "tensorboard": "`log.tensorboard`"}
@@ -63,7 +64,8 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
         ConfigError: where the spec names no image, or the runtime is not here.
     """
     with tempfile.TemporaryDirectory() as run_dir:
-        inside = container_setup(spec, RunDir(Path(run_dir)), import_paths=[], work_dir=work_dir, environ=environ)
+        paths = HostPaths(work_dir=work_dir, inputs=[*workload_of(spec).input_paths(work_dir)])
+        inside = container_setup(spec, RunDir(Path(run_dir)), paths, environ)
         if inside is None:
             raise ConfigError(
                 "There is no image to check, because `container.image` is not set. Set it to an image file."

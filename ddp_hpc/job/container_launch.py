@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ddp_hpc.containers import (
     BARE,
     CommandWrapper,
+    HostPaths,
     command_wrapper,
     container_setup,
     find_runtime,
@@ -23,18 +24,18 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.staging import Staged
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec.launch import LaunchSpec
 
 
 def wrapper_of(
-    spec: RunSpec, run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str], *, is_for_slurm: bool = True
+    spec: LaunchSpec, run: RunDir, paths: HostPaths, environ: Mapping[str, str], *, is_for_slurm: bool = True
 ) -> CommandWrapper:
     """Return how this job's commands are run on its nodes, where nothing is staged.
 
     Raises:
         ConfigError: where the image, a path to mount, or the runtime is missing.
     """
-    inside = container_setup(spec, run, import_paths=import_paths, work_dir=Path.cwd(), environ=environ)
+    inside = container_setup(spec, run, paths, environ)
     if inside is None:
         return BARE
     refuse_misplaced(spec, is_for_slurm=is_for_slurm)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.slurm.allocation import Allocation, shape_problem
+from ddp_hpc.spec.launch import LaunchSpec
+from ddp_hpc.workload.protocol import Workload
+from ddp_hpc.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,10 @@ class JobContext:
     """A run, its spec, and the Slurm job that it runs in."""
 
     run: RunDir
-    spec: RunSpec
+    spec: LaunchSpec
+    workload: Workload
+    world: World
+    """The nodes and workers that this job was given; what the run asked for stands in the spec."""
     allocation: Allocation | None
     """None without Slurm, or where a job script was started outside of a job."""
     is_for_slurm: bool
@@ -28,8 +33,22 @@ class JobContext:
 
     def node_of(self, rank: int) -> str | None:
         """Return the name of the node that a rank works on."""
-        node_rank = rank // self.spec.resources.local_world_size
+        node_rank = self.world.node_rank_of(rank)
         return self.nodes[node_rank] if 0 <= node_rank < len(self.nodes) else None
+
+
+def given_world(spec: LaunchSpec, allocation: Allocation | None) -> World:
+    """Return the nodes of this job, or this machine, with as many workers on each as were asked for.
+
+    No worker starts before `misfit` has found that a job has room for them.
+    """
+    num_nodes = len(allocation.node_names) if allocation else 1
+    return World(num_nodes=num_nodes, workers_per_node=spec.resources.world.workers_per_node)
+
+
+def misfit(spec: LaunchSpec, allocation: Allocation) -> str | None:
+    """Return why this job is not the world that the run asked for; None if it is."""
+    return shape_problem(allocation, spec.resources.world)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Launchers: from a spec to the command that starts its workers. Pure."""
+"""Launchers: from a spec, a workload and a world to the command that starts the workers. Pure."""
 
 from __future__ import annotations
 
@@ -9,63 +9,83 @@ from ddp_hpc.containers import BARE, CommandWrapper
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import step_argv
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec.launch import LaunchSpec
+from ddp_hpc.workload.protocol import Workload
+from ddp_hpc.world import World
 
-WORKER = "ddp_hpc.train.worker"
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What every attempt of a job starts."""
+
+    spec: LaunchSpec
+    run: RunDir
+    workload: Workload
+    world: World
+    wrapper: CommandWrapper = BARE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """What to start where each attempt is a job step of its own."""
 
-    spec: RunSpec
-    run: RunDir
+    launch: Launch
     attempt: int
     meeting: Meeting
-    wrapper: CommandWrapper = BARE
 
 
-def agent_argv(spec: RunSpec, run: RunDir, wrapper: CommandWrapper = BARE) -> list[str]:
+def agent_argv(launch: Launch) -> list[str]:
     """Return the command of the node agent on this machine."""
-    return [*wrapper.command, "-m", "ddp_hpc.job.node.agent", str(run.path), "--worker", WORKER, *_crew(spec)]
+    worker = ["--worker", launch.workload.worker, *_stop_signal(launch)]
+    return [*launch.wrapper.command, "-m", "ddp_hpc.job.node.agent", str(launch.run.path), *worker, *_crew(launch)]
 
 
-def step_of_agents(spec: RunSpec, run: RunDir, wrapper: CommandWrapper = BARE) -> list[str]:
+def step_of_agents(launch: Launch) -> list[str]:
     """Return the command that starts one agent on each node; each gets its orders over its standard input (`line`)."""
-    return [*step_argv(spec, tasks_per_node=1), *wrapper.srun_args, *agent_argv(spec, run, wrapper), "--in-step"]
+    return [*_step(launch, tasks_per_node=1), *agent_argv(launch), "--in-step"]
 
 
 def step_of_tasks(start: Start) -> list[str]:
     """Return the command that starts one task a worker."""
-    step = step_argv(start.spec, tasks_per_node=start.spec.resources.local_world_size)
-    wrapper = start.wrapper
-    return [*step, *wrapper.srun_args, *wrapper.command, *_task(start), "--meet", str(start.meeting)]
+    launch = start.launch
+    step = _step(launch, tasks_per_node=launch.world.workers_per_node)
+    return [*step, *launch.wrapper.command, *_task(start), "--meet", str(start.meeting)]
 
 
 def step_of_torchrun(start: Start) -> list[str]:
     """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
-    resources, wrapper = start.spec.resources, start.wrapper
-    meeting = ["--meet", str(start.meeting), "--token-file", str(start.run.rendezvous_token(start.attempt))]
-    node = [*wrapper.command, "-m", "ddp_hpc.job.node.torchrun_node", *_crew(start.spec), *meeting, "--"]
+    launch, world = start.launch, start.launch.world
+    meeting = ["--meet", str(start.meeting), "--token-file", str(launch.run.rendezvous_token(start.attempt))]
+    node = ["-m", "ddp_hpc.job.node.torchrun_node", *_crew(launch), *_stop_signal(launch), *meeting, "--"]
     options = [
-        f"--nnodes={resources.nodes}",
-        f"--nproc-per-node={resources.local_world_size}",
+        f"--nnodes={world.num_nodes}",
+        f"--nproc-per-node={world.workers_per_node}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={start.meeting.endpoint}",
-        f"--max-restarts={start.spec.torchrun.max_restarts}",
+        f"--max-restarts={launch.spec.torchrun.max_restarts}",
     ]
-    return [*step_argv(start.spec, tasks_per_node=1), *wrapper.srun_args, *node, *options, *_task(start)]
+    return [*_step(launch, tasks_per_node=1), *launch.wrapper.command, *node, *options, *_task(start)]
+
+
+def _step(launch: Launch, *, tasks_per_node: int) -> list[str]:
+    cpus = launch.workload.cpus_per_worker
+    step = step_argv(launch.spec, launch.world, tasks_per_node=tasks_per_node, cpus_per_worker=cpus)
+    return [*step, *launch.wrapper.srun_args]
 
 
 def _task(start: Start) -> list[str]:
-    options = ["--worker", WORKER, "--attempt", str(start.attempt)]
-    return ["-m", "ddp_hpc.job.node.task", str(start.run.path), *options]
+    options = ["--worker", start.launch.workload.worker, "--attempt", str(start.attempt)]
+    return ["-m", "ddp_hpc.job.node.task", str(start.launch.run.path), *options]
 
 
-def _crew(spec: RunSpec) -> list[str]:
-    resources = spec.resources
-    cpus = [] if resources.cpus_per_worker is None else ["--cpus-per-worker", str(resources.cpus_per_worker)]
-    return ["--num-workers", str(resources.local_world_size), *cpus]
+def _crew(launch: Launch) -> list[str]:
+    asked = launch.spec.resources.cpus_per_worker
+    cpus = [] if asked is None else ["--cpus-per-worker", str(asked)]
+    return ["--num-workers", str(launch.world.workers_per_node), *cpus]
+
+
+def _stop_signal(launch: Launch) -> list[str]:
+    return ["--stop-signal", launch.workload.stop_signal]
 
 
 STEPS: Mapping[str, Callable[[Start], list[str]]] = {

@@ -15,7 +15,7 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.wire.subprocesses import ask_nodes
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec.launch import LaunchSpec
 
 STAGE_TIMEOUT_S = 1800.0
 _REMOVE_TIMEOUT_S = 5.0
@@ -45,7 +45,7 @@ class Staged:
         return str(self.folder / "import")
 
 
-def stage(spec: RunSpec, run: RunDir, allocation: Allocation | None, environ: Mapping[str, str]) -> Staged | None:
+def stage(spec: LaunchSpec, run: RunDir, allocation: Allocation | None, environ: Mapping[str, str]) -> Staged | None:
     """Put the run's image, or its packed environment, on every node; None where none is wanted, or that failed.
 
     A failure costs time, but does not end the run: the nodes then use the shared one, and the log says so.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.config import load_resolved
-from ddp_hpc.containers import CommandWrapper
+from ddp_hpc.containers import CommandWrapper, HostPaths
 from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
@@ -29,8 +29,8 @@ from ddp_hpc.job.container_launch import moved, wrapper_of
 from ddp_hpc.job.ending import last_resort, node_probe, stale_attempts, takeover
 from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
-from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
+from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
+from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.staging import stage, unstage
@@ -49,7 +49,8 @@ from ddp_hpc.records import (
 from ddp_hpc.requeue import TABLE
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
-from ddp_hpc.slurm.allocation import Allocation, read_allocation, shape_problem
+from ddp_hpc.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.workload.table import workload_of
 
 SLURM_PAUSE_S = 5.0
 """How long to wait before the next try to reach Slurm."""
@@ -139,9 +140,18 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
     except ConfigError as error:
         _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
         raise
-    context = JobContext(run=run, spec=spec, allocation=allocation, is_for_slurm=is_for_slurm, environ=dict(os.environ))
+    context = JobContext(
+        run=run,
+        spec=spec,
+        workload=workload_of(spec),
+        world=given_world(spec, allocation),
+        allocation=allocation,
+        is_for_slurm=is_for_slurm,
+        environ=dict(os.environ),
+    )
     try:
-        wrapper = wrapper_of(spec, run, arguments.import_path, os.environ, is_for_slurm=is_for_slurm)
+        paths = _host_paths(context, arguments.import_path)
+        wrapper = wrapper_of(spec, run, paths, os.environ, is_for_slurm=is_for_slurm)
     except ConfigError as error:
         if allocation is not None and has_trained(attempts):
             return _leave_node(context, error)
@@ -149,6 +159,12 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         raise
     os.environ.update(wrapper.environ)  # for whatever starts there: no command line may show values
     return _supervise(context, wrapper, lock_fds)
+
+
+def _host_paths(context: JobContext, import_paths: Sequence[str]) -> HostPaths:
+    here = Path.cwd()
+    inputs = [*context.workload.input_paths(here)]
+    return HostPaths(work_dir=here, import_paths=[Path(path) for path in import_paths], inputs=inputs)
 
 
 def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is_guarded: bool) -> int:
@@ -260,12 +276,12 @@ def _leave_node(context: JobContext, error: ConfigError) -> int:
 
 def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> int:
     """Run attempts while the next one is to begin on the same nodes."""
-    run, train = context.run, context.spec.train
-    if is_done(run, epochs=train.epochs, max_steps=train.max_steps):
+    run, workload = context.run, context.workload
+    if is_done(run, workload.goal):
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
         return exit_codes.FINISHED
     if context.allocation is not None:
-        stale_attempts.close_stale(run, os.environ)
+        stale_attempts.close_stale(run, workload, os.environ)
     staged = stage(context.spec, run, context.allocation, context.environ)
     workers = _workers(context, moved(wrapper, staged, context.environ), lock_fds)
     try:
@@ -309,15 +325,15 @@ def _await_slurm(context: JobContext) -> None:
 
 
 def _workers(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> Workers:
-    spec, run = context.spec, context.run
+    spec, run, world = context.spec, context.run, context.world
+    launch = Launch(spec=spec, run=run, workload=context.workload, world=world, wrapper=wrapper)
     if not context.is_for_slurm:
-        return ByAgents(agent_argv(spec, run, wrapper), num_nodes=1, lock_fds=lock_fds)
+        return ByAgents(agent_argv(launch), num_nodes=world.num_nodes, lock_fds=lock_fds)
     if spec.launcher == "agent":
-        return ByAgents(step_of_agents(spec, run, wrapper), num_nodes=spec.resources.nodes, lock_fds=lock_fds)
+        return ByAgents(step_of_agents(launch), num_nodes=world.num_nodes, lock_fds=lock_fds)
 
     def argv_of(attempt: int, meeting: Meeting) -> list[str]:
-        start = Start(spec=spec, run=run, attempt=attempt, meeting=meeting, wrapper=wrapper)
-        return STEPS[spec.launcher](start)
+        return STEPS[spec.launcher](Start(launch=launch, attempt=attempt, meeting=meeting))
 
     return ByTasks(run, argv_of, lock_fds=lock_fds)
 
@@ -336,7 +352,7 @@ def _begin(context: JobContext, image: str) -> int:
     write_rendezvous_token(run, attempt)
     if read_stop_request(run) is None:
         run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
-    first_step = stale_attempts.newest_step(run, ledger)
+    first_step = context.workload.progress(run, ledger)
     job_id = _job_id(allocation)
     facts = _facts(allocation)
     record_start(run, attempt=attempt, job_id=job_id, job=facts, first_step=first_step, image=image)
@@ -410,13 +426,13 @@ def _fitting(context: JobContext) -> Allocation:
     Raises:
         ConfigError: where it does not, or there is none.
     """
-    allocation, resources = context.allocation, context.spec.resources
+    allocation = context.allocation
     if allocation is None:
         raise ConfigError(
             "The job script was started outside of a Slurm job. Submit it with `sbatch`, run it under `salloc`, or "
             "start the run on this machine with `ddp-hpc submit --cluster local`."
         )
-    problem = shape_problem(allocation, num_nodes=resources.nodes, tasks_per_node=resources.local_world_size)
+    problem = misfit(context.spec, allocation)
     if problem is not None:
         raise ConfigError(problem)
     return allocation

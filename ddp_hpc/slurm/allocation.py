@@ -10,6 +10,7 @@ from typing import Literal
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.slurm.hostlist import expand_hostlist
+from ddp_hpc.world import World
 
 ProcessKind = Literal["task", "shell on a node", "shell outside"]
 """`task`: srun started this process (with `--pty`, too). `shell on a node`: a batch script or an interactive step on one of
@@ -190,8 +191,9 @@ def step_task(environ: Mapping[str, str]) -> StepTask:
     return allocation.step
 
 
-def shape_problem(allocation: Allocation, *, num_nodes: int, tasks_per_node: int) -> str | None:
-    """Return why a run with so many nodes and workers does not fit into the job, or None if it fits."""
+def shape_problem(allocation: Allocation, asked: World) -> str | None:
+    """Return why a run that asked for this world does not fit into the job, or None if it fits."""
+    num_nodes, tasks_per_node = asked.num_nodes, asked.workers_per_node
     if len(allocation.node_names) != num_nodes:
         return (
             f"`resources.nodes` is {num_nodes}, but job {allocation.job_id} has {len(allocation.node_names)} nodes. "

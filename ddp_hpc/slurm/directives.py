@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec.launch import LaunchSpec
 
 STOP_SIGNAL = "USR2"
 """The signal that Slurm sends before the time limit, and at preemption if the site sends the user's signal. NCCL uses
@@ -40,24 +40,27 @@ class Directive:
     value: str | None = None
 
 
-def directives(spec: RunSpec, run: RunDir, *, chdir: Path) -> list[Directive]:
+def directives(spec: LaunchSpec, run: RunDir, *, chdir: Path, cpus_per_worker: int) -> list[Directive]:
     """Return the options that a run's job is submitted with.
 
     Raises:
         ConfigError: if `slurm.extra` sets an option that another key sets.
     """
     _refuse_two_memories(spec)
-    made = [Directive(flag, None if value is True else str(value)) for flag, value in _options(spec, run, chdir)]
+    made = [
+        Directive(flag, None if value is True else str(value))
+        for flag, value in _options(spec, run, chdir, cpus_per_worker)
+    ]
     _refuse_duplicates(made)
     return made
 
 
-def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, object]]:
+def _options(spec: LaunchSpec, run: RunDir, chdir: Path, cpus_per_worker: int) -> Iterator[tuple[str, object]]:
     resources, slurm = spec.resources, spec.slurm
     yield "job-name", spec.name
     yield "nodes", resources.nodes
     yield "ntasks-per-node", resources.local_world_size
-    yield "cpus-per-task", spec.cpus_per_task
+    yield "cpus-per-task", cpus_per_worker
     # GPUs by the node: with `--gpus-per-task`, a rank would see its own GPU alone, and NCCL could not use direct transfers
     # between the GPUs of a node: https://slurm.schedmd.com/gres.html#Running_Jobs
     if resources.gpus_per_node:
@@ -80,7 +83,7 @@ def _options(spec: RunSpec, run: RunDir, chdir: Path) -> Iterator[tuple[str, obj
             yield key.replace("_", "-"), value
 
 
-def _memory_flags(spec: RunSpec) -> list[str]:
+def _memory_flags(spec: LaunchSpec) -> list[str]:
     """Return the flags in `slurm.extra` that ask for memory. sbatch takes only one of them, and none beside `--mem`."""
     asked = {
         key.replace("_", "-") for key, value in spec.slurm.extra.items() if value is not False and value is not None
@@ -88,7 +91,7 @@ def _memory_flags(spec: RunSpec) -> list[str]:
     return [flag for flag in _MEMORY_FLAGS if flag in asked]
 
 
-def _refuse_two_memories(spec: RunSpec) -> None:
+def _refuse_two_memories(spec: LaunchSpec) -> None:
     keys = [] if spec.resources.mem_gb is None else ["resources.mem_gb"]
     keys += [f"slurm.extra.{flag.replace('-', '_')}" for flag in _memory_flags(spec)]
     if len(keys) > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.slurm.queries import takes_jobs
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec.launch import LaunchSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Exclusions:
 
 
 def nodes_to_exclude(
-    suspects: Sequence[str], spec: RunSpec, environ: Mapping[str, str], *, partition: str | None = None
+    suspects: Sequence[str], spec: LaunchSpec, environ: Mapping[str, str], *, partition: str | None = None
 ) -> Exclusions:
     """Return which of `suspects` (nodes that failed, worst first) a job of this spec excludes.
 

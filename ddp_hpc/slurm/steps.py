@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec.launch import LaunchSpec
+from ddp_hpc.world import World
 
 
-def step_argv(spec: RunSpec, *, tasks_per_node: int) -> list[str]:
+def step_argv(spec: LaunchSpec, world: World, *, tasks_per_node: int, cpus_per_worker: int) -> list[str]:
     """Return the beginning of the command that starts a step on all nodes of the job. One failed task ends the step."""
-    nodes, resources = spec.resources.nodes, spec.resources
-    cpus_per_task = spec.cpus_per_task * resources.local_world_size // tasks_per_node
     return [
         "srun",
-        f"--nodes={nodes}",
+        f"--nodes={world.num_nodes}",
         # Both counts: without --ntasks, srun takes the job's number of tasks, and treats --ntasks-per-node as a maximum
         # (https://slurm.schedmd.com/srun.html#OPT_ntasks-per-node).
-        f"--ntasks={nodes * tasks_per_node}",
+        f"--ntasks={world.num_nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
         # Since Slurm 22.05, srun does not take --cpus-per-task from the job; without it a task gets one CPU
         # (https://slurm.schedmd.com/srun.html#OPT_cpus-per-task).
-        f"--cpus-per-task={cpus_per_task}",
+        f"--cpus-per-task={cpus_per_worker * world.workers_per_node // tasks_per_node}",
         "--distribution=block",
         "--kill-on-bad-exit=1",
         "--wait=60",

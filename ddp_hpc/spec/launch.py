@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ddp_hpc.run_dir import DEFAULT_RUNS_DIR
 from ddp_hpc.spec.checked import Checked, require, require_one_line, require_positive
 from ddp_hpc.spec.container import ContainerSpec
+from ddp_hpc.world import World
 
 _CPU_WORKER_GB = 2
 _FLAG_PATTERN = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
@@ -76,7 +77,12 @@ class ResourcesSpec(Checked, section="resources"):
     @property
     def world_size(self) -> int:
         """Workers of the whole run."""
-        return self.nodes * self.local_world_size
+        return self.world.world_size
+
+    @property
+    def world(self) -> World:
+        """The world that is asked for; a job says which one it was given."""
+        return World(num_nodes=self.nodes, workers_per_node=self.local_world_size)
 
 
 @dataclass(frozen=True, kw_only=True)

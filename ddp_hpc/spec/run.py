@@ -44,8 +44,3 @@ class RunSpec(TrainingSpec, LaunchSpec):
     def cpus_per_task(self) -> int:
         """CPUs of each worker to ask Slurm for: what the user set, or one, and one more for each loader process."""
         return self.resources.cpus_per_worker or 1 + self.data.num_workers
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples in one forward and backward pass of a worker."""
-        return self.train.micro_batch_size or self.train.global_batch_size // self.resources.world_size

@@ -92,6 +92,10 @@ class TrainSpec(Checked, section="train"):
             f"`train.ema_decay` is {self.ema_decay!r}, but it must be between 0 and 1.",
         )
 
+    def micro_batch_size_in(self, world_size: int) -> int:
+        """Return the samples in one forward and backward pass of a worker, where so many workers train."""
+        return self.micro_batch_size or self.global_batch_size // world_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(Checked, section="optimizer"):

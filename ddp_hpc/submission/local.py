@@ -20,7 +20,7 @@ from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.patience import known
 from ddp_hpc.records import ask_to_stop, read_progress
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec import LaunchSpec, RunSpec
 from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
 from ddp_hpc.submission.preflight.image import look_at_image
 from ddp_hpc.submission.run_dir_setup import (
@@ -49,7 +49,7 @@ def supervisor_argv(run: RunDir) -> list[str]:
     return [sys.executable, "-m", "ddp_hpc.job.guardian", str(run.path)]
 
 
-def refuse_several_nodes(spec: RunSpec) -> None:
+def refuse_several_nodes(spec: LaunchSpec) -> None:
     """Refuse a run that asks for more machines than this one.
 
     Raises:

@@ -16,7 +16,7 @@ from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.slurm.nodes import Exclusions, nodes_to_exclude
 from ddp_hpc.slurm.queries import ESLURM_ACCESS_DENIED, JobRecord
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec import LaunchSpec
 
 _SAFE_AFTER_S = 2
 """A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
@@ -153,7 +153,7 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
 _SHELL_KILLED = "the shell of its job, and the supervisor with it, was killed by signal 9; the job was called back"
 
 
-def spared_nodes(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Exclusions:
+def spared_nodes(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]) -> Exclusions:
     """Return the nodes that the run's ledger remembers as failing, as far as the job can do without them."""
     bad = requeue.bad_nodes(Ledger.read(run).attempts, spec.restart, now=time.time())
     return nodes_to_exclude(bad, spec, environ)

@@ -19,11 +19,12 @@ from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.records import is_done
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
+from ddp_hpc.workload.table import workload_of
 
 
 def is_finished(run: RunDir, spec: RunSpec) -> bool:
-    """Tell whether nothing is left to do; more epochs or steps than before are more to do."""
-    return is_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
+    """Tell whether the run has done all that its configuration asks for."""
+    return is_done(run, workload_of(spec).goal)
 
 
 def refuse_file_in_the_way(run: RunDir) -> None:

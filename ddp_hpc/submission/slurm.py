@@ -21,7 +21,7 @@ from ddp_hpc.records import QueuedJob, ask_to_stop, read_queued_job, write_queue
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec import LaunchSpec, RunSpec
 from ddp_hpc.submission import release_hold
 from ddp_hpc.submission.allocate import allocate
 from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
@@ -36,7 +36,7 @@ from ddp_hpc.submission.run_dir_setup import (
     submitting_alone,
 )
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
-from ddp_hpc.submission.user_code import code_dir_of, module_in
+from ddp_hpc.workload.table import workload_of
 
 NAME = "slurm"
 HAS_QUEUE = True
@@ -207,7 +207,7 @@ def _fill(plan: _Plan) -> list[str]:
     return notes
 
 
-def _notes_on_restarts(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
+def _notes_on_restarts(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Say what the run's past means for its next job."""
     spared = spared_nodes(run, spec, environ)
     if spared.excluded:
@@ -276,22 +276,20 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
 
 def _job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[Path]:
     """Return where the job imports the user's code from: its frozen copy, or where it lies."""
-    code = code_dir_of(spec.recipe.target, import_paths)
+    code = workload_of(spec).users_code(import_paths)
     if code is None:
         return []
 
-    return [path_in_snapshot(run, code)] if spec.snapshot.enabled else [code]
+    return [path_in_snapshot(run, code.directory)] if spec.snapshot.enabled else [code.directory]
 
 
 def _freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[str]:
-    code = code_dir_of(spec.recipe.target, import_paths)
+    code = workload_of(spec).users_code(import_paths)
     if code is None or not spec.snapshot.enabled:
         return []
 
-    needed = module_in(code, spec.recipe.target)
-    snapshot = take_snapshot(
-        code, run, max_bytes=spec.snapshot.max_mb * 10**6, leave_out=[run.path.parent], needed=needed
-    )
+    most = spec.snapshot.max_mb * 10**6
+    snapshot = take_snapshot(code.directory, run, max_bytes=most, leave_out=[run.path.parent], needed=code.needed)
     return [f"code: {snapshot.num_files} files of {snapshot.source} copied, {snapshot.num_bytes / 1e6:.1f} MB"]
 
 

@@ -50,6 +50,9 @@ def test_the_contracts_hold(copy: Path) -> None:
         ("checkpoint_store.py", "from numpy import array", "Only the train wing"),
         ("train/engine/loop.py", "import submitit", "Submitit"),
         ("watch/status.py", "import jinja2", "Jinja2"),
+        ("job/supervisor.py", "from ddp_hpc.spec.training import TrainSpec", "Launching knows no workload"),
+        ("job/launcher.py", "from ddp_hpc.spec.run import RunSpec", "Launching knows no workload"),
+        ("job/ending/takeover.py", "def late():\n    import ddp_hpc.checkpoint_store", "Launching knows no workload"),
     ],
 )
 def test_a_trespass_breaks_its_contract(copy: Path, module: str, line: str, contract: str) -> None:

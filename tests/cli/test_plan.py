@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.containers import CommandWrapper
 from ddp_hpc.job.launcher import step_of_agents
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
+from tests.made_launch import launch_of
 
 CONFIG = """
 resources: {nodes: 2, workers_per_node: 2}
@@ -67,7 +67,7 @@ def test_the_commands_are_those_of_the_code_that_starts_them(here: Path, capsys:
 
     shown = planned(capsys)["steps"]["the workers"]
 
-    assert shlex.split(shown) == step_of_agents(spec, RunDir(here / "runs/run"), CommandWrapper())
+    assert shlex.split(shown) == step_of_agents(launch_of(spec, RunDir(here / "runs/run")))
 
 
 @pytest.mark.parametrize(

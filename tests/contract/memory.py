@@ -29,6 +29,7 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import Description, Submission
 from ddp_hpc.submission.run_dir_setup import is_finished, make_run_dir
+from ddp_hpc.workload.table import workload_of
 
 NAME = "memory"
 HAS_QUEUE = True
@@ -94,7 +95,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     if spec is not None:
         _take_steps(run, spec.train.max_steps or 0)
         _end(run, Ending.FINISHED, last_step=spec.train.max_steps)
-        write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
+        write_done(run, workload_of(spec).goal)
     newest = Ledger.read(run).attempts[-1]
     if newest.attempt < attempt or not newest.is_last:
         raise WorkerError(f"{run.name} is gone.")

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.config import load_resolved
 from ddp_hpc.job.ending import node_probe
-from ddp_hpc.job.launcher import WORKER
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
+from ddp_hpc.workload.table import workload_of
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.made_run import make_run
 
@@ -86,7 +87,7 @@ def test_a_node_is_asked_to_import_the_users_own_recipe(tmp_path: Path) -> None:
 
     answers = [
         subprocess.run(
-            [sys.executable, "-c", node_probe._CODE, str(run.path), WORKER],
+            [sys.executable, "-c", node_probe._CODE, str(run.path), workload_of(load_resolved(run.config)).worker],
             env={**os.environ, IMPORT_PATH: path},
             cwd=run.path,
             capture_output=True,

@@ -17,7 +17,6 @@ from ddp_hpc.checkpoint_store import MANIFEST, checkpoint_path, committed_steps,
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.failure_reports import read_failures
-from ddp_hpc.job.ending import stale_attempts
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.ledger import End, Ending, Ledger, record_end, record_start
 from ddp_hpc.ownership import claim, claim_path, has_claim, is_fenced
@@ -27,6 +26,8 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.stop import StopFlag
+from ddp_hpc.workload import recipe
+from ddp_hpc.workload.table import workload_of
 from tests.distributed.whole_runs import make_workplace
 from tests.made_run import add_metrics, add_progress, make_run
 from tests.unit.made_state import SEED, make_checkpointers, make_state, save
@@ -309,12 +310,12 @@ def test_a_supervisor_goes_on_where_the_first_sign_of_the_workers_cannot_be_look
 def test_a_supervisor_takes_what_the_records_say_of_checkpoints_that_cannot_be_listed(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stale_attempts, "LISTING_PATIENCE_S", 0.0)
+    monkeypatch.setattr(recipe, "LISTING_PATIENCE_S", 0.0)
     note_commit(run, "ledger")
     shutil.rmtree(run.checkpoints)
     run.checkpoints.symlink_to(run.checkpoints.name)
 
-    assert stale_attempts.newest_step(run, Ledger.read(run)) == 4
+    assert workload_of(RunSpec(name="digits")).progress(run, Ledger.read(run)) == 4
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec import ResourcesSpec, RestartSpec, RunSpec, SlurmSpec
+from tests.made_launch import context_of
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 from tests.unit.made_job import NODES, Supervised
@@ -35,13 +35,7 @@ def supervised(slurm: FakeSlurm, tmp_path: Path) -> Callable[..., Supervised]:
         )
         known = {"job_id": "7", "node_names": NODES, "tasks_per_node": (1, 1), "partition": "gpu", **more}
         return Supervised(
-            JobContext(
-                run=make_run(tmp_path),
-                spec=spec,
-                allocation=Allocation(**known),
-                is_for_slurm=True,
-                environ=slurm.environ,
-            ),
+            context_of(spec, make_run(tmp_path), Allocation(**known), dict(slurm.environ)),
             slurm,
         )
 

@@ -15,6 +15,7 @@ from ddp_hpc.slurm.allocation import (
     shape_problem,
     step_task,
 )
+from ddp_hpc.world import World
 from tests.unit.made_network import batch, shell, task
 
 
@@ -148,7 +149,7 @@ def test_the_ranks_of_all_tasks_are_all_ranks(tasks: list[int]) -> None:
     [(3, 1, None), (2, 1, "`resources.nodes` is 2, but job 7 has 3"), (3, 4, "job 7 has a node with room for only 1")],
 )
 def test_a_run_of_another_shape_does_not_fit(num_nodes: int, tasks_per_node: int, told: str | None) -> None:
-    problem = shape_problem(allocation(batch()), num_nodes=num_nodes, tasks_per_node=tasks_per_node)
+    problem = shape_problem(allocation(batch()), World(num_nodes=num_nodes, workers_per_node=tasks_per_node))
 
     assert problem is None if told is None else told in (problem or "")
 

@@ -14,6 +14,7 @@ from ddp_hpc import containers
 from ddp_hpc.containers import (
     Bind,
     CommandWrapper,
+    HostPaths,
     command_wrapper,
     container_setup,
     identity_of,
@@ -29,11 +30,13 @@ from ddp_hpc.ledger import record_start
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.submission.preflight.image import look_at_image
+from tests.made_launch import launch_of, paths_of
 from tests.made_run import make_run
 
 RUN = RunDir(Path("/scratch/ada/runs/net"))
 WORK_DIR = Path("/home/ada/project")
 CODE = "/scratch/ada/runs/net/snapshot"
+HERE = HostPaths(work_dir=Path("/"))
 
 
 def spec(**container: Any) -> RunSpec:
@@ -43,7 +46,7 @@ def spec(**container: Any) -> RunSpec:
 
 def inside(monkeypatch: pytest.MonkeyPatch, one: RunSpec | None = None) -> containers.ContainerSetup:
     monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
-    found = container_setup(one or spec(), RUN, import_paths=[CODE], work_dir=WORK_DIR)
+    found = container_setup(one or spec(), RUN, paths_of(one or spec(), WORK_DIR, (CODE,)))
     assert found is not None
     return found
 
@@ -143,17 +146,16 @@ def test_a_runtime_that_is_for_elsewhere_is_refused_before_the_queue_and_in_the_
     with pytest.raises(ConfigError, match=f"is {runtime}"):
         list(look_at_image(one, RUN, [], {}, is_for_slurm=is_for_slurm))
     with pytest.raises(ConfigError, match=f"is {runtime}"):
-        wrapper_of(one, RUN, [], {}, is_for_slurm=is_for_slurm)
+        wrapper_of(one, RUN, paths_of(one), {}, is_for_slurm=is_for_slurm)
 
 
 def test_dockers_images_are_names_even_where_a_file_is_called_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    one = spec(runtime="docker", image="torch:1")
 
-    found = container_setup(
-        spec(runtime="docker", image="torch:1"), RUN, import_paths=[], work_dir=WORK_DIR, environ={"A": "1"}
-    )
+    found = container_setup(one, RUN, paths_of(one, WORK_DIR), {"A": "1"})
 
     assert found is not None
     assert (found.image, found.passed) == ("torch:1", ("A",))
@@ -173,9 +175,10 @@ def test_the_runs_own_variables_are_set_inside_over_the_images(monkeypatch: pyte
 @pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
 def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
     wrapper = CommandWrapper(python="/opt/python", prefix=("runtime", "image"), srun_args=("--of-the-runtime",))
-    start = Start(spec=spec(), run=RUN, attempt=0, meeting=Meeting("10.0.0.1", 29500), wrapper=wrapper)
+    launch = launch_of(spec(), RUN, wrapper)
+    start = Start(launch=launch, attempt=0, meeting=Meeting("10.0.0.1", 29500))
 
-    argv = step_of_agents(spec(), RUN, wrapper) if launcher == "agent" else STEPS[launcher](start)
+    argv = step_of_agents(launch) if launcher == "agent" else STEPS[launcher](start)
 
     at = argv.index("--of-the-runtime")
     assert argv[0] == "srun"
@@ -186,9 +189,9 @@ def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
 def test_without_an_image_everything_is_as_it_was() -> None:
     bare = RunSpec(name="net")
 
-    assert container_setup(bare, RUN, import_paths=[], work_dir=WORK_DIR) is None
-    assert wrapper_of(bare, RUN, [], {}) == containers.BARE
-    assert agent_argv(bare, RUN)[0] == sys.executable
+    assert container_setup(bare, RUN, paths_of(bare, WORK_DIR)) is None
+    assert wrapper_of(bare, RUN, paths_of(bare), {}) == containers.BARE
+    assert agent_argv(launch_of(bare, RUN))[0] == sys.executable
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,7 @@ def test_the_weights_to_begin_with_are_seen_inside(monkeypatch: pytest.MonkeyPat
     one = replace(spec(), runs_dir=str(runs), train=TrainSpec(init_from=text))
     monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
 
-    found = container_setup(one, RunDir(one.path), import_paths=[], work_dir=work_dir)
+    found = container_setup(one, RunDir(one.path), paths_of(one, work_dir))
 
     assert found is not None
     assert Bind(str(place), str(place)) in found.binds
@@ -245,7 +248,7 @@ def test_both_places_that_may_hold_the_weights_are_bound(tmp_path: Path, monkeyp
     one = replace(spec(), runs_dir=str(runs), train=TrainSpec(init_from="pretrained"))
     monkeypatch.setattr(containers, "PACKAGE_DIR", Path("/venv/lib/python3.11/site-packages/ddp_hpc"))
 
-    found = container_setup(one, RunDir(one.path), import_paths=[], work_dir=work_dir)
+    found = container_setup(one, RunDir(one.path), paths_of(one, work_dir))
 
     assert found is not None
     assert {str(runs / "pretrained"), str(work_dir)} <= {bind.source for bind in found.binds}
@@ -348,14 +351,14 @@ def test_a_resume_in_another_image_is_told_of(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "apptainer").touch(0o755)
     environ = {"PATH": str(tmp_path)}
     run, image = make_run(tmp_path), made_sif(tmp_path / "image.sif", number=1)
-    first = wrapper_of(spec(image=str(image)), run, [], environ)
+    first = wrapper_of(spec(image=str(image)), run, HERE, environ)
     record_start(run, attempt=0, job_id="7", image=first.image)
     assert list(look_at_image(spec(image=str(image)), run, [], environ, is_for_slurm=True)) == []
 
     made_sif(image, number=2)
     told = list(look_at_image(spec(image=str(image)), run, [], environ, is_for_slurm=True))
     capsys.readouterr()
-    wrapper_of(spec(image=str(image)), run, [], environ)
+    wrapper_of(spec(image=str(image)), run, HERE, environ)
 
     assert "attempt 0 ran in another image (SIF 0" in told[0]
     assert told[0] in capsys.readouterr().err
@@ -373,7 +376,7 @@ def test_a_job_takes_the_runtime_that_is_there(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "singularity").touch(0o755)
     run = RunDir(tmp_path)
 
-    found = wrapper_of(spec(image=str(tmp_path)), run, [], {"PATH": str(tmp_path)})
+    found = wrapper_of(spec(image=str(tmp_path)), run, HERE, {"PATH": str(tmp_path)})
 
     assert found.prefix[0] == "singularity"
     assert f"the workers run in the image {tmp_path}, started by singularity" in capsys.readouterr().err
@@ -383,14 +386,14 @@ def test_a_job_without_the_runtime_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"needs apptainer or singularity, .* Load its module \(in a job, with `slurm.modules`\)"
     ):
-        wrapper_of(spec(image=str(tmp_path)), RunDir(tmp_path), [], {"PATH": str(tmp_path)})
+        wrapper_of(spec(image=str(tmp_path)), RunDir(tmp_path), HERE, {"PATH": str(tmp_path)})
 
 
 def test_a_node_that_does_not_see_the_image_or_a_path_says_which(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.sif, but there is no such file or directory on this node"):
-        wrapper_of(spec(image=str(tmp_path / "none.sif")), RunDir(tmp_path), [], {})
+        wrapper_of(spec(image=str(tmp_path / "none.sif")), RunDir(tmp_path), HERE, {})
     with pytest.raises(ConfigError, match=r"The container has to mount /no/such, but this node has no such path"):
-        wrapper_of(spec(image=str(tmp_path), binds=("/no/such",)), RunDir(tmp_path), [], {})
+        wrapper_of(spec(image=str(tmp_path), binds=("/no/such",)), RunDir(tmp_path), HERE, {})
 
 
 def test_what_is_missing_is_known_before_a_runtime_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_an_option_that_is_set_twice_is_refused() -> None:
     spec = RunSpec(name="twice", slurm=SlurmSpec(extra={"nodes": 3}))
 
     with pytest.raises(ConfigError, match=r"slurm\.extra\.nodes"):
-        directives(spec, RunDir(spec.path), chdir=Path("/"))
+        directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)
 
 
 @pytest.mark.parametrize("flag", ["a b", "x;rm", "--nodes", ""])
@@ -306,7 +306,7 @@ def test_memory_is_asked_for_where_the_clusters_default_would_be_too_little(
 ) -> None:
     spec = RunSpec(name="memory", resources=ResourcesSpec(**resources), train=TRAIN)
 
-    made = {one.flag: one.value for one in directives(spec, RunDir(spec.path), chdir=Path("/"))}
+    made = {one.flag: one.value for one in directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)}
 
     assert made.get("mem") == (None if gb is None else f"{gb}G")
     assert "gpus-per-task" not in made

@@ -13,6 +13,7 @@ from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
+from tests.made_launch import launch_of
 
 RUN = RunDir(Path("/scratch/runs/digits"))
 
@@ -28,8 +29,8 @@ def start(*, address: str = "10.0.0.1", launcher: str = "agent") -> list[str]:
         train=TrainSpec(global_batch_size=64),
     )
     if launcher == "agent":
-        return step_of_agents(spec, RUN)
-    asked = Start(spec=spec, run=RUN, attempt=2, meeting=Meeting(address, 29500))
+        return step_of_agents(launch_of(spec, RUN))
+    asked = Start(launch=launch_of(spec, RUN), attempt=2, meeting=Meeting(address, 29500))
     return STEPS[launcher](asked)
 
 
@@ -93,7 +94,7 @@ def test_agents_are_started_once_for_all_attempts_and_told_of_each_by_their_line
 
     assert argv[argv.index(sys.executable) :] == [
         *[sys.executable, "-m", "ddp_hpc.job.node.agent", str(RUN.path), "--worker", "ddp_hpc.train.worker"],
-        *["--num-workers", "4", "--in-step"],
+        *["--stop-signal", "USR2", "--num-workers", "4", "--in-step"],
     ]
 
 
@@ -126,7 +127,7 @@ def test_torchrun_gets_its_options_and_the_task_as_a_module(address: str, endpoi
 def test_an_agent_is_told_of_cpus_only_where_they_were_asked_for(cpus: int | None, words: list[str]) -> None:
     spec = RunSpec(name="digits", resources=ResourcesSpec(workers_per_node=4, cpus_per_worker=cpus))
 
-    argv = agent_argv(spec, RUN)
+    argv = agent_argv(launch_of(spec, RUN))
 
     assert argv[argv.index("--num-workers") :] == ["--num-workers", "4", *words]
 

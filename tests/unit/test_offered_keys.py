@@ -12,6 +12,7 @@ from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
+from tests.made_launch import launch_of
 
 
 def made_of(tmp_path: Path, *words: str) -> RunSpec:
@@ -47,10 +48,10 @@ def test_a_template_of_ones_own_is_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["agent", *STEPS])
 def test_arguments_of_srun_reach_the_step_of_every_launcher(launcher: str, tmp_path: Path) -> None:
     spec = made_of(tmp_path, "slurm.srun_args=[--cpu-bind=none, --mpi=none]", f"launcher={launcher}")
-    run = RunDir(spec.path)
+    launch = launch_of(spec)
 
-    made = Start(spec=spec, run=run, attempt=0, meeting=Meeting("10.0.0.1", 29500))
-    argv = step_of_agents(spec, run) if launcher == "agent" else STEPS[launcher](made)
+    made = Start(launch=launch, attempt=0, meeting=Meeting("10.0.0.1", 29500))
+    argv = step_of_agents(launch) if launcher == "agent" else STEPS[launcher](made)
 
     assert argv[argv.index("--cpu-bind=none") + 1] == "--mpi=none"
 
@@ -58,6 +59,6 @@ def test_arguments_of_srun_reach_the_step_of_every_launcher(launcher: str, tmp_p
 @pytest.mark.parametrize("count", [0, 4])
 def test_restarts_of_torchrun_are_what_the_key_says(count: int, tmp_path: Path) -> None:
     spec = made_of(tmp_path, f"torchrun.max_restarts={count}", "launcher=torchrun")
-    start = Start(spec=spec, run=RunDir(spec.path), attempt=0, meeting=Meeting("10.0.0.1", 29500))
+    start = Start(launch=launch_of(spec), attempt=0, meeting=Meeting("10.0.0.1", 29500))
 
     assert f"--max-restarts={count}" in STEPS["torchrun"](start)

@@ -30,7 +30,7 @@ def test_an_attempt_that_died_without_a_word_gets_the_one_that_slurm_has(
     one.slurm.accounts(*ends)
     one.slurm.knows_nodes(node1="idle", node2="down")
 
-    stale_attempts.close_stale(one.run, one.slurm.environ)
+    stale_attempts.close_stale(one.run, one.context.workload, one.slurm.environ)
 
     assert (one.last.cause, one.last.ending, one.last.failed_nodes) == (cause, "failed", failed)
     assert one.last.reason.startswith("ddp-hpc's supervisor process ended without recording why")
@@ -41,7 +41,7 @@ def test_a_second_start_of_a_job_is_not_taken_for_its_first(supervised: Make) ->
     one.begin(restart=1)
     one.slurm.accounts("NODE_FAIL", "PREEMPTED")
 
-    stale_attempts.close_stale(one.run, one.slurm.environ)
+    stale_attempts.close_stale(one.run, one.context.workload, one.slurm.environ)
 
     assert one.last.cause == "preempted"
 
@@ -51,7 +51,7 @@ def test_an_attempt_that_had_its_word_keeps_it(supervised: Make) -> None:
     one.ends(STOPPED)
     before = one.last
 
-    stale_attempts.close_stale(one.run, one.slurm.environ)
+    stale_attempts.close_stale(one.run, one.context.workload, one.slurm.environ)
 
     assert one.last == before
 
@@ -84,6 +84,6 @@ def test_an_older_job_of_the_same_number_says_nothing(supervised: Make) -> None:
     new = "7|PREEMPTED|0:0|2099-01-01T00:00:00|2099-01-01T00:00:00|2099-01-01T00:00:09|1|10|node1|None"
     one.slurm.has("sacct", "\n".join(f"printf '%s\\n' '{row}' | tr '|' '\\037'" for row in (old, new)))
 
-    stale_attempts.close_stale(one.run, one.slurm.environ)
+    stale_attempts.close_stale(one.run, one.context.workload, one.slurm.environ)
 
     assert one.last.cause == "preempted"

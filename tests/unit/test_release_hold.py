@@ -21,6 +21,7 @@ from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import ResourcesSpec, RunSpec
 from ddp_hpc.submission.release_hold import MOST_RELEASES, call_back, hasten, hasten_job, hastening, letting_in
 from ddp_hpc.submission.slurm import _require_alive
+from ddp_hpc.workload.table import workload_of
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
 
@@ -247,7 +248,9 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
         queued = QueuedJob(job_id="7", attempt=0, at=0.0)
         write_queued_job(run, queued)
         called.append(call_back(run, queued, KILLED, slurm.environ))
-        close_stale(run, slurm.environ)  # accounting calls each start REQUEUED, as if somebody had wanted it
+        close_stale(
+            run, workload_of(RunSpec(name="run")), slurm.environ
+        )  # accounting calls each start REQUEUED, as if somebody had wanted it
 
     assert called == [True, True, False]
     first = Ledger.read(run).attempts[0]

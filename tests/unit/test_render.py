@@ -33,7 +33,10 @@ def make_spec(*, slurm: Mapping[str, Any] | None = None, **resources: Any) -> Ru
 
 
 def options(spec: RunSpec, *, chdir: Path = Path("/home/ada")) -> dict[str, str | None]:
-    return {one.flag: one.value for one in directives(spec, RunDir(spec.path), chdir=chdir)}
+    return {
+        one.flag: one.value
+        for one in directives(spec, RunDir(spec.path), chdir=chdir, cpus_per_worker=spec.cpus_per_task)
+    }
 
 
 def script(spec: RunSpec, *, chdir: Path = Path("/home/ada"), **more: Any) -> str:
@@ -278,7 +281,7 @@ def test_a_step_names_nodes_tasks_and_cpus_however_they_are_dealt(tasks_per_node
         resources=ResourcesSpec(nodes=3, workers_per_node=4),
     )
 
-    argv = step_argv(spec, tasks_per_node=tasks_per_node)
+    argv = step_argv(spec, spec.resources.world, tasks_per_node=tasks_per_node, cpus_per_worker=spec.cpus_per_task)
 
     assert argv[:5] == [
         "srun",

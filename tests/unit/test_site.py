@@ -20,6 +20,7 @@ from ddp_hpc.render import JobScript, render
 from ddp_hpc.rendezvous.interfaces import Interface
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
+from tests.made_launch import launch_of, paths_of
 
 GOLDEN = Path(__file__).parent / "golden"
 PARTITIONED = """
@@ -254,13 +255,13 @@ def test_what_an_example_makes_of_a_run_is_the_golden_text(
     spec = resolve(tmp_path / "net.yaml", settings, {**user, "SCRATCH": "/scratch/ada"}, site=path.stem).spec
     run = RunDir(spec.path)
     script = render(JobScript(spec=spec, run=run, chdir=Path("/home/ada"), python="/venv/bin/python"))
-    inside = containers.container_setup(spec, run, import_paths=[], work_dir=Path("/home/ada"))
+    inside = containers.container_setup(spec, run, paths_of(spec, Path("/home/ada")))
     assert inside is not None
     wrapper = containers.command_wrapper(
         inside, containers.find_runtime(spec, {"PATH": str(runtimes(tmp_path))}), "python3"
     )
     made = [
-        " ".join(step_of_agents(spec, run, wrapper)),
+        " ".join(step_of_agents(launch_of(spec, run, wrapper))),
         *(f"{name}={value}" for name, value in spec.environ.items()),
         script.replace(f"ddp-hpc {__version__}", "ddp-hpc VERSION"),
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddp_hpc import exit_codes, ownership, requeue
 from ddp_hpc.failure_reports import WorkerFailure, silent_end
-from ddp_hpc.job.ending import blame, stale_attempts
+from ddp_hpc.job.ending import blame
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
 from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
@@ -16,8 +16,6 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.ledger import Cause, End, record_end
 from ddp_hpc.records import write_done
 from ddp_hpc.requeue import Decision, Situation
-from ddp_hpc.run_dir import RunDir
-from ddp_hpc.spec import RunSpec
 
 _ENDED_EARLY = (
     "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
@@ -64,7 +62,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         failed_nodes = tuple(node for node in failed_nodes if node not in before)
     if cause == Cause.REFUSED and has_trained(known.attempts):
         cause, failed_nodes = Cause.WORKER_CRASHED, blame.refusing_nodes(context, failure)
-    newest_step = stale_attempts.newest_step(context.run, known.ledger)
+    newest_step = context.workload.progress(context.run, known.ledger)
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
@@ -86,16 +84,16 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         failed_nodes=failed_nodes,
         is_slurm_away=context.allocation is not None and evidence.job is None,
     )
-    _write(context.run, context.spec, conclusion)
+    _write(context, conclusion)
     return conclusion
 
 
-def _write(run: RunDir, spec: RunSpec, conclusion: Conclusion) -> None:
+def _write(context: JobContext, conclusion: Conclusion) -> None:
     """Record how an attempt ended; remove the stop request that it obeyed, and the claim of a run's last attempt."""
-    cause, decision = conclusion.cause, conclusion.decision
+    run, cause, decision = context.run, conclusion.cause, conclusion.decision
     if cause == Cause.FINISHED:
         with best_effort():
-            write_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps)
+            write_done(run, context.workload.goal)
     with best_effort():
         record_end(
             run,

@@ -14,7 +14,7 @@ from ddp_hpc.job.job_context import JobContext
 
 def report_hang(context: JobContext, attempt: int, failures: Sequence[WorkerFailure]) -> WorkerFailure:
     """Write all ranks' stacks into one file, and an error report that names the rank that the others wait for."""
-    run, world_size = context.run, context.spec.resources.world_size
+    run, world_size = context.run, context.world.world_size
     stands = stacks.read_rank_stacks(run, attempt, world_size)
     lost_peer = {failure.rank for failure in failures if failure.is_secondary}
     found = stacks.straggler(stands, world_size, lost_peer=lost_peer)

@@ -10,7 +10,7 @@ import time
 import traceback
 from contextlib import suppress
 
-from ddp_hpc import checkpoint_store, exit_codes, requeue
+from ddp_hpc import exit_codes, requeue
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.job.ending import attempt_end, requeue_job
 from ddp_hpc.job.ending.attempt_end import Conclusion
@@ -53,8 +53,9 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         return Conclusion(attempt=attempt, cause=Cause.FENCED, decision=decision, reason=reason)
     num, newest_step = 1, None
     with suppress(Exception):
-        newest_step = max(checkpoint_store.committed_steps(context.run), default=0)
-        attempts = since_submission(Ledger.read(context.run), read_queued_job(context.run))
+        ledger = Ledger.read(context.run)
+        newest_step = context.workload.progress(context.run, ledger)
+        attempts = since_submission(ledger, read_queued_job(context.run))
         num = requeue.num_without_progress(attempts, newest_step, _CAUSE)
     situation = requeue.Situation(
         cause=_CAUSE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,6 @@ from ddp_hpc import exit_codes
 from ddp_hpc.containers import CommandWrapper
 from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.job.launcher import WORKER
 from ddp_hpc.job.wire.subprocesses import printed_by
 from ddp_hpc.ledger import Cause, Ledger
 from ddp_hpc.requeue import reserve_s
@@ -49,7 +48,7 @@ def blame(context: JobContext, wrapper: CommandWrapper, attempt: int, outcome: O
         "note: the workers failed twice in a row without an error report; ddp-hpc now checks that each node can start Python and import their modules\n"
     )
     environ = {**context.environ, **wrapper.environ}
-    unable = unable_nodes(context.nodes, context.run, wrapper, environ)
+    unable = unable_nodes(context, wrapper, environ)
     if not unable or len(unable) == len(context.nodes):
         return outcome  # what holds for all is no node's fault
     reason = f"{', '.join(unable)} cannot start a worker's Python and import its modules; the {len(context.nodes) - len(unable)} other nodes can"
@@ -64,16 +63,16 @@ def _is_unexplained(run: RunDir, attempt: int, outcome: Outcome) -> bool:
     return has_failed and not is_explained and first_failure(run, attempt) is None
 
 
-def unable_nodes(
-    nodes: Sequence[str], run: RunDir, wrapper: CommandWrapper, environ: Mapping[str, str]
-) -> tuple[str, ...]:
+def unable_nodes(context: JobContext, wrapper: CommandWrapper, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes on which a step of one task does not import what a worker needs."""
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        answers = pool.map(partial(_answer, run=run, wrapper=wrapper, environ=environ), nodes)
-        return tuple(node for node, answer in zip(nodes, answers, strict=True) if _CAN not in answer)
+        ask = partial(_answer, context=context, wrapper=wrapper, environ=environ)
+        return tuple(
+            node for node, answer in zip(context.nodes, pool.map(ask, context.nodes), strict=True) if _CAN not in answer
+        )
 
 
-def _answer(node: str, *, run: RunDir, wrapper: CommandWrapper, environ: Mapping[str, str]) -> str:
-    command = [*wrapper.srun_args, *wrapper.command, "-c", _CODE, str(run.path), WORKER]
+def _answer(node: str, *, context: JobContext, wrapper: CommandWrapper, environ: Mapping[str, str]) -> str:
+    command = [*wrapper.srun_args, *wrapper.command, "-c", _CODE, str(context.run.path), context.workload.worker]
     printed, _ = printed_by([*probe_argv(1), f"--nodelist={node}", *command], environ=environ, timeout_s=TIMEOUT_S)
     return printed

@@ -6,34 +6,17 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 
-from ddp_hpc import checkpoint_store, requeue
-from ddp_hpc.errors import DdpHpcError, UnreadableError
+from ddp_hpc import requeue
+from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.job.ending import causes
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
-from ddp_hpc.patience import patiently
-from ddp_hpc.records import newest_committed
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.slurm.nodes import nodes_to_exclude
 from ddp_hpc.slurm.queries import is_lost
-
-LISTING_PATIENCE_S = 10.0
-"""How long to ask a file system which checkpoints there are, before the run's records are used instead."""
-
-
-def newest_step(run: RunDir, ledger: Ledger) -> int:
-    """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""
-    try:
-        steps = patiently(
-            str(run.checkpoints), lambda: checkpoint_store.committed_steps(run), patience_s=LISTING_PATIENCE_S
-        )
-    except UnreadableError as error:
-        sys.stderr.write(f"note: {error} ddp-hpc takes the newest checkpoint's step from the run's records instead.\n")
-        return newest_committed(run, ledger)
-    return steps[-1] if steps else 0
-
+from ddp_hpc.workload.protocol import Workload
 
 OLD_S = 24 * 3600.0
 """A job that ended so long before the run's first attempt is another one: job ids start again after MaxJobId
@@ -51,7 +34,7 @@ def is_anothers(newest: Attempt, allocation: Allocation, environ: Mapping[str, s
     return job is not None and states.parse_state(job.state) in {"running", "suspended", "ending"}
 
 
-def close_stale(run: RunDir, environ: Mapping[str, str]) -> None:
+def close_stale(run: RunDir, workload: Workload, environ: Mapping[str, str]) -> None:
     """Record the end of the newest attempt by what Slurm knows of it, if its supervisor died before it could."""
     ledger = Ledger.read(run)
     newest = ledger.newest
@@ -62,7 +45,7 @@ def close_stale(run: RunDir, environ: Mapping[str, str]) -> None:
     failed = _failed_nodes(newest, environ) if cause == Cause.NODE_FAILED else ()
     by_slurm = f"Slurm accounting says {state}" if state else "Slurm accounting does not say why"
     reason = f"ddp-hpc's supervisor process ended without recording why; {by_slurm}"
-    end = End(cause=cause, last_step=newest_step(run, ledger), next=Next.SLURM, failed_nodes=failed)
+    end = End(cause=cause, last_step=workload.progress(run, ledger), next=Next.SLURM, failed_nodes=failed)
     record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=-9, reason=reason, end=end)
     sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host}: {reason}\n")
 

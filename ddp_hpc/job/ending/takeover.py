@@ -8,19 +8,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ddp_hpc import checkpoint_store, exit_codes, processes, requeue
+from ddp_hpc import exit_codes, processes, requeue
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
-from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.job.job_context import JobContext, given_world
 from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
-from ddp_hpc.records import is_done, read_queued_job, since_submission
+from ddp_hpc.records import is_done, newest_committed, read_queued_job, since_submission
 from ddp_hpc.requeue import Decision
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation
-from ddp_hpc.spec import RestartSpec, RunSpec
+from ddp_hpc.spec.launch import LaunchSpec, RestartSpec
+from ddp_hpc.workload.protocol import Workload
+from ddp_hpc.workload.table import workload_of
 
 LEAVE_S = 10.0
 """How long the processes of a dead supervisor may take to exit, as srun and the agents notice its death."""
@@ -90,11 +92,11 @@ def write_down_death(
     run: RunDir, ledger: Ledger, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
 ) -> Next:
     """Record the end of the newest attempt, whose supervisor could not; return what follows: nothing if no guardian is there."""
-    spec, newest = _spec(run), ledger.newest
+    asked, newest = _asked(run), ledger.newest
     assert newest is not None  # noqa: S101  the callers looked
-    steps = checkpoint_store.committed_steps(run)
-    newest_step = steps[-1] if steps else 0
-    if spec is not None and is_done(run, epochs=spec.train.epochs, max_steps=spec.train.max_steps):
+    spec, workload = asked or (None, None)
+    newest_step = newest_committed(run, ledger) if workload is None else workload.progress(run, ledger)
+    if workload is not None and is_done(run, workload.goal):
         end = End(cause=Cause.FINISHED, last_step=newest_step)
         record_end(run, attempt=newest.attempt, ending=Ending.FINISHED, exit_code=exit_codes.FINISHED, end=end)
         return Next.NOTHING
@@ -110,7 +112,7 @@ def write_down_death(
 
 
 def _decide(
-    attempts: Sequence[Attempt], spec: RunSpec | None, allocation: Allocation | None, newest_step: int
+    attempts: Sequence[Attempt], spec: LaunchSpec | None, allocation: Allocation | None, newest_step: int
 ) -> Decision:
     """Return what follows a supervisor's death: without Slurm, too, another attempt, as the guardian starts a supervisor."""
     cause = Cause.SUPERVISOR_DIED
@@ -126,11 +128,13 @@ def _decide(
     return decision
 
 
-def _spec(run: RunDir) -> RunSpec | None:
+def _asked(run: RunDir) -> tuple[LaunchSpec, Workload] | None:
+    """Return what the run's configuration asks for; None where it cannot be read."""
     try:
-        return load_resolved(run.config)
+        spec = load_resolved(run.config)
     except ConfigError:
         return None
+    return spec, workload_of(spec)
 
 
 def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
@@ -141,11 +145,20 @@ def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
 
 def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
     """Requeue the job as was decided, if the dead supervisor has not done so."""
-    spec, noted = _spec(run), read_queued_job(run)
-    if spec is None:
+    asked, noted = _asked(run), read_queued_job(run)
+    if asked is None:
         return None
+    spec, workload = asked
     if newest.next == Next.REQUEUE or noted is None or noted.job_id == allocation.job_id:
-        context = JobContext(run=run, spec=spec, allocation=allocation, is_for_slurm=True, environ=environ)
+        context = JobContext(
+            run=run,
+            spec=spec,
+            workload=workload,
+            world=given_world(spec, allocation),
+            allocation=allocation,
+            is_for_slurm=True,
+            environ=environ,
+        )
         decision = Decision(ending=newest.ending or Ending.FAILED, next=newest.next, exclude=newest.failed_nodes)
         conclusion = Conclusion(
             attempt=newest.attempt,

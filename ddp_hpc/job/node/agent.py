@@ -1,6 +1,6 @@
 """The node agent: imports what all workers need once, forks one worker for each GPU, and ends all when one fails.
 
-    python -m ddp_hpc.job.node.agent RUN_DIR --worker ddp_hpc.train.worker --num-workers 4
+    python -m ddp_hpc.job.node.agent RUN_DIR --worker ddp_hpc.train.worker --stop-signal USR2 --num-workers 4
 
 It reads the supervisor's orders from its standard input and writes reports to its standard output (see `line`): orders to
 start, stop or kill the workers of an attempt, reports of their joint exit code. It keeps running for the next attempt,
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import os
 import signal
 import socket
@@ -27,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ddp_hpc import exit_codes, processes
@@ -55,6 +53,7 @@ from ddp_hpc.rendezvous.worker_env import (
 )
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_task
+from ddp_hpc.workload.protocol import WorkerModule, load_worker
 
 GRACE_S = 1.0
 """How long the others may take to write their error reports, after the first worker has failed."""
@@ -127,7 +126,7 @@ class Agent:
         self._share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
         if self._share.note and self._node_rank == 0:
             sys.stderr.write(f"note: {self._share.note}\n")
-        self._worker: ModuleType | None = None
+        self._worker: WorkerModule | None = None
         self._must_not_fork = False
         self._group: WorkerGroup | None = None
         self._is_stop_pending = False
@@ -143,16 +142,16 @@ class Agent:
                 break
             number = processes.await_signal(self._patience_s())
             if number in processes.STOP_SIGNALS:
-                self._pass_on(number)
+                self._ask_workers_to_stop()
             self._look_after_workers()
         if self._group:
             processes.kill(self._group.alive)
 
-    def _pass_on(self, number: signal.Signals) -> None:
-        """Send a stop signal to the workers; where none runs, keep it for the next ones."""
+    def _ask_workers_to_stop(self) -> None:
+        """Send the workload's stop signal to the workers; where none runs, keep it for the next ones."""
         self._is_stop_pending = self._group is None
         if self._group:
-            processes.send(self._group.alive, number)
+            processes.send(self._group.alive, self._arguments.stop_signal)
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; return the error, which is reported once an attempt is known."""
@@ -161,7 +160,7 @@ class Agent:
         os.environ.update(self._given)
         try:
             with imports_for_good():
-                self._worker = importlib.import_module(self._arguments.worker)
+                self._worker = load_worker(self._arguments.worker)
                 reason = self._worker.preload(str(self._run.path))
         except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
             return error
@@ -196,7 +195,7 @@ class Agent:
                 meeting = Meeting.parse(str(rest["meet"])) if "meet" in rest else ALONE
                 self._start(self._crew(attempt, meeting), failure)
             case {"do": "stop"} if self._group:
-                processes.send(self._group.alive, signal.SIGUSR2)
+                processes.send(self._group.alive, self._arguments.stop_signal)
             case {"do": "end"} if self._group:
                 self._group.end_within(GRACE_S)
 
@@ -216,7 +215,7 @@ class Agent:
                     ranks = _fork(node_workers, self._worker, meeting_point)
                 self._group = WorkerGroup(node_workers, ranks)
             if self._is_stop_pending:
-                self._pass_on(signal.SIGUSR2)
+                self._ask_workers_to_stop()
         except PortTakenError:
             self._report_end(node_workers.attempt, exit_codes.PORT_TAKEN)
         except OSError as error:
@@ -305,13 +304,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.agent", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--worker", required=True)
+    parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
     parser.add_argument("--in-step", action="store_true")
     return parser.parse_args(argv)
 
 
-def _fork(node_workers: NodeWorkers, worker: ModuleType, meeting_point: socket.socket | None) -> dict[int, int]:
+def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket.socket | None) -> dict[int, int]:
     """Fork the workers; return their ranks by pid."""
     gc.freeze()  # the workers share these pages: a garbage collection in one of them would write to them, and so copy them
     sys.stdout.flush()  # fork copies the buffer too, and each worker would print it again
@@ -332,7 +332,7 @@ def _fork(node_workers: NodeWorkers, worker: ModuleType, meeting_point: socket.s
 
 
 def _become_worker(
-    node_workers: NodeWorkers, worker: ModuleType, rank: int, meeting_point: socket.socket | None, agent_pid: int
+    node_workers: NodeWorkers, worker: WorkerModule, rank: int, meeting_point: socket.socket | None, agent_pid: int
 ) -> None:
     """Run one worker in this forked process; never return. Exits without Python's shutdown, in which torch can abort."""
     code = exit_codes.FAILED

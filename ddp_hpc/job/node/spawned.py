@@ -8,7 +8,6 @@ The agent sets its rank in the environment.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import traceback
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from ddp_hpc.errors import exit_code_of
 from ddp_hpc.failure_reports import report
 from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.workload.protocol import load_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,13 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, rank = RunDir(arguments.run), int(os.environ["RANK"])
     try:
         with imports_for_good():
-            worker = importlib.import_module(arguments.worker)
+            worker = load_worker(arguments.worker)
             worker.preload(str(run.path))
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
         report(run.rank_error(arguments.attempt, rank), error, rank=rank, log=run.console)
         return exit_code_of(error)
-    code: int = worker.main(str(run.path), os.environ, attempt=arguments.attempt, listen_fd=arguments.listen_fd)
-    return code
+    return worker.main(str(run.path), os.environ, attempt=arguments.attempt, listen_fd=arguments.listen_fd)
 
 
 if __name__ == "__main__":

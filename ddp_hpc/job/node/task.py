@@ -9,7 +9,6 @@ the environment.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import traceback
@@ -36,6 +35,7 @@ from ddp_hpc.rendezvous.worker_env import (
 )
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import step_task
+from ddp_hpc.workload.protocol import load_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,9 +83,9 @@ def _work(run: RunDir, worker_module: str, attempt: int, meeting: Meeting | None
             if meeting is not None and rank == 0:
                 listen_fd = os.dup(resources.enter_context(listen(meeting)).fileno())
             with imports_for_good():
-                worker = importlib.import_module(worker_module)
+                worker = load_worker(worker_module)
                 worker.preload(str(run.path))
-        code: int = worker.main(str(run.path), os.environ, attempt=attempt, listen_fd=listen_fd)
+        code = worker.main(str(run.path), os.environ, attempt=attempt, listen_fd=listen_fd)
     except PortTakenError:
         return exit_codes.PORT_TAKEN
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too

@@ -1,6 +1,6 @@
 """Runs torchrun on one node, with the facts that it would guess wrong, and handles signals in its place.
 
-    python -m ddp_hpc.job.node.torchrun_node --num-workers 4 --meet "ADDRESS PORT" --token-file FILE -- OPTIONS ...
+    python -m ddp_hpc.job.node.torchrun_node --num-workers 4 --stop-signal USR2 --meet "ADDRESS PORT" --token-file FILE -- OPTIONS ...
 
 torchrun guesses from names which node hosts the rendezvous, and by which address the others reach this one: the host is
 the node whose own name resolves to the endpoint. Where a node's own name means 127.0.1.1, as Debian's installer has it,
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.torchrun_node", description=__doc__)
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
+    parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
     parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("options", nargs="+", help="torchrun's options, and the script that it starts")
@@ -64,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
-    return _see_through(torchrun)
+    return _see_through(torchrun, arguments.stop_signal)
 
 
-def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
-    """Wait for torchrun; pass stop signals on to the workers it has started, once they have handlers.
+def _see_through(torchrun: subprocess.Popen[bytes], stop_signal: int) -> int:
+    """Wait for torchrun; send the workload's stop signal to the workers it has started, once they have handlers.
 
     A worker whose Python has just started would be killed by the signal, and torchrun would report a failure.
     """
@@ -77,7 +78,8 @@ def _see_through(torchrun: subprocess.Popen[bytes]) -> int:
         number = processes.await_signal(REPEAT_S if is_stopping else 3600.0)
         is_stopping = is_stopping or number in processes.STOP_SIGNALS
         if is_stopping:
-            processes.request_stop(filter(processes.is_listening, _children(torchrun.pid)))
+            listening = (pid for pid in _children(torchrun.pid) if processes.is_listening(pid, stop_signal))
+            processes.send(listening, stop_signal)
     return code
 
 

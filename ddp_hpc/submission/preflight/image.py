@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ddp_hpc.containers import (
     ContainerSetup,
+    HostPaths,
     candidate_runtimes,
     container_setup,
     identity_of,
@@ -21,7 +22,8 @@ from ddp_hpc.containers import (
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec import LaunchSpec, RunSpec
+from ddp_hpc.workload.table import workload_of
 
 
 def look_at_image(
@@ -33,7 +35,9 @@ def look_at_image(
         ConfigError: where it, or a path that it is to see, is not there; or the runtime cannot take it.
     """
     staged_source(spec)
-    inside = container_setup(spec, run, import_paths=[str(path) for path in import_paths], work_dir=Path.cwd())
+    here = Path.cwd()
+    inputs = [*workload_of(spec).input_paths(here)]
+    inside = container_setup(spec, run, HostPaths(work_dir=here, import_paths=import_paths, inputs=inputs))
     if inside is None:
         return
     refuse_misplaced(spec, is_for_slurm=is_for_slurm)
@@ -58,7 +62,7 @@ def look_at_image(
         yield told
 
 
-def _require_fetching_runtime(spec: RunSpec, inside: ContainerSetup) -> None:
+def _require_fetching_runtime(spec: LaunchSpec, inside: ContainerSetup) -> None:
     """Refuse to have every node fetch and convert the same image."""
     if spec.container.runtime != "pyxis":
         raise ConfigError(

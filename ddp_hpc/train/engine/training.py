@@ -200,7 +200,7 @@ def _order(spec: RunSpec, recipe: Recipe, group: Group) -> SampleOrder:
         num_samples=len(recipe.train_data),  # type: ignore[arg-type]  # map-style data has a length
         seed=spec.seed,
         global_batch_size=spec.train.global_batch_size,
-        micro_batch_size=spec.micro_batch_size,
+        micro_batch_size=spec.train.micro_batch_size_in(group.rank_info.world_size),
         world_size=group.rank_info.world_size,
         drop_last=spec.data.drop_last,
     )

@@ -1,0 +1,32 @@
+"""The workloads that this version has, and which one a spec asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import cast
+
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.workload.protocol import Workload
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A line of the table."""
+
+    module: str
+    """It has `workload(spec)`, which returns the `Workload`; imported when a run asks for it."""
+    is_asked_for: Callable[[RunSpec], bool]
+
+
+WORKLOADS: dict[str, Kind] = {
+    "recipe": Kind("ddp_hpc.workload.recipe", is_asked_for=lambda _: True),
+}
+"""Name -> workload. The first one that a spec asks for counts, so the one that every spec asks for stands last."""
+
+
+def workload_of(spec: RunSpec) -> Workload:
+    """Return what the workers of this run do."""
+    kind = next(kind for kind in WORKLOADS.values() if kind.is_asked_for(spec))
+    return cast("Workload", import_module(kind.module).workload(spec))
