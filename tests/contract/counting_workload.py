@@ -1,0 +1,52 @@
+"""A workload that is no training: its workers count in a file. All that launching has to know of it stands here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.ledger import Ledger
+from ddp_hpc.run_dir import RunDir
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.workload.protocol import UsersCode, Workload
+from ddp_hpc.workload.table import Kind
+
+LINE = Kind("tests.contract.counting_workload", is_asked_for=lambda spec: spec.recipe.target == "counting:count")
+"""What stands in the table of workloads."""
+
+
+def workload(spec: RunSpec) -> Workload:
+    """Return the counting that this spec describes."""
+    return CountingWorkload(spec)
+
+
+@dataclass(frozen=True)
+class CountingWorkload:
+    """Count to `recipe.args.to`."""
+
+    spec: RunSpec
+    worker: str = "tests.contract.counting_worker"
+    stop_signal: str = "TERM"
+    cpus_per_worker: int = 1
+
+    @property
+    def goal(self) -> Mapping[str, Any]:
+        return {"count": self.spec.recipe.args["to"]}
+
+    def progress(self, run: RunDir, ledger: Ledger) -> int:
+        del ledger
+        return counted(run)
+
+    def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:
+        return UsersCode(import_paths[0], Path("counting.txt")) if import_paths else None
+
+    def input_paths(self, work_dir: Path) -> Iterator[Path]:
+        yield work_dir / "numbers"
+
+
+def counted(run: RunDir) -> int:
+    """Return how far the workers have counted."""
+    path = run.path / "count"
+    return int(path.read_text()) if path.exists() else 0
