@@ -69,7 +69,7 @@ class Job:
         if self.wait() != "finished":
             status = self.status()
             raise WorkerError(
-                f"{self.run.name} {status.state} at step {status.step}: {status.reason or 'see its logs'}"
+                f"{self.run.name} {status.state} at step {status.step}: {status.reason or f'read `ddp-hpc logs {self.run.name}`'}"
             )
         return self.status().metrics
 

@@ -40,7 +40,9 @@ def claim(run: RunDir, attempt: int) -> list[str]:
         make_directory(claim_path(run, attempt))
         remove_leftovers(run)
         return _fence_older(run, attempt)
-    raise FencedError(f"Another process has begun attempt {attempt} of {run.name}, so this one stops.")
+    raise FencedError(
+        f"Another process has begun attempt {attempt} of {run.name}, so this one stops. You need do nothing."
+    )
 
 
 def next_attempt(run: RunDir, ledger: Ledger | None = None) -> int:
@@ -92,7 +94,7 @@ def claim_again(run: RunDir, attempt: int) -> None:
             make_directory(path)
     if not _is_newest(run, attempt):
         delete_directory(claim_path(run, attempt))
-        raise FencedError(f"A newer attempt has taken over {run.name}, so attempt {attempt} stops.")
+        raise FencedError(f"A newer attempt of {run.name} has begun, so attempt {attempt} stops. You need do nothing.")
 
 
 def release(run: RunDir, attempt: int) -> None:

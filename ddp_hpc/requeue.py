@@ -103,7 +103,10 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     if row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying:
         return Decision(ending=ending, next=Next.IN_PLACE)
     if policy.by == "requeue" and not situation.may_requeue:
-        return Decision(ending=ending, why="the job does not go back into the queue, because `slurm.requeue` is false")
+        return Decision(
+            ending=ending,
+            why="the job does not go back into the queue, because `slurm.requeue` is false; submit the run again",
+        )
     lost = situation.failed_nodes if situation.cause == Cause.NODE_FAILED else ()
     return Decision(ending=ending, next=Next(policy.by), exclude=tuple(sorted({*situation.bad_nodes, *lost})))
 

@@ -73,7 +73,10 @@ def _main(argv: Sequence[str] | None) -> int:
     except OSError as error:
         if error.filename is None:
             raise  # not about a file of the user's: ours to mend
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(
+            f"error: {error.filename} cannot be used: {error.strerror}. Check the path and its permissions.",
+            file=sys.stderr,
+        )
         return FAILED
     return code
 

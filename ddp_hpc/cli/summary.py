@@ -57,7 +57,7 @@ def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
 
 def cause(run: RunDir, failure: WorkerFailure) -> str:
     """Return who failed first, with what, and the last lines of its log."""
-    who = "the agent" if failure.rank < 0 else f"rank {failure.rank}"
+    who = "ddp-hpc's agent process" if failure.rank < 0 else f"rank {failure.rank}"
     told = [f"{who} on {failure.host} failed first, at step {failure.step}: {failure.exception}"]
     log = log_of(run, failure)
     if log is not None:

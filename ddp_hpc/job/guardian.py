@@ -76,13 +76,13 @@ def _guard(run: RunDir, options: Sequence[str], *, since: int) -> int:
             return exit_codes.FAILED
         num_deaths = 1 if time.monotonic() - began > GOOD_WHILE_S else num_deaths + 1
         if num_deaths > len(exit_codes.GUARD_PAUSES_S):
-            reason = f"the supervisor {exit_codes.described(after)}, {num_deaths} times in a row"
+            reason = f"ddp-hpc's supervisor process {exit_codes.described(after)}, {num_deaths} times in a row"
             sys.stderr.write(f"error: {reason}, so ddp-hpc does not start it again. Submit {run.name} again.\n")
             _write_down(run, since, reason)
             return exit_codes.FAILED
         pause_s = exit_codes.GUARD_PAUSES_S[num_deaths - 1]
         sys.stderr.write(
-            f"note: the supervisor {exit_codes.described(after)}; ddp-hpc starts it again in {pause_s} s\n"
+            f"note: ddp-hpc's supervisor process {exit_codes.described(after)}; it starts again in {pause_s} s\n"
         )
         is_stop_asked = _pause(pause_s) or is_stop_asked
 

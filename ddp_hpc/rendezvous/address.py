@@ -112,7 +112,7 @@ def _by_name(zero: str, host: Host) -> Fact:
     best, refused = _best(host.resolve(zero), host)
     if best is None:
         return Fact(
-            rule=f"this host cannot resolve {zero} to an address that it can reach: export MASTER_ADDR in the job script",
+            rule=f"this host cannot resolve {zero} to an address that it can reach: set MASTER_ADDR with `export` in the job script",
             refused=refused,
         )
     rule = f"{zero} resolves to it on this host; the other nodes do the same, and {zero} uses its routing table"
@@ -133,7 +133,7 @@ def _towards_others(neighbours: Sequence[str], host: Host) -> Fact:
             return Fact(value=own, source=f"this node's {interface.name}", rule=rule, refused=refused)
     asked = ", ".join(neighbours[:_MOST_NEIGHBOURS])
     return Fact(
-        rule=f"this node cannot resolve {asked} to an address that it can reach: export MASTER_ADDR in the job script"
+        rule=f"this node cannot resolve {asked} to an address that it can reach: set MASTER_ADDR with `export` in the job script"
     )
 
 

@@ -86,7 +86,7 @@ def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
             return Fact(value=str(port), source=OURS, rule=rule, refused=tuple(taken))
         taken.append(Refused(str(port), "another process uses it"))
     return Fact(
-        rule=f"other processes use all {MOST_TRIES} ports that were tried: set MASTER_PORT to a free one",
+        rule=f"other processes use all {MOST_TRIES} ports that ddp-hpc tried: set MASTER_PORT to a free one",
         refused=tuple(taken),
     )
 
@@ -122,7 +122,7 @@ def _threads(environ: Mapping[str, str], allocation: Allocation | None, host: Ho
         grant = cpu_grant(environ)
         return threads(min(host.num_cpus, grant.num_of_task) if grant else host.num_cpus, source="Slurm")
     if allocation.cpus_per_task is None:
-        return Fact(rule="the job was submitted without `--cpus-per-task`: each task finds its own")
+        return Fact(rule="the job was submitted without `--cpus-per-task`, so each task counts its own CPUs")
     is_here = allocation.process_kind == "shell on a node"
     num_cpus = min(allocation.cpus_per_task, host.num_cpus) if is_here else allocation.cpus_per_task
     return threads(num_cpus, source="Slurm")

@@ -88,7 +88,7 @@ class StopConsensus:
         stop_votes, pause_sum = votes.tolist()
         if stop_votes >= _FENCED_VOTE:
             raise FencedError(
-                f"Another attempt has taken the run over, so this attempt stops at step {step} without a checkpoint."
+                f"A newer start of the run has replaced this one, which stops at step {step} without a checkpoint. You need do nothing."
             )
         self._next_step = step + pause_sum
         return bool(stop_votes > 0)

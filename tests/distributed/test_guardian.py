@@ -47,7 +47,7 @@ def test_a_run_whose_supervisor_is_killed_amid_training_finishes_with_the_same_b
 
     first, second = Ledger.read(run).attempts
     assert (first.cause, first.next, first.ending) == ("supervisor died", "in place", "failed")
-    assert first.reason == "the supervisor was killed by signal 9 (SIGKILL)"
+    assert first.reason == "ddp-hpc's supervisor process was killed by signal 9 (SIGKILL)"
     assert (last.attempt, last.ending, second.first_step) == (1, "finished", first.last_step)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in before)
     until(lambda: not processes.is_locked(run.lock))
@@ -80,7 +80,7 @@ def test_a_supervisor_that_always_dies_ends_the_run_with_the_reason(workplace: W
 
     assert [one.next for one in Ledger.read(run).attempts] == ["in place", ""]
     assert last.reason.startswith(
-        "the supervisor was killed by signal 9 (SIGKILL); 2 attempts in a row ended without a new"
+        "ddp-hpc's supervisor process was killed by signal 9 (SIGKILL); 2 attempts in a row ended without a new"
     )
     assert last.exit_code == exit_codes.FAILED
     until(lambda: not processes.is_locked(run.lock))

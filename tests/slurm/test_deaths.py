@@ -125,7 +125,7 @@ def test_a_killed_supervisor_is_replaced_by_the_shell_of_its_job(
     assert (first.cause, first.next, first.reason) == (
         "supervisor died",
         "in place",
-        "the supervisor was killed by signal 9 (SIGKILL)",
+        "ddp-hpc's supervisor process was killed by signal 9 (SIGKILL)",
     )
     assert (second.job_id, second.restart, second.nodes) == (first.job_id, first.restart, first.nodes)
     assert_unbroken(place, "headless", world_size=4, may_lose=MAY_LOSE)

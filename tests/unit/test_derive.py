@@ -202,7 +202,7 @@ def test_loopback_is_never_rank_zeros_address() -> None:
     address = row(task(4, 1, 0, on="node2"), confused, "MASTER_ADDR")
 
     assert address.value is None
-    assert "export MASTER_ADDR in the job script" in address.rule
+    assert "set MASTER_ADDR with `export` in the job script" in address.rule
     assert address.refused == (Refused("127.0.1.1", "loopback or link-local: other nodes cannot reach it"),)
 
 

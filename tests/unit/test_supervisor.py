@@ -176,7 +176,9 @@ def test_supervisors_that_die_without_a_new_checkpoint_end_the_run_with_the_reas
     (last,) = Ledger.read(run).attempts
     assert code == exit_codes.GAVE_UP
     assert (last.ending, last.cause, last.next) == ("failed", "supervisor died", "")
-    assert last.reason.startswith("the supervisor was killed by signal 9 (SIGKILL); 1 attempt ended without")
+    assert last.reason.startswith(
+        "ddp-hpc's supervisor process was killed by signal 9 (SIGKILL); 1 attempt ended without"
+    )
     assert slurm.orders() == []
 
 

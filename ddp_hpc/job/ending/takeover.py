@@ -77,7 +77,7 @@ def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, 
     if newest is None or newest.attempt < death.since or not _is_of_this_start(newest, allocation):
         return None
     if newest.ending is None:
-        next_ = write_down_death(run, ledger, allocation, f"the supervisor {death.how}")
+        next_ = write_down_death(run, ledger, allocation, f"ddp-hpc's supervisor process {death.how}")
         if next_ == Next.IN_PLACE:
             return None
         newest = Ledger.read(run).newest or newest

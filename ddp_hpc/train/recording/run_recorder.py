@@ -129,7 +129,11 @@ class RunRecorder:
         rate = "" if self._rate is None else f"  {self._rate:.0f} samples/s"
         log.info("step %d/%d  loss %.4f  lr %.4g%s", position.step, self._total_steps, loss, lr, rate)
         if not math.isfinite(loss):
-            log.warning("the loss is %s at step %d: `train.on_nonfinite` decides what follows", loss, position.step)
+            log.warning(
+                "the loss is %s at step %d; `train.on_nonfinite` (stop, skip or ignore) says whether the run continues",
+                loss,
+                position.step,
+            )
 
     def evaluated(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation."""
