@@ -50,7 +50,7 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
         job: Any = Executor(folder=run.submitit).submit(CommandFunction(["bash", str(run.job_script)]))
     except (FailedJobError, FailedSubmissionError) as error:
         if client.is_no_answer(str(error)):
-            raise SlurmUnavailableError(f"Slurm does not answer: sbatch says {error}. Try again.") from error
+            raise SlurmUnavailableError(f"Slurm does not answer: sbatch prints {error}. Try again later.") from error
         raise ConfigError(f"sbatch refuses the job: {error}") from error
     finally:
         with contextlib.suppress(OSError):  # a file system without modes

@@ -76,7 +76,7 @@ def build(  # noqa: PLR0913  the flags of one command
             done = subprocess.run(argv, cwd=folder, env=dict(environ), check=False)
             if done.returncode != 0:
                 raise WorkerError(
-                    f"{program} could not build {output}: it ended with {done.returncode}, and says why above."
+                    f"{program} could not build {output}: it exited with code {done.returncode}. Its output above says why."
                 )
             if is_file:
                 beside.replace(target)
@@ -107,7 +107,7 @@ def _engine(engine: Engine, environ: Mapping[str, str]) -> str:
     found = next((name for name in candidates if shutil.which(name, path=environ.get("PATH", ""))), None)
     if found is None:
         raise ConfigError(
-            f"There is no {' or '.join(candidates)} on PATH to build with. Load its module, or choose `--engine`."
+            f"PATH has no {' or '.join(candidates)} to build the image with. Load its module, or choose another `--engine`."
         )
     return found
 
@@ -124,14 +124,18 @@ def digest(image: str, environ: Mapping[str, str]) -> Digest:
             image=str(path), sha256=_sha256(path), identity=identity_of(str(path)), num_bytes=path.stat().st_size
         )
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory, which can change unseen: make a file of it (`apptainer build`).")
+        raise ConfigError(
+            f"{path} is a directory, but only an image file has a digest. Make a file of it: `apptainer build NEW.sif {path}`."
+        )
     asked = ["docker", "image", "inspect", "--format", "{{.Id}}", image]
     if shutil.which("docker", path=environ.get("PATH", "")):
         done = subprocess.run(asked, env=dict(environ), capture_output=True, text=True, check=False)
         if done.returncode == 0:
             found = done.stdout.strip().removeprefix("sha256:")
             return Digest(image=image, sha256=found, identity=identity_of(image))
-    raise ConfigError(f"{image} is no file, and no image that Docker has here.")
+    raise ConfigError(
+        f"{image} is neither a file nor an image that Docker has on this host. Correct the name (`docker image ls` lists images)."
+    )
 
 
 def _sha256(path: Path) -> str:

@@ -57,8 +57,8 @@ def refuse_several_nodes(spec: LaunchSpec) -> None:
     """
     if spec.resources.nodes > 1:
         raise ConfigError(
-            f"`resources.nodes` is {spec.resources.nodes}, but the run would start on this machine alone. Submit it on a "
-            "login node of Slurm (`--cluster slurm`), or set `resources.nodes=1` and `resources.workers_per_node`."
+            f"`resources.nodes` is {spec.resources.nodes}, but the run would start on this machine only. Submit it on a "
+            "login node of Slurm (`--cluster slurm`), or set `resources.nodes=1`."
         )
 
 
@@ -168,8 +168,8 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     if newest is None or newest.cluster != NAME or newest.ending is not None or newest.host == here:
         return None
     return (
-        f"{run.name} was started on {newest.host}, this is {here}, and nothing says that it has ended. "
-        f"Try again there; or, if that machine is gone for good, move {run.path} away yourself."
+        f"{run.name} was started on {newest.host}, and this host, {here}, cannot find out whether it still runs there. "
+        f"Run the command on {newest.host}; if that machine is gone for good, rename the directory {run.path}."
     )
 
 
@@ -229,7 +229,9 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
         if progress is not None and progress.attempt >= attempt:
             return None
         if not is_guarded and entry is None:
-            raise RunBusyError(f"{run.path} could not be started; {run.console} ends: {_last_line(run.console)}")
+            raise RunBusyError(
+                f"The run in {run.path} could not be started. The last line of {run.console}: {_last_line(run.console)}"
+            )
         if not is_guarded and entry is not None and not entry.lives(socket.gethostname()):
             raise WorkerError(_gone(run, entry.attempt))
         time.sleep(_POLL_S)
@@ -256,8 +258,8 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
 
 def _gone(run: RunDir, attempt: int) -> str:
     return (
-        f"Attempt {attempt} of {run.name} has ended and the ledger does not say how: its supervisor and its guardian are gone. "
-        f"They were killed, or the guardian gave up and could not write that down. {run.console} ends: "
+        f"Attempt {attempt} of {run.name} has ended, and attempts.jsonl does not say how: the ddp-hpc processes that watched the "
+        f"workers were killed, or could not write that file. The last line of {run.console}: "
         f"{_last_line(run.console)}\nSubmit the run again; it resumes from its newest checkpoint."
     )
 
@@ -270,11 +272,13 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     """
     del environ
     if then == "requeue":
-        raise ConfigError(f"{run.name} runs on this machine, where there is no queue. `ddp-hpc stop` ends it.")
+        raise ConfigError(
+            f"{run.name} runs on this machine, which has no queue to go back into. To stop it: `ddp-hpc stop {run.name}`."
+        )
     if not processes.is_locked(run.lock):
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
     ask_to_stop(run)
-    return f"{run.name} was asked to commit a checkpoint and leave. Submit it again to go on."
+    return f"{run.name} will write a checkpoint and stop. Submit it again to continue from there."
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
@@ -294,7 +298,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         time.sleep(_POLL_S)  # a supervisor that the guardian starts meanwhile sees what was written
     if not is_known:
         raise ConfigError(f"{run.name} is not running, so there is nothing to cancel. Start it with `ddp-hpc submit`.")
-    return f"{run.name} was cancelled. Its newest checkpoint stays; submit it again to go on from there."
+    return f"{run.name} was cancelled. Its checkpoints stay; submit it again to continue from the newest."
 
 
 def _end_attempt(run: RunDir, attempt: Attempt) -> None:
@@ -306,8 +310,8 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
     here = socket.gethostname()
     if attempt.host != here:
         raise ConfigError(
-            f"{run.name} was to be cancelled on {here}, but its supervisor is process {attempt.pid} on {attempt.host}. "
-            f"Cancel it there, or ask it from here to commit and leave: `ddp-hpc stop {run.name}`."
+            f"{run.name} cannot be cancelled from {here}: it runs on {attempt.host} (process {attempt.pid}). Cancel it "
+            f"there, or have it write a checkpoint and stop: `ddp-hpc stop {run.name}`."
         )
     if attempt.ending is None or attempt.next:
         end = End(cause=Cause.CANCELLED, last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)

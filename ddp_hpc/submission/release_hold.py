@@ -113,7 +113,7 @@ def hasten_job(
             raise
         # The job is ours, so it is the hold that is another's. Slurm's `Reason` does not tell: it goes on to say
         # `launch failed requeued held` of a job that an administrator has held since (measured: 22.05).
-        raise ConfigError(f"{error}. An administrator holds it: ask them.") from error
+        raise ConfigError(f"{error}. An administrator holds the job: ask your cluster's support.") from error
     except (ConfigError, SlurmUnavailableError):
         return False
     return bool(change)
@@ -150,7 +150,9 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
     return True
 
 
-_SHELL_KILLED = "the shell of its job, and the supervisor with it, was killed by signal 9; the job was called back"
+_SHELL_KILLED = (
+    "signal 9 killed the job's shell and ddp-hpc in it, and `ddp-hpc requeue --now` put the job back into the queue"
+)
 
 
 def spared_nodes(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]) -> Exclusions:

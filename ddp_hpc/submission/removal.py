@@ -58,7 +58,7 @@ def delete(run: RunDir, environ: Mapping[str, str]) -> None:
         shutil.rmtree(away)
     except OSError as error:
         raise ConfigError(
-            f"{run.name} is a run no more, but some of it could not be deleted: {error}. The rest lies in {away}."
+            f"The run {run.name} was removed, but some of its files could not be deleted: {error}. Delete {away} yourself."
         ) from error
 
 
@@ -72,7 +72,7 @@ def _rename(path: Path, target: Path) -> None:
         fsync_path(target.parent)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be renamed to {target.name}: {error.strerror or error}. Who may write to {path.parent}?"
+            f"{path} cannot be renamed to {target.name}: {error.strerror or error}. Check that you may write to {path.parent}."
         ) from error
 
 
@@ -85,16 +85,16 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
     """
     if run.path.is_symlink():
         raise ConfigError(
-            f"{run.path} is a link to {run.path.readlink()}. Name the directory itself, or remove the link."
+            f"{run.path} is a symbolic link to {run.path.readlink()}. Name that directory, or remove the link."
         )
     newest = Ledger.read(run).newest
     is_over = newest is not None and newest.ending is not None
     lock_fd = processes.take_lock(run.lock, patience_s=VANISH_PATIENCE_S if is_over else 0.0)
     if lock_fd is None:
-        raise RunBusyError(f"{run.name} is running on this machine. End it first: `ddp-hpc cancel {run.name}`.")
+        raise RunBusyError(f"{run.name} is running on this machine. Stop it first: `ddp-hpc cancel {run.name}`.")
     try:
         if _is_being_submitted(run):
-            raise RunBusyError(f"{run.name} is being submitted at this moment. Try again when that is done.")
+            raise RunBusyError(f"Another process is submitting {run.name} at this moment. Try again when it is done.")
         problem = next(filter(None, (backend.in_use(run, environ) for backend in backends_of(run))), None)
         if problem:
             raise RunBusyError(problem)

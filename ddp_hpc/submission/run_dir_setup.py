@@ -43,7 +43,7 @@ def refuse_file_in_the_way(run: RunDir) -> None:
         if not stat.S_ISDIR(mode):
             raise ConfigError(
                 f"`runs_dir` and `name` put the run at {run.path}, but {place} is a file, not a directory. "
-                "Choose another place with `runs_dir=...`."
+                "Choose another directory with `runs_dir=...`."
             )
         return
 
@@ -68,7 +68,7 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             shutil.rmtree(beside.path, ignore_errors=True)
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise ConfigError(
-                    f"The run's directory {run.path} exists, but its configuration could not be seen a moment ago. Another "
+                    f"The run's directory {run.path} exists, but its configuration file was not visible a moment ago. Another "
                     "submission made it meanwhile, or its file system was slow to show it: submit again. Where it holds no run, "
                     "choose another `name=...`."
                 ) from error
@@ -128,7 +128,7 @@ def _removed(run: RunDir) -> str:
 def _unwritable(run: RunDir, error: OSError) -> ConfigError:
     return ConfigError(
         f"The run's directory {run.path} cannot be written: {error.strerror or error}. "
-        "Choose another place with `runs_dir=...`, or free this one."
+        "Choose another directory with `runs_dir=...`, or make this one writable."
     )
 
 
@@ -152,7 +152,7 @@ def refuse_strangers(path: Path) -> None:
     open_ones = [place for place in places if place.lstat().st_mode & _WRITABLE and not place.is_symlink()]
     if open_ones and not _knows_no_modes(path.parent):
         raise ConfigError(
-            f"Others than you may write to {', '.join(map(str, open_ones))}, and could change the code that you would run. "
+            f"Other users may write to {', '.join(map(str, open_ones))}, and could change the code that you would run. "
             f"Take that right away with `chmod -R go-w {shlex.quote(str(path))}`, and submit again."
         )
 

@@ -211,7 +211,7 @@ def _notes_on_restarts(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]
     """Say what the run's past means for its next job."""
     spared = spared_nodes(run, spec, environ)
     if spared.excluded:
-        yield f"avoids {', '.join(spared.excluded)}, where it failed before (forgotten after {spec.restart.forget_h} h)"
+        yield f"excludes {', '.join(spared.excluded)}, where the run failed in the last {spec.restart.forget_h} h (`restart.forget_h`)"
     if spared.detail:
         yield spared.detail
 
@@ -264,13 +264,13 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
         return None
     if client.is_here(environ):
         if is_alive(job.job_id, environ):
-            return f"Job {job.job_id} of {run.name} waits or runs. End it first: `ddp-hpc cancel {run.name}`."
+            return f"Job {job.job_id} of {run.name} waits or runs. Cancel it first: `ddp-hpc cancel {run.name}`."
         return None
     if newest is not None and newest.attempt >= job.attempt and newest.ending is not None and not newest.next:
         return None
     return (
-        f"{run.name} was submitted as job {job.job_id}, and there is no Slurm here to say whether it still waits or runs. "
-        "Try again on a machine of its cluster."
+        f"{run.name} was submitted as Slurm job {job.job_id}, but this host has no Slurm, so ddp-hpc cannot find out whether the "
+        "job still waits or runs. Run the command on a login node of its cluster."
     )
 
 
@@ -290,7 +290,7 @@ def _freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> li
 
     most = spec.snapshot.max_mb * 10**6
     snapshot = take_snapshot(code.directory, run, max_bytes=most, leave_out=[run.path.parent], needed=code.needed)
-    return [f"code: {snapshot.num_files} files of {snapshot.source} copied, {snapshot.num_bytes / 1e6:.1f} MB"]
+    return [f"code: copied {snapshot.num_files} files of {snapshot.source}, {snapshot.num_bytes / 1e6:.1f} MB"]
 
 
 @contextlib.contextmanager
@@ -369,7 +369,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     newest = Ledger.read(run).newest
     if newest is not None and newest.job_id == job.job_id and newest.ending is None:
         record_end(run, attempt=newest.attempt, ending=Ending.CANCELLED, exit_code=-9, reason="cancelled by the user")
-    return f"Job {job.job_id} of {run.name} was cancelled. Its newest checkpoint stays; submit it again to go on."
+    return f"Job {job.job_id} of {run.name} was cancelled. Its checkpoints stay; submit it again to continue from the newest."
 
 
 def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
@@ -384,10 +384,10 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     is_over = newest is None or (newest.ending is not None and newest.next != Next.IN_PLACE)
     if job is None or newest is None or newest.attempt < job.attempt or is_over:
         raise ConfigError(
-            f"{run.name} is not running, so there is nothing to stop. A job that waits is taken out of the queue by "
+            f"{run.name} is not running, so there is nothing to stop. To remove a waiting job from the queue, use "
             f"`ddp-hpc cancel {run.name}`."
         )
     ask_to_stop(run, then=then)
     if then == "requeue":
-        return f"{run.name} was asked to commit a checkpoint and go back into the queue."
-    return f"{run.name} was asked to commit a checkpoint and leave. Submit it again to go on."
+        return f"{run.name} will write a checkpoint and go back into Slurm's queue."
+    return f"{run.name} will write a checkpoint and stop. Submit it again to continue from there."

@@ -88,7 +88,7 @@ def take_snapshot(
     except OSError as error:
         raise ConfigError(
             f"The code in {source} cannot be copied for the job: {error}. Correct that, or set "
-            "`snapshot.enabled=false`: then the job imports the code from there."
+            "`snapshot.enabled=false`, so that the job imports the code from there."
         ) from error
     return Snapshot(target, source, len(files), sum(file.size for file in files), commit, is_dirty)
 
@@ -137,10 +137,9 @@ def _runs_among(source: Path, names: Sequence[str]) -> Iterator[Path]:
 def _require(copied: Path, original: Path) -> None:
     if not copied.exists():
         raise ConfigError(
-            f"The recipe's module {original} would be missing in the job's copy of the code: git ignores it, it lies "
-            "among the runs, or behind a link that leads out of the code. Have git take it (`git check-ignore -v "
-            f"{original}` tells which line keeps it out), or let the job import the code where it lies with "
-            "`snapshot.enabled=false`."
+            f"The job's copy of the code would not contain the recipe's module {original}: git ignores it, or it is in the "
+            "directory of the runs, or behind a symbolic link to outside. Change the line of `.gitignore` that `git check-ignore "
+            f"-v {original}` prints, or set `snapshot.enabled=false`, so that the job imports the code from its own directory."
         )
 
 
@@ -181,9 +180,9 @@ def _refuse_large(source: Path, names: Sequence[str], max_bytes: int) -> None:
     biggest = sorted(sizes, key=lambda name: -sizes[name])[:_NUM_BIGGEST]
     told = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in biggest)
     raise ConfigError(
-        f"The code in {source} is {total / 1e6:.1f} MB, and `snapshot.max_mb` is {max_bytes // 10**6}. The biggest: {told}. "
-        "Have git ignore what is no code, raise `snapshot.max_mb`, or let the job import the code where it lies with "
-        "`snapshot.enabled=false`."
+        f"The code in {source} is {total / 1e6:.1f} MB, and `snapshot.max_mb` is {max_bytes // 10**6}. The largest: {told}. "
+        "Add what is not code to `.gitignore`, raise `snapshot.max_mb`, or set `snapshot.enabled=false`, so that the job "
+        "imports the code from its own directory."
     )
 
 

@@ -157,7 +157,7 @@ def test_a_refused_submission_deletes_no_run_whose_configuration_could_not_be_se
         assert run.config.exists()
 
     assert set(found) == {2}
-    assert "its configuration could not be seen a moment ago" in capsys.readouterr().err
+    assert "its configuration file was not visible a moment ago" in capsys.readouterr().err
 
 
 def test_a_script_that_cannot_be_where_it_is_asked_for_is_refused_before_anything_is_made(
@@ -178,7 +178,7 @@ def test_a_recipe_that_git_ignores_is_refused_before_slurm_is_asked(
 
     assert main(["submit", "run.yaml", "--cluster", "slurm"]) == 2
 
-    assert f"The recipe's module {slurm}/tiny.py would be missing" in capsys.readouterr().err
+    assert f"would not contain the recipe's module {slurm}/tiny.py" in capsys.readouterr().err
     assert not list(slurm.glob("runs/*"))
     assert not (slurm / "asked").exists()
 
@@ -242,7 +242,7 @@ def test_a_job_that_waits_is_told_with_its_reason_in_words(slurm: Path, capsys: 
 
     told = json.loads(capsys.readouterr().out)
     assert (told["state"], told["job_id"], told["source"]) == ("waiting", "17", "squeue")
-    assert told["reason"] == "jobs with higher priority are ahead of it"
+    assert told["reason"] == "jobs with higher priority are ahead of it in the queue"
 
 
 def test_slurm_that_is_down_does_not_keep_anybody_from_looking(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:

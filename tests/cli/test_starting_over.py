@@ -82,9 +82,9 @@ def _queued(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("occupy", "told"),
     [
-        (_held, "is running on this machine. End it first: `ddp-hpc cancel demo`."),
+        (_held, "is running on this machine. Stop it first: `ddp-hpc cancel demo`."),
         (_elsewhere, "was started on another"),
-        (_queued, "there is no Slurm here to say"),
+        (_queued, "this host has no Slurm"),
     ],
 )
 def test_a_run_that_somebody_may_work_on_is_left_alone(occupy: Any, told: str, run: RunDir) -> None:

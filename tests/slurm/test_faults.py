@@ -85,8 +85,8 @@ def test_a_job_cancelled_behind_our_back_is_told_by_slurm(cluster: Cluster, logi
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["slurm.partition=nope"], ["'nope'", "batch (4 nodes)", "Choose one of them"]),
-        ([*world(8, 1)], ["8 nodes", "batch (4 nodes)", "Ask for less"]),
+        (["slurm.partition=nope"], ["'nope'", "batch (4 nodes)", "Set `slurm.partition` to one of them"]),
+        ([*world(8, 1)], ["8 nodes", "batch (4 nodes)", "or lower `resources.nodes`"]),
         (["slurm.account=nope"], ["'nope'", "you may use lab", "QOS high"]),
         (["slurm.qos=nope"], ["'nope'", "you may use lab"]),
         (["runs_dir=/tmp/runs"], ["/tmp/runs/wrong", "of its own", "runs_dir"]),
@@ -136,5 +136,5 @@ def test_a_node_that_does_not_see_the_runs_directory_is_told_of(cluster: Cluster
         cluster.run("umount", runs, node="node2", user="root")
 
     assert done.returncode == 1
-    assert "wrote nothing. Most often a node does not see the run's directory" in done.stderr
+    assert "wrote nothing to the run's directory. Most often a node cannot read" in done.stderr
     assert login.status("unseen")["state"] == "failed"

@@ -87,8 +87,8 @@ def test_a_run_whose_processes_are_gone_is_not_said_to_have_been_killed_where_no
     with pytest.raises(WorkerError) as told:
         local.wait(run, 0, os.environ)
 
-    assert "were killed, or the guardian gave up and could not write that down" in str(told.value)
-    assert "ends: error: run was not readable" in str(told.value)
+    assert "were killed, or could not write that file" in str(told.value)
+    assert f"The last line of {run.console}: error: run was not readable" in str(told.value)
 
 
 def test_what_was_cancelled_before_a_submission_does_not_end_its_guardian(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_several_nodes_on_this_machine_are_refused(
     (tmp_path / "run.yaml").write_text("resources: {nodes: 2}\n")
 
     assert main(["submit", "run.yaml", "--cluster", "local", *how]) == 2
-    assert "`resources.nodes` is 2, but the run would start on this machine alone" in capsys.readouterr().err
+    assert "`resources.nodes` is 2, but the run would start on this machine only" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

@@ -78,7 +78,10 @@ def test_each_sees_the_own_runs_and_is_told_how_many_are_left_out(
 
     assert all(f"\n{name} " in said for name in own), said
     assert not any(f"\n{name} " in said for name in others), said
-    assert f"note: {3 - len(own)} in {str(runs_dir)!r} cannot be read" in said
+    assert (
+        f"note: the list leaves out {3 - len(own)} of the directories in {str(runs_dir)!r}, which cannot be read"
+        in said
+    )
 
 
 def test_each_finds_the_own_newest_run_and_that_of_a_job(runs_dir: Path) -> None:

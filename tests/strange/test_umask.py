@@ -153,9 +153,9 @@ def script_writable(run: RunDir) -> None:
             "belongs to nobody, and its owner could change",
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
         ),
-        (writable_by(0o070), "Others than you may write to .*digits, .*chmod -R go-w"),
-        (writable_by(0o002), "Others than you may write to .*digits, .*chmod -R go-w"),
-        (script_writable, "Others than you may write to .*job.sbatch"),
+        (writable_by(0o070), "Other users may write to .*digits, .*chmod -R go-w"),
+        (writable_by(0o002), "Other users may write to .*digits, .*chmod -R go-w"),
+        (script_writable, "Other users may write to .*job.sbatch"),
     ],
     ids=["another's", "the group's", "everybody's", "everybody's script"],
 )

@@ -319,7 +319,9 @@ def test_an_address_is_fetched_once_and_not_by_every_node() -> None:
 
 
 def test_a_login_node_without_the_runtime_is_told_of(tmp_path: Path) -> None:
-    assert any("no apptainer or singularity on this host's PATH" in note for note in looked(spec(image=str(tmp_path))))
+    assert any(
+        "this host has no apptainer or singularity on its PATH" in note for note in looked(spec(image=str(tmp_path)))
+    )
     program = tmp_path / "singularity"
     program.touch(0o755)
     assert looked(spec(image=str(tmp_path)), {"PATH": str(tmp_path)}) == []
@@ -337,7 +339,7 @@ def test_an_image_for_another_machine_is_told_of(tmp_path: Path, code: bytes, na
     image = made_sif(tmp_path / "image.sif", code=code)
 
     assert sif_architecture(image) == name
-    told = [note for note in looked(spec(image=str(image))) if "right only if" in note]
+    told = [note for note in looked(spec(image=str(image))) if "it runs only if" in note]
     assert bool(told) == (name is not None and name != platform.machine())
 
 

@@ -183,7 +183,7 @@ def test_a_missing_engine_is_an_error_that_names_it(
     monkeypatch.setenv("PATH", "/nowhere")
 
     assert main(["container", "build", "torch.sif"]) == 2
-    assert "no apptainer or singularity on PATH" in capsys.readouterr().err
+    assert "PATH has no apptainer or singularity" in capsys.readouterr().err
 
 
 def test_docker_builds_from_the_dockerfile_under_a_tag() -> None:

@@ -47,7 +47,7 @@ def test_a_run_of_another_host_is_not_cancelled_by_killing_a_process_of_that_num
 ) -> None:
     add(held, host="elsewhere", pid=stranger.pid, pid_start=None)
 
-    with pytest.raises(ConfigError, match=r"its supervisor is process \d+ on elsewhere. Cancel it there"):
+    with pytest.raises(ConfigError, match=r"it runs on elsewhere \(process \d+\). Cancel it there"):
         local.cancel(held, os.environ)
 
     assert stranger.poll() is None
@@ -74,5 +74,5 @@ def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: P
     dead.wait()
     add(run, host=socket.gethostname(), pid=dead.pid, pid_start=1)
 
-    with pytest.raises(WorkerError, match="its supervisor and its guardian are gone"):
+    with pytest.raises(WorkerError, match="the ddp-hpc processes that watched the workers were killed"):
         local._await_training(run, 0, dead)  # it would wait for two minutes

@@ -195,7 +195,10 @@ def test_a_user_who_asks_is_told_that_an_administrator_holds_the_job(tmp_path: P
     slurm.knows_job(state="PENDING", reason="launch_failed_requeued_held", restarts=1, orders=orders)
 
     assert not hasten(run, slurm.environ)
-    with pytest.raises(ConfigError, match=r"Access/permission denied for job 7\. An administrator holds it: ask them"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Access/permission denied for job 7\. An administrator holds the job: ask your cluster's support",
+    ):
         hasten(run, slurm.environ, is_asked=True)
 
 
@@ -257,7 +260,7 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
     assert (first.cause, first.ending, first.next) == ("supervisor died", "failed", "requeue")
     assert (
         first.reason
-        == "the shell of its job, and the supervisor with it, was killed by signal 9; the job was called back"
+        == "signal 9 killed the job's shell and ddp-hpc in it, and `ddp-hpc requeue --now` put the job back into the queue"
     )
 
 

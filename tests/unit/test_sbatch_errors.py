@@ -67,12 +67,12 @@ POLICY = (
         (
             "allocation failure: Invalid partition name specified",
             spec(slurm={"partition": "nope"}),
-            ["(Invalid partition name specified)", "Choose one of them"],
+            ["(Invalid partition name specified)", "Set `slurm.partition` to one of them"],
         ),
         (
             "sbatch: error: Batch job submission failed: Requested node configuration is not available",
             spec(nodes=9, gpus_per_node=8),
-            ["It asks for 9 nodes with 8 tasks of 1 CPU and 8 GPUs each", "partition batch (4 nodes)"],
+            ["The run asks for 9 nodes with 8 tasks of 1 CPU and 8 GPUs each", "partition batch (4 nodes)"],
         ),
         (
             "sbatch: error: Batch job submission failed: Node count specification invalid",
@@ -87,7 +87,7 @@ POLICY = (
         (
             "sbatch: error: Memory required by task is not available",
             spec(mem_gb=9000),
-            ["9000 GiB each", "Ask for less"],
+            ["9000 GiB each", "other keys of `resources`"],
         ),
         (
             "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
@@ -148,10 +148,10 @@ def test_a_refusal_of_the_sites_own_is_told_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("sbatch: error: Invalid partition name specified", "none that you may see"),
+        ("sbatch: error: Invalid partition name specified", "none that you can see (`sinfo`)"),
         ("sbatch: error: Invalid account", "`sacctmgr show assoc`"),
-        ("sbatch: error: Requested time limit is invalid", "A run that is stopped goes on later"),
-        ("sbatch: error: Requested node configuration is not available", "Ask for less"),
+        ("sbatch: error: Requested time limit is invalid", "writes a checkpoint and continues in its next job"),
+        ("sbatch: error: Requested node configuration is not available", "or lower `resources.nodes`"),
     ],
 )
 def test_a_cluster_that_tells_nothing_of_itself_is_no_error(said: str, told: str) -> None:
@@ -279,7 +279,7 @@ def test_a_plan_that_fits_is_told_in_one_line(slurm: FakeSlurm) -> None:
         (30.0, "it could start now"),
         (20 * 60.0, "it could start in about 20 min"),
         (5 * 3600.0, "it could start in about 5 h"),
-        (400 * 86400.0, "Slurm cannot tell when it could start"),
+        (400 * 86400.0, "Slurm cannot estimate when it could start"),
         (None, None),
     ],
 )
@@ -316,7 +316,7 @@ def test_what_it_may_cost_is_told_in_gpu_hours(resources: dict[str, Any], told: 
 
 
 PREEMPTED_BARE = "preempts without GraceTime"
-PREEMPTED_FOR_GOOD = "preempts by CANCEL"
+PREEMPTED_FOR_GOOD = "cancels the jobs that it preempts"
 MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
     ("all is well", partition(), {}, spec(time_limit_min=60), []),
     (
@@ -324,7 +324,7 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         partition(default_time_min=30.0),
         {},
         spec(),
-        ["note: no `resources.time_limit_min`; partition batch ends jobs after 30 min"],
+        ["note: `resources.time_limit_min` is not set, so partition batch ends the job after 30 min"],
     ),
     ("a time of its own", partition(default_time_min=30.0), {}, spec(time_limit_min=5), []),
     (
@@ -342,7 +342,7 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         partition(default_time_min=1.0),
         {},
         spec(),
-        ["note: no `resources.time_limit_min`", "`resources.time_limit_min` is 1, but"],
+        ["note: `resources.time_limit_min` is not set", "`resources.time_limit_min` is 1, but"],
     ),
     (
         "cancelled when preempted",
@@ -364,7 +364,7 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         {},
         spec(time_limit_min=60),
         [
-            f"{PREEMPTED_BARE}: a preempted run loses the steps since its newest checkpoint (`checkpoint.every_steps` is 500)"
+            f"{PREEMPTED_BARE}, so a preempted run loses the steps since its newest checkpoint. `checkpoint.every_steps` is 500"
         ],
     ),
     ("requeued with grace", partition(preempt_mode="REQUEUE", grace_time_s=60), {}, spec(time_limit_min=60), []),
@@ -375,7 +375,7 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         partition(),
         {"JobRequeue": "0"},
         spec(time_limit_min=60),
-        ["note: the cluster says JobRequeue=0; this job asks to be requeued all the same"],
+        ["note: jobs of this cluster are not requeued by default (JobRequeue=0), but this job asks for it"],
     ),
     (
         "not put back, and not to be",
@@ -419,7 +419,7 @@ def test_a_slurm_that_does_not_answer_is_no_refusal(slurm: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     ("job", "how"),
     [
-        (None, "is unknown to Slurm by now"),
+        (None, "is no longer known to Slurm"),
         (JobRecord(job_id="7", state="CANCELLED by 0"), "was cancelled,"),
         (JobRecord(job_id="7", state="NODE_FAIL", reason="NodeDown"), "lost a node (NodeDown),"),
         (JobRecord(job_id="7", state="FAILED", reason="NonZeroExitCode"), "failed (NonZeroExitCode),"),
@@ -430,4 +430,4 @@ def test_a_job_that_left_without_a_word_is_told_with_where_to_look(job: JobRecor
 
     assert said.startswith(f"Job 7 of digits {how}")
     assert "/scratch/runs/digits/logs/console.log" in said
-    assert said.endswith("sacct -j 7 -o state,exitcode,nodelist.")
+    assert said.endswith("sacct -j 7 -o state,exitcode,nodelist")

@@ -268,7 +268,7 @@ def test_code_without_what_is_needed_is_refused_and_the_last_copy_stays(
     first = take_snapshot(code / "src", run, max_bytes=MB, needed=Path(needed))
     (code / ".gitignore").write_text(f"{ignored}\n")
 
-    with pytest.raises(ConfigError, match="would be missing in the job's copy") as error:
+    with pytest.raises(ConfigError, match="would not contain the recipe's module") as error:
         take_snapshot(code / "src", run, max_bytes=MB, needed=Path(needed))
 
     assert f"`git check-ignore -v {code}/src/{needed}`" in str(error.value)

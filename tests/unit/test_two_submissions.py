@@ -84,7 +84,7 @@ def test_a_run_that_is_being_submitted_is_neither_deleted_nor_put_aside(tmp_path
 
     with (
         submitting_alone(run, patience_s=60.0),
-        pytest.raises(RunBusyError, match="net is being submitted at this moment"),
+        pytest.raises(RunBusyError, match="is submitting net at this moment"),
     ):
         delete(run, cluster.environ)
 
@@ -178,7 +178,7 @@ def test_a_directory_that_others_may_write_to_is_refused_before_its_lock_is_open
     run.submission_lock.unlink()
     run.path.chmod(0o777)
 
-    with pytest.raises(ConfigError, match="Others than you may write"):
+    with pytest.raises(ConfigError, match="Other users may write"):
         submit(tmp_path / "runs", cluster)
 
     assert not run.submission_lock.exists()

@@ -105,7 +105,7 @@ def _start(wait_s: float) -> str:
     if wait_s < _SOON_S:
         return "it could start now"
     if wait_s > _NEVER_S:
-        return "Slurm cannot tell when it could start: jobs without a time limit are before it"
+        return "Slurm cannot estimate when it could start, because jobs without a time limit are ahead of it"
     return f"it could start in about {_span(wait_s)}"
 
 
@@ -120,8 +120,8 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
         return
     if limit_min is None and partition.default_time_min is not None:
         yield (
-            f"note: no `resources.time_limit_min`; partition {partition.name} ends jobs after "
-            f"{partition.default_time_min:.0f} min. The run commits before that, and goes back into the queue."
+            f"note: `resources.time_limit_min` is not set, so partition {partition.name} ends the job after "
+            f"{partition.default_time_min:.0f} min. The run writes a checkpoint before that and goes back into the queue."
         )
     effective_min = limit_min or partition.default_time_min
     problem = requeue.lead_problem(lead_s=spec.slurm.signal_lead_s, time_limit_min=effective_min, save_s=save_s)
@@ -130,26 +130,26 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
     mode = (partition.preempt_mode or config.preempt_mode or "").upper()
     if "CANCEL" in mode and spec.restart.by != "successor":
         yield (
-            f"note: partition {partition.name} preempts by CANCEL. The run commits and goes back into the queue within the "
-            "GraceTime; where the site forbids that, `restart.by=successor` sends a new job instead."
+            f"note: partition {partition.name} cancels the jobs that it preempts. The run writes a checkpoint and goes back into "
+            "the queue within the GraceTime. If the site forbids requeueing, set `restart.by=successor` to submit a new job instead."
         )
     if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
         yield (
-            f"warning: partition {partition.name} preempts without GraceTime: a preempted run loses the steps since its "
-            f"newest checkpoint (`checkpoint.every_steps` is {spec.checkpoint.every_steps})."
+            f"warning: partition {partition.name} preempts without GraceTime, so a preempted run loses the steps since its "
+            f"newest checkpoint. `checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer."
         )
     if spec.slurm.requeue and not config.job_requeue:
-        yield "note: the cluster says JobRequeue=0; this job asks to be requeued all the same (`slurm.requeue`)."
+        yield "note: jobs of this cluster are not requeued by default (JobRequeue=0), but this job asks for it (`slurm.requeue`)."
 
 
 def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
     """Return what to say of a job that left Slurm without a word in the run's directory."""
     how = (
-        "is unknown to Slurm by now"
+        "is no longer known to Slurm"
         if job is None
         else f"{states.phrase(job.state)}{job.reason and f' ({job.reason})'}"
     )
     return (
-        f"Job {job_id} of {run.name} {how}, and its supervisor wrote nothing. Most often a node does not see the run's "
-        f"directory {run.path}, or its Python. Look at {run.console}, then: sacct -j {job_id} -o state,exitcode,nodelist."
+        f"Job {job_id} of {run.name} {how}, and wrote nothing to the run's directory. Most often a node cannot read "
+        f"{run.path} or the job's Python. Read {run.console}, then run: sacct -j {job_id} -o state,exitcode,nodelist"
     )

@@ -46,18 +46,22 @@ def look_at_image(
     elif is_address(inside.image):
         _require_fetching_runtime(spec, inside)
     elif not Path(inside.image).exists():
-        raise ConfigError(f"`container.image` is {inside.image}, but there is no such file or directory.")
+        raise ConfigError(
+            f"`container.image` is {inside.image}, but there is no such file or directory. Correct the path."
+        )
     made_with_the_run = [str(run.path), *(str(path) for path in import_paths)]
     missing = [path for path in missing_sources(inside) if path not in made_with_the_run]
     if missing:
-        raise ConfigError(f"`container.binds` has {', '.join(missing)}, but there is no such file or directory.")
+        raise ConfigError(
+            f"`container.binds` has {', '.join(missing)}, but there is no such file or directory. Correct or remove it."
+        )
     runtime = spec.container.runtime
     names = candidate_runtimes(runtime)
     if runtime != "pyxis" and not any(shutil.which(name, path=environ.get("PATH", "")) for name in names):
-        yield f"there is no {' or '.join(names)} on this host's PATH: the job needs it on its own (`slurm.setup`)"
+        yield f"this host has no {' or '.join(names)} on its PATH; if the nodes do not have it either, load it with `slurm.modules`"
     architecture = sif_architecture(Path(inside.image))
     if architecture is not None and architecture != platform.machine():
-        yield f"the image is for {architecture}, and this host is {platform.machine()}: right only if the nodes are not"
+        yield f"the image is for {architecture}, but this host is {platform.machine()}; it runs only if the nodes are {architecture}"
     if told := Ledger.read(run).other_image(identity_of(inside.image)):
         yield told
 
@@ -66,6 +70,6 @@ def _require_fetching_runtime(spec: LaunchSpec, inside: ContainerSetup) -> None:
     """Refuse to have every node fetch and convert the same image."""
     if spec.container.runtime != "pyxis":
         raise ConfigError(
-            f"`container.image` is {inside.image}, which every node would fetch and convert for itself. Do it once: "
-            f"`apptainer pull image.sif {inside.image}`, and use `container.image=image.sif`."
+            f"`container.image` is {inside.image}, an address, which every node would download and convert anew. Download "
+            f"it once with `apptainer pull image.sif {inside.image}`, and set `container.image=image.sif`."
         )

@@ -30,23 +30,25 @@ def explain(said: str, spec: RunSpec, cluster: Cluster) -> str:
 
 
 def _partition(spec: RunSpec, cluster: Cluster) -> str:
-    names = ", ".join(_described(partition) for partition in cluster.partitions) or "none that you may see"
-    return f"`slurm.partition` is {spec.slurm.partition!r}; the cluster has {names}. Choose one of them."
+    names = ", ".join(_described(partition) for partition in cluster.partitions) or "none that you can see (`sinfo`)"
+    return (
+        f"`slurm.partition` is {spec.slurm.partition!r}; the cluster has {names}. Set `slurm.partition` to one of them."
+    )
 
 
 def _size(spec: RunSpec, cluster: Cluster) -> str:
     chosen = chosen_partition(spec, cluster.partitions)
     has = f"partition {_described(chosen)}" if chosen else ", ".join(map(_described, cluster.partitions))
     return (
-        f"It asks for {asked(spec)}; the cluster has {has}. Ask for less, or for another `slurm.partition`; "
-        "`resources.nodes` and `resources.workers_per_node` set the world."
+        f"The run asks for {asked(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
+        "`resources.workers_per_node` or other keys of `resources`."
     )
 
 
 def _time(spec: RunSpec, cluster: Cluster) -> str:
     chosen = chosen_partition(spec, cluster.partitions)
     most = f"; {chosen.name} allows {chosen.max_time_min:.0f} min" if chosen and chosen.max_time_min else ""
-    return f"`resources.time_limit_min` is {spec.resources.time_limit_min}{most}. A run that is stopped goes on later."
+    return f"`resources.time_limit_min` is {spec.resources.time_limit_min}{most}. Lower it: a run that reaches the limit writes a checkpoint and continues in its next job."
 
 
 def _account(spec: RunSpec, cluster: Cluster) -> str:
@@ -56,7 +58,7 @@ def _account(spec: RunSpec, cluster: Cluster) -> str:
 
 
 def _policy(spec: RunSpec, cluster: Cluster) -> str:
-    return f"It asks for {asked(spec)}, more than your account or QOS allows at once. {_account(spec, cluster)}"
+    return f"The run asks for {asked(spec)}, more than your account or QOS allows at once. Ask for less. {_account(spec, cluster)}"
 
 
 _WORDS: Mapping[str, Callable[[RunSpec, Cluster], str]] = {
