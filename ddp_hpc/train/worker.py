@@ -62,10 +62,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         spec = load_resolved(run.config, is_patient=True)
         allowance = run.allowance(attempt) if rank_info.is_rank_zero else None
         watchdog = Watchdog(spec.restart.hang_timeout_s, touches_log=rank_info.is_rank_zero, allowance=allowance)
-        device = _device(spec, rank_info, environ)
-        group = _join(
-            run, rank_info, device, attempt=attempt, listen_fd=listen_fd, timeout_s=spec.restart.hang_timeout_s
-        )
+        group = _join(run, spec, rank_info, environ, attempt=attempt, listen_fd=listen_fd)
         watchdog.allow(spec.restart.build_timeout_s)  # joining has its own timeout: other nodes may start later
         phase = "building"
         recipe = _recipe(spec)
@@ -90,14 +87,19 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     return code
 
 
-def _device(spec: RunSpec, rank_info: RankInfo, environ: Mapping[str, str]) -> torch.device:
-    visible, is_task = environ.get("CUDA_VISIBLE_DEVICES"), spec.launcher == "srun"
-    return process_group.choose_device(rank_info, spec.resources.gpus_per_node, visible=visible, may_be_alone=is_task)
-
-
 def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
-    run: RunDir, rank_info: RankInfo, device: torch.device, *, attempt: int, listen_fd: int | None, timeout_s: float
+    run: RunDir,
+    spec: RunSpec,
+    rank_info: RankInfo,
+    environ: Mapping[str, str],
+    *,
+    attempt: int,
+    listen_fd: int | None,
 ) -> Group:
+    """Choose this rank's device, and join the process group."""
+    visible, is_task = environ.get("CUDA_VISIBLE_DEVICES"), spec.launcher == "srun"
+    num_gpus, timeout_s = spec.resources.gpus_per_node, spec.restart.hang_timeout_s
+    device = process_group.choose_device(rank_info, num_gpus, visible=visible, may_be_alone=is_task)
     token = read_rendezvous_token(run.rendezvous_token(attempt)) if rank_info.world_size > 1 else ""
     return process_group.join(rank_info, device, token=token, listen_fd=listen_fd, timeout_s=timeout_s)
 
