@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -131,15 +132,13 @@ class Tail:
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
         self._last = (self._last + whole)[-_NUM_COMPARED:]
-        return [record for line in whole.split(b"\n") if (record := _object(line)) is not None]
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line.strip(b"\0 \t\r").decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+        records = []
+        for line in whole.split(b"\n"):
+            with suppress(ValueError, RecursionError):  # not JSON
+                record = json.loads(line.strip(b"\0 \t\r").decode(errors="replace"))
+                if isinstance(record, dict):
+                    records.append(record)
+        return records
 
 
 def await_news(newest: Attempt | None) -> None:

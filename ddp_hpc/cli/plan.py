@@ -83,11 +83,16 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
         )
     run = RunDir(spec.path)
     wrapper = _housing(spec, run, import_paths, environment)
+    node, resources = start.node(spec), spec.resources
+    paths = list(dict.fromkeys(map(str, import_paths)))
+    ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
+    environ = {**(environment if start.inherits(spec) else {}), **spec.environ}
+    made = settled({**node.endpoint, **node_variables(node.interface, node.computing)}, environ, fixed=ENDPOINT)
     return Plan(
         steps=start.steps(
             Launch(spec=spec, run=run, workload=workload_of(spec), world=spec.resources.world, wrapper=wrapper)
         ),
-        variables=_variables(spec, start, import_paths, environment),
+        variables={**ranks, **made, **import_path(paths, os.pathsep.join(paths))},
         users=list(spec.environ),
     )
 
@@ -178,15 +183,3 @@ _STARTS: Mapping[str, _HowStarted] = {
     ),
 }
 """By back end."""
-
-
-def _variables(
-    spec: RunSpec, start: _HowStarted, import_paths: Sequence[Path], environment: Mapping[str, str]
-) -> Mapping[str, Fact]:
-    """Return the table of rank zero, by the code that makes it; what only the job's nodes can tell is unknown."""
-    node, resources = start.node(spec), spec.resources
-    paths = list(dict.fromkeys(map(str, import_paths)))
-    ranks = ranks_by_shape(node_rank=0, num_nodes=resources.nodes, num_workers=resources.local_world_size, local_rank=0)
-    environ = {**(environment if start.inherits(spec) else {}), **spec.environ}
-    made = settled({**node.endpoint, **node_variables(node.interface, node.computing)}, environ, fixed=ENDPOINT)
-    return {**ranks, **made, **import_path(paths, os.pathsep.join(paths))}

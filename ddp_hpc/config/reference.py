@@ -71,18 +71,16 @@ def as_markdown(rows: Sequence[KeyDoc]) -> str:
 
 def _meanings(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
     annotations = get_type_hints(section)
-    texts = {field: text for base in reversed(section.__mro__) for field, text in _field_texts(base).items()}
+    texts: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if is_dataclass(base):  # a field's text stands in the source of the class that declares the field
+            texts |= _texts_of_module(base.__module__).get(base.__name__, {})
     for field in fields(section):
         annotation = annotations[field.name]
         if is_dataclass(annotation):
             yield from _meanings(annotation, f"{prefix}{field.name}.")  # type: ignore[arg-type]  # a class
         else:
             yield prefix + field.name, texts.get(field.name, "")
-
-
-def _field_texts(section: type) -> dict[str, str]:
-    """Return field -> the docstring below it, for the fields that stand in this class's own source."""
-    return _texts_of_module(section.__module__).get(section.__name__, {}) if is_dataclass(section) else {}
 
 
 @cache

@@ -137,18 +137,14 @@ def _profiles_in(folder: Path) -> list[Path]:
 def _pattern_for(path: Path, host: str) -> str | None:
     """Return the pattern in a profile's `site.hosts` that fits this host, or None."""
     section = read_mapping(path).get("site") or {}
-    patterns = section.get("hosts") or [] if isinstance(section, dict) else []
-    return (
-        next((str(pattern) for pattern in patterns if _is_host(str(pattern), host)), None)
-        if isinstance(patterns, list)
-        else None
-    )
-
-
-def _is_host(pattern: str, host: str) -> bool:
-    if "." in pattern:
-        return fnmatchcase(host if "." in host else socket.getfqdn(host), pattern)
-    return fnmatchcase(host.partition(".")[0], pattern)
+    patterns = section.get("hosts") if isinstance(section, dict) else None
+    for pattern in map(str, patterns) if isinstance(patterns, list) else ():
+        name = host.partition(".")[0]
+        if "." in pattern:  # a pattern for full names
+            name = host if "." in host else socket.getfqdn(host)
+        if fnmatchcase(name, pattern):
+            return pattern
+    return None
 
 
 # --- what it says ------------------------------------------------------------------------------------------------------

@@ -75,10 +75,6 @@ def _construct_scalar(value_of: Callable[[str], Any]) -> Callable[[Any, yaml.Sca
     return construct
 
 
-def _construct_list(loader: Any, node: yaml.SequenceNode) -> list[Any]:
-    return [loader.construct_object(item, deep=True) for item in node.value]
-
-
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> DictWithLines:
     _refuse_duplicates(loader, node)
     loader.flatten_mapping(node)  # `<<: *defaults`
@@ -128,14 +124,15 @@ def _register_scalars() -> None:
     for cls in (_Loader, _Dumper):
         cls.add_implicit_resolver(f"{_TAG}merge", re.compile(r"(?:<<)$"), ["<"])
     _Loader.add_constructor(f"{_TAG}str", _construct_scalar(str))
-    _Loader.add_constructor(f"{_TAG}seq", _construct_list)
+    _Loader.add_constructor(
+        f"{_TAG}seq", lambda loader, node: [loader.construct_object(item, deep=True) for item in node.value]
+    )
     _Loader.add_constructor(f"{_TAG}map", _construct_mapping)
     _Loader.add_constructor(None, _refuse_tag)
-    _Dumper.add_representer(str, _represent_text)
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
+    _Dumper.add_representer(
+        str,
+        lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"'),
+    )
 
 
 _register_scalars()

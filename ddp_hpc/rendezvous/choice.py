@@ -158,21 +158,18 @@ def choose_fabric(
     if others:
         shared, passed_over = _shared(zero, candidates, others)
         taken = shared or _routed(zero, candidates, others)
+    refused = []
+    for nic in facts_by_node[zero]:
+        if nic != taken.interface:
+            is_less_wanted = _preference(nic, preferred) > _preference(taken.interface, preferred)
+            behind = f"{'not preferred' if is_less_wanted else 'slower'}: {_described(nic)}"
+            refused.append(Refused(nic.name, refusal(nic) or passed_over.get(nic.name) or behind))
     return Choice(
         interface=taken.interface.name,
         address=str(taken.address),
         rule=f"{_asked_for(taken.interface, candidates, preferred)}{taken.rule}",
-        refused=tuple(
-            Refused(nic.name, refusal(nic) or passed_over.get(nic.name) or _behind(nic, taken.interface, preferred))
-            for nic in facts_by_node[zero]
-            if nic != taken.interface
-        ),
+        refused=tuple(refused),
     )
-
-
-def _behind(nic: Interface, taken: Interface, preferred: Sequence[str]) -> str:
-    is_less_wanted = _preference(nic, preferred) > _preference(taken, preferred)
-    return f"{'not preferred' if is_less_wanted else 'slower'}: {_described(nic)}"
 
 
 def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Sequence[str]) -> str:
