@@ -44,3 +44,8 @@ class RunSpec(TrainingSpec, LaunchSpec):
     def cpus_per_task(self) -> int:
         """CPUs of each worker to ask Slurm for: what the user set, or one, and one more for each loader process."""
         return self.resources.cpus_per_worker or 1 + self.data.num_workers
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in one pass of a worker in the world that was asked for; for users' templates of the job script."""
+        return self.train.micro_batch_size_in(self.resources.world_size)

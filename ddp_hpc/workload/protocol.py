@@ -78,7 +78,7 @@ class WorkerModule(Protocol):
 
         The stop signals are blocked when it is called: it installs its handlers, and then unblocks them
         (`processes.unblock_signals`). Rank zero opens its log (`RunDir.rank_log`) once it handles them, and writes to it as
-        long as the workers make progress. `listen_fd` is the socket of rank zero that the ranks meet at; None for others.
+        long as the workers make progress. A worker that fails writes an error report first (`failure_reports.report`). `listen_fd` is the socket of rank zero that the ranks meet at; None for others.
         """
 
 
