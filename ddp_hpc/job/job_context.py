@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_hpc.job.run_records import RunRecords
+from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.spec.launch import LaunchSpec
@@ -25,6 +27,16 @@ class JobContext:
     """None without Slurm, or where a job script was started outside of a job."""
     is_for_slurm: bool
     environ: Mapping[str, str]
+
+    @property
+    def records(self) -> RunRecords:
+        """What a supervisor reads and writes in the run's directory."""
+        return RunRecords(self.run)
+
+    @property
+    def job(self) -> SlurmJob | None:
+        """The job at Slurm; None where there is none."""
+        return SlurmJob(allocation=self.allocation, environ=self.environ) if self.allocation else None
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import CommandWrapper, HostPaths
 from ddp_hpc.discretion import is_shown
 from ddp_hpc.durable import private_mode
-from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
+from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.job.container_launch import moved, wrapper_of
 from ddp_hpc.job.ending import last_resort, node_probe, stale_attempts, takeover
@@ -33,6 +33,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
+from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
@@ -43,17 +44,12 @@ from ddp_hpc.records import (
     read_queued_job,
     read_stop_request,
     since_submission,
-    write_queued_job,
-    write_rendezvous_token,
 )
 from ddp_hpc.requeue import TABLE
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.workload.table import workload_of
 
-SLURM_PAUSE_S = 5.0
-"""How long to wait before the next try to reach Slurm."""
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to exit."""
 
@@ -221,7 +217,7 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
     # https://man7.org/linux/man-pages/man2/flock.2.html).
     lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
     newest = Ledger.read(run).newest
-    if newest is not None and allocation is not None and stale_attempts.is_anothers(newest, allocation, os.environ):
+    if newest is not None and allocation is not None and stale_attempts.is_anothers(newest, _slurm_job(allocation)):
         raise ConfigError(
             f"{run.path} is already in use by job {newest.job_id}. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
         )
@@ -280,8 +276,8 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
     if is_done(run, workload.goal):
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
         return exit_codes.FINISHED
-    if context.allocation is not None:
-        stale_attempts.close_stale(run, workload, os.environ)
+    if context.job is not None:
+        stale_attempts.close_stale(context.records, workload, context.job)
     staged = stage(context.spec, run, context.allocation, context.environ)
     workers = _workers(context, moved(wrapper, staged, context.environ), lock_fds)
     try:
@@ -294,34 +290,13 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
             if conclusion.decision.next != Next.IN_PLACE:
                 break
             sys.stderr.write(f"note: {conclusion.reason}; ddp-hpc starts the workers again\n")
-            if conclusion.is_slurm_away:
-                _await_slurm(context)
+            if context.job is not None and conclusion.is_slurm_away:
+                context.job.await_answer()
     finally:
         workers.close()
         unstage(staged, context.allocation, context.environ)
     last_resort.leave(context, conclusion)
     return conclusion.exit_code
-
-
-def _await_slurm(context: JobContext) -> None:
-    """Wait until Slurm answers, because srun needs it to start the next job step.
-
-    The same outage of the network may have killed the workers and cut Slurm off. Without this wait, attempts would fail
-    one after another until `restart.max_no_progress` ends the run.
-    """
-    allocation, is_noted = context.allocation, False
-    while allocation is not None:
-        try:
-            client.job(allocation.job_id, context.environ)
-        except SlurmUnavailableError as error:
-            if not is_noted:
-                sys.stderr.write(f"note: the job waits until Slurm answers: {error}\n")
-            is_noted = True
-            time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
-        except ConfigError:
-            return
-        else:
-            return
 
 
 def _workers(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> Workers:
@@ -344,21 +319,12 @@ def _begin(context: JobContext, image: str) -> int:
     Raises:
         FencedError: where another process has claimed it.
     """
-    run, allocation = context.run, context.allocation
-    ledger = Ledger.read(run)
-    attempt = ownership.next_attempt(run, ledger)
-    for name in ownership.claim(run, attempt):
-        sys.stderr.write(f"note: removed {name}, an unfinished checkpoint that killed workers left\n")
-    write_rendezvous_token(run, attempt)
-    if read_stop_request(run) is None:
-        run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
-    first_step = context.workload.progress(run, ledger)
-    job_id = _job_id(allocation)
-    facts = _facts(allocation)
-    record_start(run, attempt=attempt, job_id=job_id, job=facts, first_step=first_step, image=image)
-    if allocation is not None:
-        _note_job(run, job_id, attempt)
-        run.gave_up.unlink(missing_ok=True)
+    records, job = context.records, context.job
+    ledger = records.ledger()
+    attempt = records.claim(ledger)
+    first_step = context.workload.progress(context.run, ledger)
+    facts = None if job is None else job.facts()
+    records.begin(attempt, job_id=_job_id(context.allocation), job=facts, first_step=first_step, image=image)
     return attempt
 
 
@@ -367,47 +333,29 @@ def _job_id(allocation: Allocation | None) -> str:
 
 
 def _facts(allocation: Allocation | None) -> JobFacts | None:
-    """Return what the ledger records of a job; older versions of Slurm set no SLURM_JOB_END_TIME and have to be asked."""
-    if allocation is None:
-        return None
-    ends_at = allocation.end_time or _ask_end(allocation)
-    return JobFacts(allocation.node_names, ends_at, allocation.restart_count)
+    """Return what the ledger records of a job."""
+    return None if allocation is None else _slurm_job(allocation).facts()
 
 
-def _ask_end(allocation: Allocation) -> float | None:
-    """Return when Slurm says that the job ends; its time limit may have changed since it began."""
-    try:
-        job = client.job(allocation.job_id, os.environ)
-    except (ConfigError, SlurmUnavailableError):
-        return None
-    is_limited = (
-        job is not None and job.time_limit_min is not None
-    )  # without a limit, Slurm reports an end one year ahead
-    return job.ends_at if job and is_limited else None
-
-
-def _note_job(run: RunDir, job_id: str, attempt: int) -> None:
-    """Record a job that plain sbatch has submitted, as `submit` records its own."""
-    noted = read_queued_job(run)
-    if noted is None or noted.job_id != job_id:
-        write_queued_job(run, QueuedJob(job_id=job_id, attempt=attempt, at=time.time(), since=attempt))
+def _slurm_job(allocation: Allocation) -> SlurmJob:
+    return SlurmJob(allocation=allocation, environ=os.environ)
 
 
 def _see_through(context: JobContext, workers: Workers, attempt: int) -> Outcome:
     """Start the workers and wait for their end; where another process uses the port, try the next one."""
     try:
-        ledger = Ledger.read(context.run)
+        ledger = context.records.ledger()
         begun = ledger.attempt(attempt)
         assert begun is not None  # noqa: S101  its start has just been written
         if not context.is_for_slurm:
             return _watch_over(context, workers, begun, None)
-        allocation = _fitting(context)
-        avoided = stale_attempts.nodes_to_avoid(context, ledger)
+        job = _fitting(context)
+        avoided = stale_attempts.nodes_to_avoid(job, context.spec, ledger)
         if avoided:
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
         preferred = context.spec.network.interfaces
-        for meeting in meetings(allocation, attempt=attempt, environ=context.environ, preferred=preferred):
+        for meeting in meetings(job.allocation, attempt=attempt, environ=job.environ, preferred=preferred):
             outcome = _watch_over(context, workers, begun, meeting)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
@@ -420,22 +368,22 @@ def _see_through(context: JobContext, workers: Workers, attempt: int) -> Outcome
         return last_resort.outcome_of(error, workers)
 
 
-def _fitting(context: JobContext) -> Allocation:
-    """Return the allocation, if it has the nodes and tasks that the run needs.
+def _fitting(context: JobContext) -> SlurmJob:
+    """Return the job, if its allocation has the nodes and tasks that the run needs.
 
     Raises:
         ConfigError: where it does not, or there is none.
     """
-    allocation = context.allocation
-    if allocation is None:
+    job = context.job
+    if job is None:
         raise ConfigError(
             "The job script was started outside of a Slurm job. Submit it with `sbatch`, run it under `salloc`, or "
             "start the run on this machine with `ddp-hpc submit --cluster local`."
         )
-    problem = misfit(context.spec, allocation)
+    problem = misfit(context.spec, job.allocation)
     if problem is not None:
         raise ConfigError(problem)
-    return allocation
+    return job
 
 
 def _watch_over(context: JobContext, workers: Workers, begun: Attempt, meeting: Meeting | None) -> Outcome:
@@ -467,27 +415,16 @@ _NO_FREE_PORT = "Another process listens at each port that was tried for MASTER_
 _CUT_SHORT = "the job reached its time limit before the workers had written a checkpoint; raise `slurm.signal_lead_s`"
 
 
-def _is_preempted(context: JobContext) -> bool:
-    """Ask whether Slurm is preempting the job."""
-    if context.allocation is None:
-        return False
-    try:
-        job = client.job(context.allocation.job_id, context.environ)
-    except (ConfigError, SlurmUnavailableError):
-        return False
-    return job is not None and job.preempted_at is not None
-
-
 def _monitor(context: JobContext, begun: Attempt) -> Monitor:
-    run, spec, allocation, attempt = context.run, context.spec, context.allocation, begun.attempt
+    run, spec, job, attempt = context.run, context.spec, context.job, begun.attempt
     return Monitor(
         ends_at=begun.ends_at,
         lead_s=spec.slurm.signal_lead_s,
         hang_timeout_s=spec.restart.hang_timeout_s,
         signs_of_life=(run.progress, run.rank_log(attempt, 0), run.allowance(attempt)),
         first_sign=run.rank_log(attempt, 0),
-        ask_end=lambda: _ask_end(allocation) if allocation else None,
-        ask_preempted=lambda: _is_preempted(context),
+        ask_end=lambda: None if job is None else job.ends_at(),
+        ask_preempted=lambda: job is not None and job.is_preempted(),
     )
 
 

@@ -9,6 +9,7 @@ from ddp_hpc import exit_codes, ownership
 from ddp_hpc.job.ending.attempt_end import Conclusion, conclude
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.ledger import Attempt, JobFacts, Ledger, record_start
 from ddp_hpc.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run_dir import RunDir
@@ -30,6 +31,12 @@ class Supervised:
     @property
     def run(self) -> RunDir:
         return self.context.run
+
+    @property
+    def job(self) -> SlurmJob:
+        job = self.context.job
+        assert job is not None
+        return job
 
     @property
     def last(self) -> Attempt:

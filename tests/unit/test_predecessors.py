@@ -30,7 +30,7 @@ def test_an_attempt_that_died_without_a_word_gets_the_one_that_slurm_has(
     one.slurm.accounts(*ends)
     one.slurm.knows_nodes(node1="idle", node2="down")
 
-    stale_attempts.close_stale(one.run, one.context.workload, one.slurm.environ)
+    stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
 
     assert (one.last.cause, one.last.ending, one.last.failed_nodes) == (cause, "failed", failed)
     assert one.last.reason.startswith("ddp-hpc's supervisor process ended without recording why")
@@ -41,7 +41,7 @@ def test_a_second_start_of_a_job_is_not_taken_for_its_first(supervised: Make) ->
     one.begin(restart=1)
     one.slurm.accounts("NODE_FAIL", "PREEMPTED")
 
-    stale_attempts.close_stale(one.run, one.context.workload, one.slurm.environ)
+    stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
 
     assert one.last.cause == "preempted"
 
@@ -51,7 +51,7 @@ def test_an_attempt_that_had_its_word_keeps_it(supervised: Make) -> None:
     one.ends(STOPPED)
     before = one.last
 
-    stale_attempts.close_stale(one.run, one.context.workload, one.slurm.environ)
+    stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
 
     assert one.last == before
 
@@ -61,20 +61,19 @@ def test_another_job_that_works_on_the_run_is_noticed(supervised: Make, state: s
     one = supervised()
     one.begin()
     one.slurm.knows_job(state=state)
-    assert one.context.allocation is not None
-    other = replace(one.context.allocation, job_id="8")
+    other = replace(one.job, allocation=replace(one.job.allocation, job_id="8"))
 
-    assert stale_attempts.is_anothers(one.last, other, one.slurm.environ) is is_its
-    assert not stale_attempts.is_anothers(one.last, one.context.allocation, one.slurm.environ)
+    assert stale_attempts.is_anothers(one.last, other) is is_its
+    assert not stale_attempts.is_anothers(one.last, one.job)
 
 
 def test_where_slurm_does_not_say_no_other_job_is_believed_to_work(supervised: Make) -> None:
     one = supervised()
     one.begin()
     one.slurm.has("scontrol", SLURM_IS_AWAY)
-    assert one.context.allocation is not None
+    other = replace(one.job, allocation=replace(one.job.allocation, job_id="8"))
 
-    assert not stale_attempts.is_anothers(one.last, replace(one.context.allocation, job_id="8"), one.slurm.environ)
+    assert not stale_attempts.is_anothers(one.last, other)
 
 
 def test_an_older_job_of_the_same_number_says_nothing(supervised: Make) -> None:
@@ -84,6 +83,6 @@ def test_an_older_job_of_the_same_number_says_nothing(supervised: Make) -> None:
     new = "7|PREEMPTED|0:0|2099-01-01T00:00:00|2099-01-01T00:00:00|2099-01-01T00:00:09|1|10|node1|None"
     one.slurm.has("sacct", "\n".join(f"printf '%s\\n' '{row}' | tr '|' '\\037'" for row in (old, new)))
 
-    stale_attempts.close_stale(one.run, one.context.workload, one.slurm.environ)
+    stale_attempts.close_stale(one.context.records, one.context.workload, one.job)
 
     assert one.last.cause == "preempted"

@@ -14,9 +14,12 @@ from ddp_hpc.cli.verbs import requeue
 from ddp_hpc.config import Resolved, flat, render_resolved
 from ddp_hpc.errors import ConfigError, SlurmRefusalError
 from ddp_hpc.job.ending.stale_attempts import close_stale
+from ddp_hpc.job.run_records import RunRecords
+from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.ledger import Cause, End, Ending, JobFacts, Ledger, record_end, record_start
 from ddp_hpc.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.run_dir import RunDir
+from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import ResourcesSpec, RunSpec
 from ddp_hpc.submission.release_hold import MOST_RELEASES, call_back, hasten, hasten_job, hastening, letting_in
@@ -244,6 +247,8 @@ def test_a_job_whose_shell_was_killed_is_called_back_by_who_waits_for_it(
 
 def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_path: Path) -> None:
     slurm, run, called = FakeSlurm(tmp_path), make_run(tmp_path), []
+    allocation = Allocation(job_id="7", node_names=("node1",), tasks_per_node=(1,))
+    slurm_job = SlurmJob(allocation=allocation, environ=slurm.environ)
     run.config.write_text("name: run\nrecipe: {target: 'a:b'}\n")
     for attempt in range(3):
         record_start(run, attempt=attempt, job_id="7", job=JobFacts(nodes=("node1",), restart=attempt))
@@ -251,9 +256,8 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
         queued = QueuedJob(job_id="7", attempt=0, at=0.0)
         write_queued_job(run, queued)
         called.append(call_back(run, queued, KILLED, slurm.environ))
-        close_stale(
-            run, workload_of(RunSpec(name="run")), slurm.environ
-        )  # accounting calls each start REQUEUED, as if somebody had wanted it
+        # Accounting calls each start REQUEUED, as if somebody had wanted it.
+        close_stale(RunRecords(run), workload_of(RunSpec(name="run")), slurm_job)
 
     assert called == [True, True, False]
     first = Ledger.read(run).attempts[0]

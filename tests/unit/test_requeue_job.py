@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.ending import attempt_end, evidence, requeue_job, stale_attempts
+from ddp_hpc.job import run_records
+from ddp_hpc.job.ending import requeue_job, stale_attempts
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.ending.requeue_job import leave
+from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.records import ask_to_stop, read_queued_job, write_queued_job
 from ddp_hpc.spec import RestartSpec, SlurmSpec
@@ -118,15 +120,15 @@ def test_a_cancel_that_comes_while_slurm_is_asked_once_more_is_not_undone(
     one = supervised()
     one.begin()
     concluded = conclude(one.context, 0, STOPPED)
-    job_now = evidence.job_now
+    now = SlurmJob.now
 
-    def cancelled_meanwhile(context: Any) -> Any:
-        job, noted = job_now(context), read_queued_job(one.run)
+    def cancelled_meanwhile(self: SlurmJob) -> Any:
+        job, noted = now(self), read_queued_job(one.run)
         assert noted is not None
         write_queued_job(one.run, replace(noted, cancelled_at=1.0))
         return job
 
-    monkeypatch.setattr(requeue_job, "job_now", cancelled_meanwhile)
+    monkeypatch.setattr(SlurmJob, "now", cancelled_meanwhile)
 
     leave(one.context, concluded)
 
@@ -211,8 +213,8 @@ def test_a_record_that_finds_no_room_does_not_keep_a_job_from_going_back(
 
     one = supervised()
     attempt = one.begin()
-    monkeypatch.setattr(attempt_end, "record_end", no_room)
-    monkeypatch.setattr(requeue_job, "write_queued_job", no_room)
+    monkeypatch.setattr(run_records, "record_end", no_room)
+    monkeypatch.setattr(run_records, "write_queued_job", no_room)
 
     leave(one.context, conclude(one.context, attempt, STOPPED))
 
@@ -261,14 +263,14 @@ def test_nodes_that_the_user_named_are_kept(supervised: Make) -> None:
     one.killed_on(rank=1)
 
     assert excluded(one) == [""]
-    assert stale_attempts.nodes_to_avoid(one.context, Ledger.read(one.run)) == ()
+    assert stale_attempts.nodes_to_avoid(one.job, one.context.spec, Ledger.read(one.run)) == ()
 
 
 def test_a_job_that_was_given_a_bad_node_again_is_told_to_ask_for_another(supervised: Make) -> None:
     one = supervised(restart=RestartSpec(exclude_after=1))
     one.killed_on(rank=1)
 
-    assert stale_attempts.nodes_to_avoid(one.context, Ledger.read(one.run)) == ("node2",)
+    assert stale_attempts.nodes_to_avoid(one.job, one.context.spec, Ledger.read(one.run)) == ("node2",)
 
 
 def test_a_node_that_an_attempt_was_not_begun_on_has_not_failed_once_more(supervised: Make) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ddp_hpc import exit_codes, ownership, requeue
+from ddp_hpc import exit_codes, requeue
 from ddp_hpc.failure_reports import WorkerFailure, silent_end
 from ddp_hpc.job.ending import blame
 from ddp_hpc.job.ending.best_effort import best_effort
@@ -13,7 +13,7 @@ from ddp_hpc.job.ending.causes import cause_of
 from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
 from ddp_hpc.job.ending.hang_report import report_hang
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.ledger import Cause, End, record_end
+from ddp_hpc.ledger import Cause, End
 from ddp_hpc.records import write_done
 from ddp_hpc.requeue import Decision, Situation
 
@@ -50,18 +50,20 @@ class Conclusion:
 
 def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     """Find out why an attempt ended, decide what follows, and write both into the ledger."""
-    known = Recorded.read(context.run, attempt)
+    known = Recorded.read(context.records, attempt)
     evidence = gather(context, attempt, outcome, known.ledger)
     cause, failure = cause_of(evidence), known.failure
     if cause == Cause.HANG:
         failure = report_hang(context, attempt, known.failures)
-    failed_nodes = blame.failed_nodes(context, cause, failure, evidence)
+    failed_nodes = blame.failed_nodes(cause, failure, evidence, node_of=context.node_of)
     if outcome.avoided_nodes:
         # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
         before = requeue.bad_nodes(known.ledger.attempts, context.spec.restart, now=time.time())
         failed_nodes = tuple(node for node in failed_nodes if node not in before)
     if cause == Cause.REFUSED and has_trained(known.attempts):
-        cause, failed_nodes = Cause.WORKER_CRASHED, blame.refusing_nodes(context, failure)
+        cause = Cause.WORKER_CRASHED
+        failed_nodes = blame.refusing_nodes(failure, context.nodes, node_of=context.node_of)
+    bad_nodes = blame.bad_nodes(known.attempts, attempt, failed_nodes, context.spec.restart)
     newest_step = context.workload.progress(context.run, known.ledger)
     situation = Situation(
         cause=cause,
@@ -71,7 +73,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         is_on_slurm=context.allocation is not None,
         is_requeued_by_slurm=evidence.is_requeued_by_slurm,
         failed_nodes=failed_nodes,
-        bad_nodes=blame.bad_nodes(context, known.attempts, attempt, failed_nodes),
+        bad_nodes=[node for node in bad_nodes if node in context.nodes],
         may_requeue=context.spec.slurm.requeue,
     )
     decision = requeue.decide(situation, context.spec.restart)
@@ -90,15 +92,14 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
 
 def _write(context: JobContext, conclusion: Conclusion) -> None:
     """Record how an attempt ended; remove the stop request that it obeyed, and the claim of a run's last attempt."""
-    run, cause, decision = context.run, conclusion.cause, conclusion.decision
+    cause, decision = conclusion.cause, conclusion.decision
     if cause == Cause.FINISHED:
         with best_effort():
-            write_done(run, context.workload.goal)
+            write_done(context.run, context.workload.goal)
     with best_effort():
-        record_end(
-            run,
-            attempt=conclusion.attempt,
-            ending=decision.ending,
+        context.records.end(
+            conclusion.attempt,
+            decision.ending,
             exit_code=conclusion.exit_code,
             reason=conclusion.reason,
             # The newer attempt has already recorded what became of the fenced one.
@@ -106,9 +107,9 @@ def _write(context: JobContext, conclusion: Conclusion) -> None:
         )
     with best_effort():
         if cause == Cause.STOP_ASKED:
-            run.stop_request.unlink(missing_ok=True)  # obeyed: whoever starts the job again wants the run to continue
+            context.records.forget_stop_request()  # obeyed: whoever starts the job again wants the run to continue
         if not decision.next and cause != Cause.FENCED:
-            ownership.release(run, conclusion.attempt)
+            context.records.release(conclusion.attempt)
 
 
 def _reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None, decision: Decision) -> str:

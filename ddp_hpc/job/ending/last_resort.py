@@ -16,9 +16,8 @@ from ddp_hpc.job.ending import attempt_end, requeue_job
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.workers import Workers
-from ddp_hpc.ledger import Cause, Ledger, record_end
-from ddp_hpc.records import read_queued_job, since_submission
-from ddp_hpc.slurm import client
+from ddp_hpc.ledger import Cause
+from ddp_hpc.records import since_submission
 
 PATIENCE_S = 600.0
 """How long to retry a plain requeue, after requeueing the job as decided has failed."""
@@ -53,9 +52,9 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         return Conclusion(attempt=attempt, cause=Cause.FENCED, decision=decision, reason=reason)
     num, newest_step = 1, None
     with suppress(Exception):
-        ledger = Ledger.read(context.run)
+        ledger = context.records.ledger()
         newest_step = context.workload.progress(context.run, ledger)
-        attempts = since_submission(ledger, read_queued_job(context.run))
+        attempts = since_submission(ledger, context.records.queued())
         num = requeue.num_without_progress(attempts, newest_step, _CAUSE)
     situation = requeue.Situation(
         cause=_CAUSE,
@@ -67,14 +66,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     reason = "; ".join(part for part in (reason, decision.why) if part)
     conclusion = Conclusion(attempt=attempt, cause=_CAUSE, decision=decision, reason=reason, last_step=newest_step)
     try:
-        record_end(
-            context.run,
-            attempt=attempt,
-            ending=decision.ending,
-            exit_code=conclusion.exit_code,
-            reason=reason,
-            end=conclusion.end,
-        )
+        context.records.end(attempt, decision.ending, exit_code=conclusion.exit_code, reason=reason, end=conclusion.end)
     except Exception as error:  # noqa: BLE001  requeueing the job matters more
         sys.stderr.write(f"note: ddp-hpc could not write to attempts.jsonl how attempt {attempt} ended: {error}\n")
     return conclusion
@@ -86,13 +78,13 @@ def leave(context: JobContext, conclusion: Conclusion) -> None:
         return requeue_job.leave(context, conclusion)
     except Exception as error:
         print_error(error)
-        allocation = context.allocation
-        if allocation is None or not conclusion.decision.next or not context.spec.slurm.requeue:
+        job = context.job
+        if job is None or not conclusion.decision.next or not context.spec.slurm.requeue:
             raise
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return client.requeue(allocation.scontrol_id, context.environ)
+            return job.requeue()
         except (ConfigError, SlurmUnavailableError, OSError) as error:
             if time.monotonic() >= deadline:
                 raise

@@ -11,12 +11,10 @@ from functools import partial
 
 from ddp_hpc import exit_codes
 from ddp_hpc.containers import CommandWrapper
-from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import printed_by
-from ddp_hpc.ledger import Cause, Ledger
+from ddp_hpc.ledger import Cause
 from ddp_hpc.requeue import reserve_s
-from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 
 TIMEOUT_S = 180.0
@@ -35,14 +33,14 @@ _CODE = (
 
 def blame(context: JobContext, wrapper: CommandWrapper, attempt: int, outcome: Outcome) -> Outcome:
     """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before left no report."""
-    if not _is_unexplained(context.run, attempt, outcome) or len(context.nodes) < 2:
+    if not _is_unexplained(outcome) or context.records.failures(attempt) or len(context.nodes) < 2:
         return outcome
-    ledger = Ledger.read(context.run)
+    ledger = context.records.ledger()
     ends_at = ledger.newest.ends_at if ledger.newest else None
     if ends_at is not None and time.time() > ends_at - TIMEOUT_S - reserve_s(context.spec.slurm.signal_lead_s):
         return outcome  # the job's time would be over before the nodes have answered, and such a job does not come back
     before = ledger.before(attempt)
-    if before is None or before.cause not in _UNEXPLAINED or first_failure(context.run, before.attempt) is not None:
+    if before is None or before.cause not in _UNEXPLAINED or context.records.failures(before.attempt):
         return outcome
     sys.stderr.write(
         "note: the workers failed twice in a row without an error report; ddp-hpc now checks that each node can start Python and import their modules\n"
@@ -55,12 +53,12 @@ def blame(context: JobContext, wrapper: CommandWrapper, attempt: int, outcome: O
     return replace(outcome, code=exit_codes.FAILED, lost_nodes=unable, reason=reason)
 
 
-def _is_unexplained(run: RunDir, attempt: int, outcome: Outcome) -> bool:
-    """Tell whether an attempt failed without a known reason."""
+def _is_unexplained(outcome: Outcome) -> bool:
+    """Tell whether an attempt failed without a reason that the supervisor knows."""
     was_asked = outcome.is_out_of_time or outcome.was_signalled
     is_explained = outcome.reason or outcome.lost_nodes or outcome.is_unresponsive or was_asked
     has_failed = outcome.code in (exit_codes.FAILED, exit_codes.STOPPED_EARLY)
-    return has_failed and not is_explained and first_failure(run, attempt) is None
+    return has_failed and not is_explained
 
 
 def unable_nodes(context: JobContext, wrapper: CommandWrapper, environ: Mapping[str, str]) -> tuple[str, ...]:

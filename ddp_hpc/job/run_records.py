@@ -1,0 +1,86 @@
+"""What a supervisor reads and writes in a run's directory: the ledger, the claim, the queued job, stop requests."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_hpc import ownership
+from ddp_hpc.failure_reports import WorkerFailure, read_failures
+from ddp_hpc.ledger import End, Ending, JobFacts, Ledger, record_end, record_start
+from ddp_hpc.records import (
+    QueuedJob,
+    read_queued_job,
+    read_stop_request,
+    write_queued_job,
+    write_rendezvous_token,
+)
+from ddp_hpc.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of one run."""
+
+    run: RunDir
+
+    def ledger(self) -> Ledger:
+        return Ledger.read(self.run)
+
+    def queued(self) -> QueuedJob | None:
+        """Return the newest job that was submitted for the run."""
+        return read_queued_job(self.run)
+
+    def stop_request(self) -> Literal["end", "requeue"] | None:
+        """Return what is to follow a stop that the user has asked for."""
+        return read_stop_request(self.run)
+
+    def failures(self, attempt: int) -> Sequence[WorkerFailure]:
+        """Return the error reports of an attempt, the first cause first."""
+        return read_failures(self.run, attempt)
+
+    def is_fenced(self, attempt: int) -> bool:
+        """Tell whether a newer attempt has claimed the run."""
+        return ownership.is_fenced(self.run, attempt)
+
+    def claim(self, ledger: Ledger) -> int:
+        """Claim the run for another attempt; return its number.
+
+        Raises:
+            FencedError: where another process has claimed it.
+        """
+        attempt = ownership.next_attempt(self.run, ledger)
+        for name in ownership.claim(self.run, attempt):
+            sys.stderr.write(f"note: removed {name}, an unfinished checkpoint that killed workers left\n")
+        write_rendezvous_token(self.run, attempt)
+        if self.stop_request() is None:
+            self.run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before
+        return attempt
+
+    def begin(self, attempt: int, *, job_id: str, job: JobFacts | None, first_step: int, image: str) -> None:
+        """Write the start of an attempt into the ledger; record a job that plain sbatch has submitted."""
+        record_start(self.run, attempt=attempt, job_id=job_id, job=job, first_step=first_step, image=image)
+        if job is None:
+            return
+        noted = self.queued()
+        if noted is None or noted.job_id != job_id:
+            self.note_queued(QueuedJob(job_id=job_id, attempt=attempt, at=time.time(), since=attempt))
+        self.run.gave_up.unlink(missing_ok=True)
+
+    def note_queued(self, job: QueuedJob) -> None:
+        """Record the job that continues the run."""
+        write_queued_job(self.run, job)
+
+    def end(self, attempt: int, ending: Ending, *, exit_code: int, reason: str, end: End | None) -> None:
+        """Write into the ledger how an attempt ended."""
+        record_end(self.run, attempt=attempt, ending=ending, exit_code=exit_code, reason=reason, end=end)
+
+    def forget_stop_request(self) -> None:
+        self.run.stop_request.unlink(missing_ok=True)
+
+    def release(self, attempt: int) -> None:
+        """Give up the claim of the run's last attempt."""
+        ownership.release(self.run, attempt)

@@ -1,0 +1,125 @@
+"""The Slurm job that a supervisor runs in: what Slurm says of it, and the orders to Slurm that concern it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
+from ddp_hpc.ledger import JobFacts, Ledger
+from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.allocation import Allocation
+from ddp_hpc.slurm.nodes import nodes_to_exclude
+from ddp_hpc.slurm.queries import JobRecord, is_lost
+from ddp_hpc.spec.launch import LaunchSpec
+
+SLURM_PAUSE_S = 5.0
+"""How long to wait before the next try to reach Slurm."""
+OLD_S = 24 * 3600.0
+"""A job that ended so long before the run's first attempt is another one: job ids start again after MaxJobId
+(slurm.conf(5))."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """One start of a job, as the process in it sees it."""
+
+    allocation: Allocation
+    environ: Mapping[str, str]
+
+    @property
+    def job_id(self) -> str:
+        return self.allocation.job_id
+
+    def now(self) -> JobRecord | None:
+        """Return what Slurm knows of the job now, if it answers."""
+        try:
+            return client.job(self.job_id, self.environ)
+        except (ConfigError, SlurmUnavailableError):
+            return None
+
+    def ends_at(self) -> float | None:
+        """Return when Slurm says that the job ends; its time limit may have changed since it began."""
+        job = self.now()
+        # Without a limit, Slurm reports an end one year ahead.
+        return None if job is None or job.time_limit_min is None else job.ends_at
+
+    def is_preempted(self) -> bool:
+        """Ask whether Slurm is preempting the job."""
+        job = self.now()
+        return job is not None and job.preempted_at is not None
+
+    def facts(self) -> JobFacts:
+        """Return what the ledger records of it; older versions of Slurm set no SLURM_JOB_END_TIME and have to be asked."""
+        allocation = self.allocation
+        return JobFacts(allocation.node_names, allocation.end_time or self.ends_at(), allocation.restart_count)
+
+    def await_answer(self) -> None:
+        """Wait until Slurm answers, because srun needs it to start the next job step.
+
+        The same outage of the network may have killed the workers and cut Slurm off. Without this wait, attempts would fail
+        one after another until `restart.max_no_progress` ends the run.
+        """
+        is_noted = False
+        while True:
+            try:
+                client.job(self.job_id, self.environ)
+            except SlurmUnavailableError as error:
+                if not is_noted:
+                    sys.stderr.write(f"note: the job waits until Slurm answers: {error}\n")
+                is_noted = True
+                time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
+            except ConfigError:
+                return
+            else:
+                return
+
+    def is_running(self, other_id: str) -> bool:
+        """Tell whether another job occupies nodes, as far as Slurm answers."""
+        try:
+            job = client.job(other_id, self.environ)
+        except DdpHpcError:
+            return False
+        return job is not None and states.parse_state(job.state) in {"running", "suspended", "ending"}
+
+    def accounted_end(self, ledger: Ledger) -> str:
+        """Return the final state, by accounting, of the start of a job that the newest attempt ran in; empty where it is not known."""
+        attempt = ledger.newest
+        if attempt is None:
+            return ""
+        first = min(one.started_at for one in ledger.attempts if one.job_id == attempt.job_id)
+        starts = [
+            start
+            for start in client.accounting([attempt.job_id], self.environ)
+            if start.ends_at is None or start.ends_at > first - OLD_S  # an older job had the same number
+        ]
+        state = starts[attempt.restart].state if len(starts) > attempt.restart else ""
+        return state if states.has_ended(state) or states.parse_state(state) == "requeued" else ""
+
+    def lost_nodes(self, nodes: Sequence[str] | None = None) -> list[str]:
+        """Return which of these nodes, or of the job's, are down by Slurm; none if Slurm does not answer."""
+        found = client.node_states(self.environ, self.allocation.node_names if nodes is None else nodes)
+        return [node for node, state in found.items() if is_lost(state)]
+
+    def without_needed(self, suspects: Sequence[str], spec: LaunchSpec) -> tuple[str, ...]:
+        """Return the suspects that a job of this spec should not get; log those that it may use, as too few others are left."""
+        exclusions = nodes_to_exclude(suspects, spec, self.environ, partition=self.allocation.partition)
+        if exclusions.detail:
+            sys.stderr.write(f"note: {exclusions.detail}\n")
+        return exclusions.excluded
+
+    def requeue(self) -> None:
+        """Put the job back into the queue; raise as `client.requeue` does."""
+        client.requeue(self.allocation.scontrol_id, self.environ)
+
+    def submit_next(self, script: Path, excluded: str) -> str:
+        """Submit a job that starts after this one; return its id."""
+        options = [f"--dependency=afterany:{self.job_id}", *([f"--exclude={excluded}"] if excluded else [])]
+        return client.submit(script, self.environ, options)
+
+    def exclude(self, nodes: str) -> None:
+        """Set the nodes that the next start of the job does not get; raise as `client.update` does."""
+        client.update(self.allocation.scontrol_id, self.environ, ExcNodeList=nodes)
