@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
-from ddp_hpc.cli.formatting import number, numbers
-from ddp_hpc.cli.status_text import rate, steps
+from ddp_hpc.cli.status_text import evaluation_line, progress_line
 from ddp_hpc.rereading import await_news
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.follow import FollowUpdate, follow
-from ddp_hpc.watch.metrics import numbers_of
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus
 
@@ -62,22 +60,8 @@ def show_lines(looks: Iterable[FollowUpdate], out: TextIO, *, clock: Callable[[]
     for look in looks:
         status = look.status
         for line in look.evaluations:
-            print(evaluation(line), file=out, flush=True)
+            print(evaluation_line(line), file=out, flush=True)
         is_new = told is None or told.state != status.state
         if is_new or (told is not None and told.step != status.step and clock() - told_at >= LINE_INTERVAL_S):
-            print(progress(status), file=out, flush=True)
+            print(progress_line(status), file=out, flush=True)
             told, told_at = status, clock()
-
-
-def progress(status: RunStatus) -> str:
-    """Return a line on where the run stands."""
-    if status.state == "waiting" or status.total_steps is None:
-        return "  ".join(filter(None, [status.state, status.reason]))
-    parts = [status.state, f"step {steps(status)}", f"epoch {status.epoch} of {status.epochs}"]
-    parts += [] if status.loss is None else [f"loss {number(status.loss)}"]
-    return "  ".join([*parts, *filter(None, [rate(status)])])
-
-
-def evaluation(line: dict[str, object]) -> str:
-    """Return a line on one evaluation."""
-    return f"evaluation  step {line['step']}  {numbers(numbers_of(line))}"

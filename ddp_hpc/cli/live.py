@@ -11,9 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ddp_hpc.cli.attach import evaluation
 from ddp_hpc.cli.formatting import number, numbers
-from ddp_hpc.cli.status_text import rate, steps
+from ddp_hpc.cli.status_text import evaluation_line, rate, steps
 from ddp_hpc.cli.terminal import unguarded, visible
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import RunStatus
@@ -25,7 +24,7 @@ def show_live(looks: Iterable[FollowUpdate], out: TextIO) -> None:
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for look in looks:
             for line in look.evaluations:
-                live.console.print(_text(evaluation(line)))
+                live.console.print(_text(evaluation_line(line)))
             live.update(view(look.status), refresh=True)
 
 

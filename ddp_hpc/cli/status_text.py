@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddp_hpc.cli.formatting import duration, number, numbers
+from ddp_hpc.watch.metrics import numbers_of
 from ddp_hpc.watch.status import RunStatus
 
 
@@ -61,3 +62,17 @@ def checkpoint(status: RunStatus) -> str:
 def job(status: RunStatus) -> str:
     """Return ` (job 12 on node1)`."""
     return "" if status.job_id is None else f" (job {status.job_id} on {status.host})"
+
+
+def progress_line(status: RunStatus) -> str:
+    """Return a line on where the run stands."""
+    if status.state == "waiting" or status.total_steps is None:
+        return "  ".join(filter(None, [status.state, status.reason]))
+    parts = [status.state, f"step {steps(status)}", f"epoch {status.epoch} of {status.epochs}"]
+    parts += [] if status.loss is None else [f"loss {number(status.loss)}"]
+    return "  ".join([*parts, *filter(None, [rate(status)])])
+
+
+def evaluation_line(line: dict[str, object]) -> str:
+    """Return a line on one evaluation."""
+    return f"evaluation  step {line['step']}  {numbers(numbers_of(line))}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,22 @@ from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import OnNonfinite
 from ddp_hpc.train.process_group import Group
 
-if TYPE_CHECKING:
-    from ddp_hpc.train.state.checkpoint import Checkpointer
-
 log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW: Mapping[OnNonfinite, int] = {"stop": 5, "skip": 50}
 """Steps in a row whose loss (or skipped update) is not finite, by policy, after which the run ends as diverged."""
+
+
+class Checkpoints(Protocol):
+    """What `Checkpointer` offers to those who end a run that has diverged; it imports this module."""
+
+    newest_losses: Callable[[], Sequence[Tensor]]
+    """Losses of the newest step; a save of a state that has led to one that is not finite is refused."""
+    refused: str | None
+    """On rank zero, why a save was refused."""
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is committed."""
 
 
 class LossWatch:
@@ -32,7 +41,7 @@ class LossWatch:
     synchronise anyway (`StopConsensus`).
     """
 
-    def __init__(self, run: RunDir, group: Group, checkpointer: Checkpointer, *, policy: OnNonfinite) -> None:
+    def __init__(self, run: RunDir, group: Group, checkpointer: Checkpoints, *, policy: OnNonfinite) -> None:
         self._run = run
         self._group = group
         self._checkpointer = checkpointer
@@ -105,7 +114,7 @@ class UpdateGuard:
     It waits for the device once a step. With fp16 the loss scaler skips such updates itself.
     """
 
-    def __init__(self, run: RunDir, model: nn.Module, checkpointer: Checkpointer, *, is_active: bool) -> None:
+    def __init__(self, run: RunDir, model: nn.Module, checkpointer: Checkpoints, *, is_active: bool) -> None:
         self._run = run
         self._checkpointer = checkpointer
         self._buffers = [one for one in model.buffers() if one.is_floating_point()] if is_active else []
