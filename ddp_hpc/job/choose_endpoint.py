@@ -38,7 +38,9 @@ def meetings(
     if given:
         address, why = _numeric(given), "from MASTER_ADDR in the environment"
     else:
-        address, why = _explained(_choice(allocation, environ, preferred))
+        choice = _choice(allocation, environ, preferred)
+        refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
+        address, why = choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"
     for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
         if not allocation.is_on_first_node or is_free(address, port):
             sys.stderr.write(f"ranks meet at {address} port {port}: {why}\n")
@@ -46,9 +48,14 @@ def meetings(
 
 
 def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[int]:
-    if given:
-        return iter([_number(given)])
-    return islice(candidate_ports(allocation.job_id, attempt), MOST_PORTS)
+    """Return the ports to try: the user's own, or those that belong to the job's number, others for each attempt."""
+    if not given:
+        return islice(candidate_ports(allocation.job_id, attempt), MOST_PORTS)
+    if not given.isdecimal() or not 0 < int(given) < 2**16:
+        raise ConfigError(
+            f"MASTER_PORT is {given!r} in the environment, but it must be a port: 1 to 65535. Unset it to have one chosen."
+        )
+    return iter([int(given)])
 
 
 def _numeric(text: str) -> str:
@@ -60,14 +67,6 @@ def _numeric(text: str) -> str:
         f"MASTER_ADDR is {text!r} in the environment, but this node resolves it to no address that other nodes can "
         "reach. Set it to an IP address of the first node, or unset it to have one chosen."
     )
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise ConfigError(
-            f"MASTER_PORT is {text!r} in the environment, but it must be a port: 1 to 65535. Unset it to have one chosen."
-        )
-    return int(text)
 
 
 def _choice(allocation: Allocation, environ: Mapping[str, str], preferred: Sequence[str]) -> Choice:
@@ -109,9 +108,3 @@ def _by_name(first: str) -> Choice:
         f"{first}, the node of rank zero, did not answer which networks it has, and this host resolves its name to no address "
         f"that other nodes can reach. Set MASTER_ADDR to an IP address of {first}, or submit again."
     )
-
-
-def _explained(choice: Choice) -> tuple[str, str]:
-    """Return the address, and for the job's log, why it was chosen."""
-    refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
-    return choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"

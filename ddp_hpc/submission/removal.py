@@ -32,7 +32,8 @@ def put_aside(run: RunDir, environ: Mapping[str, str]) -> Iterator[Path | None]:
         yield None
         return
     with _free(run, environ):
-        aside = next(path for path in _old_names(run) if not os.path.lexists(path))
+        names = (run.path.with_name(f"{run.name}.old-{count}") for count in range(1, 2**31))
+        aside = next(path for path in names if not os.path.lexists(path))
         _rename(run.path, aside)
     try:
         yield aside
@@ -60,10 +61,6 @@ def delete(run: RunDir, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"The run {run.name} was removed, but some of its files could not be deleted: {error}. Delete {away} yourself."
         ) from error
-
-
-def _old_names(run: RunDir) -> Iterator[Path]:
-    return (run.path.with_name(f"{run.name}.old-{count}") for count in range(1, 2**31))
 
 
 def _rename(path: Path, target: Path) -> None:

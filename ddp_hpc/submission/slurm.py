@@ -327,11 +327,6 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
         rereading.await_news(newest)
 
 
-def _last_attempt(run: RunDir, first: int) -> Attempt | None:
-    newest = Ledger.read(run).newest
-    return newest if newest is not None and newest.attempt >= first and newest.is_last else None
-
-
 def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mapping[str, str]) -> None:
     try:
         job = client.job(queued.job_id, environ)
@@ -342,7 +337,9 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
         return
     if job is not None and queued.cancelled_at is None and call_back(run, queued, job, environ):
         return
-    if _last_attempt(run, attempt) is None and read_queued_job(run) == queued:
+    newest = Ledger.read(run).newest
+    has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
+    if not has_ended and read_queued_job(run) == queued:
         raise WorkerError(capacity.silent_end(run, queued.job_id, job))
 
 

@@ -79,7 +79,8 @@ def take_snapshot(
         files = [_look(source, name) for name in sorted(names) if _is_there(source / name)]
         digest = xxhash.xxh3_128_hexdigest(json.dumps([asdict(file) for file in files]).encode())
         target = run.snapshots / digest
-        commit, is_dirty = _revision(source)
+        commit = (_git(source, "rev-parse", "HEAD") or "").strip() or None
+        is_dirty = bool(_git(source, "status", "--porcelain"))
         if not target.exists():
             _publish(source, files, target, {"source": str(source), "commit": commit, "is_dirty": is_dirty})
         if needed is not None:
@@ -233,11 +234,6 @@ def _point(link: Path, target: Path) -> None:
     beside.unlink(missing_ok=True)
     beside.symlink_to(target.relative_to(link.parent))
     beside.replace(link)
-
-
-def _revision(source: Path) -> tuple[str | None, bool]:
-    commit = _git(source, "rev-parse", "HEAD")
-    return (commit.strip() if commit else None), bool(_git(source, "status", "--porcelain"))
 
 
 _REDIRECTING = (

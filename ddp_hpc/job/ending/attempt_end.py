@@ -81,7 +81,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         attempt=attempt,
         cause=cause,
         decision=decision,
-        reason=_reason(cause, outcome, failure, decision),
+        reason="; ".join(filter(None, [outcome.reason or _message(cause, outcome, failure), decision.why])),
         last_step=newest_step,
         failed_nodes=failed_nodes,
         is_slurm_away=context.allocation is not None and evidence.job is None,
@@ -110,11 +110,6 @@ def _write(context: JobContext, conclusion: Conclusion) -> None:
             context.records.forget_stop_request()  # obeyed: whoever starts the job again wants the run to continue
         if not decision.next and cause != Cause.FENCED:
             context.records.release(conclusion.attempt)
-
-
-def _reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None, decision: Decision) -> str:
-    message = outcome.reason or _message(cause, outcome, failure)
-    return "; ".join(part for part in (message, decision.why) if part)
 
 
 def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:

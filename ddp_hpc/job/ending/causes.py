@@ -134,7 +134,10 @@ def _by_leave(evidence: Evidence) -> Cause | None:
     """Return why the workers stopped though the supervisor knows of no request: Slurm signalled the job steps only."""
     if evidence.code not in (exit_codes.STOPPED, exit_codes.STOPPED_EARLY):
         return None
-    if _is_near_limit(evidence):
+    # Slurm may send the signal a minute earlier than asked (sbatch(1), `--signal`, https://slurm.schedmd.com/sbatch.html).
+    ends_at = None if evidence.job is None else evidence.job.ends_at
+    is_near_limit = ends_at is not None and evidence.now >= ends_at - evidence.lead_s - 2 * SLURMS_SLOP_S
+    if evidence.is_out_of_time or is_near_limit:
         return Cause.TIME_LIMIT
     return Cause.REQUEUE_ASKED if evidence.code == exit_codes.STOPPED else Cause.UNEXPLAINED
 
@@ -146,10 +149,3 @@ def _by_death(evidence: Evidence) -> Cause | None:
 
 
 _READINGS = (_by_exit_code, _by_slurm, _by_request, _by_leave, _by_death)
-
-
-def _is_near_limit(evidence: Evidence) -> bool:
-    if evidence.is_out_of_time:
-        return True
-    ends_at = None if evidence.job is None else evidence.job.ends_at
-    return ends_at is not None and evidence.now >= ends_at - evidence.lead_s - 2 * SLURMS_SLOP_S

@@ -119,7 +119,8 @@ def _threads_last(cores: Sequence[Sequence[int]]) -> list[int]:
 
 def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:
     """Return the topology of CPUs from /sys; a CPU that /sys does not show counts as a core of its own."""
-    numa_nodes = _numa_nodes(root)
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    numa_nodes = {cpu: int(one.name.removeprefix("node")) for one in folders for cpu in _list(one / "cpulist")}
     return [
         Cpu(
             package=_number(folder / "physical_package_id"),
@@ -130,12 +131,6 @@ def read_cpus(numbers: Sequence[int], root: Path = ROOT) -> list[Cpu]:
         for number in numbers
         for folder in [root / f"sys/devices/system/cpu/cpu{number}/topology"]
     ]
-
-
-def _numa_nodes(root: Path) -> dict[int, int]:
-    """Return the NUMA node of each CPU."""
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    return {cpu: int(folder.name.removeprefix("node")) for folder in folders for cpu in _list(folder / "cpulist")}
 
 
 def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = ROOT) -> list[int | None]:

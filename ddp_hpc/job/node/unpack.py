@@ -43,7 +43,8 @@ def unpack(source: Path, target: Path) -> int:
     try:
         if is_packed(source.name):
             beside.mkdir()
-            _untar(source, beside)
+            into = ["--directory", str(beside), "--no-same-owner"]
+            _run(["tar", "--extract", "--file", str(source), *into], f"unpack {source}")
         else:
             shutil.copyfile(source, beside)
         beside.rename(target)  # atomic: other nodes see the whole target, or none (rename(2))
@@ -75,10 +76,6 @@ def link_package(package: Path, folder: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         link.symlink_to(package)
-
-
-def _untar(source: Path, folder: Path) -> None:
-    _run(["tar", "--extract", "--file", str(source), "--directory", str(folder), "--no-same-owner"], f"unpack {source}")
 
 
 def _relocate(target: Path) -> None:

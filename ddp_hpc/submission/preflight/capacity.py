@@ -106,11 +106,8 @@ def _start(wait_s: float) -> str:
         return "it could start now"
     if wait_s > _NEVER_S:
         return "Slurm cannot estimate when it could start, because jobs without a time limit are ahead of it"
-    return f"it could start in about {_span(wait_s)}"
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.0f} h"
+    span = f"{wait_s / 60:.0f} min" if wait_s < 2 * 3600 else f"{wait_s / 3600:.0f} h"
+    return f"it could start in about {span}"
 
 
 def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, save_s: float | None) -> Iterator[str]:
