@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +111,17 @@ class SlurmJob:
         if exclusions.detail:
             sys.stderr.write(f"note: {exclusions.detail}\n")
         return exclusions.excluded
+
+    def cancel_steps(self) -> None:
+        """Cancel the job steps that a supervisor which died has left, as far as Slurm answers."""
+        with suppress(DdpHpcError):
+            steps = client.steps(self.job_id, self.environ)
+            if steps:
+                sys.stderr.write(
+                    "note: job steps from before the restart of ddp-hpc's supervisor process are still running; ddp-hpc cancels them\n"
+                )
+            for step in steps:
+                client.cancel(step, self.environ)
 
     def requeue(self) -> None:
         """Put the job back into the queue; raise as `client.requeue` does."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_hpc import exit_codes, processes, requeue
 from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, given_world
+from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.records import is_done, newest_committed, read_queued_job, since_submission
 from ddp_hpc.requeue import Decision
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec.launch import LaunchSpec, RestartSpec
 from ddp_hpc.workload.protocol import Workload
@@ -36,14 +35,7 @@ def end_leftover_steps(run: RunDir, allocation: Allocation, environ: Mapping[str
     # on, and its tasks may train on; an agent that is stopped (SIGSTOP) does not notice either. Some file systems support no
     # locks. So Slurm is asked in any case.
     is_held = _is_held(run, LEAVE_S)
-    with suppress(DdpHpcError):
-        steps = client.steps(allocation.job_id, environ)
-        if steps:
-            sys.stderr.write(
-                "note: job steps from before the restart of ddp-hpc's supervisor process are still running; ddp-hpc cancels them\n"
-            )
-        for step in steps:
-            client.cancel(step, environ)
+    SlurmJob(allocation=allocation, environ=environ).cancel_steps()
     if is_held:
         _is_held(run, CANCEL_S)
 
