@@ -142,6 +142,8 @@ class Group:
             self.store.get(key, on_heartbeat=on_heartbeat, silence_s=silence_s)
             return
 
+        # Rank zero waits for the others one after the other. Those that have arrived wait for rank zero alone, so it
+        # passes the heartbeats of the missing ranks on to them.
         def pass_heartbeat_on() -> None:
             on_heartbeat()
             self.store.heartbeat(key)

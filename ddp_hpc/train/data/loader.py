@@ -50,6 +50,8 @@ class SeededFetch(Dataset[Any]):
         return Fetched(wanted.indices, batch)
 
     def _fetch(self, epoch: int, index: int) -> Any:
+        # Which loader process fetches a sample depends on their number. So each sample gets a seed of its own, rather
+        # than each process: https://pytorch.org/docs/stable/notes/randomness.html#dataloader
         seed = derive_seed("sample", self._seed, epoch, index)
         torch.default_generator.manual_seed(seed)
         seed_host_libraries(seed)
@@ -119,6 +121,9 @@ def make_loader(
             "num_workers": data.num_workers,
             "prefetch_factor": data.prefetch_factor,
             "worker_init_fn": _LoaderProcess(os.getpid()),
+            # Not Python's default, which is forkserver since 3.14: each process would import PyTorch and the recipe
+            # again.
+            # https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
             "multiprocessing_context": "fork",
             "persistent_workers": is_kept,
         }

@@ -129,11 +129,13 @@ class UpdateGuard:
             torch._foreach_copy_(self._kept, self._buffers)
 
     def skips(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
-        """Tell whether to skip this update; the gradients, and so the answer, are the same on all ranks.
+        """Tell whether to skip this update.
 
         Raises:
             DivergedError: if too many updates in a row are skipped.
         """
+        # DDP has all-reduced the gradients, so they and the answer are the same on all ranks. If one rank skipped
+        # alone, its weights would differ from then on.
         if not self._is_active or _are_finite(optimizer):
             self._num_in_a_row = 0
             return False

@@ -132,9 +132,13 @@ def update_weights(t: Training) -> None:
     for options, base_lr in zip(optimizer.param_groups, t.base_lrs, strict=True):
         options["lr"] = base_lr * factor
     if t.spec.train.grad_clip_norm is not None:
+        # Unscale first, else the limit would apply to gradients that are multiplied by the loss scale:
+        # https://pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
         if scaler is not None:
             scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm)
+    # The newest save may still be copying the weights to the host, on a CUDA stream of its own. The device must not
+    # change them before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     t.checkpointer.wait_for_copy()
     if scaler is None:
         if not t.guard.skips(optimizer, t.state.position.step + 1):

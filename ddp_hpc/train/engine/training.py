@@ -165,6 +165,9 @@ def _initial_state(
     spec: RunSpec, recipe: Recipe, group: Group, order: SampleOrder, precision: Precision
 ) -> TrainingState:
     """Move the model and the loss to the device, and build the optimizer for them."""
+    # In this order: DDP must find the converted batch norms
+    # (https://pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html), and the optimizer the parameters on the
+    # device (https://pytorch.org/docs/stable/optim.html#constructing-it).
     bare = recipe.model
     if spec.train.sync_batch_norm and group.rank_info.world_size > 1:
         bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)
@@ -276,6 +279,8 @@ def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
             gradient_as_bucket_view=True,
             find_unused_parameters=spec.train.find_unused_parameters,
         )
+    # DDP inside of `torch.compile`, which then splits the graph at DDP's buckets; otherwise no all-reduce would overlap
+    # with the backward pass: https://pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer
     return torch.compile(model) if spec.train.compile else model  # type: ignore[return-value]  # typed as a callable
 
 
