@@ -127,7 +127,8 @@ class JobRecord:
 
 
 def job_argv(job_id: str) -> list[str]:
-    """Ask the controller for one job. It remembers ended jobs for some minutes (MinJobAge in slurm.conf)."""
+    """Ask the controller for one job."""
+    # The controller remembers ended jobs for some minutes: https://slurm.schedmd.com/slurm.conf.html#OPT_MinJobAge
     return ["scontrol", "--oneliner", "show", "job", job_id]
 
 
@@ -176,6 +177,8 @@ _ACCOUNTING_FIELDS = (
 
 def accounting_argv(job_ids: Sequence[str]) -> list[str]:
     """Ask the accounting database for every start of some jobs."""
+    # Without --duplicates, sacct shows only the newest start of a job that was requeued:
+    # https://slurm.schedmd.com/sacct.html#OPT_duplicates
     options = ["--allocations", "--duplicates", "--parsable2", "--noheader", f"--delimiter={_FIELD}"]
     return ["sacct", *options, f"--jobs={','.join(job_ids)}", f"--format={','.join(_ACCOUNTING_FIELDS)}"]
 
@@ -405,7 +408,9 @@ def signal_argv(job_id: str, signal_name: str, *, batch_only: bool = False) -> l
 
 
 def run_in_job_argv(job_id: str, node: str, command: Sequence[str]) -> list[str]:
-    """Run a command on a node of a job, in a step that shares the resources of the job's other steps (`--overlap`)."""
+    """Run a command on a node of a job, in a step that shares the resources of the job's other steps."""
+    # Without --overlap, the step would wait until the training's step ends, which has all CPUs of the job:
+    # https://slurm.schedmd.com/srun.html#OPT_overlap
     where = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
     return ["srun", *where, "--overlap", "--quiet", "--input=none", *command]
 
@@ -429,7 +434,8 @@ def nodes_argv(nodes: Sequence[str] = (), *, partition: str | None = None) -> li
 
 
 def parse_nodes(text: str) -> dict[str, str]:
-    """Return each node's state as Slurm writes it; a trailing `*` means that the node does not answer."""
+    """Return each node's state as Slurm writes it."""
+    # A trailing `*` means that the node does not answer: https://slurm.schedmd.com/sinfo.html#SECTION_NODE-STATE-CODES
     rows = (line.split() for line in text.splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
 

@@ -9,13 +9,11 @@ _DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(
 
 
 def seconds(text: str) -> int | None:
-    """Return the length of `1-02:03:04`, `02:03:04`, `03:04`, `5` or `1-02`; None for a word such as `UNLIMITED`.
-
-    A single number means minutes; after days it means hours (sbatch(1), `--time`).
-    """
+    """Return the length of `1-02:03:04`, `02:03:04`, `03:04`, `5` or `1-02`; None for a word such as `UNLIMITED`."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
         return None
+    # A single number means minutes; after days it means hours: https://slurm.schedmd.com/sbatch.html#OPT_time
     first, second, third = (int(found[part] or 0) for part in ("first", "second", "third"))
     if found["days"]:
         return int(found["days"]) * 86400 + first * 3600 + second * 60 + third
