@@ -251,17 +251,13 @@ def _str(value: Any) -> Any:
     return _require(isinstance(value, str), value)
 
 
-def _strs(value: Any) -> tuple[str, ...]:
-    return tuple(map(_str, _require(isinstance(value, list), value)))
-
-
 _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "int": _int,
     "int | None": _optional(_int),
     "float": _float,
     "float | None": _optional(_float),
     "str": _str,
-    "tuple[str, ...]": _strs,
+    "tuple[str, ...]": lambda value: tuple(map(_str, _require(isinstance(value, list), value))),
     "Cluster": _str,
     "Next": Next,
     "Ending | None": _optional(Ending),

@@ -58,6 +58,7 @@ def _fence_older(run: RunDir, attempt: int) -> list[str]:
             with suppress(FileNotFoundError):  # other processes may delete it at the same time
                 removed += sorted(path.name for path in claim_path(run, older).iterdir())
             delete_directory(claim_path(run, older))
+    # Look again: a newer attempt may have made its claim before ours, and so have deleted none.
     if max(claims(run), default=attempt) > attempt:
         delete_directory(claim_path(run, attempt))
         raise FencedError(
@@ -68,11 +69,9 @@ def _fence_older(run: RunDir, attempt: int) -> list[str]:
 
 
 def is_fenced(run: RunDir, attempt: int) -> bool:
-    """Tell whether a newer attempt has claimed the run since `attempt` did.
-
-    A claim that is missing while no newer one is there was deleted by a user who cleaned up, or is not visible at the
-    moment: then no other attempt owns the run. The same holds where the file system does not answer.
-    """
+    """Tell whether a newer attempt has claimed the run since `attempt` did; False where the file system does not answer."""
+    # A claim that is missing while no newer one is there was deleted by a user who cleaned up, or an NFS client does
+    # not show it at the moment: then no other attempt owns the run.
     path = claim_path(run, attempt)
     return known(path, lambda: not path.is_dir() and not _is_newest(run, attempt), unknown=False)
 
@@ -88,7 +87,9 @@ def _is_newest(run: RunDir, attempt: int) -> bool:
 
 
 def claim_again(run: RunDir, attempt: int) -> None:
-    """Make a claim again that was deleted by hand. A newer attempt sees and deletes it, or is seen here, whichever is first."""
+    """Make a claim again that was deleted by hand."""
+    # First make it, then look for newer attempts: a newer attempt that begins meanwhile either is seen here, or sees
+    # this claim and deletes it. The other way round, both could miss each other.
     for path in (run.checkpoints, claim_path(run, attempt)):  # not their parents: see `claim`
         with suppress(FileExistsError):
             make_directory(path)

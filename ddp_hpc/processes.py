@@ -272,6 +272,8 @@ def is_locked(path: Path) -> bool:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return False
+    # A shared lock, so that several watchers may look at the same time. It still keeps the run from starting for a
+    # moment: `take_lock` tries again for that reason.
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

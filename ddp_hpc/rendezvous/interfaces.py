@@ -110,6 +110,7 @@ def with_prefix(address: str, netmask: str | None) -> str:
 
 def kind_of(folder: Path) -> Kind:
     """Return the kind of an interface, by its directory in /sys."""
+    # https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-class-net
     kind = _KIND_OF_ARPHRD.get(_read(folder / "type"))
     if kind is not None:
         return kind
