@@ -203,7 +203,11 @@ def _shared(
     """Choose the fastest network whose subnet all nodes share, or None; and say why faster ones are refused."""
     passed_over: dict[str, str] = {}
     for nic in candidates:
-        for network, address in _networks(nic):
+        subnets = [ipaddress.ip_interface(text) for text in nic.addresses]
+        for subnet in sorted(subnets, key=lambda subnet: subnet.version):  # IPv4 first
+            network, address = subnet.network, subnet.ip
+            if not is_routable(address):
+                continue
             problem = _not_shared(network, address, zero, others)
             if problem is None:
                 where = f"{network}, {_described(nic)}{_other_names(nic, network, others)}"
@@ -223,12 +227,6 @@ def _routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Seq
     best = candidates[0]
     rule = f"the nodes share neither a subnet nor a kind of network; this is the fastest of {zero}, and routers must connect them"
     return _Taken(best, usable(best)[0], rule)
-
-
-def _networks(nic: Interface) -> list[tuple[Network, Address]]:
-    """Return the routable subnets of an interface, and its address in each, IPv4 first."""
-    both = [ipaddress.ip_interface(text) for text in nic.addresses]
-    return sorted(((it.network, it.ip) for it in both if is_routable(it.ip)), key=lambda pair: pair[1].version)
 
 
 def _not_shared(network: Network, address: Address, zero: str, others: Mapping[str, Sequence[Interface]]) -> str | None:

@@ -35,8 +35,14 @@ LOOPBACK = "127.0.0.1"
 def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> WorkerEnv:
     """Return every variable, for a process with this environment on this host."""
     address = _address(environ, allocation, host)
+    if allocation is None:
+        ranks = ranks_by_shape(node_rank=0, num_nodes=1, num_workers=1, local_rank=0)
+    elif allocation.step is None:
+        ranks = ranks_of_shell(allocation)
+    else:
+        ranks = ranks_of_step(allocation.step)
     made = {
-        **_ranks(allocation),
+        **ranks,
         **endpoint(address, _port(address, allocation, host)),
         **node_variables(_interface(address, allocation, host), _threads(environ, allocation, host)),
     }
@@ -52,12 +58,6 @@ def _process(allocation: Allocation | None) -> str:
         return f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
     where = "a node" if allocation.process_kind == "shell on a node" else "a host that is not in the job"
     return f"shell of job {allocation.job_id}, on {where}: all tasks get what it exports"
-
-
-def _ranks(allocation: Allocation | None) -> dict[str, Fact]:
-    if allocation is None:
-        return ranks_by_shape(node_rank=0, num_nodes=1, num_workers=1, local_rank=0)
-    return ranks_of_shell(allocation) if allocation.step is None else ranks_of_step(allocation.step)
 
 
 def _address(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
@@ -96,22 +96,17 @@ def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact
         return Fact(rule="interface names may differ between nodes: each task finds its own")
     if address.value is None:
         return Fact(rule="rank zero's address is not known; see MASTER_ADDR")
-    numeric = _numeric(address.value, host)
-    return (
-        host.interface_towards(numeric)
-        if numeric
-        else Fact(rule=f"this host cannot resolve {address.value} to an address")
-    )
-
-
-def _numeric(address: str, host: Host) -> str | None:
-    """Return rank zero's numeric address. The user may have set a name, and /etc/hosts may map it to 127.0.1.1."""
+    numeric = address.value
     try:
-        ipaddress.ip_address(address)
+        ipaddress.ip_address(numeric)
     except ValueError:
-        known = [text for text in host.resolve(address) if is_routable(ipaddress.ip_address(text.partition("%")[0]))]
-        return known[0] if known else None
-    return address
+        # The user has set a name. On rank zero's node, /etc/hosts may map it to 127.0.1.1, too: skip that.
+        resolved = host.resolve(address.value)
+        known = [text for text in resolved if is_routable(ipaddress.ip_address(text.partition("%")[0]))]
+        if not known:
+            return Fact(rule=f"this host cannot resolve {address.value} to an address")
+        numeric = known[0]
+    return host.interface_towards(numeric)
 
 
 def _threads(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
