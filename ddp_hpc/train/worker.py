@@ -73,7 +73,10 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         training = prepare(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         if rank_info.is_rank_zero:
             _record_environment(run, attempt, environ)
-        finished = _run_loop(training)
+        rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
+        finished = train(training)
+        training.recorder.close()
+        training.samples.close()
     except BaseException as error:  # noqa: BLE001  whatever ends a worker is recorded
         failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
         step = training.state.position.step if training else 0
@@ -124,15 +127,6 @@ def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -
         more = f"; and {len(changed) - _MOST_SHOWN} more" if len(changed) > _MOST_SHOWN else ""
         shown = "; ".join(changed[:_MOST_SHOWN])
         log.warning("the environment is not as in attempt %d, so results may differ: %s%s", before[0], shown, more)
-
-
-def _run_loop(training: Training) -> bool:
-    """Run the loop, with this rank's own seed; return whether the last step was reached."""
-    rng.seed_everything("rank", training.spec.seed, 0, training.group.rank_info.rank)
-    finished = train(training)
-    training.recorder.close()
-    training.samples.close()
-    return finished
 
 
 def _report(run: RunDir, attempt: int, failure: WorkerFailure) -> None:
