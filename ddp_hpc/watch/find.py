@@ -64,16 +64,11 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     if _JOB.fullmatch(text):
         for run in reversed(list_runs(runs_dir)):
             with suppress(OSError):  # a run of another user
-                if text in _jobs_of(run):
+                job = read_queued_job(run)
+                had = {attempt.job_id for attempt in Ledger.read(run).attempts if attempt.cluster == "slurm"}
+                if text in had or (job is not None and job.job_id == text):
                     return run
     raise _not_found(text, runs_dir)
-
-
-def _jobs_of(run: RunDir) -> set[str]:
-    """Return the numbers of all Slurm jobs of a run."""
-    job = read_queued_job(run)
-    had = {attempt.job_id for attempt in Ledger.read(run).attempts if attempt.cluster == "slurm"}
-    return had if job is None else had | {job.job_id}
 
 
 def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
