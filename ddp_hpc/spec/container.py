@@ -17,7 +17,7 @@ class ContainerSpec(Checked, section="container"):
     runtime: Literal["auto", "apptainer", "singularity", "pyxis", "docker"] = "auto"
     """The container runtime. `auto`: Apptainer, or else Singularity, from the job's PATH. Docker works without Slurm only."""
     python: str = "python3"
-    """The image's Python, with PyTorch and the packages that ddp_hpc needs."""
+    """Name or path of Python in the image. It must have PyTorch and the packages that ddp_hpc needs."""
     binds: tuple[str, ...] = ()
     """More paths to mount in the container, `SOURCE[:TARGET[:ro]]`."""
     gpus: Literal["auto", "nvidia", "rocm", "none"] = "auto"

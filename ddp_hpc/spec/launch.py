@@ -28,7 +28,7 @@ class ResourcesSpec(Checked, section="resources"):
     """The machines that the run asks for."""
 
     nodes: int = 1
-    """Number of machines."""
+    """Number of nodes (machines)."""
     workers_per_node: int | None = None
     """Training processes on each node. Unset: one for each GPU, or one without GPUs."""
     gpus_per_node: int = 0
@@ -181,9 +181,10 @@ class RestartSpec(Checked, section="restart"):
     hang_timeout_s: int = 900
     """Treat the workers as hung after this many seconds without progress. Set it longer than any step, batch or save takes."""
     exclude_after: int = 2
-    """Failures of one node after which the run's jobs exclude it: hangs, workers killed by a signal, lost nodes; not exceptions."""
+    """Exclude a node from the run's jobs after this many failures on it: hangs, workers killed by a signal, lost nodes; not
+    exceptions."""
     forget_h: int = 24
-    """How many hours a node's failures count."""
+    """Forget a node's failures after this many hours."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -198,7 +198,7 @@ class CheckpointSpec(Checked, section="checkpoint"):
     """When to commit checkpoints, and how many to keep."""
 
     every_steps: int | None = 500
-    """Commit after every so many steps, and always at the end and at a stop signal. Unset: only at the end and at a stop signal."""
+    """Write a checkpoint after every so many steps, and always at the end and when the run is asked to stop. Unset: only then."""
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: int = 0
