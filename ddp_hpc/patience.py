@@ -81,7 +81,10 @@ def patiently(
         else:
             if num_failures:
                 log.warning(
-                    "%s can be read again, after %.0f s and %d tries", what, time.monotonic() - began, num_failures + 1
+                    "%s can be read again, after %.0f s and %d tries; ddp-hpc continues",
+                    what,
+                    time.monotonic() - began,
+                    num_failures + 1,
                 )
             return found
 

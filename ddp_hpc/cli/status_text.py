@@ -48,7 +48,7 @@ def limit(status: RunStatus) -> str:
     ends = f"ends the job in {duration(max(status.limit_s, 0))}"
     if status.eta_s is None:
         return ends
-    return f"{ends}, {'enough' if status.eta_s < status.limit_s else 'not enough: it will stop with a checkpoint'}"
+    return f"{ends}, {'enough' if status.eta_s < status.limit_s else 'not enough to finish: the run will write a checkpoint before'}"
 
 
 def checkpoint(status: RunStatus) -> str:

@@ -221,5 +221,5 @@ def _told(submission: Submission) -> str:
     if submission.state == "waiting":
         return f"{name} waits in Slurm's queue already{job}, so nothing was started."
     if submission.state == "queued":
-        return f"{name}: job {submission.job_id} submitted{'' if submission.is_new else ', going on'}"
-    return f"{name}: {'started' if submission.is_new else f'going on, attempt {submission.attempt}'}"
+        return f"{name}: job {submission.job_id} submitted{'' if submission.is_new else ', to resume the run'}"
+    return f"{name}: {'started' if submission.is_new else f'resumed, attempt {submission.attempt}'}"
