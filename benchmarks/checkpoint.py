@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, compared, judge, run_rounds, shown
-from ddp_hpc import checkpoint_store, ownership
+from ddp_hpc import checkpoint_names, ownership
 from ddp_hpc.durable import fsync_path
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
@@ -125,7 +125,7 @@ class Workbench:
         stall = time.perf_counter() - began
         self._checkpointer.save_and_wait(self._state)  # it has been copied already: waits, and raises where it failed
         on_disk = time.perf_counter() - began
-        assert checkpoint_store.committed_steps(self._run) == [step]
+        assert checkpoint_names.committed_steps(self._run) == [step]
         return {STALL: stall, **self._durable(on_disk)}
 
     def torch_save(self) -> Mapping[str, float]:

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from benchmarks import gpu_loops
 from benchmarks.rounds import surroundings
-from ddp_hpc import checkpoint_store, processes
+from ddp_hpc import checkpoint_names, checkpoint_store, processes
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.run_dir import RunDir
@@ -129,8 +129,8 @@ def check_precision(place: Workplace, precision: str) -> dict[str, Any]:
     records = list(read_json_lines(run.metrics))
     losses = [record["loss"] for record in records if record["kind"] == "train"]
     assert losses[-1] < 0.5 * losses[0], f"the loss went from {losses[0]} to {losses[-1]}, which is no training"
-    newest = checkpoint_store.committed_steps(run)[-1]
-    scaler = checkpoint_store.read_manifest(checkpoint_store.checkpoint_path(run, newest)).state["scaler"]
+    newest = checkpoint_names.committed_steps(run)[-1]
+    scaler = checkpoint_store.read_manifest(checkpoint_names.checkpoint_path(run, newest)).state["scaler"]
     assert (scaler is not None) == (precision == "fp16"), f"the checkpoint's scaler is {scaler!r}"
     assert scaler is None or scaler["scale"] > 0, f"the loss scale is {scaler!r}"
     accuracy = [record["accuracy"] for record in records if record["kind"] == "eval"][-1]
@@ -151,7 +151,7 @@ def check_resume(place: Workplace, precision: str) -> dict[str, Any]:
     for kind in ("worker", "agent"):
         run = place.submit(name, *words)
         _kill_after_next_commit(run, kind)
-        resumed_at.append(checkpoint_store.committed_steps(run)[-1])
+        resumed_at.append(checkpoint_names.committed_steps(run)[-1])
         assert resumed_at[-1] < steps, "the run was over before the kill: nothing was tried"
     run = place.submit(name, "--wait", *words)
     digests = [place.digest(whole), place.digest(run)]
@@ -163,9 +163,9 @@ def check_resume(place: Workplace, precision: str) -> dict[str, Any]:
 
 def _kill_after_next_commit(run: RunDir, kind: str) -> None:
     """Kill a process of the run once it has committed a checkpoint of its own; return when all its kin are gone."""
-    before = checkpoint_store.committed_steps(run)[-1:]
+    before = checkpoint_names.committed_steps(run)[-1:]
     deadline = time.monotonic() + PATIENCE_S
-    while checkpoint_store.committed_steps(run)[-1:] == before:
+    while checkpoint_names.committed_steps(run)[-1:] == before:
         assert time.monotonic() < deadline, f"{run.name} committed nothing in {PATIENCE_S} s"
         time.sleep(0.002)
     (agent,) = psutil.Process(Ledger.read(run).attempts[-1].pid).children()

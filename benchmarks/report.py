@@ -73,6 +73,7 @@ def text_of(content: Content) -> str:
         [
             markdown_table(["", *table["headings"]], rows),
             markdown_table(["measured against", "target", "median", _spread(content["rounds"]), "met"], judged),
+            *(markdown_table(["", heading], said.items()) for heading, said in (content.get("remarks") or {}).items()),
             _where(content),
         ]
     )

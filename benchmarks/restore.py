@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import checkpoint
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
-from ddp_hpc import checkpoint_store, ownership
+from ddp_hpc import checkpoint_names, ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import process_group
@@ -175,7 +175,7 @@ class Workbench:
         return RunDir(self._folder / f"world-{world_size}")
 
     def _shards(self, world_size: int) -> list[Path]:
-        return sorted(checkpoint_store.checkpoint_path(self._run(world_size), 1).glob("shard-*"))
+        return sorted(checkpoint_names.checkpoint_path(self._run(world_size), 1).glob("shard-*"))
 
 
 def measure(rounds: int) -> Samples:

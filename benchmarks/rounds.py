@@ -144,6 +144,8 @@ class Benchmark:
     measure: Callable[[int], Samples]
     columns: Sequence[Column]
     verdicts: Callable[[Samples], list[Verdict]]
+    remarks: tuple[str, Callable[[], Mapping[str, str]]] | None = None
+    """A heading, and a function that returns the text below it for each row."""
 
 
 def run_rounds(title: str, rows: Sequence[Row], *, rounds: int, warm_up: int = 1) -> Samples:

@@ -1,6 +1,6 @@
 """Measure ours and its peers side by side, write benchmarks/results/, and bring docs/performance.md up to date.
 
-make bench                          # launch, loop, checkpoint and restore, about six minutes
+make bench                          # commands, launch, loop, checkpoint and restore, about seven minutes
 make bench ARGS=survival            # on a Slurm cluster of its own, as root, a quarter of an hour
 make bench ARGS="loop checkpoint"   # these
 make bench ARGS="loop --rounds 30"  # longer
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 from benchmarks import report
 from benchmarks.rounds import Benchmark, surroundings
 
-QUICK = ("launch", "loop", "checkpoint", "restore")
+QUICK = ("commands", "launch", "loop", "checkpoint", "restore")
 NAMES = (*QUICK, "survival")
 
 
@@ -40,6 +40,7 @@ def measure(name: str, rounds: int | None) -> None:
         rounds=rounds,
         seconds=time.monotonic() - began,
         load_average_after=round(os.getloadavg()[0], 2),
+        remarks=None if benchmark.remarks is None else {benchmark.remarks[0]: benchmark.remarks[1]()},
         **before,
     )
     path = report.write(content)

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
-from ddp_hpc.checkpoint_store import checkpoint_path, committed_steps
+from ddp_hpc.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.drill import injector, scenario
 from ddp_hpc.records import read_queued_job
 from ddp_hpc.run_dir import RunDir
