@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -23,10 +22,11 @@ from typing import Any
 import xxhash
 
 import ddp_hpc
+from ddp_hpc.checkpoint_names import COMMITTED, MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.durable import delete_directory, fsync_path, make_directory, open_private, output_at, private_mode
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, UnreadableError
 from ddp_hpc.ownership import claim_again, claim_path, has_claim
-from ddp_hpc.patience import is_answer, is_there
+from ddp_hpc.patience import is_answer
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.shards import (
     FORMAT,
@@ -42,9 +42,6 @@ from ddp_hpc.shards import (
     stored_tensors,
 )
 
-MANIFEST = "manifest.json"
-_COMMITTED = re.compile(r"step-(\d{8,})")
-_SET_ASIDE = re.compile(r"step-(\d{8,})\.corrupt-\d+")
 CHUNK_BYTES = 8 << 20
 """How much of a file has a checksum of its own, so that several ranks can share in reading one file."""
 _READ_BYTES = 1 << 20
@@ -65,11 +62,6 @@ class Manifest:
     made: Mapping[str, Any] = field(default_factory=dict)
     """When and by what; no part of the training state."""
     format: int = FORMAT
-
-
-def checkpoint_path(run: RunDir, step: int) -> Path:
-    """Where the checkpoint of `step` lies once it is committed."""
-    return run.checkpoints / f"step-{step:08d}"
 
 
 def staging_path(run: RunDir, step: int, attempt: int) -> Path:
@@ -229,36 +221,6 @@ def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_bes
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def committed_steps(run: RunDir) -> list[int]:
-    """Return the steps that have a committed checkpoint, newest last.
-
-    Raises:
-        UnreadableError: where the file system does not say.
-    """
-    try:
-        steps = _steps_of(run, _COMMITTED)
-        return sorted(step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST))
-    except OSError as error:
-        raise UnreadableError(
-            f"The checkpoints in {run.checkpoints} cannot be read ({type(error).__name__}: {error}). Check that the file system "
-            "answers and that you may read there, then try again."
-        ) from error
-
-
-def steps_set_aside(run: RunDir) -> list[int]:
-    """Return the steps whose checkpoints did not verify and were set aside."""
-    return sorted(set(_steps_of(run, _SET_ASIDE)))
-
-
-def _steps_of(run: RunDir, pattern: re.Pattern[str]) -> list[int]:
-    try:
-        names = [path.name for path in run.checkpoints.iterdir()]
-    except FileNotFoundError:
-        return []
-    matches = (pattern.fullmatch(name) for name in names)
-    return [int(match.group(1)) for match in matches if match]
-
-
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path`.
 
@@ -271,7 +233,7 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise _why_unread(path / MANIFEST, error) from error
     manifest = parse_manifest(raw, path)
-    if _COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
+    if COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
         raise CorruptCheckpointError(f"{path}: {MANIFEST} is of step {manifest.step}.")
     return manifest
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Mapping
-from dataclasses import is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _NAMES: Mapping[Any, tuple[str, str]] = {
     float: ("a number", "numbers"),
@@ -17,6 +18,13 @@ _NAMES: Mapping[Any, tuple[str, str]] = {
     str | int: ("text", "texts"),
 }
 """Type -> its singular and plural."""
+
+
+@cache
+def annotations_of(section: type) -> Mapping[str, Any]:
+    """Return the annotations of a dataclass's fields, as types; cached, as it takes Python 0.3 ms for each class."""
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in fields(section)}
 
 
 def is_optional(annotation: Any) -> bool:

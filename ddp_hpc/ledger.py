@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 from ddp_hpc import exit_codes
 from ddp_hpc.durable import append_json_line, read_json_lines
-from ddp_hpc.processes import start_ticks
+from ddp_hpc.processes import host_name, start_ticks
 from ddp_hpc.run_dir import RunDir
 
 _odd: set[tuple[Path, str]] = set()
@@ -286,7 +285,7 @@ def record_start(  # noqa: PLR0913  # what a line of the ledger holds
         {
             "attempt": attempt,
             "job_id": job_id,
-            "host": socket.gethostname(),
+            "host": host_name(),
             "pid": os.getpid(),
             "pid_start": start_ticks(os.getpid()),
             "started_at": time.time(),

@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from ddp_hpc.errors import UnreadableError
 
-log = logging.getLogger(__name__)
-
 PATIENCE_S = 60.0
 """How long to try again."""
 _FIRST_PAUSE_S = 0.5
@@ -75,12 +73,14 @@ def patiently(
                 ) from error
             num_failures += 1
             if num_failures == 1:
-                log.warning("%s cannot be read: %s. Trying again for %.0f s.", what, detail, patience_s)
+                logging.getLogger(__name__).warning(
+                    "%s cannot be read: %s. Trying again for %.0f s.", what, detail, patience_s
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
         else:
             if num_failures:
-                log.warning(
+                logging.getLogger(__name__).warning(
                     "%s can be read again, after %.0f s and %d tries; ddp-hpc continues",
                     what,
                     time.monotonic() - began,
@@ -99,7 +99,7 @@ def known(path: Path, ask: Callable[[], T], unknown: T) -> T:
     except OSError as error:
         if path not in _warned:
             _warned.add(path)
-            log.warning(
+            logging.getLogger(__name__).warning(
                 "%s cannot be read: %s. ddp-hpc tries again; you need do nothing unless this lasts.", path, error
             )
         return unknown

@@ -8,7 +8,6 @@ import fcntl
 import os
 import select
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -161,6 +160,11 @@ def request_stop(pids: Iterable[int]) -> None:
     send(pids, signal.SIGUSR2)
 
 
+def host_name() -> str:
+    """Return what `socket.gethostname` returns (gethostname(2), uname(2)); commands start sooner without `socket`."""
+    return os.uname().nodename
+
+
 def start_ticks(pid: int) -> int | None:
     """Return when a process of this host started, in clock ticks since boot; None if it is gone or a zombie.
 
@@ -296,6 +300,8 @@ def lasting_threads() -> list[str]:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
+    import threading  # late: no command needs it (cli/quick_import.py)
+
     known = {
         thread.native_id: f"{thread.name} ({type(thread).__module__}.{type(thread).__qualname__})"
         for thread in threading.enumerate()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,6 +57,8 @@ def _mark_of(fd: int) -> Mark:
 
 @dataclass
 class _Known:
+    """What was read from a path, and when."""
+
     mark: Mark | None
     since: float
     """When the mark was first seen."""
@@ -146,7 +147,7 @@ def await_news(newest: Attempt | None) -> None:
 
     The wait ends early if the newest attempt's supervisor is a process of this host, and exits.
     """
-    if newest is not None and newest.lives(socket.gethostname()):
+    if newest is not None and newest.lives(processes.host_name()):
         processes.await_exit(newest.pid, newest.pid_start, LOOK_INTERVAL_S)
     else:
         time.sleep(LOOK_INTERVAL_S)

@@ -8,9 +8,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol, cast
 
 from ddp_hpc import __version__
+from ddp_hpc.cli.quick_start import quick_start
 from ddp_hpc.cli.terminal import guarded_terminal
 from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.exit_codes import FAILED
@@ -53,14 +55,14 @@ class Verb(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code."""
-    with guarded_terminal():
-        return _main(argv)
+    """Run one command; return its exit code. Without `argv`, it is the one that this process was started for."""
+    with nullcontext() if argv is not None else quick_start(), guarded_terminal():
+        return _main(sys.argv[1:] if argv is None else list(argv))
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(words: list[str]) -> int:
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv), os.environ)
+        code = _dispatch(words, os.environ)
         sys.stdout.flush()
     except DdpHpcError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -89,7 +91,16 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
     verb = cast("Verb", importlib.import_module(f"ddp_hpc.cli.verbs.{name}"))
     parser = argparse.ArgumentParser(prog=f"ddp-hpc {name}", description=verb.__doc__, allow_abbrev=False)
     verb.add_arguments(parser)
-    return verb.run(parser.parse_intermixed_args([_plain_setting(word) for word in rest]), environment)
+    words = [_plain_setting(word) for word in rest]
+    # In Python 3.11, `parse_intermixed_args` makes the text of the usage first, which takes as long as all other parsing.
+    parse = parser.parse_intermixed_args if _are_mixed(words) else parser.parse_args
+    return verb.run(parse(words), environment)
+
+
+def _are_mixed(words: Sequence[str]) -> bool:
+    """Tell whether options stand between other words, where some words may be the values of options."""
+    others = [number for number, word in enumerate(words) if not word.startswith("-")]
+    return others != list(range(others[0], others[-1] + 1)) if others else False
 
 
 def _plain_setting(word: str) -> str:

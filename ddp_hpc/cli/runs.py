@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_hpc.run_dir import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
 from ddp_hpc.watch.find import find_run, newest_run
+
+if TYPE_CHECKING:
+    from ddp_hpc.watch.queue import Ask, QueueStatus
 
 ENVIRONMENT_PREFIX = "DDP_HPC_"
 """Of every variable that settings, or a profile of them, come from."""
@@ -63,6 +68,17 @@ def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path
     from ddp_hpc.config import resolve_key  # late: the spec's classes take 30 ms to make
 
     return Path(resolve_key("runs_dir", environment))
+
+
+def slurm_asker(environment: Mapping[str, str]) -> Ask:
+    """Return what asks Slurm about a job, where a run's directory does not say all."""
+
+    def ask(job_id: str, submitted_at: float) -> QueueStatus:
+        from ddp_hpc.watch.queue import asker  # late: about most runs, nothing is asked
+
+        return asker(environment, clock=time.time)(job_id, submitted_at)
+
+    return ask
 
 
 def word_for(run: RunDir, environment: Mapping[str, str]) -> str:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, Literal, get_origin
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.field_types import is_optional, without_none
+from ddp_hpc.field_types import annotations_of, is_optional, without_none
 from ddp_hpc.spec import RunSpec
 
 OF_A_VARIABLE = str | int | None
@@ -48,7 +48,7 @@ def all_keys() -> Mapping[str, Key]:
 
 
 def _rows(section: type, prefix: str) -> Iterator[Key]:
-    annotations = get_type_hints(section)
+    annotations = annotations_of(section)
     for field in dataclasses.fields(section):
         name, annotation = prefix + field.name, annotations[field.name]
         if dataclasses.is_dataclass(annotation):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from ddp_hpc.config.keys import all_keys, key_of
 from ddp_hpc.config.paths import filled
@@ -25,6 +25,7 @@ from ddp_hpc.config.sources import (
 from ddp_hpc.config.values import convert
 from ddp_hpc.discretion import is_key_shown
 from ddp_hpc.errors import ConfigError, UnreadableError
+from ddp_hpc.field_types import annotations_of
 from ddp_hpc.patience import patiently
 from ddp_hpc.spec import RunSpec
 
@@ -135,7 +136,7 @@ def _value(setting: Setting) -> Any:
 
 def _section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
     """Make a section, and the sections in it, from the values of its keys."""
-    annotations = get_type_hints(section)
+    annotations = annotations_of(section)  # type: ignore[arg-type]  # a class has a hash
     made: dict[str, Any] = {}
     for field in fields(section):
         name, annotation = prefix + field.name, annotations[field.name]

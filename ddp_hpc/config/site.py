@@ -15,6 +15,7 @@ from ddp_hpc.config.paths import fill
 from ddp_hpc.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.processes import host_name
 from ddp_hpc.run_dir import is_folder, settings_dirs
 
 PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
@@ -74,7 +75,7 @@ def find_profile(
     named: str | None = None,
     *,
     fill: bool = True,
-    host: Callable[[], str] = socket.gethostname,
+    host: Callable[[], str] = host_name,
 ) -> Profile | None:
     """Return the profile with this name, or else the one for this host, or else the one for all hosts; None without any.
 

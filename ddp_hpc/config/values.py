@@ -6,7 +6,7 @@ from typing import Any
 
 from ddp_hpc.config.keys import OF_A_VARIABLE, Key
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.field_types import type_in_words
+from ddp_hpc.field_types import type_in_words, without_none
 
 _NOTHING = {"", "~", "null", "none"}
 
@@ -17,7 +17,10 @@ def convert(key: Key, value: Any, location: str) -> Any:
     Raises:
         ConfigError: with the key, the value, the type, and `location`, the value's source.
     """
-    import msgspec  # late: imported only by commands that read a configuration
+    wanted = without_none(key.annotation)
+    if type(value) is wanted and wanted in {bool, int, float, str}:
+        return value
+    import msgspec  # late: most values of most files have their type, and it takes 20 ms to import
 
     try:
         return msgspec.convert(value, key.annotation, strict=True)

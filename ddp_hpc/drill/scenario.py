@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.checkpoint_names import committed_steps
 from ddp_hpc.config import Resolved, changes, load_resolved, render_resolved
 from ddp_hpc.drill.checks import Check, DrillOutcome, check
 from ddp_hpc.drill.faults import FAULTS, Injection, Target

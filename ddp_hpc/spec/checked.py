@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from functools import cache
-from typing import Any, ClassVar, get_type_hints
+from typing import ClassVar
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.field_types import as_field, type_in_words
+from ddp_hpc.field_types import annotations_of, as_field, type_in_words
 
 
 class Checked:
@@ -22,7 +19,7 @@ class Checked:
         cls.SECTION = section
 
     def __post_init__(self) -> None:
-        for name, annotation in _annotations(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
+        for name, annotation in annotations_of(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
             value = getattr(self, name)
             try:
                 plain = as_field(value, annotation)
@@ -31,12 +28,6 @@ class Checked:
                 raise ConfigError(f"`{key}` is {value!r}, but it must be {type_in_words(annotation)}.") from error
             if plain is not value:
                 object.__setattr__(self, name, plain)  # the class is frozen, also for this method
-
-
-@cache
-def _annotations(section: type) -> Mapping[str, Any]:
-    hints = get_type_hints(section)
-    return {field.name: hints[field.name] for field in fields(section)}
 
 
 def require(condition: bool, message: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -164,7 +163,7 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     """
     del environ
     newest = Ledger.read(run).newest
-    here = socket.gethostname()
+    here = processes.host_name()
     if newest is None or newest.cluster != NAME or newest.ending is not None or newest.host == here:
         return None
     return (
@@ -193,7 +192,7 @@ def _patience_s(run: RunDir) -> float:
     newest = Ledger.read(run).newest
     if newest is None:
         return 0.0
-    if newest.ending is not None or not newest.lives(socket.gethostname()):
+    if newest.ending is not None or not newest.lives(processes.host_name()):
         return VANISH_PATIENCE_S
     return STOP_PATIENCE_S if known(run.stop_request, run.stop_request.exists, unknown=False) else 0.0
 
@@ -232,7 +231,7 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
             raise RunBusyError(
                 f"The run in {run.path} could not be started. The last line of {run.console}: {_last_line(run.console)}"
             )
-        if not is_guarded and entry is not None and not entry.lives(socket.gethostname()):
+        if not is_guarded and entry is not None and not entry.lives(processes.host_name()):
             raise WorkerError(_gone(run, entry.attempt))
         time.sleep(_POLL_S)
     return None
@@ -307,7 +306,7 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
     Raises:
         ConfigError: where it is another host's.
     """
-    here = socket.gethostname()
+    here = processes.host_name()
     if attempt.host != here:
         raise ConfigError(
             f"{run.name} cannot be cancelled from {here}: it runs on {attempt.host} (process {attempt.pid}). Cancel it "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
 from ddp_hpc.run_dir import RunDir
 
@@ -29,13 +29,13 @@ class CheckpointInfo:
 
 def list_checkpoints(run: RunDir, *, verify: bool) -> list[CheckpointInfo]:
     """Return the committed checkpoints, newest last; `verify` reads every byte of them."""
-    return [_info(step, checkpoint_store.checkpoint_path(run, step), verify) for step in _steps(run)]
+    return [_info(step, checkpoint_names.checkpoint_path(run, step), verify) for step in _steps(run)]
 
 
 def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
     try:
         manifest = checkpoint_store.verify(path) if verify else checkpoint_store.read_manifest(path)
-        committed_at = (path / checkpoint_store.MANIFEST).stat().st_mtime
+        committed_at = (path / checkpoint_names.MANIFEST).stat().st_mtime
     except (
         CorruptCheckpointError,
         NewerFormatError,
@@ -63,7 +63,7 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
 
 
 def _steps(run: RunDir) -> list[int]:
-    return checkpoint_store.committed_steps(run)
+    return checkpoint_names.committed_steps(run)
 
 
 def choose_step(run: RunDir, step: int | None) -> int:
@@ -86,7 +86,7 @@ def choose_step(run: RunDir, step: int | None) -> int:
 
 def digest(run: RunDir, step: int) -> str:
     """Return the digest of a checkpoint's whole training state."""
-    return checkpoint_store.digest(checkpoint_store.checkpoint_path(run, step))
+    return checkpoint_store.digest(checkpoint_names.checkpoint_path(run, step))
 
 
 def export(run: RunDir, step: int, output: Path, *, ema: bool) -> int:
@@ -95,7 +95,7 @@ def export(run: RunDir, step: int, output: Path, *, ema: bool) -> int:
     Raises:
         ConfigError: where the file cannot be written, or there is no such average.
     """
-    path = checkpoint_store.checkpoint_path(run, step)
+    path = checkpoint_names.checkpoint_path(run, step)
     try:
         return checkpoint_store.export_weights(path, output, prefix="ema" if ema else "model")
     except OSError as error:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ddp_hpc import processes
+from ddp_hpc.checkpoint_names import committed_steps
 from ddp_hpc.ledger import Attempt, Ledger, Next
 from ddp_hpc.patience import known
 from ddp_hpc.records import Progress, QueuedJob, read_progress, read_queued_job
 from ddp_hpc.rereading import LastRead
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm import states
-from ddp_hpc.watch.queue import Ask, QueueStatus
+
+if TYPE_CHECKING:
+    from ddp_hpc.watch.queue import Ask, QueueStatus
 
 State = Literal[
     "prepared", "waiting", "starting", "running", "stopping", "interrupted", "unknown",
@@ -116,7 +118,7 @@ def read_status(
 
     A caller that polls passes the same `files` each time, so that unchanged files are not read again.
     """
-    seen = observe(run, now=now, host=host or socket.gethostname(), files=files or LastRead())
+    seen = observe(run, now=now, host=host or processes.host_name(), files=files or LastRead())
     if ask is not None and seen.queued is not None and _needs_slurm(seen):
         seen = replace(seen, queue_status=ask(seen.queued.job_id, seen.queued.at))
     return status_of(run, seen)
@@ -133,10 +135,6 @@ def _needs_slurm(seen: Observation) -> bool:
 
 def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observation:
     """Read the run directory once."""
-    from ddp_hpc import (
-        checkpoint_store,  # imported here: it loads a checksum library, which slows down the start of commands
-    )
-
     # The ledger is read before and after the lock is tried. A run may write the end of an attempt and release its lock in
     # between; only an attempt without an end in both reads, whose lock was free, has died.
     before = files.read(run.attempts, lambda: Ledger.read(run))
@@ -145,7 +143,7 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
     return Observation(
         attempts=after.attempts,
         progress=files.read(run.progress, lambda: read_progress(run)),
-        committed=files.read(run.checkpoints, lambda: checkpoint_store.committed_steps(run)),
+        committed=files.read(run.checkpoints, lambda: committed_steps(run)),
         is_held=True if len(after.attempts) > len(before.attempts) else is_held,
         wants_stop=known(run.stop_request, run.stop_request.exists, unknown=False),
         is_done=known(run.done, run.done.exists, unknown=False),

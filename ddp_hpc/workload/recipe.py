@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc import checkpoint_names
 from ddp_hpc.errors import UnreadableError
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.patience import patiently
@@ -46,11 +47,9 @@ class RecipeWorkload:
 
     def progress(self, run: RunDir, ledger: Ledger) -> int:
         """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""
-        from ddp_hpc import checkpoint_store  # late: a submission does not ask for progress
-
         try:
             steps = patiently(
-                str(run.checkpoints), lambda: checkpoint_store.committed_steps(run), patience_s=LISTING_PATIENCE_S
+                str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=LISTING_PATIENCE_S
             )
         except UnreadableError as error:
             sys.stderr.write(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.checkpoint_names import committed_steps
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir

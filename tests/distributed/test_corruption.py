@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.checkpoint_store import MANIFEST, checkpoint_path, committed_steps, shard_name, verify
+from ddp_hpc.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.checkpoint_store import shard_name, verify
 from ddp_hpc.run_dir import RunDir
 from tests.distributed.whole_runs import Workplace, make_workplace
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.checkpoint_names import committed_steps
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.ledger import Ledger

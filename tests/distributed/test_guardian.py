@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ddp_hpc import exit_codes, processes
-from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.checkpoint_names import committed_steps
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.records import read_progress
 from ddp_hpc.submission import local

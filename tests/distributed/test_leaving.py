@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_hpc import processes
-from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.checkpoint_names import committed_steps
 from ddp_hpc.failure_reports import first_failure
 from ddp_hpc.ledger import Ledger
 from ddp_hpc.ownership import claim, claims

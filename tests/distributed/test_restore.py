@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import socket
 import time
@@ -16,7 +17,8 @@ import torch
 from safetensors import safe_open
 
 from ddp_hpc import checkpoint_store, ownership, patience
-from ddp_hpc.checkpoint_store import MANIFEST, Manifest, checkpoint_path, committed_steps, shard_name
+from ddp_hpc.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.checkpoint_store import Manifest, shard_name
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.shards import RawTensor, TensorEntry, deal_stretches, shard_header
@@ -146,7 +148,7 @@ def test_a_rank_whose_file_system_does_not_answer_for_a_while_keeps_the_others_w
         sleep(min(seconds, 0.05))
 
     seen: list[str] = []
-    monkeypatch.setattr(patience.log, "warning", lambda text, *_: seen.append(text))
+    monkeypatch.setattr(logging.getLogger(patience.__name__), "warning", lambda text, *_: seen.append(text))
     monkeypatch.setattr("time.sleep", mend)
 
     ranks = in_group(2, partial(restored, run=run), tmp_path / "ours")

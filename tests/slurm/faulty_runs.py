@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names
 from ddp_hpc.ledger import Attempt, Ledger
 from ddp_hpc.run_dir import RunDir
 from tests.slurm.cluster import Cluster
@@ -38,7 +38,7 @@ def attempts(login: LoginNode, name: str) -> list[Attempt]:
 
 
 def newest_step(login: LoginNode, name: str) -> int:
-    return max(checkpoint_store.committed_steps(login.run(name)), default=0)
+    return max(checkpoint_names.committed_steps(login.run(name)), default=0)
 
 
 def slow_file(login: LoginNode) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.checkpoint_names import committed_steps
 from ddp_hpc.drill import scenario
 from ddp_hpc.drill.faults import FAULTS as DRILLED
 from ddp_hpc.ledger import Ledger

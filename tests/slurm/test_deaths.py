@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names, checkpoint_store
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import (
     FAULTY,
@@ -317,8 +317,8 @@ def test_an_attempt_that_slurm_believes_dead_writes_nothing_any_more(cluster: Cl
     assert (first.failed_nodes, second.first_step) == ((first_node,), second.first_step)
     assert "a newer start of the run has replaced this one" in place.console("owned").lower()
     made_by = [
-        checkpoint_store.read_manifest(checkpoint_store.checkpoint_path(place.run("owned"), step)).made["attempt"]
-        for step in checkpoint_store.committed_steps(place.run("owned"))
+        checkpoint_store.read_manifest(checkpoint_names.checkpoint_path(place.run("owned"), step)).made["attempt"]
+        for step in checkpoint_names.committed_steps(place.run("owned"))
     ]
     assert made_by == [1, 1]
     assert_unbroken(place, "owned", world_size=2, may_lose=10)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import CheckpointSpec
@@ -81,7 +81,7 @@ def test_a_run_keeps_the_checkpoint_of_its_best_evaluation(
     values = {line["step"]: line[metric] for line in read_json_lines(training.run.metrics) if line["kind"] == "eval"}
     assert list(values) == [4, 8, 12, 16, 20]
     wanted = best(values, key=values.__getitem__)
-    assert checkpoint_store.committed_steps(training.run) == sorted({wanted, 20})
+    assert checkpoint_names.committed_steps(training.run) == sorted({wanted, 20})
 
 
 @pytest.mark.parametrize("returned", [torch.tensor(1.0), 1.0])

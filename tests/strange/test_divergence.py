@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names, checkpoint_store
 from ddp_hpc.durable import read_json_lines
 from ddp_hpc.errors import DivergedError
 from ddp_hpc.ledger import Ledger
@@ -67,7 +67,7 @@ def test_a_run_that_diverges_fails_once_and_goes_on_from_its_last_finite_checkpo
     assert ended.returncode == 1, ended.stdout + ended.stderr
     (attempt,) = Ledger.read(run).attempts
     assert (attempt.ending, attempt.cause, attempt.next, attempt.failed_nodes) == ("failed", "diverged", "", ())
-    steps = checkpoint_store.committed_steps(run)
+    steps = checkpoint_names.committed_steps(run)
     assert steps
     told = f"it goes on from step {steps[-1]}, its newest checkpoint;"
     assert all(text in ended.stderr for text in ("The training has diverged", "`train.lr`", told, "`--fresh`"))
@@ -84,7 +84,7 @@ def test_a_run_that_diverges_fails_once_and_goes_on_from_its_last_finite_checkpo
 
 
 def _is_finite(run: RunDir, step: int) -> bool:
-    path = checkpoint_store.checkpoint_path(run, step)
+    path = checkpoint_names.checkpoint_path(run, step)
     found = checkpoint_store.read_tensors(path, checkpoint_store.read_manifest(path))
     weights = [torch.frombuffer(raw.data, dtype=torch.float32) for name, raw in found.items() if name[:6] == "model/"]
     return bool(weights) and all(bool(one.isfinite().all()) for one in weights)
@@ -127,7 +127,7 @@ def test_no_checkpoint_of_weights_that_are_not_finite_takes_the_place_of_one_tha
         trained(tmp_path / "run", a_recipe(data), checkpoint__every_steps=1, checkpoint__keep_last=1)
 
     run = RunDir(tmp_path / "run")
-    (kept,) = checkpoint_store.committed_steps(run)
+    (kept,) = checkpoint_names.committed_steps(run)
     assert _is_finite(run, kept)
     bad_step = next(line["step"] for line in read_json_lines(run.metrics) if line["loss"] is None)
     assert kept == bad_step - 1
@@ -175,7 +175,7 @@ def test_skip_ends_a_run_that_skips_everything(tmp_path: Path) -> None:
 def test_ignore_goes_on_and_commits_whatever_it_comes_to(tmp_path: Path) -> None:
     training = trained(tmp_path / "run", a_recipe(Poisoned(4, {0})), train__on_nonfinite="ignore")
 
-    assert checkpoint_store.committed_steps(training.run) == [12]
+    assert checkpoint_names.committed_steps(training.run) == [12]
 
 
 def test_a_loss_that_is_not_finite_now_and_then_ends_nothing(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_mask_of_minus_infinities_is_no_divergence(tmp_path: Path) -> None:
 
     training = trained(tmp_path / "run", recipe)
 
-    assert checkpoint_store.committed_steps(training.run) == [12]
+    assert checkpoint_names.committed_steps(training.run) == [12]
 
 
 def test_the_search_of_fp16_for_its_scale_is_no_divergence(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_the_search_of_fp16_for_its_scale_is_no_divergence(tmp_path: Path) -> No
     assert training.state.scaler is not None
     assert training.state.scaler.get_scale() < 2.0**121, "six updates in a row were left out"
     assert training.state.position.step == 12
-    assert checkpoint_store.committed_steps(training.run) == [12]
+    assert checkpoint_names.committed_steps(training.run) == [12]
 
 
 def scale_too_high(training: Training) -> None:

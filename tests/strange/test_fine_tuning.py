@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import LrScheduleSpec
 from ddp_hpc.train.engine.training import Training
@@ -64,8 +64,8 @@ def test_a_head_is_trained_on_the_frozen_body_of_another_run_and_resumes_without
 def test_weights_come_from_files_and_runs_alike(kind: str, tmp_path: Path) -> None:
     source = trained(tmp_path / "source", a_recipe(network(2)))
     wanted = weights(source)
-    (step,) = checkpoint_store.committed_steps(source.run)
-    checkpoint = checkpoint_store.checkpoint_path(source.run, step)
+    (step,) = checkpoint_names.committed_steps(source.run)
+    checkpoint = checkpoint_names.checkpoint_path(source.run, step)
     path = {"checkpoint": checkpoint, "run": source.run.path}.get(kind, tmp_path / f"weights.{kind}")
     if kind == "safetensors":
         checkpoint_store.export_weights(checkpoint, path)

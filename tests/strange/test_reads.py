@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import patience
-from ddp_hpc.checkpoint_store import MANIFEST, checkpoint_path, committed_steps, prune, shard_name, verify
+from ddp_hpc.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.checkpoint_store import prune, shard_name, verify
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.failure_reports import read_failures

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names
 from ddp_hpc.errors import CheckpointError, ConfigError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import DataSpec, EvalSpec, ResourcesSpec, RunSpec, TrainSpec
@@ -279,11 +279,11 @@ def test_a_save_that_failed_is_tried_again_when_the_run_is_told_to_stop_there(tm
     checkpointer.wait()
     run.checkpoints.unlink()
     aside.rename(run.checkpoints)
-    before = checkpoint_store.committed_steps(run)
+    before = checkpoint_names.committed_steps(run)
     checkpointer.save_and_wait(state)
 
     assert before == []
-    assert checkpoint_store.committed_steps(run) == [3]
+    assert checkpoint_names.committed_steps(run) == [3]
 
 
 def test_a_save_that_fails_again_fails_the_stop(tmp_path: Path) -> None:

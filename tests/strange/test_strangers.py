@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hpc.checkpoint_store import checkpoint_path, verify
+from ddp_hpc.checkpoint_names import checkpoint_path
+from ddp_hpc.checkpoint_store import verify
 from ddp_hpc.errors import WorkerError
 from ddp_hpc.ownership import claim
 from ddp_hpc.records import read_rendezvous_token, write_rendezvous_token

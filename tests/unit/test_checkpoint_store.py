@@ -17,12 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ddp_hpc import shards
+from ddp_hpc.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.checkpoint_store import (
-    MANIFEST,
     Manifest,
-    checkpoint_path,
     commit,
-    committed_steps,
     digest,
     export_weights,
     prune,

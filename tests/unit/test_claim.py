@@ -10,16 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import exit_codes
-from ddp_hpc.checkpoint_store import (
-    Manifest,
-    checkpoint_path,
-    commit,
-    committed_steps,
-    open_staging,
-    staging_path,
-    verify,
-    write_shard,
-)
+from ddp_hpc.checkpoint_names import checkpoint_path, committed_steps
+from ddp_hpc.checkpoint_store import Manifest, commit, open_staging, staging_path, verify, write_shard
 from ddp_hpc.errors import FencedError
 from ddp_hpc.ledger import record_start
 from ddp_hpc.ownership import claim, claims, is_fenced, release

@@ -6,7 +6,11 @@ import math
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ddp_hpc.config import yaml_text
 from ddp_hpc.config.yaml_text import DictWithLines, dump_value, plain_scalar, read_yaml
 from ddp_hpc.errors import ConfigError
 
@@ -95,3 +99,16 @@ def test_mappings_know_the_lines_of_their_keys() -> None:
 def test_what_is_not_our_yaml_is_refused_with_its_place(text: str | bytes, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read_yaml(text, "t.yaml")
+
+
+@given(
+    text=st.from_regex(r"[A-Za-z][A-Za-z0-9_./-]{0,12}", fullmatch=True)
+    | st.sampled_from(["null", "No", "y", "e1", "Inf", "TRUE", "a.b/"])
+)
+def test_a_simple_value_is_written_as_pyyaml_writes_it(text: str) -> None:
+    """Words, whole numbers, booleans and null are written without PyYAML, and must come out the same."""
+    values: list[Any] = [text, 3, -1, 0, 10**30, True, False, None, [], ()]
+    for value in values:
+        whole = yaml.dump([value], Dumper=yaml_text._Dumper, default_flow_style=True, width=float("inf"))
+
+        assert whole == f"[{dump_value(value)}]\n"

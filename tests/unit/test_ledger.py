@@ -36,7 +36,7 @@ def test_a_ledger_of_plain_texts_is_read_as_words(tmp_path: Path) -> None:
 def test_words_are_written_as_plain_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path)
     monkeypatch.setattr("time.time", iter([1.5, 2.5]).__next__)
-    monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    monkeypatch.setattr(ledger, "host_name", lambda: "node1")
     monkeypatch.setattr("os.getpid", lambda: 12)
     monkeypatch.setattr(ledger, "start_ticks", lambda _: 34)
     job = JobFacts(nodes=("node1", "node2"), ends_at=9.5, restart=1)

@@ -321,7 +321,7 @@ def test_a_run_on_another_host_is_looked_at_after_the_whole_pause(
     add_attempt(run)
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
-    monkeypatch.setattr("socket.gethostname", lambda: "login")
+    monkeypatch.setattr("ddp_hpc.processes.host_name", lambda: "login")
 
     await_news(Ledger.read(run).attempts[0])
     await_news(None)

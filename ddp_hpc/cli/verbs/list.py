@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
-from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import steps
 from ddp_hpc.errors import UnreadableError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.watch.find import scan_runs
-from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, read_status
 
 HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT", "AGE")
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the table."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
-    ask = asker(environment, clock=time.time)
+    ask = slurm_asker(environment)
     runs, num_unreadable = scan_runs(runs_dir)
     statuses = []
     for each in runs:

@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Mapping
 
-from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.rereading import LastRead, await_news, newest_attempt
 from ddp_hpc.watch.logs import LogSelection, follow_lines, read_lines
-from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import read_status
 
 
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the lines."""
     run_dir = chosen_run(args, environment)
-    ask = asker(environment, clock=time.time)
+    ask = slurm_asker(environment)
     files = LastRead()
     choice = LogSelection(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
     is_drawn = sys.stdout.isatty()  # what goes to a file or a pipe keeps every byte

@@ -7,11 +7,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.rereading import LOOK_INTERVAL_S
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, read_status
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     run_dir = chosen_run(args, environment)
     backend = backend_of(run_dir)
-    status = read_status(run_dir, now=time.time(), ask=asker(environment, clock=time.time))
+    status = read_status(run_dir, now=time.time(), ask=slurm_asker(environment))
     if status.state != "waiting" or not backend.HAS_QUEUE:
         print(backend.stop(run_dir, environment, then="requeue"), flush=True)
     elif not args.now:

@@ -15,15 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ddp_hpc.cli.attach import show
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, word_for
-from ddp_hpc.cli.summary import exit_code, print_summary
+from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.patience import known
 from ddp_hpc.run_dir import RunDir
-from ddp_hpc.watch.queue import asker
-from ddp_hpc.watch.status import read_status
 
 if TYPE_CHECKING:
     from ddp_hpc.config import Resolved
@@ -83,12 +79,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(_dry_run(resolved, backend, import_paths, environment, args), end="")
         return 0
     changed = _changes(run_dir, resolved)
-    is_told = known(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
-    if is_told and read_status(run_dir, now=time.time()).state == "stopping":
-        print(
-            f"{run_dir.name} is stopping, because a user asked it to; this command waits until it has stopped, then submits it again",
-            file=sys.stderr,
-        )
+    _note_stopping(run_dir)
     aside: Path | None = None
     if args.fresh:
         from ddp_hpc.submission.removal import put_aside
@@ -111,12 +102,31 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-    status = read_status(submission.run, now=time.time(), ask=asker(environment, clock=time.time))
-    if args.json:
+    again = shlex.join(["ddp-hpc", "submit", str(path), *map(_shown, settings), *here])
+    return _print_status(submission.run, environment, word=word, again=None if args.json else again)
+
+
+def _note_stopping(run_dir: RunDir) -> None:
+    from ddp_hpc.watch.status import read_status  # late: a dry run looks at no run
+
+    is_asked = known(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
+    if is_asked and read_status(run_dir, now=time.time()).state == "stopping":
+        print(
+            f"{run_dir.name} is stopping, because a user asked it to; this command waits until it has stopped, then submits it again",
+            file=sys.stderr,
+        )
+
+
+def _print_status(run_dir: RunDir, environment: Mapping[str, str], *, word: str, again: str | None) -> int:
+    """Print the status, as JSON if there is no command that submits the run `again`; return the exit code that it means."""
+    from ddp_hpc.cli.summary import exit_code, print_summary  # late: a dry run looks at no run
+    from ddp_hpc.watch.status import read_status
+
+    status = read_status(run_dir, now=time.time(), ask=slurm_asker(environment))
+    if again is None:
         print(as_json(asdict(status)))
     else:
-        again = shlex.join(["ddp-hpc", "submit", str(path), *map(_shown, settings), *here])
-        print_summary(submission.run, status, word=word, again=again)
+        print_summary(run_dir, status, word=word, again=again)
     return exit_code(status)
 
 
@@ -136,11 +146,13 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
         return
     backend = load_backend(submission.backend)  # another than was asked for, where the run was there already
     if args.follow:
+        from ddp_hpc.cli.attach import show  # late: a dry run looks at no run
+
         show(
             submission.run,
             submission.attempt,
             out,
-            ask=asker(environment, clock=time.time),
+            ask=slurm_asker(environment),
             on_waiting=lambda: backend.hasten(submission.run, environment),
         )
     if args.wait:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names
 from ddp_hpc.errors import DivergedError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import OnNonfinite
@@ -100,7 +100,7 @@ class LossWatch:
 
 def diverged(run: RunDir, what: str) -> str:
     """Return the message that a run has diverged, with what its user can do."""
-    steps = checkpoint_store.committed_steps(run)
+    steps = checkpoint_names.committed_steps(run)
     goes_on = f"goes on from step {steps[-1]}, its newest checkpoint; with `--fresh` it starts over" if steps else ""
     return (
         f"The training has diverged: {what}. Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`, and "

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import msgspec
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names
 from ddp_hpc.durable import make_directories, open_private, read_json_lines, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.patience import patiently
@@ -160,7 +160,7 @@ class RunRecorder:
 
     def resumed(self, step: int) -> None:
         """Record the checkpoint from which the run resumes."""
-        manifest = checkpoint_store.checkpoint_path(self._run, step) / checkpoint_store.MANIFEST
+        manifest = checkpoint_names.checkpoint_path(self._run, step) / checkpoint_names.MANIFEST
         self._saved = SaveResult(step, 0.0)
         with suppress(OSError):  # the file system does not answer: leave the time unknown
             self._saved_at = manifest.stat().st_mtime

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hpc import checkpoint_store
+from ddp_hpc import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
@@ -61,16 +61,16 @@ def _find(text: str, *, runs_dir: Path) -> Path:
     """Return the file, or the directory of a checkpoint, that `text` names."""
     candidates = [Path(text).expanduser().absolute(), runs_dir / text]
     for path in candidates:
-        if path.is_file() or (path / checkpoint_store.MANIFEST).is_file():
+        if path.is_file() or (path / checkpoint_names.MANIFEST).is_file():
             return path
         if (path / "config.yaml").is_file():
             run = RunDir(path)
-            steps = checkpoint_store.committed_steps(run)
+            steps = checkpoint_names.committed_steps(run)
             if not steps:
                 raise ConfigError(
                     f"`train.init_from` is {text!r}, but the run in {path} has no checkpoint yet. Wait for one, or name another run or file."
                 )
-            return checkpoint_store.checkpoint_path(run, steps[-1])
+            return checkpoint_names.checkpoint_path(run, steps[-1])
     raise ConfigError(
         f"`train.init_from` is {text!r}, but neither the file {str(candidates[0])!r} nor the run {str(candidates[1])!r} exists."
     )

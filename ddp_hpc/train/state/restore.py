@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hpc import checkpoint_store, ownership, shards
+from ddp_hpc import checkpoint_names, checkpoint_store, ownership, shards
 from ddp_hpc.checkpoint_store import ChunkReader, Manifest
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, UnreadableError
 from ddp_hpc.patience import is_there, patiently
@@ -85,7 +85,7 @@ class Restorer:
             offered = self._group.broadcast_through_store(key, offered, on_heartbeat=self._on_progress)
             if offered is None:
                 return None
-            path = checkpoint_store.checkpoint_path(self._run, offered["step"])
+            path = checkpoint_names.checkpoint_path(self._run, offered["step"])
             manifest = checkpoint_store.parse_manifest(offered["manifest"].encode(), path)
             try:
                 share = Share(self._group, manifest)
@@ -112,9 +112,9 @@ class Restorer:
         return patiently(str(self._run.checkpoints), partial(self._newest, key), on_wait=partial(self._get_on, key))
 
     def _newest(self, key: str) -> dict[str, Any] | None:
-        for step in reversed(checkpoint_store.committed_steps(self._run)):
+        for step in reversed(checkpoint_names.committed_steps(self._run)):
             try:
-                manifest = checkpoint_store.read_manifest(checkpoint_store.checkpoint_path(self._run, step))
+                manifest = checkpoint_store.read_manifest(checkpoint_names.checkpoint_path(self._run, step))
             except CorruptCheckpointError as error:
                 self._set_aside(step, error, key)
                 continue
@@ -130,7 +130,7 @@ class Restorer:
         """
         if ownership.is_fenced(self._run, self._attempt):
             raise FencedError(f"A newer attempt of {self._run.name} has begun, so attempt {self._attempt} stops.")
-        path = checkpoint_store.checkpoint_path(self._run, step)
+        path = checkpoint_names.checkpoint_path(self._run, step)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
             aside = patiently(str(path), partial(checkpoint_store.set_aside, path), on_wait=partial(self._get_on, key))
             log.warning("%s The run does not use it (%s) and tries an older one.", error, aside.name)
@@ -143,7 +143,7 @@ class Restorer:
             UnreadableError: where they cannot be seen: perhaps a mount is away.
         """
         run, folder = self._run, self._run.checkpoints
-        known_step, aside = newest_committed(run), checkpoint_store.steps_set_aside(run)
+        known_step, aside = newest_committed(run), checkpoint_names.steps_set_aside(run)
         if not is_there(run.config):
             raise UnreadableError(f"{run.path} is not there; perhaps its file system is away.")
         if not known_step and not aside:
@@ -172,7 +172,7 @@ class Restorer:
             CorruptCheckpointError: on every rank, where one of them found its share damaged.
             UnreadableError: on the rank whose file system does not say; the others wait until the attempt ends.
         """
-        path = checkpoint_store.checkpoint_path(self._run, share.manifest.step)
+        path = checkpoint_names.checkpoint_path(self._run, share.manifest.step)
         moved = partial(self._get_on, self._group.barrier_key(key))
         report: dict[str, Any]
         try:

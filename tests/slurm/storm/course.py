@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_hpc import processes
-from ddp_hpc.checkpoint_store import committed_steps
+from ddp_hpc.checkpoint_names import committed_steps
 from ddp_hpc.ledger import Attempt, Ledger
 from ddp_hpc.records import read_progress
 from ddp_hpc.run_dir import RunDir
