@@ -2,7 +2,7 @@
 
 Nearly all the time of a short command is its imports (`make bench ARGS=commands`). Three rules keep it short:
 
-- A module of the standard library that commands import, but seldom use, stands in `AT_FIRST_USE`.
+- A module of others that commands import, but seldom use, stands in `AT_FIRST_USE`.
 - `cli/` imports a verb when it is asked for, and a verb imports at its top what it always needs. What one option, one back
   end or a file needs is imported there, marked "late".
 - `tests/architecture/test_torch_free.py` lists what `--help`, `list`, `status` and a dry run must not load.
@@ -19,7 +19,20 @@ from importlib.util import LazyLoader
 from typing import Any
 
 AT_FIRST_USE = frozenset(
-    {"bz2", "csv", "ctypes", "inspect", "ipaddress", "logging", "lzma", "platform", "socket", "subprocess", "tempfile"}
+    {
+        "bz2",
+        "csv",
+        "ctypes",
+        "inspect",
+        "ipaddress",
+        "logging",
+        "lzma",
+        "platform",
+        "psutil",
+        "socket",
+        "subprocess",
+        "tempfile",
+    }
 )
 """Modules that a command loads when it first uses them. Two have only one importer, which hardly needs them: `dataclasses`
 imports `inspect`, and `urllib.parse` imports `ipaddress`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from ddp_hpc.config.keys import OF_A_VARIABLE, Key
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.field_types import type_in_words, without_none
 
+_SCALARS = frozenset({bool, int, float, str})
 _NOTHING = {"", "~", "null", "none"}
 
 
@@ -17,10 +18,9 @@ def convert(key: Key, value: Any, location: str) -> Any:
     Raises:
         ConfigError: with the key, the value, the type, and `location`, the value's source.
     """
-    wanted = without_none(key.annotation)
-    if type(value) is wanted and wanted in {bool, int, float, str}:
-        return value
-    import msgspec  # late: most values of most files have their type, and it takes 20 ms to import
+    if (plain := _plain(value, without_none(key.annotation))) is not None:
+        return plain
+    import msgspec  # late: most values of most files are plain, and it takes 10 ms to import
 
     try:
         return msgspec.convert(value, key.annotation, strict=True)
@@ -29,6 +29,16 @@ def convert(key: Key, value: Any, location: str) -> Any:
         raise ConfigError(
             f"`{key.name}` is {value!r} ({location}), but it must be {type_in_words(key.annotation)}.{quotes}"
         ) from error
+
+
+def _plain(value: Any, wanted: Any) -> Any:
+    """Return the value if no rule has to be looked up to see that it has the type: a scalar, or a list of texts; else None."""
+    if type(value) is wanted and wanted in _SCALARS:
+        return value
+    if get_origin(wanted) is Literal:
+        return value if type(value) is str and value in get_args(wanted) else None
+    is_list_of_texts = type(value) is list and wanted == tuple[str, ...] and all(type(item) is str for item in value)
+    return tuple(value) if is_list_of_texts else None
 
 
 def parse_text(key: Key | None, text: str, location: str) -> Any:
