@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from benchmarks.counters import count
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, added, compared, judge, run_rounds, shown
 from ddp_hpc import ownership
 from ddp_hpc.run_dir import RunDir
@@ -39,7 +40,7 @@ from ddp_hpc.train.stop import StopFlag
 STEPS = 1500
 BATCH = 32
 TARGET_US, LOADER_TARGET_US = 5.0, 100.0
-US, CPU_US = "us_a_step", "cpu_us_a_step"
+US, CPU_US, INSTRUCTIONS = "us_a_step", "cpu_us_a_step", "instructions_a_step"
 RAW, OURS = "limit: raw loop", "ddp_hpc"
 FABRIC, ACCELERATE, LIGHTNING = "Lightning Fabric", "Accelerate", "Lightning Trainer"
 RAW_LOADING, OURS_LOADING = "raw loop, PyTorch's loader", "ddp_hpc, its loader"
@@ -91,21 +92,23 @@ def sgd(network: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
 
 
 class Watch:
-    """Takes the time between two moments, by the wall and in CPU time of all threads."""
+    """Takes the time between two moments, on the clock and in CPU time of all threads, and counts instructions if it can."""
 
     def __init__(self) -> None:
-        self._begun = self._ended = (0.0, 0.0)
+        self._begun = self._ended = (0.0, 0.0, 0)
 
     def begin(self) -> None:
-        self._begun = time.perf_counter(), time.process_time()
+        self._begun = time.perf_counter(), time.process_time(), count() or 0
 
     def end(self) -> None:
-        self._ended = time.perf_counter(), time.process_time()
+        self._ended = time.perf_counter(), time.process_time(), count() or 0
 
     def a_step(self, steps: int = STEPS) -> Mapping[str, float]:
-        """Return both for one step, in microseconds."""
-        wall, cpu = (ended - begun for begun, ended in zip(self._begun, self._ended, strict=True))
-        return {US: wall / steps * 1e6, CPU_US: cpu / steps * 1e6}
+        """Return the times for one step, in microseconds, and its instructions where the machine counts them."""
+        spent = (ended - begun for begun, ended in zip(self._begun, self._ended, strict=True))
+        wall, cpu, instructions = (each / steps for each in spent)
+        counted = {} if count() is None else {INSTRUCTIONS: instructions}
+        return {US: wall * 1e6, CPU_US: cpu * 1e6, **counted}
 
 
 def raw(source: Iterable[Batch] | None = None) -> tuple[Mapping[str, float], nn.Module]:
@@ -315,12 +318,18 @@ def measure(rounds: int) -> Samples:
 def verdicts(samples: Samples) -> list[Verdict]:
     """Hold what ours adds against the target."""
 
-    def over_raw(row: str) -> list[float]:
-        return samples.differences(US, of=row, less=RAW)
+    def over_raw(row: str, figure: str = US) -> list[float]:
+        return samples.differences(figure, of=row, less=RAW)
 
     return [
         judge("added to a step by our loop", over_raw(OURS), unit="us", limit=TARGET_US, wanted="at most"),
-        judge("CPU time added to a step by our loop", samples.differences(CPU_US, of=OURS, less=RAW), unit="us"),
+        judge("CPU time added to a step by our loop", over_raw(OURS, CPU_US), unit="us"),
+        *(
+            [judge("instructions added to a step by our loop", over_raw(OURS, INSTRUCTIONS), unit="instructions")]
+            if samples.has(OURS, INSTRUCTIONS)
+            else []
+        ),
+        judge("CPU time added by our loop and loader", over_raw(OURS_LOADING, CPU_US), unit="us"),
         judge(
             "added to a step by our loop and loader",
             over_raw(OURS_LOADING),
@@ -341,6 +350,7 @@ BENCHMARK = Benchmark(
         shown("us a step", US, digits=0),
         added("added, us", US, to=RAW),
         added("CPU time added, us", CPU_US, to=RAW),
+        added("instructions added", INSTRUCTIONS, to=RAW),
         compared("speed, by the raw loop's", US, under=RAW, is_inverse=True),
     ],
     verdicts=verdicts,

@@ -131,7 +131,13 @@ def compared(heading: str, figure: str, *, under: str, digits: int = 2, is_inver
 
 def added(heading: str, figure: str, *, to: str, digits: int = 0) -> Column:
     """Return a column of median differences to the row `to`."""
-    return Column(heading, lambda samples, row: statistics.median(samples.differences(figure, of=row, less=to)), digits)
+
+    def value(samples: Samples, row: str) -> float | None:
+        if not samples.has(row, figure):
+            return None
+        return statistics.median(samples.differences(figure, of=row, less=to))
+
+    return Column(heading, value, digits)
 
 
 @dataclass(frozen=True, kw_only=True)
