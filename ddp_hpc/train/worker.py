@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +24,9 @@ from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training, configure_torch, prepare
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
+from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.recipe import Recipe, build_recipe, load_builder
+from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, load_builder
 from ddp_hpc.train.recording.rank_log import open_rank_log
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.stop import StopFlag
@@ -43,8 +46,14 @@ def preload(run_path: str) -> str:
     """
     spec = load_resolved(RunDir(Path(run_path)).config, is_patient=True)
     with no_openmp_pool():
-        load_builder(spec.recipe.target)
-        # The first optimizer imports 900 modules, which takes about a second: here once, rather than in each worker.
+        builder = load_builder(spec.recipe.target)
+        if spec.recipe.target in BUILT_IN:  # it imports torchvision late, for not every run has it
+            getattr(sys.modules[builder.__module__], "import_early", lambda _: None)(spec.recipe.args)
+        if spec.train.compile or spec.train.deterministic:
+            importlib.import_module(DYNAMO)  # every worker would import it
+        import_compiler_late()
+        # What an optimizer imports is imported here once. Without a step or a backward pass: with GPUs, these start CUDA or
+        # threads, and then this process must not fork.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)]).zero_grad()
     return why_not_fork(spec.recipe.target)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +17,13 @@ from ddp_hpc.train.recipes.mini_resnet import MiniResNet
 
 MINI_RESNET = "mini_resnet"
 MINI_RESNET_WIDTH = 16
+
+
+def import_early(args: Mapping[str, Any]) -> None:
+    """Import torchvision where `build` would with these arguments: the agent does it once for all workers of its node."""
+    if args.get("model", MINI_RESNET) != MINI_RESNET or args.get("dataset", "digits") not in {"digits", "fake"}:
+        with suppress(Exception):  # `build` says what is wrong, in the worker
+            importlib.import_module("torchvision.transforms.v2")
 
 
 def build(  # noqa: PLR0913  the arguments are the keys of `recipe.args`

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
+import numpy.random  # numpy imports it late: then each forked worker would do so itself
 import torch
 from numpy.typing import NDArray
 from torch import Tensor

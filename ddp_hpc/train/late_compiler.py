@@ -1,0 +1,121 @@
+"""Imports `torch._dynamo`, the front end of `torch.compile`, only where something needs it.
+
+It takes as long to import as the rest of PyTorch. Every optimizer and DDP import it when they are made, only to say what it
+must not trace. Before anything is compiled, nothing is traced: so a stand-in answers these few calls, and imports the
+package itself as soon as anything else is asked of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+DYNAMO = "torch._dynamo"
+
+
+def import_compiler_late() -> None:
+    """Put the stand-in where `torch._dynamo` has not been imported yet."""
+    if DYNAMO in sys.modules:
+        return
+    # Who asks for what: torch/_compile.py and the optimizers (`disable`, `graph_break`), DDP's constructor
+    # (`get_optimize_ddp_mode`), `init_process_group` (`clear_lru_cache`), models (`is_compiling`). A version of PyTorch that
+    # asks for more gets the package itself, as it would without the stand-in.
+    modes = StandIn(f"{DYNAMO}.utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"})  # the default
+    rules = StandIn(f"{DYNAMO}.trace_rules", {"clear_lru_cache": lambda: None})
+    answers = {"graph_break": _graph_break, "is_compiling": torch.compiler.is_compiling, "disable": _disable}
+    put_in_place(StandIn(DYNAMO, {**answers, "utils": modes, "trace_rules": rules}))
+
+
+class StandIn(ModuleType):
+    """Stands in for a package inside another one, or for a module in it, until it is asked for what it has no answer to."""
+
+    def __init__(self, name: str, answers: Mapping[str, object]) -> None:
+        super().__init__(name)
+        self._answers = answers
+
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # composition cannot do it: `import` takes any object, and asks it for attributes
+        # Code that goes through all modules (`inspect`, `warnings`) asks each for names like `__file__`, and does not mean this
+        # one. But an import of a module in the package begins with the package's `__path__`.
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        package = ".".join(self.__name__.split(".")[:2])
+        if isinstance(sys.modules.get(package), StandIn):
+            if name in self._answers:
+                return self._answers[name]
+            _import_itself(package, asked=self.__name__ if name == "__path__" else f"{self.__name__}.{name}")
+        # From here on, this is only for who has kept the stand-in (`import torch._dynamo as dynamo`).
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def put_in_place(stand_in: StandIn) -> None:
+    """Have imports find the stand-in."""
+    parent, _, name = stand_in.__name__.rpartition(".")
+    sys.modules[stand_in.__name__] = stand_in
+    setattr(sys.modules[parent], name, stand_in)
+
+
+_removal = threading.Lock()
+
+
+def _import_itself(package: str, *, asked: str) -> None:
+    """Take the stand-in away and import the package."""
+    parent, _, name = package.rpartition(".")
+    with _removal:  # of two threads, the second must not take away what the first is importing
+        if isinstance(sys.modules.get(package), StandIn):
+            log.info(
+                "importing %s, which takes some seconds, because `%s` is used. `import %s` at the top of the recipe's module "
+                "would do it once for all workers of a node",
+                package,
+                asked,
+                package,
+            )
+            # The attribute too: the package's own modules look each other up through it while they are imported.
+            vars(sys.modules[parent]).pop(name, None)
+            del sys.modules[package]
+    importlib.import_module(package)
+
+
+def _itself(name: str) -> Any:
+    """Return a function of dynamo; None where it has not been imported, or not as far as that."""
+    dynamo = sys.modules.get(DYNAMO)
+    return None if dynamo is None or isinstance(dynamo, StandIn) else vars(dynamo).get(name)
+
+
+def _graph_break(msg: str = "") -> None:
+    """Do nothing, because no graph is recorded; but a model that kept this function may be compiled later."""
+    graph_break = _itself("graph_break")
+    if graph_break is not None:
+        graph_break(msg)
+
+
+def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:  # noqa: FBT002  as dynamo's own
+    """Return a function that calls `function`; once dynamo is there, as dynamo's own `disable` has it called."""
+    if not inspect.isfunction(function):  # a class, a module, or nothing, for a decorator: rare
+        _import_itself(DYNAMO, asked=f"{DYNAMO}.disable")
+        return sys.modules[DYNAMO].disable(function, recursive, **options)
+    plain: Callable[..., Any] = function
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not disabled:
+            disable = _itself("disable")
+            if disable is None:
+                return plain(*args, **kwargs)
+            disabled.append(disable(plain, recursive, **options))
+        return disabled[0](*args, **kwargs)
+
+    return call
