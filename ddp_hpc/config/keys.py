@@ -69,12 +69,26 @@ def key_of(name: str) -> Key | None:
 
 def is_free(name: str) -> bool:
     """Return whether the name lies below an open key (`recipe.args.width`)."""
-    return any(key.is_open and name.startswith(f"{key.name}.") for key in all_keys().values())
+    return name.startswith(_open_beginnings())
 
 
 def is_section(name: str) -> bool:
     """Return whether this name is a section: keys may be below it."""
-    return any(other.startswith(f"{name}.") or (other == name and key.is_open) for other, key in all_keys().items())
+    return name in _sections()
+
+
+# A process asks these two hundreds of times for one configuration, so what they look up is computed once.
+
+
+@cache
+def _open_beginnings() -> tuple[str, ...]:
+    return tuple(f"{key.name}." for key in all_keys().values() if key.is_open)
+
+
+@cache
+def _sections() -> frozenset[str]:
+    parents = (name.split(".")[:depth] for name in all_keys() for depth in range(1, name.count(".") + 1))
+    return frozenset({*map(".".join, parents), *(key.name for key in all_keys().values() if key.is_open)})
 
 
 def is_below(name: str, section: str) -> bool:

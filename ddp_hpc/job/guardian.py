@@ -16,8 +16,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from ddp_hpc import exit_codes, ownership, processes
 from ddp_hpc.ledger import Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run_dir import RunDir
@@ -151,6 +149,8 @@ def _kill_leftovers() -> bool:
 
     The kernel kills the agent and the workers with the supervisor (PR_SET_PDEATHSIG); this is for what they have started.
     """
+    import psutil  # late: workers start sooner, and most guardians never need it
+
     # A process in uninterruptible sleep, waiting for a device or an NFS server, does not die of SIGKILL before that answers
     # (state D, proc_pid_stat(5)). So the wait for it ends after STUCK_S.
     deadline, is_stop_asked = time.monotonic() + STUCK_S, False

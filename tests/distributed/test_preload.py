@@ -30,6 +30,7 @@ of_agent = set()
 os.register_at_fork(after_in_child=lambda: of_agent.update(sys.modules))
 
 def loss(outputs, targets):
+    assert "torch._dynamo.eval_frame" not in sys.modules, "the compiler has been imported"
     late = {name: getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - of_agent}
     lines = [f"{name} {Path(file).stat().st_size if file else 0}\\n" for name, file in late.items()]
     Path(__file__).with_name(f"late-{os.environ['RANK']}").write_text("".join(lines))
@@ -47,7 +48,6 @@ def test_workers_import_nothing_of_size_after_the_fork_and_no_compiler(tmp_path:
 
     for rank in range(2):
         late = dict(line.split() for line in (tmp_path / f"late-{rank}").read_text().splitlines())
-        assert "torch._dynamo.eval_frame" not in late
         assert sum(map(int, late.values())) < MOST_LATE_BYTES, late
 
 
@@ -79,3 +79,13 @@ def test_what_every_worker_will_need_for_its_configuration_is_imported_before_th
     )
 
     assert done.returncode == 0, done.stderr
+
+
+def test_a_guardian_starts_without_large_packages() -> None:
+    script = (
+        "import sys, ddp_hpc.job.guardian; sys.exit(' '.join({'psutil', 'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+
+    assert done.stderr.strip() == ""

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.config import resolve
 from ddp_hpc.config.foreign import FOREIGN
-from ddp_hpc.config.keys import all_keys, key_of, unknown_key
+from ddp_hpc.config.keys import all_keys, is_free, is_section, key_of, unknown_key
 from ddp_hpc.errors import ConfigError
 
 
@@ -64,3 +64,13 @@ def test_a_word_where_a_section_stands_is_told_the_key_below_it(tmp_path: Path) 
         ConfigError, match=r"`optimizer` is 'adamw' .* set the keys below it, such as `optimizer\.name`\."
     ):
         resolve(tmp_path / "run.yaml", ["optimizer=adamw"], {"DDP_HPC_SITE_PROFILE": ""})
+
+
+def test_what_is_above_a_key_is_a_section_and_only_an_open_key_may_have_names_below_it() -> None:
+    for name, key in all_keys().items():
+        parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
+        assert all(map(is_section, parents))
+        assert is_section(name) is is_free(f"{name}.invented") is key.is_open
+        assert not is_free(name)
+    assert not is_section("")
+    assert not is_section("train.")
