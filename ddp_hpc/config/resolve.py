@@ -119,7 +119,7 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Setting]:
     chosen: dict[str, Setting] = {}
     for setting in settings:
         new = setting.key
-        for old in list(chosen):
+        for old in [] if setting.origin is DEFAULT else list(chosen):  # defaults come first, and no two overlap
             if old.startswith(f"{new}.") or new.startswith(f"{old}."):
                 del chosen[old]
         chosen[new] = setting

@@ -21,7 +21,6 @@ from ddp_hpc.records import ask_to_stop, read_progress
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import LaunchSpec, RunSpec
 from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
-from ddp_hpc.submission.preflight.image import look_at_image
 from ddp_hpc.submission.run_dir_setup import (
     is_finished,
     make_run_dir,
@@ -80,7 +79,11 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     """
     refuse_several_nodes(spec)
     run = RunDir(spec.path)
-    notes = [*look_at_image(spec, run, import_paths, environ, is_for_slurm=False), *note_on_parents(run.path)]
+    notes = [*note_on_parents(run.path)]
+    if spec.container.image is not None or spec.stage.archive is not None:
+        from ddp_hpc.submission.preflight.image import look_at_image  # late: most runs on one machine have neither
+
+        notes = [*look_at_image(spec, run, import_paths, environ, is_for_slurm=False), *notes]
     return Description(notes=notes, command=supervisor_argv(run), import_paths=import_paths)
 
 
