@@ -78,6 +78,12 @@ def _argv(words: Sequence[str], *options: str) -> list[str]:
     return [sys.executable, *options, "-c", CONSOLE_SCRIPT, *words]
 
 
+def best_of_three(argv: Sequence[str], folder: Path) -> Mapping[str, float]:
+    """Run a command three times; return the shortest time and the least CPU time."""
+    tries = [timed(argv, folder) for _ in range(3)]
+    return {figure: min(each[figure] for each in tries) for figure in (WALL, CPU)}
+
+
 def timed(argv: Sequence[str], folder: Path) -> Mapping[str, float]:
     """Run a command; return how long it took, and its CPU time."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -94,7 +100,7 @@ def measure(rounds: int) -> Samples:
         require_byte_code(folder)
 
         def row(title: str, argv: Sequence[str]) -> Row:
-            return Row(title, lambda: timed(argv, folder))
+            return Row(title, lambda: best_of_three(argv, folder))
 
         rows = [row(title, _argv(words)) for title, (words, _) in COMMANDS.items()]
         return run_rounds("commands", [row(PYTHON, [sys.executable, "-c", "pass"]), *rows], rounds=rounds)
@@ -129,9 +135,11 @@ def _times(samples: Samples, row: str, figure: str) -> float:
 
 
 def verdicts(samples: Samples) -> list[Verdict]:
-    """Hold each command's best against its target."""
+    """Hold each command's best against its target, in time and in CPU time, which other work on the machine changes less."""
+    kinds = {WALL: "by Python's start", CPU: "by its CPU time"}
     return [
-        judge(f"{title}, by Python's start", [_times(samples, title, WALL)], limit=limit, wanted="at most")
+        judge(f"{title}, {kind}", [_times(samples, title, figure)], limit=limit, wanted="at most")
+        for figure, kind in kinds.items()
         for title, (_, limit) in COMMANDS.items()
     ]
 
