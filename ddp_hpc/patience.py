@@ -35,8 +35,10 @@ def is_there(path: Path) -> bool:
     """Tell whether a file or directory exists.
 
     Raises:
-        OSError: if the file system does not say. (`Path.exists` returns False then, in some versions of Python.)
+        OSError: if the file system does not say.
     """
+    # Not by `Path.exists`, which some versions of Python have return False for every error:
+    # https://docs.python.org/3/library/pathlib.html#pathlib.Path.exists
     try:
         path.stat()
     except OSError as error:

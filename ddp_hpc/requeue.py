@@ -121,10 +121,7 @@ def reserve_s(lead_s: float) -> float:
 
 
 def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float | None) -> str | None:
-    """Return why `slurm.signal_lead_s` is too short to save, or leaves no time to train; None where it is right.
-
-    Slurm's signal may come a minute earlier than asked (it looks every 30 s; sbatch(1), `--signal`).
-    """
+    """Return why `slurm.signal_lead_s` is too short to save, or leaves no time to train; None where it is right."""
     needed_s = 0.0 if save_s is None else _SAVES_A_LEAD * save_s + _STOP_S
     if save_s is not None and lead_s - reserve_s(lead_s) < needed_s:
         least = int(needed_s + min(_RESERVE_S, needed_s / 2)) + 1
@@ -132,6 +129,8 @@ def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float |
             f"`slurm.signal_lead_s` is {lead_s:g}, but a checkpoint of this run takes {save_s:.0f} s: Slurm may kill the "
             f"job in the middle of its last one. Set it to {least} or more."
         )
+    # Slurm looks only every 30 s, so its signal may come a minute earlier:
+    # https://slurm.schedmd.com/sbatch.html#OPT_signal
     if time_limit_min is not None and time_limit_min * 60 <= lead_s + SLURMS_SLOP_S:
         return (
             f"`resources.time_limit_min` is {time_limit_min:g}, but the run is asked to stop {lead_s:g} s before the limit, and "
@@ -145,8 +144,7 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
     """Return how many failures in a row made no new checkpoint, the newest attempt, which ended of `cause`, included.
 
     `newest_step` is that of the newest checkpoint now, 0 without one. Attempts that did not fail neither count
-    nor break the row. An earlier attempt that started no workers, because of nodes that had failed before, does not count
-    either, unless the attempt before it started none, too.
+    nor break the row.
     """
     count = 0
     step_after = newest_step
@@ -155,6 +153,8 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
         if step_after > attempt.first_step:
             break
         ended_of = cause if index == 0 else attempt.cause or Cause.UNEXPLAINED
+        # An earlier attempt that started no workers, because of nodes that had failed before, does not count, unless
+        # the attempt before it started none, too: otherwise such attempts would follow each other without an end.
         only_avoided = index > 0 and _avoided(attempt) and not any(map(_avoided, newest_first[index + 1 : index + 2]))
         count += TABLE[ended_of].is_failure and not only_avoided
         step_after = attempt.first_step

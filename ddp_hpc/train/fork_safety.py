@@ -1,9 +1,4 @@
-"""Whether workers may be forked from a process that has imported the user's recipe.
-
-fork copies only the calling thread (https://man7.org/linux/man-pages/man2/fork.2.html). In the child, libgomp's OpenMP pool
-waits for ever for threads that do not exist, a lock that another thread held is never released, and CUDA cannot be used
-(https://pytorch.org/docs/stable/notes/multiprocessing.html#cuda-in-multiprocessing). So the parent must have no other thread.
-"""
+"""Whether workers may be forked from a process that has imported the user's recipe."""
 
 from __future__ import annotations
 
@@ -38,11 +33,14 @@ def no_openmp_pool() -> Iterator[None]:
 
 def why_not_fork(target: str) -> str:
     """Return why workers must not be forked from this process, for the job's log; empty if they may."""
+    # https://pytorch.org/docs/stable/notes/multiprocessing.html#cuda-in-multiprocessing
     if torch.cuda.is_initialized():
         return (
             f"importing `recipe.target` {target!r} initialised CUDA, which a forked process cannot use. To have workers "
             "start faster, move what touches the GPU into the function"
         )
+    # fork copies only the calling thread (https://man7.org/linux/man-pages/man2/fork.2.html). In the child, a lock that
+    # another thread held is never released, and libgomp's OpenMP pool waits for ever for threads that do not exist.
     names = Counter(processes.lasting_threads())
     if not names:
         return ""

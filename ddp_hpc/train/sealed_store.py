@@ -38,6 +38,7 @@ class SealedStore:
 
     def set(self, key: str, text: str) -> None:
         """Set the text of a key."""
+        # The key itself is set last: a reader that finds it finds all parts.
         if len(text) > _PART_CHARS:
             parts = [text[begin : begin + _PART_CHARS] for begin in range(0, len(text), _PART_CHARS)]
             for number, part in enumerate(parts):
@@ -61,11 +62,12 @@ class SealedStore:
         if not self._store.check([key]):
             return None
         found, _, text = self._store.get(key).decode(errors="replace").partition(" ")
+        # In constant time, so that a forger learns nothing from how long the comparison takes:
+        # https://docs.python.org/3/library/hmac.html#hmac.compare_digest
         if not hmac.compare_digest(found.encode(), self._hmac(key, text).encode()):
             return None
         if not text.startswith(_PARTS):
             return text
-        # The key itself is set last, so all parts are there.
         parts = [self.try_get(f"{key}/part-{number}") for number in range(int(text.removeprefix(_PARTS)))]
         return None if None in parts else "".join(filter(None, parts))
 

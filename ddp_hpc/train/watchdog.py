@@ -89,6 +89,8 @@ class Watchdog:
 
 def leave_within(seconds: float, leave: Callable[[], object]) -> threading.Timer:
     """Call `leave` after `seconds` in a daemon thread, unless the process has exited by then."""
+    # Python waits for other threads at exit, but not for daemon threads:
+    # https://docs.python.org/3/library/threading.html#threading.Thread.daemon
     timer = threading.Timer(seconds, leave)
     timer.daemon = True
     timer.start()
