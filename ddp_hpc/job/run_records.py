@@ -74,6 +74,12 @@ class RunRecords:
         """Record the job that continues the run."""
         write_queued_job(self.run, job)
 
+    def begin_without_workers(self, *, job_id: str, job: JobFacts | None) -> int:
+        """Write the start of an attempt that only records why no workers are started; return its number."""
+        attempt = ownership.next_attempt(self.run)
+        record_start(self.run, attempt=attempt, job_id=job_id, job=job)
+        return attempt
+
     def end(self, attempt: int, ending: Ending, *, exit_code: int, reason: str, end: End | None) -> None:
         """Write into the ledger how an attempt ended."""
         record_end(self.run, attempt=attempt, ending=ending, exit_code=exit_code, reason=reason, end=end)

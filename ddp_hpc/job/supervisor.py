@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc import exit_codes, ownership, processes
+from ddp_hpc import exit_codes, processes
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import CommandWrapper, HostPaths
 from ddp_hpc.discretion import is_shown
@@ -33,16 +33,15 @@ from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
+from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
-from ddp_hpc.ledger import Attempt, Cause, End, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.ledger import Attempt, Cause, End, JobFacts, Next
 from ddp_hpc.records import (
     QueuedJob,
     is_done,
-    read_queued_job,
-    read_stop_request,
     since_submission,
 )
 from ddp_hpc.requeue import TABLE
@@ -121,11 +120,12 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         code = takeover.take_over(run, allocation, os.environ, death)
         if code is not None:
             return code
-    queued = read_queued_job(run)
-    attempts = since_submission(Ledger.read(run), queued)
-    decision = _user_decision(run, allocation, queued, is_back=bool(attempts))
+    records = RunRecords(run)
+    queued = records.queued()
+    attempts = since_submission(records.ledger(), queued)
+    decision = _user_decision(records, allocation, queued, is_back=bool(attempts))
     if arguments.after is None or decision is not None:  # a stop request to the supervisor that died holds for this one
-        run.stop_request.unlink(missing_ok=True)
+        records.forget_stop_request()
     if decision is not None:
         reason, code = f"{ENDED_BY_USER[decision]} while the job waited in the queue", exit_codes.STOPPED
         _note_unbegun(run, allocation, cause=decision, reason=reason, exit_code=code)
@@ -165,12 +165,13 @@ def _host_paths(context: JobContext, import_paths: Sequence[str]) -> HostPaths:
 
 def _note_escaped(run: RunDir, allocation: Allocation | None, reason: str, *, is_guarded: bool) -> int:
     """Record an unexpected error as the end of the attempt; return the exit code that says whether another may follow."""
+    records = RunRecords(run)
     try:
-        ledger = Ledger.read(run)
+        ledger = records.ledger()
         newest = ledger.newest
         if newest is None or newest.ending is not None or newest.pid != os.getpid():
-            record_start(run, attempt=ownership.next_attempt(run), job_id=_job_id(allocation), job=_facts(allocation))
-            ledger = Ledger.read(run)
+            records.begin_without_workers(job_id=_job_id(allocation), job=_facts(allocation))
+            ledger = records.ledger()
         next_ = takeover.write_down_death(run, ledger, allocation, reason, may_go_on=is_guarded)
     except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
         last_resort.print_error(error)
@@ -216,7 +217,7 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
     # locked until the last of them has exited, whichever is killed first (flock(2),
     # https://man7.org/linux/man-pages/man2/flock.2.html).
     lock_fd = processes.take_lock(run.lock, patience_s=LOCK_PATIENCE_S)
-    newest = Ledger.read(run).newest
+    newest = RunRecords(run).ledger().newest
     if newest is not None and allocation is not None and stale_attempts.is_anothers(newest, _slurm_job(allocation)):
         raise ConfigError(
             f"{run.path} is already in use by job {newest.job_id}. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
@@ -235,7 +236,7 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
 
 
 def _user_decision(
-    run: RunDir, allocation: Allocation | None, queued: QueuedJob | None, *, is_back: bool
+    records: RunRecords, allocation: Allocation | None, queued: QueuedJob | None, *, is_back: bool
 ) -> Cause | None:
     """Return whether the user cancelled or stopped the run while its job was in the queue again.
 
@@ -246,15 +247,14 @@ def _user_decision(
         return None
     if queued.cancelled_at is not None:
         return Cause.CANCELLED
-    return Cause.STOP_ASKED if is_back and read_stop_request(run) == "end" else None
+    return Cause.STOP_ASKED if is_back and records.stop_request() == "end" else None
 
 
 def _note_unbegun(run: RunDir, allocation: Allocation | None, *, cause: Cause, reason: str, exit_code: int) -> None:
     """Record the start and the end of an attempt that started no workers."""
-    attempt = ownership.next_attempt(run)
-    record_start(run, attempt=attempt, job_id=_job_id(allocation), job=_facts(allocation))
-    ending = TABLE[cause].ending
-    record_end(run, attempt=attempt, ending=ending, exit_code=exit_code, reason=reason, end=End(cause=cause))
+    records = RunRecords(run)
+    attempt = records.begin_without_workers(job_id=_job_id(allocation), job=_facts(allocation))
+    records.end(attempt, TABLE[cause].ending, exit_code=exit_code, reason=reason, end=End(cause=cause))
     if cause != Cause.REFUSED:
         sys.stderr.write(f"ended: {reason}\n")
 

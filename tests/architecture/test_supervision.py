@@ -1,34 +1,55 @@
-"""Supervision talks to Slurm through one object."""
+"""Supervision talks to Slurm through one object, and writes the ledger and claims through another."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
+import pytest
+
 import ddp_hpc
 
 JOB = Path(ddp_hpc.__file__).parent / "job"
 
+SLURM = ("ddp_hpc.slurm.client", "ddp_hpc.slurm.nodes")
+"""What runs Slurm's commands."""
+LEDGER = ("ddp_hpc.ownership", "ddp_hpc.ledger.record_", "ddp_hpc.records.write_queued")
+"""What writes down whose the run is, and how attempts began and ended."""
+WITHOUT_SUPERVISOR = {
+    "guardian.py",  # imports little, and writes where no supervisor could
+    "workers.py",  # asks only whether the attempt was fenced
+}
 
-def asks_slurm(source: str) -> bool:
-    """Tell whether this source text imports what runs Slurm's commands."""
+
+def takes(source: str, doors: tuple[str, ...]) -> bool:
+    """Tell whether this source text imports one of these names, or what begins with one."""
     names = {
         f"{node.module}.{alias.name}"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    return any(name.startswith(("ddp_hpc.slurm.client", "ddp_hpc.slurm.nodes")) for name in names)
+    return any(name.startswith(doors) for name in names)
 
 
-def test_only_the_slurm_job_asks_slurm_and_orders_something_of_it() -> None:
-    asking = {path.relative_to(JOB).as_posix() for path in JOB.rglob("*.py") if asks_slurm(path.read_text("utf-8"))}
+@pytest.mark.parametrize(
+    ("doors", "users"), [(SLURM, {"slurm_job.py"}), (LEDGER, {"run_records.py", *WITHOUT_SUPERVISOR})]
+)
+def test_supervision_has_one_object_for_slurm_and_one_for_its_records(doors: tuple[str, ...], users: set[str]) -> None:
+    found = {path.relative_to(JOB).as_posix() for path in JOB.rglob("*.py") if takes(path.read_text("utf-8"), doors)}
 
-    assert asking == {"slurm_job.py"}
+    assert found == users
 
 
-def test_the_guard_sees_each_kind_of_import() -> None:
-    assert asks_slurm("from ddp_hpc.slurm import client")
-    assert asks_slurm("def late():\n    from ddp_hpc.slurm.client import job")
-    assert asks_slurm("from ddp_hpc.slurm.nodes import nodes_to_exclude")
-    assert not asks_slurm("from ddp_hpc.slurm import states")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ddp_hpc.slurm import client",
+        "def late():\n    from ddp_hpc.slurm.client import job",
+        "from ddp_hpc.slurm.nodes import nodes_to_exclude",
+        "from ddp_hpc import ownership",
+        "from ddp_hpc.ledger import Ledger, record_end",
+    ],
+)
+def test_the_guard_sees_each_kind_of_import(source: str) -> None:
+    assert takes(source, (*SLURM, *LEDGER))

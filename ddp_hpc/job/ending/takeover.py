@@ -13,9 +13,10 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, given_world
+from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
-from ddp_hpc.records import is_done, newest_committed, read_queued_job, since_submission
+from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next
+from ddp_hpc.records import is_done, newest_committed, since_submission
 from ddp_hpc.requeue import Decision
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation
@@ -64,7 +65,8 @@ def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, 
 
     Returns the exit code where nothing is left to do, else None.
     """
-    ledger = Ledger.read(run)
+    records = RunRecords(run)
+    ledger = records.ledger()
     newest = ledger.newest
     if newest is None or newest.attempt < death.since or not _is_of_this_start(newest, allocation):
         return None
@@ -72,7 +74,7 @@ def take_over(run: RunDir, allocation: Allocation | None, environ: Mapping[str, 
         next_ = write_down_death(run, ledger, allocation, f"ddp-hpc's supervisor process {death.how}")
         if next_ == Next.IN_PLACE:
             return None
-        newest = Ledger.read(run).newest or newest
+        newest = records.ledger().newest or newest
     if newest.next in {Next.REQUEUE, Next.SUCCESSOR} and allocation is not None:
         return _leave(run, newest, allocation, environ)
     if newest.next == Next.IN_PLACE:
@@ -84,21 +86,21 @@ def write_down_death(
     run: RunDir, ledger: Ledger, allocation: Allocation | None, reason: str, *, may_go_on: bool = True
 ) -> Next:
     """Record the end of the newest attempt, whose supervisor could not; return what follows: nothing if no guardian is there."""
-    asked, newest = _asked(run), ledger.newest
+    asked, newest, records = _asked(run), ledger.newest, RunRecords(run)
     assert newest is not None  # noqa: S101  the callers looked
     spec, workload = asked or (None, None)
     newest_step = newest_committed(run, ledger) if workload is None else workload.progress(run, ledger)
     if workload is not None and is_done(run, workload.goal):
         end = End(cause=Cause.FINISHED, last_step=newest_step)
-        record_end(run, attempt=newest.attempt, ending=Ending.FINISHED, exit_code=exit_codes.FINISHED, end=end)
+        records.end(newest.attempt, Ending.FINISHED, exit_code=exit_codes.FINISHED, reason="", end=end)
         return Next.NOTHING
-    attempts = since_submission(ledger, read_queued_job(run))
+    attempts = since_submission(ledger, records.queued())
     decision = _decide(attempts, spec, allocation, newest_step)
     if not may_go_on:
         decision = Decision(ending=decision.ending, why=decision.why)
     reason = "; ".join(part for part in (reason, decision.why) if part)
     end = End(cause=Cause.SUPERVISOR_DIED, last_step=newest_step, next=decision.next)
-    record_end(run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=reason, end=end)
+    records.end(newest.attempt, Ending.FAILED, exit_code=exit_codes.FAILED, reason=reason, end=end)
     sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}\n")
     return decision.next
 
@@ -137,7 +139,7 @@ def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
 
 def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
     """Requeue the job as was decided, if the dead supervisor has not done so."""
-    asked, noted = _asked(run), read_queued_job(run)
+    asked, noted = _asked(run), RunRecords(run).queued()
     if asked is None:
         return None
     spec, workload = asked
