@@ -6,8 +6,7 @@ import errno
 import math
 import socket
 import zlib
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -57,8 +56,3 @@ def is_free(address: str, port: int) -> bool:
     except OSError as error:
         return error.errno not in (errno.EADDRINUSE, errno.EACCES)
     return True
-
-
-def first_free(address: str, candidates: Iterable[int]) -> int | None:
-    """Return the first free candidate, or None after `MOST_TRIES` that are in use."""
-    return next((port for port in islice(candidates, MOST_TRIES) if is_free(address, port)), None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.rendezvous.ports import LOWEST, candidate_ports, ephemeral_low, first_free, is_free
+from ddp_hpc.rendezvous.ports import LOWEST, candidate_ports, ephemeral_low, is_free
 
 LOOPBACK = "127.0.0.1"
 
@@ -74,8 +74,3 @@ def test_a_port_is_free_until_somebody_listens(taken: int) -> None:
 
 def test_a_port_of_another_host_is_not_ours_to_tell() -> None:
     assert is_free("198.51.100.77", 10_000)
-
-
-def test_the_first_free_one_is_taken(taken: int) -> None:
-    assert first_free(LOOPBACK, [taken, 0]) == 0
-    assert first_free(LOOPBACK, [taken] * 200) is None
