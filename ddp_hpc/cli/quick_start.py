@@ -35,7 +35,7 @@ AT_FIRST_USE = frozenset(
     }
 )
 """Modules that a command loads when it first uses them. Two have only one importer, which hardly needs them: `dataclasses`
-imports `inspect`, and `urllib.parse` imports `ipaddress`."""
+(up to Python 3.11) imports `inspect`, and `urllib.parse` imports `ipaddress`."""
 
 
 class _LazyFinder:

@@ -104,7 +104,9 @@ SLOW = {
     "xxhash",
     "yaml",
 }
-"""Modules of others that take 1 to 20 ms to import, of the 12 ms that Python itself takes to start."""
+"""Modules of others that take 1 to 20 ms to import; Python itself takes 12 ms to start."""
+if sys.version_info >= (3, 12):
+    SLOW -= {"inspect", "threading"}  # `dataclasses` uses `inspect` for each class, and `importlib.util` locks
 SLOW_OF_OURS = {
     "ddp_hpc.api",
     "ddp_hpc.checkpoint_store",
@@ -136,7 +138,7 @@ def _nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_nothing_set")
-@pytest.mark.parametrize(("verb", "most"), [("--help", 85), ("list", 120), ("status", 120), ("submit --dry-run", 175)])
+@pytest.mark.parametrize(("verb", "most"), [("--help", 85), ("list", 130), ("status", 130), ("submit --dry-run", 185)])
 def test_what_is_asked_often_imports_little(verb: str, most: int, directory: Path) -> None:
     """Imports are nearly all that an answer takes; `make bench ARGS=commands` measures it, and a clock here would be wrong."""
     assert len(loaded_by(THEN_SAY_WHAT_IS_LOADED, *VERBS[verb], cwd=directory)) <= most
@@ -164,7 +166,7 @@ def test_a_dry_run_imports_what_reads_a_configuration_and_nothing_else_slow(dire
 @pytest.mark.usefixtures("_nothing_set")
 def test_the_guard_sees_modules_that_are_loaded_at_their_first_use(directory: Path) -> None:
     """A module that waits for its first use does not count; once it is used, it does."""
-    used = THEN_SAY_WHAT_IS_LOADED.replace("code = main()", "code = main(); import inspect; inspect.signature")
+    used = THEN_SAY_WHAT_IS_LOADED.replace("code = main()", "code = main(); import ctypes; ctypes.c_int")
 
-    assert "inspect" not in loaded_by(THEN_SAY_WHAT_IS_LOADED, *VERBS["status"], cwd=directory)
-    assert "inspect" in loaded_by(used, *VERBS["status"], cwd=directory)
+    assert "ctypes" not in loaded_by(THEN_SAY_WHAT_IS_LOADED, *VERBS["status"], cwd=directory)
+    assert "ctypes" in loaded_by(used, *VERBS["status"], cwd=directory)
