@@ -1,18 +1,15 @@
-"""What it costs to bring back a checkpoint of 400 MB in worlds of 1, 4 and 8: bytes read, memory, and time.
+"""What it costs to restore a checkpoint of 400 MB in worlds of 1, 4 and 8: bytes read, memory, and time.
 
-Each world saves the state, so that there is a shard a rank, and processes made anew restore it. The limit is one process
-that reads the same files once, to nowhere, in the same round. Reads are counted by the kernel for the thread that does
-them, whether the page cache has the bytes or not. Memory is what a rank's peak grew to from before its model was made.
+Each world saves the state, so that there is one shard for each rank, and new processes restore it. The limit is one process
+that only reads the same files once, in the same round. The kernel counts the reads of the thread that does them, whether
+the page cache has the bytes or not. Memory is a rank's peak, less what it used before its model was made.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,60 +20,17 @@ from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_round
 from ddp_hpc import checkpoint_names, ownership
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import CheckpointSpec
-from ddp_hpc.train import process_group
 from ddp_hpc.train.data.sample_order import Position
-from ddp_hpc.train.process_group import Group, RankInfo
+from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.checkpoint import Checkpointer
 from ddp_hpc.train.state.training_state import TrainingState
+from tests.distributed.processes import in_group
 
 WORLDS = (1, 4, 8)
 READ_LIMIT, MEMORY_LIMIT = 1.01, 1.2
 CHUNK_BYTES = 8 << 20
 CAT, OURS = "limit: read the files once, world of {}", "ddp_hpc, world of {}"
 SECONDS, READ, MEMORY, SAVE_MEMORY = "restore_s", "read_by_checkpoint", "peak_mb", "peak_at_save_mb"
-
-
-def in_ranks(world_size: int, do: Callable[[Group], Mapping[str, float]]) -> list[dict[str, float]]:
-    """Call `do` on every rank of a group of forked processes; return what each returned."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        children = [_fork(rank, world_size, do, listener) for rank in range(world_size)]
-    answers = []
-    for pid, pipe in children:
-        with os.fdopen(pipe) as file:
-            answers.append(file.read())
-        os.waitpid(pid, 0)
-    return [json.loads(answer) for answer in answers]
-
-
-def _fork(
-    rank: int, world_size: int, do: Callable[[Group], Mapping[str, float]], listener: socket.socket
-) -> tuple[int, int]:
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(write)
-        return pid, read
-    try:
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        place = RankInfo(
-            rank=rank,
-            local_rank=rank,
-            world_size=world_size,
-            local_world_size=world_size,
-            node_rank=0,
-            master_addr="127.0.0.1",
-            master_port=listener.getsockname()[1],
-        )
-        listen_fd = os.dup(listener.fileno()) if rank == 0 else None
-        listener.close()
-        group = process_group.join(place, torch.device("cpu"), listen_fd=listen_fd)
-        torch.distributed.barrier()
-        answer = do(group)
-        os.write(write, json.dumps(answer).encode())
-        torch.distributed.barrier()
-    finally:
-        os._exit(0)
 
 
 def save(group: Group, run_path: Path) -> Mapping[str, float]:
@@ -147,7 +101,7 @@ class Workbench:
             run.path.mkdir()
             run.config.touch()
             ownership.claim(run, 0)
-            ranks = in_ranks(world_size, partial(save, run_path=run.path))
+            ranks = in_group(world_size, partial(save, run_path=run.path), self._folder / "answers")
             self._at_save[world_size] = max(one[MEMORY] for one in ranks)
 
     def read(self, world_size: int) -> Mapping[str, float]:
@@ -162,7 +116,8 @@ class Workbench:
 
     def restore(self, world_size: int) -> Mapping[str, float]:
         """Restore on all ranks."""
-        ranks = in_ranks(world_size, partial(restore, run_path=self._run(world_size).path))
+        run = self._run(world_size)
+        ranks = in_group(world_size, partial(restore, run_path=run.path), self._folder / "answers")
         size = sum(path.stat().st_size for path in self._shards(world_size))
         return {
             SECONDS: max(one[SECONDS] for one in ranks),
@@ -179,10 +134,10 @@ class Workbench:
 
 
 def measure(rounds: int) -> Samples:
-    """Measure all worlds by turns; files stay in the page cache, so that the disk has no part in it."""
+    """Measure all worlds in turn; the files stay in the page cache, so the disk plays no part."""
     checkpoint.BUILD.mkdir(exist_ok=True)
-    torch.set_num_threads(1)  # what is forked must have none beside
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).zero_grad()  # imports here what every fork would import
+    torch.set_num_threads(1)  # a forked process must not have had other threads
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).zero_grad()  # imports once what every fork would import
     with tempfile.TemporaryDirectory(prefix="bench-", dir=checkpoint.BUILD) as folder:
         bench = Workbench(Path(folder))
         rows = [
@@ -194,7 +149,7 @@ def measure(rounds: int) -> Samples:
 
 
 def verdicts(samples: Samples) -> list[Verdict]:
-    """Hold ours against the limits."""
+    """Compare ours with the limits."""
     found = []
     for world_size in WORLDS:
         ours, cat = OURS.format(world_size), CAT.format(world_size)

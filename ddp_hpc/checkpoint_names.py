@@ -1,6 +1,6 @@
-"""The names of a run's checkpoints, and which of them are committed; what is in one, `checkpoint_store` reads.
+"""The names of a run's checkpoints, and which of them are committed; `checkpoint_store` reads what they hold.
 
-A module of its own, as `status` and `list` need the names alone, and not the libraries that read and verify a checkpoint.
+It is a module of its own because `status` and `list` need only the names, not the libraries that verify a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SET_ASIDE = re.compile(r"step-(\d{8,})\.corrupt-\d+")
 
 
 def checkpoint_path(run: RunDir, step: int) -> Path:
-    """Where the checkpoint of `step` lies once it is committed."""
+    """Return the directory of the checkpoint of `step` once it is committed."""
     return run.checkpoints / f"step-{step:08d}"
 
 
@@ -26,7 +26,7 @@ def committed_steps(run: RunDir) -> list[int]:
     """Return the steps that have a committed checkpoint, newest last.
 
     Raises:
-        UnreadableError: where the file system does not say.
+        UnreadableError: if the file system does not answer.
     """
     try:
         steps = _steps_of(run, COMMITTED)
@@ -39,7 +39,7 @@ def committed_steps(run: RunDir) -> list[int]:
 
 
 def steps_set_aside(run: RunDir) -> list[int]:
-    """Return the steps whose checkpoints did not verify and were set aside."""
+    """Return the steps whose checkpoints did not verify and were renamed (`checkpoint_store.set_aside`)."""
     return sorted(set(_steps_of(run, _SET_ASIDE)))
 
 

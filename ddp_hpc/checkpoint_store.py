@@ -1,13 +1,14 @@
-"""Checkpoints on disk: their layout, how one is committed, and how a reader knows that it holds.
+"""Checkpoints on disk: their layout, how one is committed, and how a reader verifies it.
 
-A checkpoint is a directory `step-00001234` with one safetensors file a writing rank and a `manifest.json` that has every
-file's size and checksums, and its own. It is written beside, flushed, and published by one rename, so that it is either
-committed or does not exist; and where the attempt that owns the run may write, and nobody else (`ownership`). Nothing
-here knows of tensors as anything but bytes, so readers need no torch.
+A checkpoint is a directory `step-00001234` with one safetensors file for each rank that wrote, and a `manifest.json` with the
+size and the checksums of every file, and a checksum of its own. It is written in a directory that only the attempt that owns
+the run may use (`ownership`), flushed, and published by one rename. So it is either committed or does not exist. A tensor is
+only bytes here, so readers need no torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -30,11 +31,11 @@ from ddp_hpc.patience import is_answer
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.shards import (
     FORMAT,
+    ITEM_BYTES,
     RawTensor,
     ShardRecord,
     TensorEntry,
     header_length,
-    item_bytes,
     parse_header,
     raw_tensor,
     read_record,
@@ -43,34 +44,34 @@ from ddp_hpc.shards import (
 )
 
 CHUNK_BYTES = 8 << 20
-"""How much of a file has a checksum of its own, so that several ranks can share in reading one file."""
+"""Each of these parts of a file has a checksum of its own, so that several ranks can share in reading one file."""
 _READ_BYTES = 1 << 20
-"""How much is read, and then hashed, at a time: it stays in the processor's cache in between."""
+"""How much is read before it is hashed: little enough to be still in the processor's cache then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The content of `manifest.json`."""
 
     step: int
     world_size: int
     shards: tuple[ShardRecord, ...]
     state: Mapping[str, Any]
-    """The training state that is not tensors: progress, optimizer groups, scaler."""
+    """The part of the training state that is not tensors: progress, optimizer groups, scaler."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The evaluation made at this step, where there was one."""
+    """The evaluation made at this step, if there was one."""
     made: Mapping[str, Any] = field(default_factory=dict)
-    """When and by what; no part of the training state."""
+    """When and by which versions it was written; not part of the training state."""
     format: int = FORMAT
 
 
 def staging_path(run: RunDir, step: int, attempt: int) -> Path:
-    """Where a checkpoint is written before it is committed."""
+    """Return the directory that a checkpoint is written to before it is committed."""
     return claim_path(run, attempt) / f"step-{step:08d}"
 
 
 def shard_name(rank: int, world_size: int) -> str:
-    """Name the file that `rank` writes."""
+    """Return the name of the file that `rank` writes."""
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -80,12 +81,15 @@ def shard_name(rank: int, world_size: int) -> str:
 def write_shard(
     path: Path, parts: Sequence[memoryview | bytes], *, on_progress: Callable[[], object] = lambda: None
 ) -> ShardRecord:
-    """Write a shard's header and what follows it, flush them to the disk, and return what a reader must find."""
+    """Write a shard's header and its tensors, flush them to the disk, and return the record that a reader compares with."""
     checksums: list[str] = []
     checksum = xxhash.xxh3_128()
     size = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, private_mode(path))
     try:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)  # `export` may write to a pipe
+        if is_file:
+            _allocate(fd, sum(len(memoryview(part).cast("B")) for part in parts))
         for part in parts:
             rest = memoryview(part).cast("B")
             while rest:
@@ -100,7 +104,7 @@ def write_shard(
                     on_progress()
         if size % CHUNK_BYTES:
             checksums.append(checksum.hexdigest())
-        if stat.S_ISREG(os.fstat(fd).st_mode):  # weights may go to a pipe
+        if is_file:
             os.fsync(fd)
     finally:
         os.close(fd)
@@ -108,15 +112,24 @@ def write_shard(
 
 
 def _write_all(fd: int, view: memoryview) -> None:
-    while view:
+    while view:  # write(2) may write less than it was given, as at a signal or on a disk that is almost full
         view = view[os.write(fd, view) :]
 
 
-def _begin_flushing(fd: int) -> None:
-    """Have the kernel begin with what is written so far, so that the disk works beside us and fsync has little left.
+def _allocate(fd: int, size: int) -> None:
+    """Reserve the space of a file, if the file system can; then each write has less to do."""
+    # Not `os.posix_fallocate`: on a file system that cannot reserve space (NFS before 4.2), the C library would write a byte
+    # into each block of the file instead (https://man7.org/linux/man-pages/man3/posix_fallocate.3.html). No error counts here, not even
+    # that of a full disk: file systems that compress may still have room, and if they have not, write(2) says so.
+    with suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size))
 
-    It takes this advice as: write what is dirty now, then forget what is clean. Those who cannot, leave it to fsync.
-    """
+
+def _begin_flushing(fd: int) -> None:
+    """Ask the kernel to start writing the file to the disk now, so that fsync finds little left to do."""
+    # The kernel takes this advice as: start writing the pages that are dirty, and drop those that are clean. So a large checkpoint does not
+    # push the data set out of the page cache, either. It makes nothing durable; the fsync at the end does
+    # (https://man7.org/linux/man-pages/man2/posix_fadvise.2.html). A file system that cannot do it leaves the work to fsync.
     with suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -125,29 +138,31 @@ def open_staging(run: RunDir, step: int, attempt: int) -> Path:
     """Make the directory that a checkpoint is written to, and return it.
 
     Raises:
-        FencedError: where a newer attempt has claimed the run.
+        FencedError: if a newer attempt has claimed the run.
     """
     staging = staging_path(run, step, attempt)
     try:
         _make_staging(staging)
-    except FileNotFoundError:
+    except (
+        FileNotFoundError
+    ):  # the attempt's directory, its claim, is gone: a newer attempt removed it, or a person did
         claim_again(run, attempt)
         _make_staging(staging)
     return staging
 
 
 def _make_staging(staging: Path) -> None:
-    with suppress(FileExistsError):
+    with suppress(FileExistsError):  # every rank calls this, and the first one makes it
         make_directory(staging)
 
 
 def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
-    """Publish the shards in `staging` as a checkpoint; call once all of them are on the disk.
+    """Publish the shards in `staging` as a checkpoint; call it after all of them are on the disk.
 
-    A directory of the same step can only be one that did not verify: it is set aside first.
+    If the step has a directory already, it can only be a checkpoint that did not verify: it is renamed first.
 
     Raises:
-        FencedError: where another attempt has claimed the run.
+        FencedError: if another attempt has claimed the run.
     """
     try:
         return _commit(run, staging, manifest)
@@ -155,11 +170,15 @@ def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
         if staging.parent.is_dir():
             raise
         raise FencedError(
-            f"{run.name} was taken over by another attempt; step {manifest.step} is not committed."
+            f"A newer attempt has taken over {run.name}, so this one does not commit its checkpoint of step {manifest.step}. "
+            "Nothing needs to be done: the newer attempt goes on from the checkpoint before."
         ) from error
 
 
 def _commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
+    # The order is what survives a power cut: the shards' bytes (`write_shard`), the manifest's, the names of both in their
+    # directory, and only then the rename. rename(2) is atomic, but reaches the disk with the directory that holds the new name,
+    # so that one is flushed last (https://man7.org/linux/man-pages/man2/fsync.2.html, on directories).
     with open_private(staging / MANIFEST, "wb") as file:
         file.write(manifest_bytes(manifest))
         file.flush()
@@ -174,22 +193,24 @@ def _commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that does not verify, so that nothing reads it again but a person can."""
+    """Rename a checkpoint that does not verify: no command reads it again, but a person can."""
     for count in range(1000):
         aside = path.with_name(f"{path.name}.corrupt-{count}")
         if not aside.exists():
             path.rename(aside)
             return aside
-    raise CorruptCheckpointError(f"{path} does not verify and cannot be set aside. Remove its `.corrupt-*` siblings.")
+    raise CorruptCheckpointError(
+        f"{path} is damaged and cannot be renamed, because `{path.name}.corrupt-0` to `-999` all exist. Delete them, and submit again."
+    )
 
 
-def prune(  # noqa: PLR0913  # what is kept, and for whom
+def prune(  # noqa: PLR0913  # the run, its attempt, and the options of what is kept
     run: RunDir, *, attempt: int, keep_last: int, keep_best: int, metric: str, lowest_is_best: bool
 ) -> list[int]:
     """Delete all but the newest `keep_last` and the best `keep_best` checkpoints; return the deleted steps.
 
-    The newest one always stays. A deletion begins with a rename, so that a half-deleted directory is no checkpoint. Each
-    begins only while `attempt` has its claim: a newer attempt may be reading what an older one takes for old.
+    The newest one always stays. A deletion begins with a rename, so a half-deleted directory is not a checkpoint. Each
+    begins only while `attempt` has its claim: a newer attempt may be reading a checkpoint that this one would delete.
     """
     steps = committed_steps(run)
     kept = set(steps[-max(keep_last, 1) :])
@@ -213,7 +234,7 @@ def _best_steps(run: RunDir, steps: Iterable[int], *, metric: str, lowest_is_bes
             value = read_manifest(checkpoint_path(run, step)).metrics.get(metric)
         except (CorruptCheckpointError, NewerFormatError):
             continue
-        if value is not None and not math.isnan(value):  # a diverged training is never the best
+        if value is not None and not math.isnan(value):  # NaN is neither less nor more, so it would spoil the order
             scored.append((value if lowest_is_best else -value, -step))
     return [-negative for _, negative in sorted(scored)]
 
@@ -225,8 +246,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path`.
 
     Raises:
-        CorruptCheckpointError: where it is not, to the byte, what was written.
-        UnreadableError: where the file system does not say.
+        CorruptCheckpointError: if it is not, to the byte, what was written.
+        UnreadableError: if the file system does not answer.
     """
     try:
         raw = (path / MANIFEST).read_bytes()
@@ -234,24 +255,24 @@ def read_manifest(path: Path) -> Manifest:
         raise _why_unread(path / MANIFEST, error) from error
     manifest = parse_manifest(raw, path)
     if COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
-        raise CorruptCheckpointError(f"{path}: {MANIFEST} is of step {manifest.step}.")
+        raise CorruptCheckpointError(f"{path / MANIFEST} belongs to another checkpoint: it is of step {manifest.step}.")
     return manifest
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
-    """Return what the bytes of a manifest say; `path` is the checkpoint's, for messages.
+    """Return the manifest that `raw` holds; `path` is the checkpoint's, for messages.
 
     Raises:
-        CorruptCheckpointError: where they are not what was written.
-        NewerFormatError: where they are, by a newer ddp_hpc.
+        CorruptCheckpointError: if the bytes are not what was written.
+        NewerFormatError: if a newer ddp_hpc wrote them, in a format that this one does not know.
     """
     try:
         content = dict(json.loads(raw)["content"])
         is_sound = _sealed(content) == raw
     except (ValueError, TypeError, KeyError) as error:
-        raise CorruptCheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__}: {error}).") from error
+        raise CorruptCheckpointError(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error}).") from error
     if not is_sound:
-        raise CorruptCheckpointError(f"{path}: {MANIFEST} does not match its checksum.")
+        raise CorruptCheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
     if content["format"] > FORMAT:
         raise NewerFormatError(
             f"{path} is a checkpoint of format {content['format']}, but this ddp_hpc {ddp_hpc.__version__} reads formats up "
@@ -266,8 +287,8 @@ def read_tensors(
     """Read and verify all shards of the checkpoint at `path`.
 
     Raises:
-        CorruptCheckpointError: where a shard is missing, truncated, or not what was written.
-        UnreadableError: where the file system does not say.
+        CorruptCheckpointError: if a shard is missing, truncated, or not what was written.
+        UnreadableError: if the file system does not answer.
     """
     contents = [_read_shard(path, shard, on_progress) for shard in manifest.shards]
     headers = [shard_content[: header_length(shard_content)] for shard_content in contents]
@@ -277,24 +298,66 @@ def read_tensors(
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:
-    """Read a safetensors file of anybody's.
+    """Read a safetensors file that any program may have written.
 
     Raises:
-        CorruptCheckpointError: where it is none.
+        CorruptCheckpointError: if it is not one.
+        OSError: if it cannot be read.
     """
-    content = memoryview(bytearray(path.read_bytes()))  # writable, for torch
-    entries = parse_header(path, content[: header_length(content)], len(content))
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = memoryview(bytearray(size))  # writable, as torch wants it
+        _read_into(file, content[:8], path)
+        head = content[: header_length(content)]
+        _read_into(file, head[8:], path)
+        entries = parse_header(path, head, size)  # before the rest is read: other files may be large, too
+        _read_into(file, content[len(head) :], path)
     return {entry.name: RawTensor(entry.dtype, entry.shape, content[entry.begin : entry.end]) for entry in entries}
 
 
-def verify(path: Path, on_progress: Callable[[], object] = lambda: None) -> Manifest:
-    """Read every byte of the checkpoint at `path`; return its manifest if it holds. Calls `on_progress` for each chunk.
+def _read_into(file: FileIO, rest: memoryview, path: Path) -> None:
+    while rest:  # a read returns 2 GB at most
+        count = file.readinto(rest)
+        if not count:
+            raise CorruptCheckpointError(f"{path} became shorter while it was read.")
+        rest = rest[count:]
+
+
+def check_sizes(path: Path, manifest: Manifest, on_progress: Callable[[], object] = lambda: None) -> None:
+    """Compare the size of each shard with the manifest, so that a truncated one is found before anything is read.
 
     Raises:
-        CorruptCheckpointError: where it does not.
-        UnreadableError: where the file system does not say.
+        CorruptCheckpointError: if a shard is missing, or has another size.
+        UnreadableError: if the file system does not answer.
+    """
+    for shard in manifest.shards:
+        try:
+            _open_shard(path / shard.file, shard).close()
+            on_progress()
+        except OSError as error:
+            raise _why_unread(path / shard.file, error) from error
+
+
+def _open_shard(path: Path, record: ShardRecord) -> FileIO:
+    # Open it and ask the open file, not `stat`: NFS may answer `stat` from a cache, but asks the server at each open
+    # ("close-to-open consistency", https://man7.org/linux/man-pages/man5/nfs.5.html).
+    file = path.open("rb", buffering=0)
+    size = os.fstat(file.fileno()).st_size
+    if size != record.size:
+        file.close()
+        raise CorruptCheckpointError(f"{path} has {size} bytes, but {record.size} were written.")
+    return file
+
+
+def verify(path: Path, on_progress: Callable[[], object] = lambda: None) -> Manifest:
+    """Read every byte of the checkpoint at `path`; return its manifest if all is as written. Calls `on_progress` for each chunk.
+
+    Raises:
+        CorruptCheckpointError: if it is damaged.
+        UnreadableError: if the file system does not answer.
     """
     manifest = read_manifest(path)
+    check_sizes(path, manifest)
     for shard in manifest.shards:
         _read_shard(path, shard, on_progress)
     return manifest
@@ -303,8 +366,8 @@ def verify(path: Path, on_progress: Callable[[], object] = lambda: None) -> Mani
 def digest(path: Path) -> str:
     """Return one hex digest of the whole training state in the (verified) checkpoint at `path`.
 
-    It covers weights, buffers, optimizer, scaler, averages, random generators and data position; it does not depend on
-    how the tensors are spread over shards, nor on when and by which attempt they were written.
+    It covers weights, buffers, optimizer, scaler, averages, random generators and data position. It does not depend on which
+    shards hold the tensors, nor on when and by which attempt they were written.
     """
     manifest = read_manifest(path)
     seal = xxhash.xxh3_128()
@@ -321,7 +384,7 @@ def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
     `prefix` is `model`, or `ema` for their moving average. Names are the model's own, without `module.`.
 
     Raises:
-        ConfigError: where the checkpoint has no such weights, or there can be no such file.
+        ConfigError: if the checkpoint has no such weights, or the file cannot be written there.
     """
     with output_at(output) as file:
         entries, parts = _weights(path, prefix)
@@ -330,13 +393,14 @@ def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
 
 
 def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryview]]:
-    """Return the weights as a shard has them: entries, and each one's bytes."""
+    """Return the weights as a shard holds them: the entries, and the bytes of each."""
     found = read_tensors(path, read_manifest(path))
     chosen = {name.removeprefix(f"{prefix}/"): raw for name, raw in found.items() if name.startswith(f"{prefix}/")}
     if not chosen:
         present = sorted({name.partition("/")[0] for name in found})
-        raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.")
-    ordered = sorted(chosen.items(), key=lambda item: (-item_bytes(item[1].dtype), item[0]))
+        hint = " Export without `--ema`, or from a run with `train.ema_decay`." if prefix == "ema" else ""
+        raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.{hint}")
+    ordered = sorted(chosen.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
     entries, offset = [], 0
     for name, raw in ordered:
         entries.append(TensorEntry(name, raw.dtype, raw.shape, offset, offset + len(raw.data)))
@@ -349,7 +413,7 @@ def _canonical(value: object) -> bytes:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """Return a manifest as it is written."""
+    """Return the text of `manifest.json`."""
     return _sealed(asdict(manifest))
 
 
@@ -359,7 +423,7 @@ def _sealed(content: Mapping[str, Any]) -> bytes:
 
 
 class ChunkReader:
-    """Reads a shard's chunks, one by one, each verified; after an error the file is opened anew."""
+    """Reads the chunks of a shard, one by one, and verifies each; after an error it opens the file again."""
 
     def __init__(self, path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> None:
         self._path = path
@@ -371,23 +435,20 @@ class ChunkReader:
         """Read a chunk into a buffer of its size.
 
         Raises:
-            CorruptCheckpointError: where it is not what was written.
-            UnreadableError: where the file system does not say.
+            CorruptCheckpointError: if it is not what was written.
+            UnreadableError: if the file system does not answer.
         """
         try:
             checksum = self._fill(number * self._record.chunk_bytes, into)
         except OSError as error:
-            self.close()
+            self.close()  # on NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again
             raise _why_unread(self._path, error) from error
         if checksum != self._record.chunks[number]:
             raise CorruptCheckpointError(f"{self._path} does not match its checksum.")
 
     def _fill(self, begin: int, rest: memoryview) -> str:
         if self._file is None:
-            self._file = self._path.open("rb", buffering=0)
-            size = os.fstat(self._file.fileno()).st_size
-            if size != self._record.size:
-                raise CorruptCheckpointError(f"{self._path} has {size} bytes, but {self._record.size} were written.")
+            self._file = _open_shard(self._path, self._record)
         self._file.seek(begin)
         checksum = xxhash.xxh3_128()
         while rest:
@@ -410,26 +471,28 @@ class ChunkReader:
 def _read_shard(path: Path, record: ShardRecord, on_progress: Callable[[], object] = lambda: None) -> memoryview:
     content = memoryview(bytearray(record.size))
     with closing(ChunkReader(path / record.file, record, on_progress)) as reader:
-        for number in range(len(record.chunks) or 1):  # an empty file, too, is looked at
+        for number in range(
+            len(record.chunks) or 1
+        ):  # also for an empty file, so that it is opened and its size compared
             begin = number * record.chunk_bytes
             reader.read(number, content[begin : begin + record.chunk_bytes])
     return content
 
 
 def _why_unread(path: Path, error: OSError) -> CorruptCheckpointError | UnreadableError:
-    """Return what an error means: that a file is surely missing or none, or that nothing can be known now.
+    """Return what an error means: the file is surely missing or not a file, or nothing can be known now.
 
-    A file is surely missing where its directory can be listed and does not have it: a mount that is away takes the
-    directory with it.
+    A file is surely missing if its directory can be listed and does not have it. If the whole mount is away, the directory
+    cannot be listed either.
     """
-    told = f"{path} cannot be read ({type(error).__name__}: {error})."
+    message = f"{path} cannot be read ({type(error).__name__}: {error})."
     if not is_answer(error):
-        return UnreadableError(told)
+        return UnreadableError(message)
     if isinstance(error, FileNotFoundError):
         try:
             is_listed = path in path.parent.iterdir()
         except OSError:
             is_listed = True
         if is_listed:
-            return UnreadableError(told)
-    return CorruptCheckpointError(told)
+            return UnreadableError(message)
+    return CorruptCheckpointError(message)

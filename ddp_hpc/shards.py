@@ -1,7 +1,7 @@
-"""A shard's header, and what all headers of a checkpoint say together: which tensors it holds, in which pieces, and where.
+"""Headers of a checkpoint's shards: which tensors the checkpoint holds, in which pieces, and at which bytes.
 
-A shard is a safetensors file (https://github.com/huggingface/safetensors#format). Nothing here reads a disk, or knows of a
-tensor as anything but bytes.
+A shard is a safetensors file (https://github.com/huggingface/safetensors#format). This module reads no disk, and a tensor is
+only bytes to it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ import itertools
 import json
 import math
 import operator
-import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_hpc.errors import CorruptCheckpointError
 
 FORMAT = 2
-"""What is written. Format 1 had one checksum a file, and no word on where a tensor belongs in a larger one."""
+"""The format that is written. Format 1 had one checksum for each file, and did not say which part of a larger tensor it held."""
 _METADATA, _MARK = "__metadata__", "ddp_hpc.format"
 
+_NAMES_BY_BYTES = {8: "F64 I64 U64 C64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "F8_E4M3 F8_E5M2 I8 U8 BOOL"}
+ITEM_BYTES = {name: size for size, names in _NAMES_BY_BYTES.items() for name in names.split()}
+"""Bytes of one element, by the name that safetensors has for its dtype: all dtypes that a checkpoint may hold."""
 
-@dataclass(frozen=True)
-class TensorEntry:
+
+class TensorEntry(NamedTuple):
     """Where one tensor, or a piece of one, lies in a shard's body; dtype by safetensors' name (`F32`), offsets in bytes."""
 
     name: str
@@ -34,22 +37,22 @@ class TensorEntry:
     begin: int
     end: int
     global_shape: tuple[int, ...] | None = None
-    """Shape of the tensor that this is a piece of; None: nothing is said, so it is all of it."""
+    """Shape of the tensor that this is a piece of; None: the file does not say, so it is the whole tensor."""
     offset: tuple[int, ...] = ()
     """Index of the piece's first element in that tensor."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard as it was written: what a reader must find."""
+    """A shard as it was written, to compare with what is read."""
 
     file: str
     size: int
     header_bytes: int
-    """How much of the file says which tensors follow. A reader who has less of it knows nothing of the file."""
+    """Length of the header. One reader must read all of it, since half a header says nothing."""
     chunk_bytes: int
     chunks: tuple[str, ...]
-    """xxh3_128 of every `chunk_bytes` of the file; in format 1 of the whole file."""
+    """xxh3_128 of each `chunk_bytes` of the file; in format 1 of the whole file."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,10 @@ def read_record(content: Mapping[str, Any]) -> ShardRecord:
 
 
 def shard_header(entries: Sequence[TensorEntry]) -> bytes:
-    """Return the head of a safetensors file: an 8-byte length, then JSON padded to 8 bytes.
+    """Return the header of a safetensors file: an 8-byte length, then JSON padded to 8 bytes.
 
-    The entries must follow one another without gaps (https://github.com/huggingface/safetensors#format). Where each belongs
-    in its whole tensor stands in the part that the format leaves to its users, as text.
+    The entries must follow one another without gaps (https://github.com/huggingface/safetensors#format). The place of each
+    piece in its whole tensor is written as text into `__metadata__`, which the format leaves to its users.
     """
     table: dict[str, Any] = {}
     metadata = {
@@ -106,8 +109,11 @@ def _read_place(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # --- which tensors a checkpoint holds ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Piece:
+# Named tuples: a checkpoint of 60,000 tensors has one of each for every tensor, and a frozen dataclass takes three times as long
+# to make.
+
+
+class Piece(NamedTuple):
     """Where a part of a tensor lies: in which shard, at which bytes of the file."""
 
     shard: int
@@ -116,8 +122,7 @@ class Piece:
     offset: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor that a checkpoint holds, in one piece or several."""
 
     dtype: str
@@ -126,14 +131,18 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * item_bytes(self.dtype)
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def runs(self, piece: Piece) -> Iterator[tuple[int, int, int]]:
-        """Yield what of a piece is contiguous in the file and in the tensor: where in either, and how many bytes."""
-        item = item_bytes(self.dtype)
+        """Yield the parts of a piece that are contiguous in the file and in the tensor: begin in either, and length in bytes."""
+        if piece.shape == self.shape:  # a whole tensor, as almost all are
+            if length := self.num_bytes:
+                yield piece.begin, 0, length
+            return
+        item = ITEM_BYTES[self.dtype]
         strides = [item * math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         cut = [dim for dim, size in enumerate(piece.shape) if size != self.shape[dim]]
-        split = cut[-1] if cut else 0  # all of the tensor lies in the piece from the next dimension on
+        split = cut[-1]  # in the dimensions after this one, the piece has all of the tensor
         length = item * math.prod(piece.shape[split:])
         first = sum(map(operator.mul, piece.offset, strides))
         begin = piece.begin
@@ -144,34 +153,59 @@ class StoredTensor:
 
 
 def header_length(content: memoryview | bytes) -> int:
-    """Return how many of a safetensors file's bytes come before its tensors'."""
+    """Return how many bytes of a safetensors file come before its tensors, at most the length of `content`.
+
+    `parse_header` refuses a header that is cut off.
+    """
     return min(8 + int.from_bytes(content[:8], "little"), len(content))
 
 
 def parse_header(path: Path, header: memoryview | bytes, size: int) -> list[TensorEntry]:
-    """Return what the header of a safetensors file of `size` bytes says; offsets count from the file's beginning.
+    """Return the entries in the header of a safetensors file of `size` bytes; offsets count from the file's beginning.
+
+    Every entry is safe to use: its dtype is known, and its bytes are in the file and as many as its shape needs.
 
     Raises:
-        CorruptCheckpointError: where it is none.
+        CorruptCheckpointError: if it is not such a header.
     """
+    length = 8 + int.from_bytes(header[:8], "little")
+    if size < 8 or length > size:  # bytes that are not a header say some absurd length
+        raise CorruptCheckpointError(
+            f"{path} is not a safetensors file: its first 8 bytes say that its header ends at byte {length}, but the file has "
+            f"{size} bytes."
+        )
     try:
         table = json.loads(bytes(header[8:]))
         metadata = table.pop(_METADATA, None) or {}
         places = metadata if _MARK in metadata else {}
-        entries = [_parse_entry(name, told, places.get(name), len(header)) for name, told in table.items()]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path} is no safetensors file ({type(error).__name__}: {error}).") from error
+        entries = [_parse_entry(name, fields, places.get(name), len(header)) for name, fields in table.items()]
+    # Whatever bytes may stand there: a list in place of an object, a number in place of text, nesting without end.
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is not a safetensors file: its header cannot be read ({type(error).__name__}: {error})."
+        ) from error
     for entry in entries:
-        if not len(header) <= entry.begin <= entry.end <= size:
-            raise CorruptCheckpointError(f"{path} is no safetensors file: {entry.name!r} lies outside of it.")
+        item = ITEM_BYTES.get(entry.dtype)
+        if item is None:
+            raise CorruptCheckpointError(
+                f"{path} has the tensor {entry.name!r} of dtype {entry.dtype!r}, but ddp-hpc reads only {', '.join(ITEM_BYTES)}."
+            )
+        if not len(header) <= entry.begin <= entry.end <= size or min(entry.shape, default=0) < 0:
+            raise CorruptCheckpointError(f"{path} is not a safetensors file: {entry.name!r} lies outside of it.")
+        if entry.end - entry.begin != math.prod(entry.shape) * item:
+            raise CorruptCheckpointError(
+                f"{path} is not a safetensors file: {entry.name!r} has {entry.end - entry.begin} bytes, but {entry.dtype} of "
+                f"shape {list(entry.shape)} needs {math.prod(entry.shape) * item}."
+            )
     return entries
 
 
-def _parse_entry(name: str, told: Mapping[str, Any], place: str | None, first: int) -> TensorEntry:
-    begin, end = told["data_offsets"]
-    shape = tuple(map(int, told["shape"]))
+def _parse_entry(name: str, fields: Mapping[str, Any], place: str | None, first: int) -> TensorEntry:
+    begin, end = fields["data_offsets"]
+    shape = tuple(map(operator.index, fields["shape"]))  # refuses 1.5 and "1", which `int` takes
     whole, offset = _read_place(place) if place else (shape, (0,) * len(shape))
-    return TensorEntry(name, told["dtype"], shape, first + begin, first + end, whole, offset)
+    dtype = sys.intern(fields["dtype"])
+    return TensorEntry(name, dtype, shape, first + operator.index(begin), first + operator.index(end), whole, offset)
 
 
 def stored_tensors(
@@ -180,7 +214,7 @@ def stored_tensors(
     """Return the tensors that the checkpoint at `path` holds, by name, from the headers of its shards.
 
     Raises:
-        CorruptCheckpointError: where the pieces of a tensor do not make it up.
+        CorruptCheckpointError: if a header is damaged, or the pieces of a tensor do not make up the tensor.
     """
     found: dict[str, StoredTensor] = {}
     for number, (shard, header) in enumerate(zip(shards, headers, strict=True)):
@@ -189,9 +223,10 @@ def stored_tensors(
             piece = Piece(number, entry.begin, entry.shape, entry.offset)
             known = found.get(entry.name)
             if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.global_shape):
-                raise CorruptCheckpointError(f"{path}: the pieces of {entry.name!r} are not of one tensor.")
-            if entry.end - entry.begin != math.prod(entry.shape) * item_bytes(entry.dtype):
-                raise CorruptCheckpointError(f"{path}: {entry.name!r} has not the bytes that its shape needs.")
+                raise CorruptCheckpointError(
+                    f"{path}: the pieces of {entry.name!r} belong to different tensors: {known.dtype} of shape "
+                    f"{list(known.shape)}, and {entry.dtype} of shape {list(entry.global_shape)}."
+                )
             pieces = (*known.pieces, piece) if known else (piece,)
             found[entry.name] = StoredTensor(entry.dtype, entry.global_shape, pieces)
     for name, stored in found.items():
@@ -201,7 +236,7 @@ def stored_tensors(
 
 
 def _is_whole(stored: StoredTensor) -> bool:
-    """Tell whether the pieces lie in the tensor, are as large together, and no two of them overlap."""
+    """Return whether all pieces lie in the tensor, no two overlap, and together they have as many elements as it has."""
     if len(stored.pieces) == 1:
         piece = stored.pieces[0]
         return piece.shape == stored.shape and not any(piece.offset)
@@ -216,7 +251,7 @@ def _is_whole(stored: StoredTensor) -> bool:
 
 
 def _overlaps(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
-    """Yield of each two boxes that share an index of the first dimension, by which they are sorted, if they overlap."""
+    """Yield whether two boxes overlap, for each two that share an index of the first dimension; boxes are sorted by it."""
     for number, box in enumerate(boxes):
         for other in itertools.islice(boxes, number + 1, None):
             if box and other[0][0] >= box[0][0] + box[0][1]:
@@ -225,7 +260,7 @@ def _overlaps(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
 
 
 def raw_tensor(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTensor:
-    """Return a tensor's bytes: as they lie in the one shard, or put together."""
+    """Return a tensor's bytes: a view of its shard, or a copy put together from several pieces."""
     if len(stored.pieces) == 1:
         (piece,) = stored.pieces
         return RawTensor(
@@ -238,23 +273,12 @@ def raw_tensor(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTenso
     return RawTensor(stored.dtype, stored.shape, whole)
 
 
-@lru_cache
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element, which safetensors' names of types say in bits."""
-    found = re.match(r"[A-Z]+(\d+)", dtype)
-    if dtype == "BOOL":
-        return 1
-    if not found or int(found[1]) % 8:
-        raise CorruptCheckpointError(f"A tensor is of type {dtype!r}, which is none that a checkpoint holds.")
-    return int(found[1]) // 8
-
-
-# --- who reads what ---------------------------------------------------------------------------------------------------
+# --- which rank reads what --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Chunks of one shard that follow one another, for one reader."""
+    """Neighbouring chunks of one shard, for one reader."""
 
     shard: int
     chunks: range
@@ -264,9 +288,9 @@ class Stretch:
 
 
 def deal_stretches(shards: Sequence[ShardRecord], num_readers: int) -> list[list[Stretch]]:
-    """Deal all chunks of all shards to so many readers, in order and evenly by bytes; return what each one reads.
+    """Divide all chunks of all shards among the readers, in order and evenly by bytes; return what each one reads.
 
-    Who gets a file's beginning gets all of its header.
+    The reader of a file's first byte reads all of its header.
     """
     dealt: list[list[Stretch]] = [[] for _ in range(num_readers)]
     total = max(sum(shard.size for shard in shards), 1)
@@ -284,7 +308,7 @@ def deal_stretches(shards: Sequence[ShardRecord], num_readers: int) -> list[list
 
 
 def _units(shard: ShardRecord) -> Iterator[range]:
-    """Yield the chunks that one reader must have together."""
+    """Yield the ranges of chunks that must not be divided among readers."""
     num_first = max(-(-shard.header_bytes // max(shard.chunk_bytes, 1)), 1)
     yield range(num_first)
     for number in range(num_first, len(shard.chunks)):

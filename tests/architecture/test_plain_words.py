@@ -22,6 +22,8 @@ PLAIN = (
     "job",
     "train",
     "watch",
+    "checkpoint_names.py",
+    "checkpoint_store.py",
     "containers.py",
     "discretion.py",
     "durable.py",
@@ -39,12 +41,13 @@ PLAIN = (
     "requeue.py",
     "rereading.py",
     "run_dir.py",
+    "shards.py",
     "spec",
     "../sbatch_templates",
     "../envs/sites",
 )
 """Files and directories whose texts are edited, from the package's directory on."""
-TO_EDIT = ("train/state/checkpoint.py", "train/state/restore.py", "train/state/training_state.py")
+TO_EDIT: tuple[str, ...] = ()
 """Files in those directories that are still to be edited; one need not exist."""
 
 BANNED = (

@@ -85,7 +85,7 @@ def test_what_is_wrong_is_told_in_log_and_console(damaged: RunDir, step: int) ->
         lines = [line for line in log.read_text().splitlines() if f"step-{step:08d}" in line and "WARNING" in line]
         assert len(lines) == 1, lines
         assert DAMAGE[step].told in lines[0]
-        assert f"(step-{step:08d}.corrupt-0) and tries an older one." in lines[0]
+        assert f"renamed to step-{step:08d}.corrupt-0, and the run goes on from an older one." in lines[0]
 
 
 @pytest.mark.parametrize("step", DAMAGE)

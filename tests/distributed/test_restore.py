@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -178,7 +179,7 @@ def write_by_hand(
     for number, entries in enumerate(shards):
         placed, begin = [], 0
         for entry, tensor in entries:
-            placed.append(replace(entry, begin=begin, end=begin + tensor.nbytes))
+            placed.append(entry._replace(begin=begin, end=begin + tensor.nbytes))
             begin += tensor.nbytes
         body = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in entries]
         path = staging / shard_name(number, len(shards))
@@ -239,12 +240,12 @@ DAMAGE: dict[str, Callable[[list[Any]], Any]] = {
     "two overlap": lambda shards: [
         shards[0],
         shards[1],
-        [(replace(shards[2][0][0], offset=(0, 0)), shards[2][0][1])],
+        [(shards[2][0][0]._replace(offset=(0, 0)), shards[2][0][1])],
     ],
     "one lies outside": lambda shards: [
         shards[0],
         shards[1],
-        [(replace(shards[2][0][0], offset=(0, 2)), shards[2][0][1])],
+        [(shards[2][0][0]._replace(offset=(0, 2)), shards[2][0][1])],
     ],
 }
 
@@ -318,3 +319,75 @@ def test_a_checkpoint_of_another_model_changes_no_weight(run: RunDir) -> None:
         checkpointer.restore_newest(state, seed=SEED)
 
     assert all(torch.equal(one, before[name]) for name, one in state.model.state_dict().items())
+
+
+# --- what is found before anything is read ----------------------------------------------------------------------------
+
+
+def test_a_truncated_shard_is_found_before_anything_is_read(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    flip(checkpoint_path(run, NEWEST) / shard_name(0, 4))  # is read first
+    truncated = checkpoint_path(run, NEWEST) / shard_name(3, 4)
+    truncated.write_bytes(truncated.read_bytes()[:-1])
+    (checkpointer,) = make_checkpointers(run)
+
+    assert checkpointer.restore_newest(make_state(), seed=SEED) == OLDER
+
+    assert f"{truncated} has " in caplog.text
+    assert "checksum" not in caplog.text
+
+
+def restored_counting_broadcasts(group: Group, run: RunDir) -> dict[str, Any]:
+    """Restore with small exchanges; count them, too."""
+    restore.EXCHANGE_BYTES = EXCHANGED
+    sizes: list[int] = []
+    broadcast = torch.distributed.broadcast
+
+    def counted(tensor: torch.Tensor, source: int) -> Any:
+        sizes.append(tensor.numel())
+        return broadcast(tensor, source)
+
+    torch.distributed.broadcast = counted  # type: ignore[assignment]  # in this process alone
+    return {**restored(group, run), "broadcasts": sizes}
+
+
+EXCHANGED = 4000
+
+
+def test_one_large_part_of_a_file_is_sent_in_few_large_broadcasts(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    save(run, NEWEST)  # one file of less than a chunk, which one rank must read alone, as it must a file of format 1
+
+    ranks = in_group(3, partial(restored_counting_broadcasts, run=run), tmp_path / "ours")
+
+    (shard,) = checkpoint_store.read_manifest(checkpoint_path(run, NEWEST)).shards
+    header, *parts = ranks[0]["broadcasts"]
+    assert sum(parts) == shard.size
+    assert len(parts) <= shard.size // EXCHANGED + 1
+    assert header < shard.size
+    assert all(one["weights"] == ranks[0]["weights"] for one in ranks)
+
+
+@pytest.fixture
+def collections() -> Iterator[list[object]]:
+    """The garbage collections that Python makes; it makes many."""
+    seen: list[object] = []
+    threshold = gc.get_threshold()
+    gc.set_threshold(10)
+    gc.callbacks.append(lambda phase, info: seen.append((phase, info)))
+    yield seen
+    gc.callbacks.pop()
+    gc.set_threshold(*threshold)
+
+
+def test_python_does_not_search_for_garbage_among_the_tables_of_a_checkpoint(
+    pristine: RunDir, collections: list[object]
+) -> None:
+    state = make_state()
+    (checkpointer,) = make_checkpointers(pristine)
+    collections.clear()
+
+    checkpointer.restore_newest(state, seed=SEED)
+
+    num_during = len(collections)
+    assert gc.isenabled()
+    assert num_during <= 2, "none between the first and the last line of a restore"

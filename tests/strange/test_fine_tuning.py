@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,15 @@ def test_weights_that_do_not_fit_are_refused_with_what_differs(content: Any, tol
 
     with pytest.raises(ConfigError, match=told):
         trained(tmp_path / "run", a_recipe(network(2)), train__init_from=str(tmp_path / "weights.pt"))
+
+
+def test_a_safetensors_file_of_a_dtype_that_pytorch_lacks_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    table = json.dumps({"0.weight": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    path.write_bytes(len(table).to_bytes(8, "little") + table + bytes(1))
+
+    with pytest.raises(ConfigError, match=r"init_from` is '.*weights\.safetensors'.* dtype 'F4'.* Copy it again"):
+        trained(tmp_path / "run", a_recipe(network(2)), train__init_from=str(path))
 
 
 class Sentences(Dataset[tuple[Tensor, int]]):

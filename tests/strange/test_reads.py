@@ -213,7 +213,7 @@ def test_a_run_directory_that_is_not_there_is_no_new_run(run: RunDir) -> None:
     (checkpointer,) = make_checkpointers(run, attempt=1)
     away = run.path.rename(run.path.with_name("away"))
 
-    with pytest.raises(UnreadableError, match="perhaps its file system is away"):
+    with pytest.raises(UnreadableError, match="perhaps its file system is not mounted"):
         checkpointer.restore_newest(make_state(), seed=SEED)
     with pytest.raises(FileNotFoundError):
         claim(run, 2)

@@ -163,7 +163,7 @@ def test_rank_zeros_main_thread_hears_that_another_rank_still_writes(tmp_path: P
 
     deadline = time.monotonic() + 60
     while not heard.is_set() and time.monotonic() < deadline:
-        second._get_on(second._key(1, "1"))
+        second._send_heartbeat(second._key(1, "1"))
         time.sleep(0.1)
     second.save(states[1])
     waiting.join()

@@ -153,7 +153,7 @@ def test_what_a_stale_attempt_has_written_cannot_be_committed_and_the_directory_
     claim(run, 1)
     before = content(run.checkpoints)
 
-    with pytest.raises(FencedError, match=r"taken over by another attempt; step 4 is not committed"):
+    with pytest.raises(FencedError, match=r"does not commit its checkpoint of step 4"):
         commit(run, staging, Manifest(step=4, world_size=1, shards=(), state={}))
 
     assert content(run.checkpoints) == before

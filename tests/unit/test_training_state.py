@@ -144,7 +144,7 @@ def test_what_is_neither_tensor_nor_number_nor_text_is_refused() -> None:
     state = make_state()
     state.optimizer = Stepper(state.model, object())
 
-    with pytest.raises(ConfigError, match="a checkpoint holds tensors, numbers and text"):
+    with pytest.raises(ConfigError, match="a checkpoint can hold only tensors, numbers and text"):
         numbers(state)
 
 
@@ -173,14 +173,14 @@ def test_a_checkpoint_whose_optimizer_trains_more_is_refused() -> None:
     named, plain = saved(make_state(steps=1))
     named["optimizer/decoder.weight/exp_avg"] = torch.zeros(2)
 
-    with pytest.raises(ConfigError, match=r"'decoder\.weight', which this model does not train"):
+    with pytest.raises(ConfigError, match=r"'decoder\.weight', which this model does not have"):
         put_back(make_state(), named, plain)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused() -> None:
     named, plain = saved(make_state(steps=1))
 
-    with pytest.raises(ConfigError, match=r"optimizer is Other, this one is"):
+    with pytest.raises(ConfigError, match=r"optimizer is Other, but this run's is"):
         put_back(make_state(), named, {**plain, "optimizer": {**plain["optimizer"], "type": "Other"}})
 
 

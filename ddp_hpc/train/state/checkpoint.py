@@ -1,9 +1,8 @@
-"""Saving the training state while the training goes on.
+"""Saves the training state while the training continues.
 
-The loop pays for one copy into buffers that are made once. A thread of each rank writes that rank's shard; rank zero's
-then waits for the others', commits (see `checkpoint_store`), and deletes what is no longer kept. The threads talk
-through the store, never through the process group, so they cannot get in the way of the training's collectives. There
-is one thread for all saves: a process forked while a thread begins or ends can hang in CPython's fork.
+The loop waits only for one copy into staging buffers, which are made once. A thread of each rank writes that rank's shard.
+Rank zero's thread then waits for the others, commits (see `checkpoint_store`), and deletes old checkpoints. The threads
+exchange messages through the store, never through the process group, so they cannot disturb the training's collectives.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 log = logging.getLogger(__name__)
 
 PARTING_S = 30.0
-"""How long rank zero stays for the others to read that the last checkpoint is committed."""
-_LOOK_S = 1.0
-"""How often the main thread looks whether the writer's thread gets on, while it waits for it."""
+"""How long rank zero waits until the others have read how the last save ended."""
+_CHECK_S = 1.0
+"""How often the main thread, while it waits for the writer's thread, checks whether that makes progress."""
 
 _COMPARABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _ALONE = 32767
-"""Elements that torch works on in the calling thread alone; for more it starts others (at::internal::GRAIN_SIZE)."""
+"""The most elements for which PyTorch starts no threads of its own (at::internal::GRAIN_SIZE)."""
 
 
 def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: int) -> list[NamedTensor]:
     """Return the tensors that `rank` writes: its own, and an even part, by bytes, of those that all ranks have.
 
-    Every rank comes to the same division, because the shared tensors stand in the same order everywhere.
+    Every rank computes the same division, because the shared tensors come in the same order on all ranks.
     """
     loads = [0] * world_size
     mine = [item for item in named if item.owner == rank]
@@ -72,9 +71,11 @@ def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: in
 
 
 class Staging:
-    """The buffers a rank's part of the state is copied into; made once, and again only when the layout changes."""
+    """The buffers that a rank's part of the state is copied into; made once, and again only if the layout changes."""
 
     def __init__(self, device: torch.device) -> None:
+        # Only from a GPU: a copy is asynchronous only into page-locked ("pinned") memory, and that is taken away from all other
+        # programs on the node (https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers).
         self._pinned = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pinned else None
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
@@ -84,7 +85,7 @@ class Staging:
         self.header = b""
 
     def fill(self, named: Sequence[NamedTensor]) -> None:
-        """Copy `named` into the buffers. From a GPU the copy runs beside what the loop does next."""
+        """Copy `named` into the buffers. From a GPU, the copy runs while the loop continues."""
         layout = [(item.name, item.tensor.dtype, item.tensor.shape) for item in named]
         if layout != self._layout:
             self._lay_out(named)
@@ -96,8 +97,10 @@ class Staging:
         self._copy_beside(named, sources)
 
     def _copy_beside(self, named: Sequence[NamedTensor], sources: list[Tensor]) -> None:
-        """Copy what the next forward may change at once, the rest on a stream of its own."""
-        assert self._stream is not None  # noqa: S101  `fill` looked
+        """Copy from a GPU: what the next forward pass may change at once, the rest on a stream of its own."""
+        assert self._stream is not None  # noqa: S101  `fill` has checked
+        # A rank's own tensors (buffers such as batch norm's averages, generators, the meter) change as soon as the next forward
+        # pass runs, so they are copied on its stream, before it. Weights change only in the optimizer step (`wait_for_copy`).
         for item, view, source in zip(named, self._views, sources, strict=True):
             if item.owner is not None:
                 view.copy_(source, non_blocking=True)
@@ -109,19 +112,20 @@ class Staging:
             self._copied = self._stream.record_event()
 
     def wait_for_copy(self) -> None:
-        """Have the device change no weights before they are copied; call before each optimizer step."""
+        """Make the device copy the weights before it changes them; call this before each optimizer step."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def parts(self) -> list[memoryview | bytes]:
-        """Return what is to be written, once the copy is complete; for the writer's thread."""
+        """Wait until the copy is complete, and return the parts of the shard to write; for the writer's thread."""
         if self._copied is not None:
             self._copied.synchronize()
         return [self.header, memoryview(self._buffer.numpy())]  # type: ignore[arg-type]  # numpy says so only from Python 3.12 on
 
     def first_nonfinite(self, watched: AbstractSet[str]) -> str | None:
-        """Return the name of a tensor of `watched` that is not finite, where one is; call after `parts`."""
+        """Return the name of a tensor of `watched` that is not finite, or None; call this after `parts`."""
         for (name, *_), view in zip(self._layout, self._views, strict=True):
+            # In small parts, so that PyTorch does not start its threads beside those that train on the same CPUs.
             if name in watched and not all(_is_finite(some) for some in view.reshape(-1).split(_ALONE)):
                 return name
         return None
@@ -141,7 +145,7 @@ class Staging:
 
 
 def _whole_entry(item: NamedTensor, begin: int, end: int) -> TensorEntry:
-    """Return the entry of a tensor that is written whole: a piece that is as large as the tensor."""
+    """Return the entry of a tensor that is written whole: one piece, as large as the tensor."""
     shape = tuple(item.tensor.shape)
     return TensorEntry(item.name, DTYPES[item.tensor.dtype], shape, begin, end, shape, (0,) * len(shape))
 
@@ -152,7 +156,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended, as rank zero knows it."""
+    """How a save ended; only rank zero knows it."""
 
     step: int
     seconds: float
@@ -160,9 +164,9 @@ class SaveResult:
 
 
 class Checkpointer:
-    """Saves and restores the state of one rank; made once an attempt."""
+    """Saves and restores the state of one rank; made once in an attempt."""
 
-    def __init__(  # noqa: PLR0913  # two of them are whom to tell
+    def __init__(  # noqa: PLR0913  # two of them are callbacks
         self,
         run: RunDir,
         group: Group,
@@ -179,33 +183,35 @@ class Checkpointer:
         self._keep = keep
         self._on_result = on_result
         self._on_progress = on_progress
-        """Called by the main thread while what it waits for moves, here or on another rank."""
+        """Called by the main thread while a writer that it waits for, here or on another rank, makes progress."""
         self._num_moves = 0
-        """How often the writer's thread, or one that it waits for, got on."""
+        """How often this rank's writer thread, or one that it waits for, has made progress."""
         self._staging = Staging(group.device)
+        # One thread for all saves, not one for each: a process that is forked (as data loader workers are) while a thread starts
+        # or ends can hang in CPython's fork.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
         self._last_saved: int | None = None
         self._restored: int | None = None
         self._watched: frozenset[str] = frozenset()
         self.newest_losses: Callable[[], Sequence[Tensor]] = tuple
-        """Those of the step just done. What is saved on the way is not committed where they are not finite: the weights may
-        be finite still, but so large that nothing can go on from them."""
+        """Returns the losses of the last step. If one is not finite, a periodic save is not committed: the weights may still be
+        finite, but too large to continue from."""
         self.refused: str | None = None
-        """On rank zero, why a save was refused, where the state was not finite."""
+        """On rank zero, why a save was refused because the state was not finite."""
         self._num_tries = 0
-        """How often a save was tried again; the same on every rank."""
+        """How often a final save was repeated; the same on every rank."""
 
     def check(self, state: TrainingState) -> None:
         """Find out before the first step whether `state` can be saved and restored.
 
         Raises:
-            ConfigError: where it cannot.
+            ConfigError: if it cannot.
         """
         training_state.check(state, DTYPES)
 
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
-        """Restore the newest checkpoint that verifies, the same on all ranks; return its step, or None (see `restore`)."""
+        """Restore the newest checkpoint that is not damaged, the same on all ranks; return its step, or None (see `restore`)."""
         step = self._restorer.restore_newest(state, seed=seed)
         self._restored = self._last_saved = step
         return step
@@ -213,9 +219,9 @@ class Checkpointer:
     # --- saving ---
 
     def refuse_nonfinite(self, model: torch.nn.Module) -> None:
-        """Commit no state in which weights or buffers are not finite that are so now.
+        """From now on, refuse to commit a state in which a weight or buffer that is finite now is no longer finite.
 
-        What is not finite from the start, as a mask of minus infinities is, is not watched.
+        Tensors that have infinities from the start, such as attention masks, are not checked.
         """
         named = {f"model/{name}": one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
         watched = {name: one for name, one in named.items() if one.dtype in _COMPARABLE and one.numel()}
@@ -224,9 +230,9 @@ class Checkpointer:
             self._watched = frozenset(name for name, is_finite in zip(watched, are_finite, strict=True) if is_finite)
 
     def save(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None, is_final: bool = False) -> None:
-        """Copy the state and have it committed in the background; returns as soon as it is copied.
+        """Copy the state, and commit it in the background; return as soon as it is copied.
 
-        Waits first for a save that is still being written. What goes wrong is reported, and the training goes on.
+        Waits first for a save that is still being written. An error is reported (`SaveResult`), and the training continues.
         """
         step = state.position.step
         if step == self._last_saved:
@@ -252,11 +258,11 @@ class Checkpointer:
         self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
 
     def save_and_wait(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None) -> None:
-        """Save, and return once it is committed on the disk.
+        """Save, and return after the checkpoint is committed on the disk.
 
         Raises:
-            CheckpointError: on every rank, where it could not be.
-            DivergedError: on every rank, where the state is not finite.
+            CheckpointError: on every rank, if it could not be committed.
+            DivergedError: on every rank, if the state is not finite.
         """
         step = state.position.step
         was_tried = step == self._last_saved
@@ -264,40 +270,42 @@ class Checkpointer:
         self.wait()
         if step == self._restored:
             return
-        error, refused = self._verdict(step)
-        if error is not None and was_tried:  # by a periodic save, to which a full disk or a network may have happened
+        error, refused = self._outcome(step)
+        if (
+            error is not None and was_tried
+        ):  # by a periodic save: a disk that was full then, or a network, may work again
             self._last_saved = None
             self._num_tries += 1
             self.save(state, metrics=metrics, is_final=True)
             self.wait()
-            error, refused = self._verdict(step)
+            error, refused = self._outcome(step)
         self._let_all_read(step)
         if refused is not None:
             raise DivergedError(diverged(self._run, refused))
         if error is not None:
             raise CheckpointError(f"The checkpoint of step {step} could not be committed: {error}")
 
-    def _verdict(self, step: int) -> Any:
-        return json.loads(self._group.side_store.get(self._key(step, "verdict"), on_heartbeat=self._on_progress))
+    def _outcome(self, step: int) -> Any:
+        return json.loads(self._group.side_store.get(self._key(step, "outcome"), on_heartbeat=self._on_progress))
 
     def _let_all_read(self, step: int) -> None:
-        """Keep rank zero, which leaves after this and takes the store with it, until all others have read the verdict."""
+        """On rank zero, wait until all others have read how the save ended: rank zero's process is the store, and exits next."""
         rank_info, store = self._group.rank_info, self._group.side_store
         if not rank_info.is_rank_zero:
-            with suppress(RuntimeError):  # it waits no longer: nothing is lost, for the verdict is here
+            with suppress(RuntimeError):  # rank zero has gone already: nothing is lost, this rank has read the outcome
                 store.set(self._key(step, f"read/{rank_info.rank}"), "")
             return
         deadline = time.monotonic() + PARTING_S
         for rank in range(1, rank_info.world_size):
-            with suppress(RuntimeError, WorkerError):  # it died at the last moment: whoever started it tells of that
+            with suppress(RuntimeError, WorkerError):  # that rank has died: its agent reports it
                 store.get(self._key(step, f"read/{rank}"), silence_s=max(deadline - time.monotonic(), 0.0))
 
     def wait(self) -> None:
-        """Wait until this rank has nothing left to write."""
+        """Wait until this rank has written its shard; rank zero also until the save is committed or has failed."""
         if self._writing is None:
             return
         num_moves = self._num_moves
-        while futures.wait([self._writing], timeout=_LOOK_S).not_done:
+        while futures.wait([self._writing], timeout=_CHECK_S).not_done:
             if num_moves != self._num_moves:
                 num_moves = self._num_moves
                 self._on_progress()
@@ -313,30 +321,30 @@ class Checkpointer:
     def _key(self, step: int, name: str) -> str:
         return f"checkpoint/{step}.{self._num_tries}/{name}"
 
-    def _get_on(self, key: str) -> None:
-        """Say that the writer's thread gets on: to those who wait for what it will set as `key`, and to the main thread."""
+    def _send_heartbeat(self, key: str) -> None:
+        """Show that the writer's thread makes progress: to the main thread, and to the ranks that wait for `key`."""
         self._num_moves += 1
         self._group.side_store.heartbeat(key)
 
     def _write(self, manifest: Manifest, losses: Sequence[Tensor]) -> None:
-        """Write this rank's shard; on rank zero, also commit. Errors are values here: a thread has nobody to raise to."""
+        """Write this rank's shard; on rank zero, also commit. An error is reported as a value, since no caller can catch it."""
         began = time.monotonic()
         rank_info, store = self._group.rank_info, self._group.side_store
         staging = checkpoint_store.staging_path(self._run, manifest.step, self._attempt)
         report: dict[str, Any]
-        own_key = self._key(manifest.step, "verdict" if rank_info.is_rank_zero else str(rank_info.rank))
-        get_on = partial(self._get_on, own_key)
+        own_key = self._key(manifest.step, "outcome" if rank_info.is_rank_zero else str(rank_info.rank))
+        send_heartbeat = partial(self._send_heartbeat, own_key)
         try:
             checkpoint_store.open_staging(self._run, manifest.step, self._attempt)
             name = checkpoint_store.shard_name(rank_info.rank, rank_info.world_size)
             if not all(math.isfinite(loss.item()) for loss in losses):
-                raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  it is reported like others
-            parts = self._staging.parts()  # waits for the copy from the GPU, which the next line reads
+                raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  reported below, as all others
+            parts = self._staging.parts()  # waits for the copy from the GPU, which the next line needs
             nonfinite = self._staging.first_nonfinite(self._watched)
             if nonfinite:
                 report = {"nonfinite": nonfinite}
             else:
-                report = asdict(checkpoint_store.write_shard(staging / name, parts, on_progress=get_on))
+                report = asdict(checkpoint_store.write_shard(staging / name, parts, on_progress=send_heartbeat))
         except Exception as error:  # noqa: BLE001
             report = {"error": f"rank {rank_info.rank}: {type(error).__name__}: {error}"}
         if not rank_info.is_rank_zero:
@@ -344,20 +352,20 @@ class Checkpointer:
             return
         others = [self._key(manifest.step, str(rank)) for rank in range(1, rank_info.world_size)]
         try:
-            reports = [report, *(json.loads(store.get(key, on_heartbeat=get_on)) for key in others)]
+            reports = [report, *(json.loads(store.get(key, on_heartbeat=send_heartbeat)) for key in others)]
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
             checkpoint_store.commit(self._run, staging, replace(manifest, shards=shards))
-            verdict = None
+            message = None
             self._prune()
         except DivergedError as error:
             shutil.rmtree(staging, ignore_errors=True)
             self.refused = str(error)
-            verdict = f"{error}, so it is no state to go on from"
+            message = f"{error}, so no run can continue from it"
         except Exception as error:  # noqa: BLE001
             shutil.rmtree(staging, ignore_errors=True)
-            verdict = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        store.set(self._key(manifest.step, "verdict"), json.dumps([verdict, self.refused]))
-        self._on_result(SaveResult(manifest.step, time.monotonic() - began, verdict))
+            message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        store.set(own_key, json.dumps([message, self.refused]))
+        self._on_result(SaveResult(manifest.step, time.monotonic() - began, message))
 
     def _prune(self) -> None:
         keep = self._keep
@@ -371,11 +379,16 @@ class Checkpointer:
                 lowest_is_best=keep.best_is != "highest",
             )
         except (OSError, UnreadableError) as error:
-            log.warning("old checkpoints could not be deleted: %s", error)
+            log.warning("Old checkpoints could not be deleted: %s. The next save tries again.", str(error).rstrip("."))
 
 
 def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:
-    """Return the shard that a rank reported, or raise what kept it from writing one."""
+    """Return the shard that a rank reported.
+
+    Raises:
+        DivergedError: if the rank found a tensor that is not finite.
+        CheckpointError: if it could not write.
+    """
     if "nonfinite" in report:
         raise DivergedError(f"`{report['nonfinite']}` is not finite after step {step}")
     if "error" in report:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_hpc import checkpoint_names, checkpoint_store
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.process_group import Group
@@ -86,7 +86,15 @@ def _read(source: Path) -> dict[str, Tensor]:
             return {name: to_torch(one) for name, one in checkpoint_store.read_safetensors(source).items()}
         return _weights_in(torch.load(source, map_location="cpu", weights_only=True), source)
     except CorruptCheckpointError as error:
-        raise ConfigError(f"`train.init_from` cannot be read: {error}") from error
+        raise ConfigError(
+            f"`train.init_from` is {str(source)!r}, but that cannot be read: {error} Copy it again, write it again (a file "
+            "with `safetensors.torch.save_file`), or name another file or run."
+        ) from error
+    except OSError as error:
+        raise UnreadableError(
+            f"`train.init_from` is {str(source)!r}, but that cannot be read: {error}. Check that the file system answers and "
+            "that you may read it, and submit again."
+        ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(

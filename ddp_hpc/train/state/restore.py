@@ -1,20 +1,21 @@
-"""Bringing back the newest checkpoint that holds: each rank reads and verifies a share, then all exchange what they read.
+"""Restores the newest checkpoint that is not damaged: each rank reads and verifies a share, then all exchange what they read.
 
-Rank zero offers a checkpoint through the store, with its manifest. Each rank reads its share of the bytes and reports;
-these reports go through the store as well, where a rank that gets on keeps the others patient, however long a disk
-takes. Only when all shares hold do the ranks meet in collectives, which have a fixed patience. There each tensor is
-written into the object that needs it, a few megabytes at a time, so that no rank holds the state twice.
+Rank zero offers a checkpoint through the store, with its manifest. Each rank reads its share of the bytes and reports through
+the store. There a rank that makes progress sends heartbeats, so the others wait for it, however long a disk takes. Only after
+all shares are verified do the ranks call collectives, which have a fixed timeout. A few megabytes at a time, each tensor is
+written into the object that needs it, so no rank holds the state twice.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
 import socket
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,8 +37,9 @@ from ddp_hpc.train.state.training_state import Restoration, SavedTensor, Trainin
 log = logging.getLogger(__name__)
 
 EXCHANGE_BYTES = 32 << 20
-"""How much the ranks exchange at a time, all together: the memory that an exchange needs on each."""
+"""How many bytes all ranks together exchange at a time: the memory that an exchange needs on each."""
 
+# The names must be those of `shards.ITEM_BYTES`, which knows the same dtypes without torch.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -61,26 +63,30 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Restorer:
-    """Brings back the state of one rank; made once an attempt."""
+    """Restores the state of one rank; made once in an attempt."""
 
     def __init__(self, run: RunDir, group: Group, *, attempt: int, on_progress: Callable[[], object]) -> None:
         self._run = run
         self._group = group
         self._attempt = attempt
         self._on_progress = on_progress
-        """Called while this rank, or one that it waits for, gets on."""
+        """Called while this rank, or one that it waits for, makes progress."""
 
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
-        """Restore the newest checkpoint that verifies, the same on all ranks; return its step, or None.
+        """Restore the newest checkpoint that is not damaged, the same on all ranks; return its step, or None.
 
         Raises:
-            ConfigError: where the run had checkpoints, and none can be used; or the newest is of another model.
-            UnreadableError: where the file system does not say.
+            ConfigError: if the run had checkpoints, and none can be used; or if the newest is of another model.
+            UnreadableError: if the file system does not answer.
         """
+        with _no_garbage_collection():
+            return self._restore_newest(state, seed=seed)
+
+    def _restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
         is_rank_zero = self._group.rank_info.is_rank_zero
         share: Share | None
         for number in itertools.count():
-            key, share = f"resume/{number}", None  # what was read of a damaged checkpoint is released first
+            key, share = f"resume/{number}", None  # frees what was read of a damaged checkpoint before more is read
             offered = self._offer(key) if is_rank_zero else None
             offered = self._group.broadcast_through_store(key, offered, on_heartbeat=self._on_progress)
             if offered is None:
@@ -100,21 +106,25 @@ class Restorer:
             share.pass_on(stored, restoration.into, on_progress=self._on_progress)
             restoration.finish()
             return manifest.step
-        raise AssertionError
+        raise AssertionError  # the loop ends only by a return
 
-    # --- which checkpoint: rank zero's task ---
+    # --- which checkpoint: rank zero decides ---
 
     def _offer(self, key: str) -> dict[str, Any] | None:
-        """Return the step and manifest of the newest checkpoint, or None where the run never had one."""
-        with suppress(OSError):  # what is left over costs no more than space
+        """Return the step and manifest of the newest checkpoint, or None if the run never had one."""
+        with suppress(OSError):  # leftovers cost only space
             for name in ownership.remove_leftovers(self._run):
                 log.info("removed %s, which a killed writer left", name)
-        return patiently(str(self._run.checkpoints), partial(self._newest, key), on_wait=partial(self._get_on, key))
+        return patiently(
+            str(self._run.checkpoints), partial(self._newest, key), on_wait=partial(self._send_heartbeat, key)
+        )
 
     def _newest(self, key: str) -> dict[str, Any] | None:
         for step in reversed(checkpoint_names.committed_steps(self._run)):
+            path = checkpoint_names.checkpoint_path(self._run, step)
             try:
-                manifest = checkpoint_store.read_manifest(checkpoint_names.checkpoint_path(self._run, step))
+                manifest = checkpoint_store.read_manifest(path)
+                checkpoint_store.check_sizes(path, manifest, on_progress=partial(self._send_heartbeat, key))
             except CorruptCheckpointError as error:
                 self._set_aside(step, error, key)
                 continue
@@ -123,57 +133,63 @@ class Restorer:
         return None
 
     def _set_aside(self, step: int, error: CorruptCheckpointError, key: str) -> None:
-        """Rename a damaged checkpoint, while the others wait for `key`; one that cannot be read stays.
+        """Rename a damaged checkpoint, while the others wait for `key`.
 
         Raises:
-            FencedError: where a newer attempt has begun, whose checkpoint of that step this may be by now.
+            FencedError: if a newer attempt has begun: by now, the directory may be its checkpoint of that step.
         """
         if ownership.is_fenced(self._run, self._attempt):
-            raise FencedError(f"A newer attempt of {self._run.name} has begun, so attempt {self._attempt} stops.")
+            raise FencedError(
+                f"A newer attempt of {self._run.name} has begun, so attempt {self._attempt} stops. Nothing needs to be done."
+            )
         path = checkpoint_names.checkpoint_path(self._run, step)
         with suppress(FileNotFoundError):  # renamed already: NFS may repeat a rename whose answer was lost
-            aside = patiently(str(path), partial(checkpoint_store.set_aside, path), on_wait=partial(self._get_on, key))
-            log.warning("%s The run does not use it (%s) and tries an older one.", error, aside.name)
+            aside = patiently(
+                str(path), partial(checkpoint_store.set_aside, path), on_wait=partial(self._send_heartbeat, key)
+            )
+            log.warning(
+                "%s So the checkpoint was renamed to %s, and the run goes on from an older one.", error, aside.name
+            )
 
     def _refuse_to_begin_anew(self) -> None:
-        """Return where the run never had a checkpoint.
+        """Return if the run never had a checkpoint.
 
         Raises:
-            ConfigError: where it had some, and they are surely gone or damaged.
-            UnreadableError: where they cannot be seen: perhaps a mount is away.
+            ConfigError: if it had some, and they are surely gone or damaged.
+            UnreadableError: if nobody can know now: perhaps a file system is not mounted.
         """
         run, folder = self._run, self._run.checkpoints
         known_step, aside = newest_committed(run), checkpoint_names.steps_set_aside(run)
         if not is_there(run.config):
-            raise UnreadableError(f"{run.path} is not there; perhaps its file system is away.")
+            raise UnreadableError(f"{run.path} does not exist; perhaps its file system is not mounted.")
         if not known_step and not aside:
             return
         if not aside and not ownership.has_claim(run, self._attempt):
             raise UnreadableError(f"{folder} has no checkpoint, but one of step {known_step} was committed.")
-        told = f"one of step {known_step} was committed" if known_step else "it had some"
+        had = f"one of step {known_step} was committed" if known_step else "the run had some"
         damaged = f", and those of step {', '.join(map(str, aside))} are damaged (`step-*.corrupt-*`)" if aside else ""
         raise ConfigError(
-            f"{folder} has no checkpoint that can be used, but {told}{damaged}. The run does not begin anew by itself. Bring "
-            f"the files back and look with `ddp-hpc checkpoints {run.name} --verify`, or start over from step 0 with "
+            f"{folder} has no checkpoint that can be used, but {had}{damaged}. The run does not start over on its own. Put "
+            f"the files back and check them with `ddp-hpc checkpoints {run.name} --verify`, or start over from step 0 with "
             "`ddp-hpc submit --fresh`."
         )
 
     # --- reading ---
 
-    def _get_on(self, key: str) -> None:
-        """Say that this rank, which others wait for under `key`, gets on."""
+    def _send_heartbeat(self, key: str) -> None:
+        """Tell the ranks that wait for this one under `key` that it makes progress."""
         self._group.store.heartbeat(key)
         self._on_progress()
 
     def _read(self, share: Share, key: str) -> list[bytes]:
-        """Read this rank's share; return the headers of all shards once every rank's share holds.
+        """Read this rank's share; return the headers of all shards once every rank has verified its share.
 
         Raises:
-            CorruptCheckpointError: on every rank, where one of them found its share damaged.
-            UnreadableError: on the rank whose file system does not say; the others wait until the attempt ends.
+            CorruptCheckpointError: on every rank, if one of them found its share damaged.
+            UnreadableError: on the rank whose file system does not answer; the others wait until the attempt ends.
         """
         path = checkpoint_names.checkpoint_path(self._run, share.manifest.step)
-        moved = partial(self._get_on, self._group.barrier_key(key))
+        moved = partial(self._send_heartbeat, self._group.barrier_key(key))
         report: dict[str, Any]
         try:
             for stretch, begin in zip(share.mine, share.starts[share.rank], strict=True):
@@ -193,13 +209,13 @@ class Restorer:
         return [share.header(number, lengths[str(number)]) for number in range(len(share.manifest.shards))]
 
     def _confirm(self, path: Path, rank: int, report: Mapping[str, str], key: str) -> NoReturn:
-        """Have rank zero read the checkpoint that `rank` found damaged; all ranks call this together.
+        """Let rank zero read the checkpoint that `rank` found damaged; all ranks call this together.
 
-        The memory, network card or stale cache of one node may change bytes: then the files hold, and must not be renamed.
+        The memory, network card or stale cache of one node may change bytes. Then the files are sound, and must not be renamed.
 
         Raises:
-            CorruptCheckpointError: where rank zero finds damage, too.
-            UnreadableError: where it finds none.
+            CorruptCheckpointError: if rank zero finds damage, too.
+            UnreadableError: if it finds none.
         """
         key = f"{key}/confirmed"
         is_damaged: bool | None = None
@@ -208,13 +224,13 @@ class Restorer:
         if self._group.broadcast_through_store(key, is_damaged, on_heartbeat=self._on_progress):
             raise CorruptCheckpointError(report["corrupt"])
         raise UnreadableError(
-            f"Rank {rank} on {report['host']} found damage that rank 0 does not find: {report['corrupt']} The files are in order, "
+            f"Rank {rank} on {report['host']} found damage that rank 0 does not find: {report['corrupt']} The files are sound, "
             f"so the memory, the network or the file system's cache of {report['host']} changes bytes. Exclude that node with "
-            "`slurm.exclude`, and tell your cluster's support."
+            "`slurm.exclude`, and inform your cluster's support."
         )
 
     def _is_damaged(self, path: Path, key: str) -> bool:
-        moved = partial(self._get_on, key)
+        moved = partial(self._send_heartbeat, key)
         try:
             patiently(str(path), partial(checkpoint_store.verify, path, moved), on_wait=moved)
         except CorruptCheckpointError:
@@ -222,20 +238,35 @@ class Restorer:
         return False
 
     def _exchange_reports(self, key: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the reports of all ranks, however long the slowest reads."""
+        """Return the reports of all ranks; wait for the slowest reader as long as it sends heartbeats."""
         group = self._group
         if not group.rank_info.is_rank_zero:
             group.store.set(group.barrier_key(key), json.dumps(report))
             return list(group.broadcast_through_store(key, on_heartbeat=self._on_progress))
-        get_on = partial(self._get_on, key)
+        send_heartbeat = partial(self._send_heartbeat, key)
         others = [
-            group.store.get(f"{key}/{rank}", on_heartbeat=get_on) for rank in range(1, group.rank_info.world_size)
+            group.store.get(f"{key}/{rank}", on_heartbeat=send_heartbeat)
+            for rank in range(1, group.rank_info.world_size)
         ]
         return list(group.broadcast_through_store(key, [report, *map(json.loads, others)]))
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    # The table of 60,000 tensors is some hundred thousand small objects, which all stay until the end. Python would walk
+    # all of them again and again, as their number grows, and find no garbage: half of a restore's time
+    # (https://docs.python.org/3/library/gc.html#gc.set_threshold).
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Share:
-    """What one rank reads of a checkpoint, and how it comes to the others."""
+    """The part of a checkpoint that one rank reads, and how the others get it."""
 
     def __init__(self, group: Group, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -243,24 +274,24 @@ class Share:
         self._group = group
         self._dealt = shards.deal_stretches(manifest.shards, group.rank_info.world_size)
         self.starts = [_starts(stretches) for stretches in self._dealt]
-        """Where each stretch of each rank begins in what that rank reads."""
+        """Where each stretch begins in the buffer of the rank that reads it, for each rank."""
         self._lengths = [sum(one.end - one.begin for one in stretches) for stretches in self._dealt]
         self._content = torch.empty(self._lengths[self.rank], dtype=torch.uint8)
         self._view = memoryview(self._content.numpy())  # type: ignore[arg-type]  # numpy says so only from Python 3.12 on
 
     @property
     def mine(self) -> list[Stretch]:
-        """What this rank reads."""
+        """The stretches that this rank reads."""
         return self._dealt[self.rank]
 
     def chunk(self, stretch: Stretch, begin: int, number: int) -> memoryview:
-        """Return the place for a chunk of a stretch whose place begins at `begin`."""
+        """Return the part of the buffer for a chunk of a stretch; the stretch begins at `begin` in the buffer."""
         size = self.manifest.shards[stretch.shard].chunk_bytes
         first = begin + (number - stretch.chunks.start) * size
         return self._view[first : min(first + size, begin + stretch.end - stretch.begin)]
 
     def header_lengths(self) -> dict[str, int]:
-        """Return the lengths of the headers that this rank has read, by the shard's number."""
+        """Return the lengths of the headers that this rank has read, by the number of the shard."""
         return {
             str(stretch.shard): shards.header_length(self._view[begin : begin + stretch.end])
             for stretch, begin in zip(self.mine, self.starts[self.rank], strict=True)
@@ -268,7 +299,7 @@ class Share:
         }
 
     def header(self, shard: int, length: int) -> bytes:
-        """Return the header of a shard from the rank that has read it; all ranks call this together."""
+        """Return the header of a shard, which the rank that has read it sends; all ranks call this together."""
         owner, begin = next(
             (rank, begin)
             for rank, stretches in enumerate(self._dealt)
@@ -286,15 +317,15 @@ class Share:
     def pass_on(
         self, stored: dict[str, StoredTensor], into: dict[str, Tensor], *, on_progress: Callable[[], object]
     ) -> None:
-        """Put what all ranks have read into the tensors of `into`; all ranks call this together."""
-        targets = {name: _Target(tensor, stored[name].num_bytes) for name, tensor in into.items()}
+        """Copy what all ranks have read into the tensors of `into`; all ranks call this together."""
+        targets = _Targets(into)
         segments = [_Segments(targets, one) for one in self._segments(stored, into)]
         for rank, begin, content in self._exchanged():
             segments[rank].put(begin, content)
             on_progress()
 
     def _segments(self, stored: dict[str, StoredTensor], wanted: dict[str, Tensor]) -> list[list[_Segment]]:
-        """Return for each rank which of its bytes belong where, in order."""
+        """Return for each rank, in order, which bytes of its buffer belong into which tensor."""
         held: list[list[tuple[int, int, int, int]]] = [[] for _ in self.manifest.shards]
         for rank, stretches in enumerate(self._dealt):
             for stretch, start in zip(stretches, self.starts[rank], strict=True):
@@ -313,10 +344,10 @@ class Share:
         return [sorted(segments) for segments in found]
 
     def _exchanged(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield what each rank has read, some at a time: its rank, where that begins in its share, and the bytes.
+        """Yield what each rank has read, in parts: the rank, where the part begins in its buffer, and the bytes.
 
-        As long as most ranks have something left, all give some at once: a ring over all networks. Few large files of
-        format 1 leave most ranks without; then one after another sends.
+        While most ranks have bytes left, each sends some at the same time: a ring over all networks. Few large files of format 1
+        leave most ranks without any; then one rank after another sends, and may use all of `EXCHANGE_BYTES` at a time.
         """
         world_size, lengths = self._group.rank_info.world_size, self._lengths
         if world_size == 1:
@@ -325,63 +356,75 @@ class Share:
         width = min(-(-EXCHANGE_BYTES // world_size), max(lengths))
         given = torch.zeros(width, dtype=torch.uint8, device=self._group.device)
         taken = torch.empty(width * world_size, dtype=torch.uint8, device=self._group.device)
-        for begin in range(0, max(lengths), width):
-            have_some = [rank for rank in range(world_size) if lengths[rank] > begin]
+        begin = 0
+        while 2 * sum(length > begin for length in lengths) > world_size:
             own = self._content[begin : begin + width]
             given[: len(own)].copy_(own)
-            if 2 * len(have_some) > world_size:
-                dist.all_gather_into_tensor(taken, given)
-            for rank in have_some:
-                some = taken[rank * width : (rank + 1) * width]
-                if 2 * len(have_some) <= world_size:
-                    some = given if rank == self.rank else some
-                    dist.broadcast(some, rank)
-                yield rank, begin, some[: lengths[rank] - begin]
+            dist.all_gather_into_tensor(taken, given)
+            for rank, length in enumerate(lengths):
+                if length > begin:
+                    yield rank, begin, taken[rank * width : rank * width + min(width, length - begin)]
+            begin += width
+        for rank, length in enumerate(lengths):
+            for first in range(begin, length, len(taken)):
+                some = taken[: length - first]
+                if rank == self.rank:
+                    some.copy_(self._content[first : first + len(some)])
+                dist.broadcast(some, rank)
+                yield rank, first, some
 
 
 _Segment = tuple[int, int, str, int]
-"""Bytes of a rank's share (from, to) that belong into a tensor: its name, and where in it."""
+"""Bytes of a rank's buffer (from, to) that belong into a tensor: its name, and where in it."""
 
 
-class _Target:
-    """A tensor that is filled with bytes, in any order."""
+class _Targets:
+    """The tensors that are filled with bytes; the parts of one may come in any order."""
 
-    def __init__(self, tensor: Tensor, num_bytes: int) -> None:
-        self._tensor = tensor.detach()
-        self._num_left = num_bytes
-        self._bytes = _as_bytes(self._tensor) if tensor.is_contiguous() else None
-        self._beside: Tensor | None = None
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._collected: dict[str, tuple[Tensor, int]] = {}
+        """For a strided tensor, such as weights in channels_last: what came so far, and how many bytes are missing."""
 
-    def put(self, at: int, some: Tensor) -> None:
-        """Write some bytes of the tensor, counted as if it were contiguous."""
-        if self._bytes is not None:
-            self._bytes[at : at + len(some)].copy_(some)
-            return
-        if self._beside is None:  # as for weights in channels_last: put together beside, and copied when complete
-            self._beside = torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
-        _as_bytes(self._beside)[at : at + len(some)].copy_(some)
-        self._num_left -= len(some)
-        if not self._num_left:
-            self._tensor.copy_(self._beside)
-            self._beside = None
+    def put(self, name: str, at: int, some: Tensor, num_bytes: int) -> None:
+        """Write `num_bytes` bytes of a tensor, from byte `at` on, counted as if it were contiguous."""
+        tensor = self._tensors[name].detach()
+        is_whole = num_bytes == tensor.nbytes
+        if (
+            is_whole and not some.storage_offset() % tensor.itemsize
+        ):  # `view` needs the bytes at a multiple of the item's size
+            tensor.copy_(some.view(tensor.dtype).view(tensor.shape))
+        elif tensor.is_contiguous():
+            _as_bytes(tensor)[at : at + num_bytes].copy_(some)
+        else:
+            self._collect(name, tensor, at, some)
+
+    def _collect(self, name: str, tensor: Tensor, at: int, some: Tensor) -> None:
+        known = self._collected.get(name)
+        whole, num_left = known or (torch.empty(tensor.shape, dtype=tensor.dtype), tensor.nbytes)
+        _as_bytes(whole)[at : at + len(some)].copy_(some)
+        self._collected[name] = whole, num_left - len(some)
+        if num_left == len(some):
+            tensor.copy_(whole)
+            del self._collected[name]
 
 
 class _Segments:
-    """What comes from one rank, in order."""
+    """Copies the bytes that come from one rank, in order, into the tensors."""
 
-    def __init__(self, targets: dict[str, _Target], segments: Sequence[_Segment]) -> None:
+    def __init__(self, targets: _Targets, segments: Sequence[_Segment]) -> None:
         self._targets = targets
         self._segments = segments
         self._next = 0
 
     def put(self, begin: int, content: Tensor) -> None:
-        """Put the bytes of the rank's share from `begin` on where they belong."""
+        """Copy `content`, the bytes of the rank's buffer from `begin` on, to where they belong."""
         end = begin + len(content)
         while self._next < len(self._segments):
             first, last, name, at = self._segments[self._next]
             low, high = max(first, begin), min(last, end)
             if low < high:
-                self._targets[name].put(at + low - first, content[low - begin : high - begin])
+                self._targets.put(name, at + low - first, content[low - begin : high - begin], high - low)
             if last > end:
                 return
             self._next += 1
@@ -400,7 +443,7 @@ def _saved_tensor(stored: StoredTensor) -> SavedTensor:
 
 
 def to_torch(raw: RawTensor) -> Tensor:
-    """Return a tensor that shares the bytes as read."""
+    """Return a tensor that shares the memory of the bytes as read."""
     dtype = _TORCH_DTYPES[raw.dtype]
     if not len(raw.data):
         return torch.empty(raw.shape, dtype=dtype)

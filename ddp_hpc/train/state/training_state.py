@@ -1,14 +1,15 @@
-"""What the training state is: which tensors and numbers a checkpoint holds, by name, and how they are put back.
+"""The training state: which tensors and numbers a checkpoint holds, by name, and how they are restored.
 
 Names: `model/WEIGHT`, `ema/WEIGHT`, `optimizer/WEIGHT/KEY`, `rank.R/rng.GENERATOR`, `rank.R/loss_meter`.
-Parameters, their averages and the optimizer's state are the same on every rank, buffers are rank zero's (as in DDP),
-generators and meters are each rank's own.
+Parameters, their averages and the optimizer's state are the same on every rank. Buffers are rank zero's, as in DDP. Each rank
+has random generators and a loss meter of its own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +21,11 @@ from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state import rng
 
 _MOST_NAMES = 5
-"""Weights that a message names."""
+"""How many names a message lists at most."""
 
 
 class NamedTensor(NamedTuple):
-    """A tensor of the training state, and the rank that has to write it (None: any, all have the same)."""
+    """A tensor of the training state, and the rank that must write it (None: any rank, since all have the same values)."""
 
     name: str
     tensor: Tensor
@@ -32,19 +33,19 @@ class NamedTensor(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """What a tensor in a checkpoint is like."""
+    """Shape and dtype of a tensor in a checkpoint."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     def empty(self) -> Tensor:
-        """Return a tensor on the CPU that it can be put into."""
+        """Return a tensor on the CPU that it can be read into."""
         return torch.empty(self.shape, dtype=self.dtype)
 
 
 @dataclass
 class TrainingState:
-    """Everything a resumed run needs to go on as if nothing had happened."""
+    """Everything that a resumed run needs to continue as if it had not been interrupted."""
 
     model: nn.Module
     """The user's own module, not its DDP wrapper."""
@@ -53,7 +54,7 @@ class TrainingState:
     rank: int
     world_size: int
     loss_meter: Tensor
-    """Float32 scalar, this rank's: its part of the windows' mean losses, added up since the last log line."""
+    """Float32 scalar, this rank's own: the sum, since the last log line, of its part of each global batch's mean loss."""
     loss_steps: int = 0
     """How many steps are in `loss_meter`."""
     scaler: torch.amp.GradScaler | None = None
@@ -63,7 +64,7 @@ class TrainingState:
 
 
 def tensors(state: TrainingState) -> list[NamedTensor]:
-    """Return this rank's view of the state's tensors; shared ones come in the same order on every rank."""
+    """Return the tensors of the state on this rank; those that all ranks have come in the same order on every rank."""
     return [*_weights("model", state.model), *_averages(state), *_optimizer_tensors(state), *_own_tensors(state)]
 
 
@@ -71,7 +72,7 @@ def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
     """Find out before the first step whether the state can be saved and restored.
 
     Raises:
-        ConfigError: where it cannot.
+        ConfigError: if it cannot.
     """
     names = _parameter_names(state)
     for number, group in enumerate(state.optimizer.param_groups):
@@ -79,25 +80,25 @@ def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
         if outside:
             raise ConfigError(
                 f"The optimizer trains a parameter of shape {tuple(outside[0].shape)} (in its group {number}) that is not "
-                "in `Recipe.model`, so no checkpoint would hold it and the ranks would not exchange its gradients. "
-                "Make it part of the model; for a loss with parameters: `model.criterion = criterion`."
+                "in `Recipe.model`, so no checkpoint would hold it, and the ranks would not exchange its gradients. "
+                "Make it part of the model. For a loss with parameters, write `model.criterion = criterion`."
             )
     for name, tensor, _ in tensors(state):
         if tensor.dtype not in dtypes or tensor.layout != torch.strided:
             raise ConfigError(
                 f"`{name}` is a tensor of {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold. "
-                "Keep it as another type, for instance as `torch.view_as_real` gives it."
+                "Use a strided tensor of another dtype; for complex numbers, that of `torch.view_as_real`."
             )
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ConfigError(
-                f"`{name}` was made by `expand`: several of its elements share one place in memory, so it could not be "
-                "restored. Register `tensor.clone()`."
+                f"`{name}` was made by `expand`: several of its elements share one address in memory, so it cannot be "
+                "restored. Register `tensor.clone()` instead."
             )
     numbers(state)
 
 
 def numbers(state: TrainingState) -> dict[str, Any]:
-    """Return the state that is not tensors, as JSON; the same on every rank."""
+    """Return the part of the state that is not tensors, as JSON; the same on every rank."""
     plain = {
         f"{name}/{key}": value
         for name, entry in _optimizer_entries(state)
@@ -119,21 +120,21 @@ def numbers(state: TrainingState) -> dict[str, Any]:
 
 
 class Restoration:
-    """Puts a checkpoint's tensors and numbers into the objects of a state.
+    """Restores a state's tensors and numbers from a checkpoint.
 
-    Whoever reads the checkpoint fills the tensors of `into`, which are the state's own wherever that is possible, and calls
-    `finish`. With another number of ranks the generators cannot be carried over; each is then seeded anew from (seed,
-    step, rank), and rank zero takes over what all meters had added up. The optimizer's options are not read back: those of
-    the configuration and the recipe hold, so that a change of them on resume takes effect.
+    The caller reads the checkpoint into the tensors of `into`, which are the state's own wherever that is possible, and calls
+    `finish`. If the number of ranks has changed, the random generators cannot be restored: each is seeded from (seed, step,
+    rank), and rank zero gets the sum of all loss meters. The optimizer's options are not restored: those of the configuration
+    and the recipe apply, so that changing them before a resume has an effect.
     """
 
     def __init__(
         self, state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any], *, seed: int
     ) -> None:
-        """Find out where everything goes. Nothing in `state` is changed by an error here.
+        """Decide which tensor is read into which object. If this raises, `state` is unchanged.
 
         Raises:
-            ConfigError: where the checkpoint is of another model or optimizer.
+            ConfigError: if the checkpoint is of another model or optimizer.
         """
         self._state = state
         self._plain = plain
@@ -143,23 +144,24 @@ class Restoration:
         if state.ema is not None and self._has_average:
             modules.append(("ema", state.ema.module))  # type: ignore[arg-type]  # AveragedModel.module is a Module
         self._weights = [_WeightsToLoad(module, saved, prefix) for prefix, module in modules]
-        optimizer = _optimizer_to_load(state, saved, plain["optimizer"])
+        names = _parameter_names(state)
+        optimizer = _optimizer_to_load(state, saved, plain["optimizer"], trained=set(names.values()))
         self._own = {name: one.empty() for name, one in saved.items() if self._is_own(name)}
         self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
         self.into: dict[str, Tensor] = dict(self._own)
-        """Where to put each tensor that this rank needs: of the saved shape and type, on any device, strided in any way."""
+        """Where to read each tensor that this rank needs: of the saved shape and dtype, on any device, with any strides."""
         for weights in self._weights:
             self.into |= weights.into
-        self.into |= _make_optimizer_state(state, optimizer)
+        self.into |= _make_optimizer_state(state, optimizer, names)
 
     def _is_own(self, name: str) -> bool:
-        """Tell whether a tensor is one that a rank had for itself, and this rank needs: its own, or any meter."""
+        """Return whether this rank needs a tensor that one rank owned: its own ones, and on rank zero all loss meters."""
         return name.startswith(f"rank.{self._state.rank}/") or (
             name.startswith("rank.") and name.endswith("/loss_meter") and self._state.rank == 0
         )
 
     def finish(self) -> None:
-        """Take over what was put into the tensors, and the numbers."""
+        """Use what was read into the tensors, and restore the numbers."""
         state, plain = self._state, self._plain
         for weights in self._weights:
             weights.load()
@@ -173,7 +175,7 @@ class Restoration:
         state.position = Position(**plain["position"])
         self._take_own()
         state.loss_steps = plain.get("loss_steps", 0)
-        if "loss_steps" not in plain:  # an older checkpoint does not say what is in the meter
+        if "loss_steps" not in plain:  # an older checkpoint does not say how many steps are in the meter
             state.loss_meter.zero_()
 
     def _take_own(self) -> None:
@@ -199,8 +201,8 @@ def _weights(prefix: str, module: nn.Module) -> Iterator[NamedTensor]:
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"The model's state holds {name!r} of type {type(value).__name__}, but a checkpoint holds tensors. "
-                "Register it as a buffer, or leave `get_extra_state` out."
+                f"The model's `state_dict` has {name!r} of type {type(value).__name__}, but a checkpoint can hold only tensors. "
+                "Register it as a buffer, or remove `get_extra_state`."
             )
         yield NamedTensor(f"{prefix}/{name}", value, None if name in shared else 0)
 
@@ -213,22 +215,22 @@ def _averages(state: TrainingState) -> Iterator[NamedTensor]:
 class _WeightsToLoad:
     """A module's tensors, to be filled in place.
 
-    Where `load_state_dict` would do no more than copy into the module's own tensors, these are filled and that is all. A
-    module with loading code of its own gets a call of `load_state_dict` in the end, as from any script, with tensors that are
-    not its own: its code may reset the module before it reads them. So such a module's weights are held twice meanwhile.
+    If `load_state_dict` would only copy into the module's own tensors, these are filled directly, and it is not called. A
+    module with loading code of its own gets a call of `load_state_dict` at the end, as from any script, with tensors that are
+    not its own: its code may reset the module before it reads them. Until then, such a module's weights are in memory twice.
     """
 
     def __init__(self, module: nn.Module, saved: Mapping[str, SavedTensor], prefix: str) -> None:
         found = {name.removeprefix(f"{prefix}/"): one for name, one in saved.items() if name.startswith(f"{prefix}/")}
         own = module.state_dict()
-        told = differences(own, found)
+        misfits = differences(own, found)
         self._module = module
         self._is_plain = _loads_plainly(module)
-        if told and self._is_plain:
-            raise _of_another_model(told)
+        if misfits and self._is_plain:
+            raise _of_another_model(misfits)
         kept = (
             {}
-            if told or not self._is_plain
+            if misfits or not self._is_plain
             else {name: one for name, one in own.items() if _can_be_filled(one, found[name])}
         )
         self._found = {name: kept[name] if name in kept else one.empty() for name, one in found.items()}
@@ -236,10 +238,10 @@ class _WeightsToLoad:
         self.into = {f"{prefix}/{name}": one for name, one in self._found.items()}
 
     def load(self) -> None:
-        """Give the module what was put into the tensors.
+        """Load into the module what was read into the tensors.
 
         Raises:
-            ConfigError: where a module that loads in a way of its own does not take it.
+            ConfigError: if a module with loading code of its own refuses it.
         """
         if self._is_plain and self._is_in_place:
             return
@@ -249,15 +251,15 @@ class _WeightsToLoad:
             raise _of_another_model(differences(self._module.state_dict(), self._found) or str(error)) from error
 
 
-def _of_another_model(told: str) -> ConfigError:
+def _of_another_model(misfits: str) -> ConfigError:
     return ConfigError(
-        f"The checkpoint is of another model: {told}. Undo the change of the "
+        f"The checkpoint is of another model: {misfits}. Undo the change of the "
         "recipe, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
     )
 
 
 def _can_be_filled(own: Any, saved: SavedTensor) -> bool:
-    """Tell whether the saved bytes can be written into a tensor: it is one of torch's own kind, and of the saved type."""
+    """Return whether the saved bytes can be written into a tensor: a plain one, of the saved dtype, that has memory."""
     return (
         type(own) in (Tensor, nn.Parameter)
         and (own.dtype, own.layout, own.device.type != "meta") == (saved.dtype, torch.strided, True)
@@ -278,7 +280,7 @@ _LOADING_HOOKS = (
 
 
 def _loads_plainly(module: nn.Module) -> bool:
-    """Tell whether loading a complete state into the module only copies tensors: no part of it has code for that."""
+    """Return whether loading a complete state into the module only copies tensors: no part of it has loading code."""
     return not any(_has_loading_code(part) for part in module.modules())
 
 
@@ -287,14 +289,14 @@ def _has_loading_code(part: nn.Module) -> bool:
         return True
     return any(
         getattr(type(part), name) is not getattr(nn.Module, name)
-        # That of batch norm only adds a counter that files of 2018 lack.
+        # Batch norm's own loading code only adds a counter that files written before PyTorch 0.4.1 lack.
         and getattr(type(part), name) is not getattr(nn.BatchNorm1d, name)
         for name in _LOADING
     )
 
 
 def differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor | SavedTensor]) -> str:
-    """Return in which names and shapes `found` is not of the model that `own` is of; empty where it is."""
+    """Return how names and shapes of `found` differ from those of the model, `own`; empty if they do not."""
     shapes = [
         f"{name} {tuple(found[name].shape)} instead of {tuple(own[name].shape)}"
         for name in sorted(own.keys() & found.keys())
@@ -306,7 +308,7 @@ def differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor | SavedTen
 
 
 def _some(what: str, names: Sequence[str]) -> str:
-    """Return the first names in words, and how many more there are."""
+    """Return the first names as text, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
 
@@ -333,14 +335,14 @@ def _optimizer_tensors(state: TrainingState) -> Iterator[NamedTensor]:
 
 
 def _optimizer_to_load(
-    state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any]
+    state: TrainingState, saved: Mapping[str, SavedTensor], plain: Mapping[str, Any], *, trained: AbstractSet[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return what the checkpoint has for the optimizer: by parameter and key, a number or what a tensor is like."""
+    """Return what the checkpoint has for the optimizer: by parameter and key, a number, or the shape and dtype of a tensor."""
     mine = type(state.optimizer).__name__
     if mine != plain["type"]:
         raise ConfigError(
-            f"The checkpoint's optimizer is {plain['type']}, this one is {mine}. "
-            "Undo the change of the optimizer, or give the run a new `name`."
+            f"The checkpoint's optimizer is {plain['type']}, but this run's is {mine}. "
+            "Undo the change of the optimizer, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
         )
     entries: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in saved.items():
@@ -350,18 +352,19 @@ def _optimizer_to_load(
     for name, value in plain["plain"].items():
         parameter_name, _, key = name.rpartition("/")
         entries[parameter_name][key] = value
-    unknown = entries.keys() - set(_parameter_names(state).values())
+    unknown = entries.keys() - trained
     if unknown:
         raise ConfigError(
-            f"The checkpoint's optimizer has state of {min(unknown)!r}, which this model does not train. "
-            "Undo the change of the recipe, or give the run a new `name`."
+            f"The checkpoint's optimizer has state of the parameter {min(unknown)!r}, which this model does not have. "
+            "Undo the change of the recipe, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
         )
     return entries
 
 
-def _make_optimizer_state(state: TrainingState, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Give the optimizer state to be filled; return its tensors as a checkpoint names them."""
-    names = _parameter_names(state)
+def _make_optimizer_state(
+    state: TrainingState, entries: Mapping[str, Mapping[str, Any]], names: Mapping[Tensor, str]
+) -> dict[str, Tensor]:
+    """Make the optimizer's state tensors, still to be filled; return them by their names in a checkpoint."""
     made: dict[str, Tensor] = {}
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
@@ -379,7 +382,7 @@ def _make_optimizer_state(state: TrainingState, entries: Mapping[str, Mapping[st
 
 
 def _place_for(saved: SavedTensor, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Make a state tensor where torch's optimizers keep it: beside the parameter, but `step` on the CPU unless fused."""
+    """Make a state tensor on the device where PyTorch's optimizers keep it: the parameter's, but the CPU for `step` unless fused."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return saved.empty()
     if saved.shape == parameter.shape and parameter.dim() == 4:
@@ -387,7 +390,7 @@ def _place_for(saved: SavedTensor, key: str, parameter: Tensor, group: Mapping[s
     return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
 
 
-# --- what each rank has for itself -----------------------------------------------------------------------------------
+# --- what each rank has of its own -----------------------------------------------------------------------------------
 
 
 def _own_tensors(state: TrainingState) -> Iterator[NamedTensor]:
@@ -398,7 +401,11 @@ def _own_tensors(state: TrainingState) -> Iterator[NamedTensor]:
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """Check that `value` survives JSON unchanged; tuples become lists."""
+    """Return `value` as JSON can hold it unchanged; tuples become lists.
+
+    Raises:
+        ConfigError: if JSON cannot.
+    """
     if isinstance(value, dict):
         return {str(key): _as_json(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -408,6 +415,6 @@ def _as_json(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(
-        f"The state of {where} holds {value!r} of type {type(value).__name__}, but a checkpoint holds tensors, numbers "
-        "and text. Use an optimizer of torch's shape."
+        f"The state of {where} has {value!r} of type {type(value).__name__}, but a checkpoint can hold only tensors, numbers "
+        "and text. Use an optimizer that keeps its state in these, as those of `torch.optim` do."
     )
