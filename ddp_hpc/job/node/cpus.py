@@ -83,7 +83,7 @@ def _unbound(num_seen: int, grant: CpuGrant, num_threads: str | None) -> str:
     return (
         f"Slurm gave this job {grant.num_of_job} CPUs of the node but does not bind the job to them, so it can use all "
         f"{num_seen}. Each worker computes with {num_threads} thread{'' if num_threads == '1' else 's'} and is not pinned to "
-        "CPUs"
+        "CPUs; you need do nothing"
     )
 
 
