@@ -131,11 +131,11 @@ class LrScheduleSpec(Checked, section="lr_schedule"):
     warmup_steps: int = 0
     """Raise the rate linearly over this many first steps."""
     milestones: tuple[int, ...] = ()
-    """Steps at which `step` lowers the rate."""
+    """With `step`: the optimizer steps at which the learning rate is multiplied by `gamma`."""
     gamma: float = 0.1
-    """Factor by which `step` multiplies the rate."""
+    """With `step`: the factor by which the learning rate is multiplied at each milestone."""
     min_factor: float = 0.0
-    """Where `cosine` ends, as a factor of `train.lr`."""
+    """With `cosine`: the learning rate of the last step, as a fraction of `train.lr`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
