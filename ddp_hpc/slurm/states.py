@@ -157,7 +157,7 @@ _REASONS: dict[str, str] = {
     "power": "the cluster is at its power limit; it starts when other jobs end",
     "prolog": "the cluster's prolog script is still preparing its nodes",
     "systemfailure": "Slurm, a file system or the network failed; submit again, or ask your cluster's support",
-    "joblaunchfailure": "Slurm could not start it, for instance because a path does not exist or a node does not answer",
+    "joblaunchfailure": "Slurm could not start it, for instance because a path does not exist or a node does not answer; read `ddp-hpc logs RUN`, and submit again",
     "nonzeroexitcode": "the job script exited with an error; read `ddp-hpc logs RUN`",
     "raisedsignal": "a signal killed it; read `ddp-hpc logs RUN`",
     "timelimit": "it reached its time limit",

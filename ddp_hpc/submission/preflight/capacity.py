@@ -136,7 +136,7 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
             f"newest checkpoint. `checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer."
         )
     if spec.slurm.requeue and not config.job_requeue:
-        yield "note: jobs of this cluster are not requeued by default (JobRequeue=0), but this job asks for it (`slurm.requeue`)."
+        yield "note: jobs of this cluster are not requeued by default (JobRequeue=0), but this job asks for it (`slurm.requeue`). You need do nothing."
 
 
 def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
