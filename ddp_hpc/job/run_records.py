@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ddp_hpc import ownership
 from ddp_hpc.failure_reports import WorkerFailure, read_failures
 from ddp_hpc.ledger import End, Ending, JobFacts, Ledger, record_end, record_start
 from ddp_hpc.records import (
     QueuedJob,
+    is_done,
     read_queued_job,
     read_stop_request,
+    write_done,
     write_queued_job,
     write_rendezvous_token,
 )
@@ -83,6 +85,14 @@ class RunRecords:
     def end(self, attempt: int, ending: Ending, *, exit_code: int, reason: str, end: End | None) -> None:
         """Write into the ledger how an attempt ended."""
         record_end(self.run, attempt=attempt, ending=ending, exit_code=exit_code, reason=reason, end=end)
+
+    def is_done(self, goal: Mapping[str, Any]) -> bool:
+        """Tell whether the run has reached this goal; asking for another makes it unfinished again."""
+        return is_done(self.run, goal)
+
+    def write_done(self, goal: Mapping[str, Any]) -> None:
+        """Record that the run has reached its goal."""
+        write_done(self.run, goal)
 
     def forget_stop_request(self) -> None:
         self.run.stop_request.unlink(missing_ok=True)

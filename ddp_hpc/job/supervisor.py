@@ -41,7 +41,6 @@ from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.ledger import Attempt, Cause, End, JobFacts, Next
 from ddp_hpc.records import (
     QueuedJob,
-    is_done,
     since_submission,
 )
 from ddp_hpc.requeue import TABLE
@@ -273,7 +272,7 @@ def _leave_node(context: JobContext, error: ConfigError) -> int:
 def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[int]) -> int:
     """Run attempts while the next one is to begin on the same nodes."""
     run, workload = context.run, context.workload
-    if is_done(run, workload.goal):
+    if context.records.is_done(workload.goal):
         sys.stderr.write(f"note: {run.name} has finished already, so this job has nothing to do\n")
         return exit_codes.FINISHED
     if context.job is not None:
@@ -355,7 +354,7 @@ def _see_through(context: JobContext, workers: Workers, attempt: int) -> Outcome
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
         preferred = context.spec.network.interfaces
-        for meeting in meetings(job.allocation, attempt=attempt, environ=job.environ, preferred=preferred):
+        for meeting in meetings(job.allocation, attempt=attempt, environ=context.environ, preferred=preferred):
             outcome = _watch_over(context, workers, begun, meeting)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome

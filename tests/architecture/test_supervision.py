@@ -13,7 +13,7 @@ JOB = Path(ddp_hpc.__file__).parent / "job"
 
 SLURM = ("ddp_hpc.slurm.client", "ddp_hpc.slurm.nodes")
 """What runs Slurm's commands."""
-LEDGER = ("ddp_hpc.ownership", "ddp_hpc.ledger.record_", "ddp_hpc.records.write_queued")
+LEDGER = ("ddp_hpc.ownership", "ddp_hpc.ledger.record_", "ddp_hpc.records.write_queued", "ddp_hpc.records.write_done")
 """What writes down whose the run is, and how attempts began and ended."""
 WITHOUT_SUPERVISOR = {
     "guardian.py",  # imports little, and writes where no supervisor could

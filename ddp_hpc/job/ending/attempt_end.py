@@ -14,7 +14,6 @@ from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
 from ddp_hpc.job.ending.hang_report import report_hang
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.ledger import Cause, End
-from ddp_hpc.records import write_done
 from ddp_hpc.requeue import Decision, Situation
 
 _ENDED_EARLY = (
@@ -95,7 +94,7 @@ def _write(context: JobContext, conclusion: Conclusion) -> None:
     cause, decision = conclusion.cause, conclusion.decision
     if cause == Cause.FINISHED:
         with best_effort():
-            write_done(context.run, context.workload.goal)
+            context.records.write_done(context.workload.goal)
     with best_effort():
         context.records.end(
             conclusion.attempt,

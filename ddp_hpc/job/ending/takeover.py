@@ -16,7 +16,7 @@ from ddp_hpc.job.job_context import JobContext, given_world
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next
-from ddp_hpc.records import is_done, newest_committed, since_submission
+from ddp_hpc.records import newest_committed, since_submission
 from ddp_hpc.requeue import Decision
 from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation
@@ -90,7 +90,7 @@ def write_down_death(
     assert newest is not None  # noqa: S101  the callers looked
     spec, workload = asked or (None, None)
     newest_step = newest_committed(run, ledger) if workload is None else workload.progress(run, ledger)
-    if workload is not None and is_done(run, workload.goal):
+    if workload is not None and records.is_done(workload.goal):
         end = End(cause=Cause.FINISHED, last_step=newest_step)
         records.end(newest.attempt, Ending.FINISHED, exit_code=exit_codes.FINISHED, reason="", end=end)
         return Next.NOTHING
