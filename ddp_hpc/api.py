@@ -118,7 +118,7 @@ def load(
         site: A site profile, or its file; unset: the one for this host.
 
     Raises:
-        ConfigError: for the first value that cannot be, with its key, its source and what is wanted.
+        ConfigError: for the first invalid value, with its key, its source and what it must be.
     """
     plain = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in (settings or {}).items()}
     backend = choose_backend(cluster, os.environ)
@@ -141,7 +141,7 @@ def submit(
         fresh: Start over: put what there is of the run aside, as `NAME.old-1`, and begin at step 0.
 
     Raises:
-        ConfigError: where the input cannot be; a run that was new leaves nothing behind.
+        ConfigError: where the input is invalid; a new run then leaves no directory behind.
         SlurmUnavailableError: where Slurm does not answer.
     """
     text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), _SOURCE)))

@@ -55,7 +55,7 @@ train:
 resources:
   workers_per_node: 2         # two processes on CPUs; on GPUs write `gpus_per_node: 4` instead
   # nodes: 2                  # on Slurm
-  # time_limit_min: 60        # on Slurm, of each job; a run may need several, and goes on by itself
+  # time_limit_min: 60        # on Slurm, of each job; a run may need several, and ddp-hpc resumes it
 
 checkpoint:
   every_steps: 100            # also at the end, and after a stop signal

@@ -96,7 +96,7 @@ def measure(modules: Sequence[str], environ: Mapping[str, str]) -> Storm:
 
 
 def _is_file_of_ours(path: str) -> bool:
-    """Leave out the kernel's own files, and what is no file."""
+    """Leave out the kernel's own files and all that are not regular files."""
     return not path.startswith(("/proc/", "/sys/", "/dev/")) and Path(path).is_file()
 
 

@@ -133,9 +133,9 @@ class Backend(Protocol):
         """
 
     def hasten(self, run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
-        """Let a requeued job begin sooner, where only its past holds it back; return whether anything was changed.
+        """Let a requeued job start sooner, where Slurm only delays it for having been requeued; return whether anything changed.
 
-        `is_asked`: the user has asked for it; otherwise somebody follows the run.
+        `is_asked`: the user has asked for it; otherwise a command of the user's follows the run.
 
         Raises:
             ConfigError: where the user has asked for it, and the scheduler refuses.
