@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, compared, judge, run_rounds, shown
-from ddp_hpc import checkpoint_names, ownership
-from ddp_hpc.durable import fsync_path
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base.durable import fsync_path
+from ddp_hpc.checkpoints import checkpoint_names
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.process_group import Group, RankInfo

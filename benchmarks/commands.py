@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.rounds import Benchmark, Column, Row, Samples, Verdict, judge, run_rounds
 from ddp_hpc.config import render_resolved, resolve
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 WALL, CPU = "wall_s", "cpu_s"

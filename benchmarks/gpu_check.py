@@ -36,10 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from benchmarks import gpu_loops
 from benchmarks.rounds import surroundings
-from ddp_hpc import checkpoint_names, checkpoint_store, processes
-from ddp_hpc.durable import read_json_lines
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recipes import image_classification
 

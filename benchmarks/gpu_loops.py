@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 from benchmarks.rounds import Row, Samples, run_rounds
-from ddp_hpc import ownership
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec, DataSpec, LrScheduleSpec, OptimizerSpec, RunSpec, TrainSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch

@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_hpc.config import Resolved, flat, render_resolved, resolve
 from ddp_hpc.errors import WorkerError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import AUTO, backend_of, choose_backend, load_backend
 from ddp_hpc.submission.removal import put_aside
@@ -54,7 +54,7 @@ class Job:
         """Return once the run has ended, with how.
 
         Raises:
-            WorkerError: where it ended without a word: killed, or never begun.
+            WorkerError: where it ended without an error report: it was killed, or never started.
         """
         if self.state not in {"finished", "cancelled"}:
             load_backend(self.cluster).wait(self.run, self.attempt, os.environ)

@@ -18,7 +18,7 @@ from typing import Literal
 
 import ddp_hpc
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec.launch import LaunchSpec
 
 PACKAGE_DIR = Path(ddp_hpc.__file__).parent

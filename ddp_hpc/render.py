@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_hpc import __version__, exit_codes
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.directives import directives
 from ddp_hpc.spec import LaunchSpec, RunSpec
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.ledger import Attempt, Cause, Ending, Next
+from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next
 from ddp_hpc.spec.launch import RestartSpec
 
 SLURMS_SLOP_S = 60.0

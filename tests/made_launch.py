@@ -7,7 +7,7 @@ from pathlib import Path
 from ddp_hpc.containers import BARE, CommandWrapper, HostPaths
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.launcher import Launch
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.table import workload_of

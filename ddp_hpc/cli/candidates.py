@@ -72,8 +72,8 @@ def _keys() -> list[str]:
 
 
 def _values(name: str) -> list[str]:
+    from ddp_hpc.base.field_types import without_none
     from ddp_hpc.config.keys import key_of
-    from ddp_hpc.field_types import without_none
 
     key = key_of(name)
     wanted = None if key is None else without_none(key.annotation)

@@ -33,7 +33,7 @@ from ddp_hpc.rendezvous.worker_env import (
     settled,
     threads,
 )
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.table import workload_of

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hpc.run_dir import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
+from ddp_hpc.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
 from ddp_hpc.watch.find import find_run, newest_run
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any, Literal, get_origin
 
+from ddp_hpc.base.field_types import annotations_of, is_optional, without_none
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.field_types import annotations_of, is_optional, without_none
 from ddp_hpc.spec import RunSpec
 
 OF_A_VARIABLE = str | int | None

@@ -11,9 +11,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, get_type_hints
 
+from ddp_hpc.base.field_types import type_in_words
 from ddp_hpc.config.keys import all_keys, is_below, is_free, is_section, unknown_key
 from ddp_hpc.config.yaml_text import dump_value
-from ddp_hpc.field_types import type_in_words
 from ddp_hpc.spec import RunSpec
 
 NO_DEFAULT = "the file's name"

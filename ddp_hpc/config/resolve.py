@@ -8,6 +8,9 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.field_types import annotations_of
+from ddp_hpc.base.patience import patiently
 from ddp_hpc.config.keys import all_keys, key_of
 from ddp_hpc.config.paths import filled
 from ddp_hpc.config.site import Profile, find_profile, refuse_unwelcome
@@ -23,10 +26,7 @@ from ddp_hpc.config.sources import (
     settings_in,
 )
 from ddp_hpc.config.values import convert
-from ddp_hpc.discretion import is_key_shown
 from ddp_hpc.errors import ConfigError, UnreadableError
-from ddp_hpc.field_types import annotations_of
-from ddp_hpc.patience import patiently
 from ddp_hpc.spec import RunSpec
 
 

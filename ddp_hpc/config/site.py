@@ -10,13 +10,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.config.keys import Key, nearest
 from ddp_hpc.config.paths import fill
 from ddp_hpc.config.sources import Origin, Setting, read_mapping, settings_in
 from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.processes import host_name
-from ddp_hpc.run_dir import is_folder, settings_dirs
+from ddp_hpc.run_dir.paths import is_folder, settings_dirs
 
 PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
 """The environment variable that names a profile or its file; empty means no profile."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args, get_origin
 
+from ddp_hpc.base.field_types import type_in_words, without_none
 from ddp_hpc.config.keys import OF_A_VARIABLE, Key
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.field_types import type_in_words, without_none
 
 _SCALARS = frozenset({bool, int, float, str})
 _NOTHING = {"", "~", "null", "none"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_hpc.containers import HostPaths, command_wrapper, container_setup, find_runtime
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.table import workload_of
 

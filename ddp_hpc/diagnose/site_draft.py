@@ -17,7 +17,7 @@ from ddp_hpc.config.yaml_text import dump_value
 from ddp_hpc.errors import SlurmUnavailableError
 from ddp_hpc.rendezvous.choice import accepted, fabric
 from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces
-from ddp_hpc.run_dir import is_folder
+from ddp_hpc.run_dir.paths import is_folder
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ddp_hpc.drill.injector import INJECTOR
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.records import read_progress
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.answers import read_answers
 from ddp_hpc.spec import RunSpec

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 from ddp_hpc.slurm.allocation import node_name
 from ddp_hpc.slurm.answers import framed
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ddp_hpc.checkpoint_names import committed_steps
+from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.config import Resolved, changes, load_resolved, render_resolved
 from ddp_hpc.drill.checks import Check, DrillOutcome, check
 from ddp_hpc.drill.faults import FAULTS, Injection, Target
-from ddp_hpc.durable import read_json_lines
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
-from ddp_hpc.ledger import Attempt, Ledger
-from ddp_hpc.records import read_progress
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.watch.checkpoints import choose_step, digest
 from ddp_hpc.watch.samples import read_steps_taken

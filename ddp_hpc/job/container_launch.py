@@ -22,8 +22,8 @@ from ddp_hpc.containers import (
 )
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.staging import Staged
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec.launch import LaunchSpec
 
 

@@ -16,9 +16,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_hpc import exit_codes, ownership, processes
-from ddp_hpc.ledger import Cause, End, Ending, Ledger, record_end
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.ledger import Cause, End, Ending, Ledger, record_end
+from ddp_hpc.run_dir.paths import RunDir
 
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to exit."""

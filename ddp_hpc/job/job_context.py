@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.spec.launch import LaunchSpec
 from ddp_hpc.workload.protocol import Workload

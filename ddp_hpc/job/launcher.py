@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddp_hpc.containers import BARE, CommandWrapper
 from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.steps import step_argv
 from ddp_hpc.spec.launch import LaunchSpec
 from ddp_hpc.workload.protocol import Workload

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.patience import known
-from ddp_hpc.processes import STOP_SIGNALS
+from ddp_hpc.base.patience import known
+from ddp_hpc.base.processes import STOP_SIGNALS
 from ddp_hpc.requeue import reserve_s
 
 LOOK_S = 5.0

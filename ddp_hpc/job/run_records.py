@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddp_hpc import ownership
-from ddp_hpc.failure_reports import WorkerFailure, read_failures
-from ddp_hpc.ledger import End, Ending, JobFacts, Ledger, record_end, record_start
-from ddp_hpc.records import (
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.failure_reports import WorkerFailure, read_failures
+from ddp_hpc.run_dir.ledger import End, Ending, JobFacts, Ledger, record_end, record_start
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import (
     QueuedJob,
     is_done,
     read_queued_job,
@@ -20,7 +21,6 @@ from ddp_hpc.records import (
     write_queued_job,
     write_rendezvous_token,
 )
-from ddp_hpc.run_dir import RunDir
 
 
 @dataclass(frozen=True)

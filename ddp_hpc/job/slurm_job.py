@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
-from ddp_hpc.ledger import JobFacts, Ledger
+from ddp_hpc.run_dir.ledger import JobFacts, Ledger
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.slurm.nodes import nodes_to_exclude

@@ -13,7 +13,7 @@ from string import Template
 from ddp_hpc.containers import PACKAGE_DIR, is_packed, staged_source
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.wire.subprocesses import ask_nodes
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec.launch import LaunchSpec
 

@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc import exit_codes, processes
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
+from ddp_hpc.base.discretion import is_shown
+from ddp_hpc.base.durable import private_mode
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import CommandWrapper, HostPaths
-from ddp_hpc.discretion import is_shown
-from ddp_hpc.durable import private_mode
 from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.job.container_launch import moved, wrapper_of
@@ -38,13 +39,13 @@ from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
-from ddp_hpc.ledger import Attempt, Cause, End, JobFacts, Next
-from ddp_hpc.records import (
+from ddp_hpc.requeue import TABLE
+from ddp_hpc.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import (
     QueuedJob,
     since_submission,
 )
-from ddp_hpc.requeue import TABLE
-from ddp_hpc.run_dir import RunDir
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.workload.table import workload_of
 

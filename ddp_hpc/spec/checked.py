@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ddp_hpc.base.field_types import annotations_of, as_field, type_in_words
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.field_types import annotations_of, as_field, type_in_words
 
 
 class Checked:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc.run_dir import DEFAULT_RUNS_DIR
+from ddp_hpc.run_dir.paths import DEFAULT_RUNS_DIR
 from ddp_hpc.spec.checked import Checked, require, require_one_line, require_positive
 from ddp_hpc.spec.container import ContainerSpec
 from ddp_hpc.world import World

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.durable import make_directories, private_mode
+from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm import client
 
 HOOK = "_make_submission_command"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.ledger import Attempt, Ledger
-from ddp_hpc.records import read_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_queued_job
 
 if TYPE_CHECKING:
     from ddp_hpc.spec import RunSpec

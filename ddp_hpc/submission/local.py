@@ -12,13 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc import exit_codes, ownership, processes, rereading
-from ddp_hpc.durable import open_private
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import open_private
+from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
-from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, record_end
-from ddp_hpc.patience import known
-from ddp_hpc.records import ask_to_stop, read_progress
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir import ownership, rereading
+from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import ask_to_stop, read_progress
 from ddp_hpc.spec import LaunchSpec, RunSpec
 from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
 from ddp_hpc.submission.run_dir_setup import (

@@ -9,9 +9,9 @@ from dataclasses import replace
 from ddp_hpc import requeue
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
-from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
-from ddp_hpc.records import QueuedJob, newest_committed, read_queued_job, write_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, newest_committed, read_queued_job, write_queued_job
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.slurm.nodes import Exclusions, nodes_to_exclude

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddp_hpc import processes
-from ddp_hpc.durable import fsync_path
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import fsync_path
 from ddp_hpc.errors import ConfigError, RunBusyError
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission.backend import backends_of
 
 VANISH_PATIENCE_S = 10.0

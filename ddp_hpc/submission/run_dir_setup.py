@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddp_hpc import processes
-from ddp_hpc.durable import fsync_path, make_directories, make_directory, replace_text
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import fsync_path, make_directories, make_directory, replace_text
 from ddp_hpc.errors import ConfigError, RunBusyError
-from ddp_hpc.records import is_done
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import is_done
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.table import workload_of
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc import ownership, rereading
+from ddp_hpc.base.durable import replace_text
+from ddp_hpc.base.patience import patiently
 from ddp_hpc.containers import PACKAGE_DIR
-from ddp_hpc.durable import replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
-from ddp_hpc.ledger import Attempt, Ending, Ledger, Next, record_end
-from ddp_hpc.patience import patiently
-from ddp_hpc.records import QueuedJob, ask_to_stop, read_queued_job, write_queued_job
 from ddp_hpc.render import JobScript, render
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir import ownership, rereading
+from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, ask_to_stop, read_queued_job, write_queued_job
 from ddp_hpc.slurm import client, states
 from ddp_hpc.spec import LaunchSpec, RunSpec
 from ddp_hpc.submission import release_hold

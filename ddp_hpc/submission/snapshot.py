@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_hpc.durable import fsync_path, make_directories, readers, replace_text
+from ddp_hpc.base.durable import fsync_path, make_directories, readers, replace_text
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 
 MANIFEST = ".ddp_hpc-snapshot.json"
 _NUM_BIGGEST = 5

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 
 
 @contextmanager

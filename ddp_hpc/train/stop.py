@@ -16,9 +16,9 @@ from types import FrameType
 
 import torch
 
+from ddp_hpc.base.patience import known
+from ddp_hpc.base.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.errors import FencedError
-from ddp_hpc.patience import known
-from ddp_hpc.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.train.process_group import Group
 
 CONSENSUS_INTERVAL_S = 0.5

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.durable import open_private
-from ddp_hpc.failure_reports import Phase
+from ddp_hpc.base.durable import open_private
+from ddp_hpc.run_dir.failure_reports import Phase
 
 FEED_INTERVAL_S = 0.5
 """Feeding starts a thread, which takes about 50 us, so it is not done more often."""

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from ddp_hpc.config import load_resolved
-from ddp_hpc.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.errors import ConfigError, exit_code_of
 from ddp_hpc.exit_codes import FINISHED, STOPPED
-from ddp_hpc.failure_reports import Phase, WorkerFailure, failure_of, write_failure
-from ddp_hpc.records import read_rendezvous_token
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.environment import capture, differences, newest_environment, write_environment
+from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, write_failure
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_rendezvous_token
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.loop import train

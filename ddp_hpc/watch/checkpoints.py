@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc import checkpoint_names, checkpoint_store
+from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from ddp_hpc.config import flat, load_resolved
 from ddp_hpc.config.keys import key_of, unknown_key
 from ddp_hpc.config.values import parse_text
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, State
 
 _OWN_KEYS = frozenset({"name", "runs_dir"})

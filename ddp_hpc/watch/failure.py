@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddp_hpc.failure_reports import WorkerFailure
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.paths import RunDir
 
 _TAIL_BYTES = 16 << 10
 

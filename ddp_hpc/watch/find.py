@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.errors import RunNotFoundError
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.records import read_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_queued_job
 
 _JOB = re.compile(r"\d+(_\d+)?")
 """The number of a job, or of a task of a job array."""

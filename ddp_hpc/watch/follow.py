@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_hpc.ledger import Attempt, Ledger
-from ddp_hpc.patience import patiently
-from ddp_hpc.rereading import LastRead, Tail, newest_attempt
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base.patience import patiently
+from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.rereading import LastRead, Tail, newest_attempt
 from ddp_hpc.watch.queue import Ask
 from ddp_hpc.watch.status import RunStatus, read_status
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_hpc.durable import read_json, replace_text
+from ddp_hpc.base.durable import read_json, replace_text
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.slurm import states
 

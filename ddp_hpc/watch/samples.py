@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.durable import read_json_lines
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.run_dir.paths import RunDir
 
 
 @dataclass(frozen=True)

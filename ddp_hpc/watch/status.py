@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ddp_hpc import processes
-from ddp_hpc.checkpoint_names import committed_steps
-from ddp_hpc.ledger import Attempt, Ledger, Next
-from ddp_hpc.patience import known
-from ddp_hpc.records import Progress, QueuedJob, read_progress, read_queued_job
-from ddp_hpc.rereading import LastRead
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base import processes
+from ddp_hpc.base.patience import known
+from ddp_hpc.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run_dir.ledger import Attempt, Ledger, Next
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
+from ddp_hpc.run_dir.rereading import LastRead
 from ddp_hpc.slurm import states
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
-    from ddp_hpc.ledger import Ledger
-    from ddp_hpc.run_dir import RunDir
+    from ddp_hpc.run_dir.ledger import Ledger
+    from ddp_hpc.run_dir.paths import RunDir
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc import checkpoint_names
+from ddp_hpc.base.patience import patiently
+from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import UnreadableError
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.patience import patiently
-from ddp_hpc.records import newest_committed
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import newest_committed
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.protocol import UsersCode, Workload
 

@@ -39,10 +39,10 @@ DOORS: dict[str, set[str]] = {
     # One reads them, one drops what is inherited, and one refuses that a run sets them.
     "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec/launch.py"},
     "signal": {
-        "processes.py",
+        "base/processes.py",
         "drill/injector.py",
         "exit_codes.py",
-        "failure_reports.py",
+        "run_dir/failure_reports.py",
         "job/node/agent.py",
         "submission/local.py",
         "train/stop.py",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.config import render_resolved, resolve
-from ddp_hpc.ledger import record_start
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import record_start
+from ddp_hpc.run_dir.paths import RunDir
 
 HEAVY = {"numpy", "submitit", "torch", "torchvision"}
 
@@ -109,14 +109,14 @@ if sys.version_info >= (3, 12):
     SLOW -= {"inspect", "threading"}  # `dataclasses` uses `inspect` for each class, and `importlib.util` locks
 SLOW_OF_OURS = {
     "ddp_hpc.api",
-    "ddp_hpc.checkpoint_store",
+    "ddp_hpc.checkpoints.checkpoint_store",
     "ddp_hpc.config",
     "ddp_hpc.containers",
-    "ddp_hpc.environment",
-    "ddp_hpc.failure_reports",
+    "ddp_hpc.run_dir.environment",
+    "ddp_hpc.run_dir.failure_reports",
     "ddp_hpc.render",
     "ddp_hpc.requeue",
-    "ddp_hpc.shards",
+    "ddp_hpc.checkpoints.shards",
     "ddp_hpc.slurm.client",
     "ddp_hpc.slurm.queries",
     "ddp_hpc.spec",

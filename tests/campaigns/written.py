@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.durable import replace_text
+from ddp_hpc.base.durable import replace_text
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

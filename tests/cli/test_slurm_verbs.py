@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.cli import main
-from ddp_hpc.durable import append_json_line
-from ddp_hpc.records import QueuedJob, write_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.submission.preflight import capacity
 from tests.made_run import add_progress, make_run
 from tests.unit.made_repository import git

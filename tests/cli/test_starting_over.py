@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 from ddp_hpc.cli import main
 from ddp_hpc.errors import RunBusyError
-from ddp_hpc.ledger import Cause, End, Ending, record_end, record_start
-from ddp_hpc.records import QueuedJob, write_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Cause, End, Ending, record_end, record_start
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.submission.removal import delete, put_aside
 
 NO_SLURM = {"PATH": "/nowhere"}

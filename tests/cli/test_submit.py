@@ -15,9 +15,9 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved
-from ddp_hpc.environment import read_environment, write_environment
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.environment import read_environment, write_environment
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.status import read_status
 
 RECIPE = """

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.protocol import UsersCode, Workload
 from ddp_hpc.workload.table import Kind

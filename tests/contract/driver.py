@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_hpc.config import render_resolved, resolve
 from ddp_hpc.errors import DdpHpcError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import removal
 from ddp_hpc.submission.backend import Backend, Submission, load_backend
 

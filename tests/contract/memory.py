@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc import processes
-from ddp_hpc.durable import append_json_line
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.ledger import Attempt, End, Ending, Ledger, record_end, record_start
-from ddp_hpc.records import (
+from ddp_hpc.run_dir.ledger import Attempt, End, Ending, Ledger, record_end, record_start
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import (
     Progress,
     QueuedJob,
     newest_committed,
@@ -25,7 +26,6 @@ from ddp_hpc.records import (
     write_progress,
     write_queued_job,
 )
-from ddp_hpc.run_dir import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import Description, Submission
 from ddp_hpc.submission.run_dir_setup import is_finished, make_run_dir

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from ddp_hpc.checkpoint_names import committed_steps
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.records import read_progress
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress
 from ddp_hpc.submission.backend import backend_of
 from tests.distributed import trial_recipe
 

@@ -11,8 +11,8 @@ import pytest
 import ddp_hpc
 from ddp_hpc.cli import main
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import local, slurm
 from ddp_hpc.submission.backend import BACKENDS, Backend, Place, backend_of, choose_backend, load_backend
 from tests.contract import driver, memory

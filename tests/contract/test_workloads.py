@@ -21,9 +21,9 @@ import pytest
 
 from ddp_hpc import exit_codes
 from ddp_hpc.config import load_resolved
-from ddp_hpc.ledger import Attempt, Ledger
-from ddp_hpc.records import is_done, write_done
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import is_done, write_done
 from ddp_hpc.spec import RecipeSpec, RunSpec, TrainSpec
 from ddp_hpc.submission.run_dir_setup import is_finished
 from ddp_hpc.workload.protocol import Workload, load_worker

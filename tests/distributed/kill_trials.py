@@ -14,10 +14,10 @@ from functools import cached_property
 
 import psutil
 
-from ddp_hpc import processes
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.records import read_progress
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base import processes
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress
 from tests.distributed.whole_runs import Workplace, live_processes
 
 NUM_SAMPLES = 480

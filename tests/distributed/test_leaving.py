@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc import processes
-from ddp_hpc.checkpoint_names import committed_steps
-from ddp_hpc.failure_reports import first_failure
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.ownership import claim, claims
-from ddp_hpc.records import read_progress
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base import processes
+from ddp_hpc.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.run_dir.failure_reports import first_failure
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.ownership import claim, claims
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress
 from ddp_hpc.watch.status import read_status
 from tests.distributed.whole_runs import Workplace, cases_of, live_processes, make_workplace
 

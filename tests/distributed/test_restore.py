@@ -17,12 +17,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ddp_hpc import checkpoint_store, ownership, patience
-from ddp_hpc.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.checkpoint_store import Manifest, shard_name
+from ddp_hpc.base import patience
+from ddp_hpc.checkpoints import checkpoint_store
+from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.checkpoints.checkpoint_store import Manifest, shard_name
+from ddp_hpc.checkpoints.shards import RawTensor, TensorEntry, deal_stretches, shard_header
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
-from ddp_hpc.run_dir import RunDir
-from ddp_hpc.shards import RawTensor, TensorEntry, deal_stretches, shard_header
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import restore

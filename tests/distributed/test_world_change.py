@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import local
 from tests.distributed.trial_recipe import Net
 from tests.distributed.whole_runs import Workplace, live_processes, make_workplace

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from ddp_hpc.checkpoint_names import committed_steps
+from ddp_hpc.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.drill import scenario
 from ddp_hpc.drill.faults import FAULTS as DRILLED
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.records import read_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_queued_job
 from ddp_hpc.watch.samples import read_steps_taken, used_twice
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.faulty_runs import node_is_down

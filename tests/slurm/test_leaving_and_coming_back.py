@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from ddp_hpc.records import QueuedJob
+from ddp_hpc.run_dir.records import QueuedJob
 from ddp_hpc.slurm.queries import JobRecord, parse_job, update_argv
 from ddp_hpc.submission.release_hold import hastening
 from tests.slurm.cluster import Cluster

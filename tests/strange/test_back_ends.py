@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.durable import append_json_line
+from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.ledger import JobFacts, record_start
-from ddp_hpc.records import QueuedJob, write_queued_job
+from ddp_hpc.run_dir.ledger import JobFacts, record_start
+from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.slurm import client
 from ddp_hpc.submission.allocate import allocate
 from ddp_hpc.submission.backend import backend_of, backends_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc import checkpoint_names
-from ddp_hpc.durable import read_json_lines
+from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train.recipe import Recipe

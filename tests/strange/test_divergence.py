@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc import checkpoint_names, checkpoint_store
-from ddp_hpc.durable import read_json_lines
+from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import DivergedError
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train.engine import divergence
 from ddp_hpc.train.engine.divergence import LossWatch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc import checkpoint_names, checkpoint_store
+from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import LrScheduleSpec
 from ddp_hpc.train.engine.training import Training

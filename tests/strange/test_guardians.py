@@ -12,8 +12,8 @@ import pytest
 from ddp_hpc import exit_codes
 from ddp_hpc.errors import WorkerError
 from ddp_hpc.job import guardian
-from ddp_hpc.ledger import Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.render import JobScript, render
+from ddp_hpc.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.spec import RunSpec, SlurmSpec
 from ddp_hpc.submission import local
 from tests.made_run import add_attempt, make_run

@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved, render_resolved, resolve, resolve_key
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.directives import directives
 from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import patience
-from ddp_hpc.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.checkpoint_store import prune, shard_name, verify
+from ddp_hpc.base import patience
+from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.checkpoints.checkpoint_store import prune, shard_name, verify
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
-from ddp_hpc.failure_reports import read_failures
 from ddp_hpc.job.monitor import Monitor
-from ddp_hpc.ledger import End, Ending, Ledger, record_end, record_start
-from ddp_hpc.ownership import claim, claim_path, has_claim, is_fenced
-from ddp_hpc.records import read_stop_request
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.failure_reports import read_failures
+from ddp_hpc.run_dir.ledger import End, Ending, Ledger, record_end, record_start
+from ddp_hpc.run_dir.ownership import claim, claim_path, has_claim, is_fenced
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_stop_request
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.recording.run_recorder import RunRecorder

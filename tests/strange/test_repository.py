@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission.snapshot import take_snapshot
 from tests.made_run import add_attempt, make_run
 from tests.unit.made_repository import git

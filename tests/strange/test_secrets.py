@@ -14,11 +14,11 @@ import pytest
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import Bind, ContainerSetup, command_wrapper
-from ddp_hpc.environment import capture
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.supervisor import _set_variables
 from ddp_hpc.rendezvous.worker_env import TABLE
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.environment import capture
+from ddp_hpc.run_dir.paths import RunDir
 
 HOSTILE = "s3cr3t $(id) `id` $HOME \"quoted\" 'too' \\n\nsecond line"
 RECIPE = """

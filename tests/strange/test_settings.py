@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc import checkpoint_names
+from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import CheckpointError, ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import DataSpec, EvalSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.loader import make_loader
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder

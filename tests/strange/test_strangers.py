@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hpc.checkpoint_names import checkpoint_path
-from ddp_hpc.checkpoint_store import verify
+from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.checkpoints.checkpoint_store import verify
 from ddp_hpc.errors import WorkerError
-from ddp_hpc.ownership import claim
-from ddp_hpc.records import read_rendezvous_token, write_rendezvous_token
+from ddp_hpc.run_dir.ownership import claim
+from ddp_hpc.run_dir.records import read_rendezvous_token, write_rendezvous_token
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.process_group import Group

@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, SAFE_PATH, make_users_code_importable
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.recipe import load_builder
 
 NAMES = ("argparse", "json", "random", "socket", "subprocess", "yaml_of_mine", "ddp_hpc_of_mine")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ddp_hpc import ownership
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, LrScheduleSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training, prepare

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 
 
 def _do_nothing(*_: object) -> None:

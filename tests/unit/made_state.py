@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddp_hpc import ownership
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.process_group import Group, RankInfo

@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc import exit_codes, processes
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
 from ddp_hpc.drill.injector import NodeProcess
-from ddp_hpc.failure_reports import first_failure, read_failures
 from ddp_hpc.job.workers import ByAgents
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.failure_reports import first_failure, read_failures
+from ddp_hpc.run_dir.paths import RunDir
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
 

@@ -10,7 +10,7 @@ import pytest
 import submitit
 
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission.allocate import HOOK, allocate
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm

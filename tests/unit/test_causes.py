@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ddp_hpc import exit_codes
 from ddp_hpc.job.ending.causes import Evidence, cause_of
-from ddp_hpc.ledger import Cause
+from ddp_hpc.run_dir.ledger import Cause
 from ddp_hpc.slurm.queries import JobRecord, parse_job
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import exit_codes
-from ddp_hpc.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.checkpoint_store import Manifest, commit, open_staging, staging_path, verify, write_shard
+from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
+from ddp_hpc.checkpoints.checkpoint_store import Manifest, commit, open_staging, staging_path, verify, write_shard
 from ddp_hpc.errors import FencedError
-from ddp_hpc.ledger import record_start
-from ddp_hpc.ownership import claim, claims, is_fenced, release
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import record_start
+from ddp_hpc.run_dir.ownership import claim, claims, is_fenced, release
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.state.checkpoint import SaveResult
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.made_state import make_checkpointers, make_state, take_step

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import snapshot
 from ddp_hpc.submission.snapshot import Snapshot, differences, path_in_snapshot, take_snapshot
 from tests.unit.made_repository import git

@@ -26,8 +26,8 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.container_launch import wrapper_of
 from ddp_hpc.job.launcher import STEPS, Start, agent_argv, step_of_agents
 from ddp_hpc.job.wire.endpoint import Meeting
-from ddp_hpc.ledger import record_start
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import record_start
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.submission.preflight.image import look_at_image
 from tests.made_launch import launch_of, paths_of

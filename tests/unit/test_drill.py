@@ -15,7 +15,7 @@ from ddp_hpc.drill.checks import DrillOutcome, check
 from ddp_hpc.drill.faults import FAULTS
 from ddp_hpc.drill.injector import NodeProcess, processes_by_kind
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import Submission
 from ddp_hpc.watch.samples import Step, StepsTaken, read_steps_taken

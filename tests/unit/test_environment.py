@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ddp_hpc.cli import main
-from ddp_hpc.environment import (
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.environment import (
     Environment,
     capture,
     differences,
@@ -19,7 +20,6 @@ from ddp_hpc.environment import (
     read_environment,
     write_environment,
 )
-from ddp_hpc.errors import ConfigError
 from tests.made_run import make_run
 
 USED = Environment(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_hpc.errors import ConfigError, DivergedError
-from ddp_hpc.failure_reports import (
+from ddp_hpc.run_dir.failure_reports import (
     allowed_phase,
     failure_of,
     first_failure,

@@ -9,7 +9,7 @@ import pytest
 from ddp_hpc import exit_codes
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from tests.unit.made_job import CRASHED, Make
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.job.job_context import JobContext, given_world, misfit
 from ddp_hpc.job.launcher import Launch, step_of_agents
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec import ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.workload.table import workload_of

@@ -17,7 +17,7 @@ import pytest
 from ddp_hpc import __version__, exit_codes
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.render import JobScript, quote, quote_for_sbatch, render
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.directives import directives
 from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
 from tests.made_run import make_run

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 from ddp_hpc.job.wire.control_channel import Line
 from tests.unit.held_signals import signals_held_back
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import processes
-from ddp_hpc.durable import append_json_line
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import local
 from tests.made_run import make_run
 

@@ -10,7 +10,7 @@ from ddp_hpc.config import resolve
 from ddp_hpc.job.launcher import STEPS, Start, step_of_agents
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.render import JobScript, render
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from tests.made_launch import launch_of
 

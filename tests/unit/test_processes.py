@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.processes import is_listening, is_locked, kill, send, start_ticks, take_lock
+from ddp_hpc.base.processes import is_listening, is_locked, kill, send, start_ticks, take_lock
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -55,7 +55,7 @@ def test_a_lock_is_held_once(tmp_path: Path) -> None:
 
 def test_a_lock_that_comes_free_within_our_patience_is_ours(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    holder = _python("import sys, time; from pathlib import Path; from ddp_hpc.processes import take_lock;"
+    holder = _python("import sys, time; from pathlib import Path; from ddp_hpc.base.processes import take_lock;"
                      f"take_lock(Path({str(path)!r})); print('held', flush=True); sys.stdin.read()")  # fmt: skip
     assert holder.stdout is not None
     assert holder.stdin is not None
@@ -101,7 +101,7 @@ def test_looking_at_a_lock_does_not_take_it(tmp_path: Path) -> None:
 def test_exit_codes_of_the_dead_are_told_by_pid() -> None:
     script = """
 import os, signal, time
-from ddp_hpc.processes import reap
+from ddp_hpc.base.processes import reap
 
 def child(end):
     pid = os.fork()
@@ -126,7 +126,7 @@ print([codes[pid] for pid in pids], reap())
 def test_stop_signals_and_deaths_are_kept_until_somebody_waits_for_them() -> None:
     script = """
 import os, signal
-from ddp_hpc.processes import await_signal, block_awaited_signals
+from ddp_hpc.base.processes import await_signal, block_awaited_signals
 
 block_awaited_signals()
 os.kill(os.getpid(), signal.SIGUSR2)
@@ -142,7 +142,7 @@ print(*(number and number.name for number in [*told, await_signal(10.0)]))
 def test_a_process_that_is_suspended_past_the_end_of_its_wait_makes_no_signal_up() -> None:
     script = """
 import sys
-from ddp_hpc.processes import await_signal, block_awaited_signals
+from ddp_hpc.base.processes import await_signal, block_awaited_signals
 
 block_awaited_signals()
 print("waits", flush=True)
@@ -200,7 +200,7 @@ def test_who_catches_or_blocks_the_word_to_stop_is_listening(does: str, listens:
 def test_a_process_dies_with_its_parent_however_that_dies() -> None:
     script = """
 import os, time
-from ddp_hpc.processes import die_with_parent
+from ddp_hpc.base.processes import die_with_parent
 
 parent = os.getpid()
 if os.fork() == 0:
@@ -219,7 +219,7 @@ time.sleep(60)
 
 
 def test_a_process_whose_parent_died_before_it_asked_is_gone_at_once() -> None:
-    script = "from ddp_hpc.processes import die_with_parent; die_with_parent(1 << 22); print('alive')"
+    script = "from ddp_hpc.base.processes import die_with_parent; die_with_parent(1 << 22); print('alive')"
 
     orphan = _python(script)
 
@@ -230,7 +230,7 @@ def test_a_process_whose_parent_died_before_it_asked_is_gone_at_once() -> None:
 def test_what_a_parent_had_ignored_is_heard_again_and_not_inherited() -> None:
     script = """
 import os, signal, subprocess, sys
-from ddp_hpc.processes import await_signal, block_awaited_signals, restore_stop_signals, ignore_stop_signals
+from ddp_hpc.base.processes import await_signal, block_awaited_signals, restore_stop_signals, ignore_stop_signals
 
 def of_a_child():
     told = "import signal; print(signal.getsignal(signal.SIGUSR2).name)"
@@ -250,7 +250,7 @@ print(before, await_signal(10.0).name, of_a_child())
 def test_helpers_leave_stop_signals_to_their_parent() -> None:
     script = """
 import os, signal
-from ddp_hpc.processes import STOP_SIGNALS, ignore_stop_signals
+from ddp_hpc.base.processes import STOP_SIGNALS, ignore_stop_signals
 
 ignore_stop_signals()
 for number in STOP_SIGNALS:
@@ -264,7 +264,7 @@ print("alive")
 def test_threads_that_a_forked_process_would_not_have_are_named() -> None:
     script = """
 import threading
-from ddp_hpc.processes import lasting_threads
+from ddp_hpc.base.processes import lasting_threads
 
 before, end = lasting_threads(), threading.Event()
 class Uploader(threading.Thread):
@@ -286,7 +286,7 @@ def test_threads_that_their_library_ends_before_a_fork_do_not_count() -> None:
 import os
 os.environ["OPENBLAS_NUM_THREADS"] = "4"
 import numpy
-from ddp_hpc.processes import lasting_threads
+from ddp_hpc.base.processes import lasting_threads
 numpy.ones((500, 500)) @ numpy.ones((500, 500))
 print(len(os.listdir("/proc/self/task")) > 1, lasting_threads())
 """

@@ -16,9 +16,9 @@ from ddp_hpc.errors import ConfigError, SlurmRefusalError
 from ddp_hpc.job.ending.stale_attempts import close_stale
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.ledger import Cause, End, Ending, JobFacts, Ledger, record_end, record_start
-from ddp_hpc.records import QueuedJob, read_queued_job, write_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, record_end, record_start
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.slurm.queries import JobRecord
 from ddp_hpc.spec import ResourcesSpec, RunSpec

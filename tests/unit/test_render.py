@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.render import JobScript, quote, quote_for_sbatch, render
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.directives import directives
 from ddp_hpc.slurm.steps import probe_argv, step_argv
 from ddp_hpc.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.ledger import Attempt, Cause, Ending, Next
 from ddp_hpc.requeue import (
     TABLE,
     Decision,
@@ -19,6 +18,7 @@ from ddp_hpc.requeue import (
     lead_problem,
     num_without_progress,
 )
+from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next
 from ddp_hpc.slurm.nodes import dispensable
 from ddp_hpc.spec import RestartSpec
 

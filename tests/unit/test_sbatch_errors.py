@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.queries import JobRecord, Partition
 from ddp_hpc.spec import CheckpointSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
 from ddp_hpc.submission.preflight import capacity

@@ -18,7 +18,7 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.launcher import step_of_agents
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.rendezvous.interfaces import Interface
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.queries import ClusterConfig, NodeShape, Partition, parse_shapes
 from tests.made_launch import launch_of, paths_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.ledger import Cause, End, Ending, JobFacts, record_end, record_start
+from ddp_hpc.run_dir.ledger import Cause, End, Ending, JobFacts, record_end, record_start
 from ddp_hpc.slurm.nodes import Exclusions, nodes_to_exclude
 from ddp_hpc.spec import ResourcesSpec, RunSpec, SlurmSpec
 from ddp_hpc.submission.slurm import job_script

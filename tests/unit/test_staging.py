@@ -19,7 +19,7 @@ from ddp_hpc.job.container_launch import moved
 from ddp_hpc.job.node import unpack as unpacking
 from ddp_hpc.job.node.unpack import link_package, unpack
 from ddp_hpc.job.staging import Staged, stage, unstage
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.slurm.answers import read_answers
 from ddp_hpc.spec import ContainerSpec, RunSpec, StageSpec

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.processes import STOP_SIGNALS
+from ddp_hpc.base.processes import STOP_SIGNALS
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 from tests.unit.made_state import alone
 

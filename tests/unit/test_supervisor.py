@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc import exit_codes, ownership, processes
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
 from ddp_hpc.job import supervisor
 from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.job_context import Outcome
-from ddp_hpc.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
-from ddp_hpc.records import QueuedJob, ask_to_stop, write_queued_job
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.ledger import Cause, End, Ending, JobFacts, Ledger, Next, record_end, record_start
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, ask_to_stop, write_queued_job
 from ddp_hpc.slurm.allocation import read_allocation
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.fake_slurm import FakeSlurm
@@ -51,7 +53,7 @@ def test_a_supervisor_that_was_told_before_it_could_listen_hears_it(
     run = make_run(tmp_path)
     run.config.write_text("name: [")  # so far, and no further
     script = (
-        "import sys; from ddp_hpc.job import supervisor; from ddp_hpc.processes import await_signal;"
+        "import sys; from ddp_hpc.job import supervisor; from ddp_hpc.base.processes import await_signal;"
         "code = supervisor.main(sys.argv[1:]); number = await_signal(0.0); print(code, number and number.name)"
     )
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 from ddp_hpc.config import Resolved, flat, render_resolved
 from ddp_hpc.errors import ConfigError, RunBusyError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import ResourcesSpec, RunSpec
 from ddp_hpc.submission import local, slurm
 from ddp_hpc.submission.backend import Submission

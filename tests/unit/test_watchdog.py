@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import exit_codes
-from ddp_hpc.failure_reports import allowed_phase, first_failure
+from ddp_hpc.run_dir.failure_reports import allowed_phase, first_failure
 from tests.made_run import make_run
 
 PATIENCE_S = 100.0

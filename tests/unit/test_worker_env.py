@@ -14,7 +14,6 @@ import pytest
 
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.workers import ByAgents
-from ddp_hpc.records import write_rendezvous_token
 from ddp_hpc.rendezvous.worker_env import (
     RANKS,
     TABLE,
@@ -29,7 +28,8 @@ from ddp_hpc.rendezvous.worker_env import (
     settled,
     threads,
 )
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import write_rendezvous_token
 from tests.made_run import make_run
 from tests.unit.held_signals import signals_held_back
 from tests.unit.made_network import task

@@ -24,8 +24,8 @@ from ddp_hpc.cli.runs import add_runs_dir, chosen_run
 from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ddp_hpc.environment import Environment
     from ddp_hpc.rendezvous.worker_env import WorkerEnv
+    from ddp_hpc.run_dir.environment import Environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.environment import capture, differences, newest_environment
+    from ddp_hpc.run_dir.environment import capture, differences, newest_environment
 
     if args.export:
         raise ConfigError(

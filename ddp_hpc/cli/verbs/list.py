@@ -17,7 +17,7 @@ from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, 
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import steps
 from ddp_hpc.errors import UnreadableError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
 from ddp_hpc.watch.status import RunStatus, read_status
 
@@ -90,8 +90,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return those that were asked for, in the order that was asked for, each with its values of the keys that differ."""
+    from ddp_hpc.base.discretion import is_key_shown
     from ddp_hpc.config import HIDDEN  # late: what compares runs reads configurations
-    from ddp_hpc.discretion import is_key_shown
     from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys, filter_runs, sort_runs
 
     runs = filter_runs(

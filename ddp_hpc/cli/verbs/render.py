@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Make both; say where they are."""
+    from ddp_hpc.base.durable import output_at
     from ddp_hpc.config import render_resolved, resolve
-    from ddp_hpc.durable import output_at
     from ddp_hpc.submission.backend import load_backend
 
     path, settings = sort_words([args.config, *args.settings])

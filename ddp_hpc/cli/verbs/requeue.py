@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.rereading import LOOK_INTERVAL_S
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.rereading import LOOK_INTERVAL_S
 from ddp_hpc.watch.status import RunStatus, read_status
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
     Raises:
         WorkerError: where it does not come back, or waits for something else.
     """
-    from ddp_hpc.ledger import Ledger
+    from ddp_hpc.run_dir.ledger import Ledger
 
     has_waited = status.state == "waiting"
     patience_s = END_PATIENCE_S if has_waited else LEAVE_PATIENCE_S

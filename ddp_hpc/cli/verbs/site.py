@@ -62,8 +62,8 @@ def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 
 def _shown(setting: Setting) -> Any:
     """Return a setting's value, or what stands for it where it may be a secret."""
+    from ddp_hpc.base.discretion import is_key_shown
     from ddp_hpc.config import HIDDEN
-    from ddp_hpc.discretion import is_key_shown
 
     return setting.value if is_key_shown(setting.key, setting.value) else HIDDEN
 
@@ -129,9 +129,9 @@ def _list(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 
 
 def _init(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    from ddp_hpc.base.durable import replace_text
     from ddp_hpc.config.site import PLAIN_NAME, profile_dirs
     from ddp_hpc.diagnose.site_draft import propose, proposed_name, survey
-    from ddp_hpc.durable import replace_text
 
     if args.site is not None and not PLAIN_NAME.fullmatch(args.site):
         raise ConfigError(

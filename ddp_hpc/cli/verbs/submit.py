@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.patience import known
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
     from ddp_hpc.config import Resolved
@@ -161,7 +161,7 @@ def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping
 
 def _shown(setting: str) -> str:
     """Return a setting as it may stand on a terminal."""
-    from ddp_hpc.discretion import is_key_shown
+    from ddp_hpc.base.discretion import is_key_shown
 
     key, _, value = setting.partition("=")
     if is_key_shown(key, value):
@@ -188,8 +188,8 @@ def _dry_run(
     args: argparse.Namespace,
 ) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
+    from ddp_hpc.base.discretion import is_key_shown
     from ddp_hpc.config import HIDDEN, flat, render_resolved
-    from ddp_hpc.discretion import is_key_shown
 
     description = backend.describe(resolved.spec, import_paths=import_paths, environ=environment)
     print("".join(f"{note}\n" for note in description.notes), end="", file=sys.stderr)

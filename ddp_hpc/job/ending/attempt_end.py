@@ -6,15 +6,15 @@ import time
 from dataclasses import dataclass
 
 from ddp_hpc import exit_codes, requeue
-from ddp_hpc.failure_reports import WorkerFailure, silent_end
 from ddp_hpc.job.ending import blame
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
 from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
 from ddp_hpc.job.ending.hang_report import report_hang
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.ledger import Cause, End
 from ddp_hpc.requeue import Decision, Situation
+from ddp_hpc.run_dir.failure_reports import WorkerFailure, silent_end
+from ddp_hpc.run_dir.ledger import Cause, End
 
 _ENDED_EARLY = (
     "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ddp_hpc import requeue
-from ddp_hpc.failure_reports import WorkerFailure
 from ddp_hpc.job.ending.causes import Evidence
-from ddp_hpc.ledger import Attempt, Cause
+from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.ledger import Attempt, Cause
 from ddp_hpc.spec.launch import RestartSpec
 
 NodeOf = Callable[[int], str | None]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddp_hpc import exit_codes
-from ddp_hpc.ledger import Cause
 from ddp_hpc.requeue import SLURMS_SLOP_S
+from ddp_hpc.run_dir.ledger import Cause
 from ddp_hpc.slurm import states
 from ddp_hpc.slurm.queries import JobRecord
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ddp_hpc.durable import make_directories, replace_text
-from ddp_hpc.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
+from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
 
 
 def report_hang(context: JobContext, attempt: int, failures: Sequence[WorkerFailure]) -> WorkerFailure:

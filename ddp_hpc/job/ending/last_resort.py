@@ -16,8 +16,8 @@ from ddp_hpc.job.ending import attempt_end, requeue_job
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.workers import Workers
-from ddp_hpc.ledger import Cause
-from ddp_hpc.records import since_submission
+from ddp_hpc.run_dir.ledger import Cause
+from ddp_hpc.run_dir.records import since_submission
 
 PATIENCE_S = 600.0
 """How long to retry a plain requeue, after requeueing the job as decided has failed."""

@@ -13,8 +13,8 @@ from ddp_hpc import exit_codes
 from ddp_hpc.containers import CommandWrapper
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import printed_by
-from ddp_hpc.ledger import Cause
 from ddp_hpc.requeue import reserve_s
+from ddp_hpc.run_dir.ledger import Cause
 from ddp_hpc.slurm.steps import probe_argv
 
 TIMEOUT_S = 180.0

@@ -17,8 +17,8 @@ from ddp_hpc.job.ending.stale_attempts import nodes_to_spare
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.ledger import Cause, Ledger, Next
-from ddp_hpc.records import QueuedJob
+from ddp_hpc.run_dir.ledger import Cause, Ledger, Next
+from ddp_hpc.run_dir.records import QueuedJob
 
 EXCLUDE_PATIENCE_S = 25.0
 """How long to try to set a requeued job's excluded nodes; less than KillWait (30 s by default, slurm.conf(5)), after which

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 
 _DUMP = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)

@@ -10,7 +10,7 @@ from ddp_hpc import requeue
 from ddp_hpc.job.ending import causes
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next
+from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
 from ddp_hpc.slurm import states
 from ddp_hpc.spec.launch import LaunchSpec
 from ddp_hpc.workload.protocol import Workload

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc import exit_codes, processes, requeue
+from ddp_hpc import exit_codes, requeue
+from ddp_hpc.base import processes
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.ending.attempt_end import Conclusion
@@ -15,10 +16,10 @@ from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, given_world
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.ledger import Attempt, Cause, End, Ending, Ledger, Next
-from ddp_hpc.records import newest_committed, since_submission
 from ddp_hpc.requeue import Decision
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import newest_committed, since_submission
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec.launch import LaunchSpec, RestartSpec
 from ddp_hpc.workload.protocol import Workload

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc import exit_codes, processes
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
 from ddp_hpc.errors import exit_code_of
-from ddp_hpc.failure_reports import report, report_killed
 from ddp_hpc.job.node.cpus import Share, share_here
 from ddp_hpc.job.node.python_environ import (
     imports_for_good,
@@ -51,7 +51,8 @@ from ddp_hpc.rendezvous.worker_env import (
     ranks_by_shape,
     settled,
 )
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.failure_reports import report, report_killed
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.allocation import step_task
 from ddp_hpc.workload.protocol import WorkerModule, load_worker
 

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ddp_hpc import exit_codes, processes
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
 from ddp_hpc.errors import exit_code_of
-from ddp_hpc.failure_reports import report
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
-from ddp_hpc.records import write_rank_zero_exit
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
     WorkerEnv,
@@ -33,7 +32,9 @@ from ddp_hpc.rendezvous.worker_env import (
     ranks_of_step,
     recorded,
 )
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.failure_reports import report
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import write_rank_zero_exit
 from ddp_hpc.slurm.allocation import step_task
 from ddp_hpc.workload.protocol import load_worker
 

@@ -27,12 +27,12 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.wire.endpoint import Meeting, own_address
-from ddp_hpc.records import read_rendezvous_token
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import WorkerEnv, node_variables, settled
+from ddp_hpc.run_dir.records import read_rendezvous_token
 from ddp_hpc.slurm.allocation import step_task
 
 REPEAT_S = 1.0

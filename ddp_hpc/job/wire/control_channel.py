@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 
 _CHUNK_BYTES = 1 << 16
 

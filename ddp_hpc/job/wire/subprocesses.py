@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 from ddp_hpc.slurm.answers import read_answers
 from ddp_hpc.slurm.steps import probe_argv
 

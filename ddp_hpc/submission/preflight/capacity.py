@@ -10,8 +10,8 @@ import psutil
 
 from ddp_hpc import requeue
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.records import read_progress
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress
 from ddp_hpc.slurm import client, states
 from ddp_hpc.slurm.queries import ClusterConfig, JobRecord, Partition
 from ddp_hpc.spec import RunSpec

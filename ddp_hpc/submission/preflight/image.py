@@ -20,8 +20,8 @@ from ddp_hpc.containers import (
     staged_source,
 )
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import LaunchSpec, RunSpec
 from ddp_hpc.workload.table import workload_of
 

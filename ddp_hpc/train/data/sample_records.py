@@ -8,7 +8,7 @@ from typing import IO
 
 import msgspec
 
-from ddp_hpc.durable import make_directories, open_private
+from ddp_hpc.base.durable import make_directories, open_private
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 
 

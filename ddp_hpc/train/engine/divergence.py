@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc import checkpoint_names
+from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import DivergedError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import OnNonfinite
 from ddp_hpc.train.process_group import Group
 

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from ddp_hpc.durable import make_directories, private_mode
+from ddp_hpc.base.durable import make_directories, private_mode
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 

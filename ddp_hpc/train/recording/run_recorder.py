@@ -13,12 +13,12 @@ from typing import IO, Any
 
 import msgspec
 
-from ddp_hpc import checkpoint_names
-from ddp_hpc.durable import make_directories, open_private, read_json_lines, replace_text
+from ddp_hpc.base.durable import make_directories, open_private, read_json_lines, replace_text
+from ddp_hpc.base.patience import patiently
+from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.patience import patiently
-from ddp_hpc.records import Progress, write_progress
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state.checkpoint import SaveResult

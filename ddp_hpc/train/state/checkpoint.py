@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 import ddp_hpc
-from ddp_hpc import checkpoint_store, shards
-from ddp_hpc.checkpoint_store import Manifest
+from ddp_hpc.checkpoints import checkpoint_store, shards
+from ddp_hpc.checkpoints.checkpoint_store import Manifest
+from ddp_hpc.checkpoints.shards import ShardRecord, TensorEntry
 from ddp_hpc.errors import (
     CheckpointError,
     DivergedError,
     UnreadableError,
     WorkerError,
 )
-from ddp_hpc.run_dir import RunDir
-from ddp_hpc.shards import ShardRecord, TensorEntry
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group

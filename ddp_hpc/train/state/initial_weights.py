@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hpc import checkpoint_names, checkpoint_store
+from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.restore import to_torch

@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hpc import checkpoint_names, checkpoint_store, ownership, shards
-from ddp_hpc.checkpoint_store import ChunkReader, Manifest
+from ddp_hpc.base.patience import is_there, patiently
+from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store, shards
+from ddp_hpc.checkpoints.checkpoint_store import ChunkReader, Manifest
+from ddp_hpc.checkpoints.shards import RawTensor, StoredTensor, Stretch
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, UnreadableError
-from ddp_hpc.patience import is_there, patiently
-from ddp_hpc.records import newest_committed
-from ddp_hpc.run_dir import RunDir
-from ddp_hpc.shards import RawTensor, StoredTensor, Stretch
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import newest_committed
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.training_state import Restoration, SavedTensor, TrainingState
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp_hpc import exit_codes
-from ddp_hpc.durable import append_json_line, read_json_lines
-from ddp_hpc.processes import host_name, start_ticks
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base.durable import append_json_line, read_json_lines
+from ddp_hpc.base.processes import host_name, start_ticks
+from ddp_hpc.run_dir.paths import RunDir
 
 _odd: set[tuple[Path, str]] = set()
 """Lines of ledgers that were skipped, each of which is logged once."""

@@ -23,13 +23,10 @@ from typing import Any
 import xxhash
 
 import ddp_hpc
-from ddp_hpc.checkpoint_names import COMMITTED, MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.durable import delete_directory, fsync_path, make_directory, open_private, output_at, private_mode
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, UnreadableError
-from ddp_hpc.ownership import claim_again, claim_path, has_claim
-from ddp_hpc.patience import is_answer
-from ddp_hpc.run_dir import RunDir
-from ddp_hpc.shards import (
+from ddp_hpc.base.durable import delete_directory, fsync_path, make_directory, open_private, output_at, private_mode
+from ddp_hpc.base.patience import is_answer
+from ddp_hpc.checkpoints.checkpoint_names import COMMITTED, MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.checkpoints.shards import (
     FORMAT,
     ITEM_BYTES,
     RawTensor,
@@ -42,6 +39,9 @@ from ddp_hpc.shards import (
     shard_header,
     stored_tensors,
 )
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, UnreadableError
+from ddp_hpc.run_dir.ownership import claim_again, claim_path, has_claim
+from ddp_hpc.run_dir.paths import RunDir
 
 CHUNK_BYTES = 8 << 20
 """Each of these parts of a file has a checksum of its own, so that several ranks can share in reading one file."""

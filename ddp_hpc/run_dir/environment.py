@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from ddp_hpc.discretion import is_shown
-from ddp_hpc.durable import make_directories, replace_text
+from ddp_hpc.base.discretion import is_shown
+from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 
 _RECORDED = ("NCCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "CUDA_", "CUBLAS_", "HSA_", "OMP_", "MKL_", "RDMAV_", "OFI_")
 """Prefixes of variables that change results or speed."""

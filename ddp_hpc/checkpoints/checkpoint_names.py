@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ddp_hpc.base.patience import is_there
 from ddp_hpc.errors import UnreadableError
-from ddp_hpc.patience import is_there
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-(\d{8,})")

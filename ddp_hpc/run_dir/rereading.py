@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ddp_hpc import processes
-from ddp_hpc.ledger import Attempt, Ledger
-from ddp_hpc.patience import patiently
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.base import processes
+from ddp_hpc.base.patience import patiently
+from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run_dir.paths import RunDir
 
 LOOK_INTERVAL_S = 2.0
 """The shortest time between two polls of a run directory."""

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from ddp_hpc.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError, DivergedError
-from ddp_hpc.patience import known
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.paths import RunDir
 
 Phase = Literal["", "starting", "joining", "building", "training"]
 """What a worker was doing: not known; importing; joining the process group; building the recipe; all that follows, such as

@@ -12,11 +12,11 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.durable import delete_directory, make_directory
+from ddp_hpc.base.durable import delete_directory, make_directory
+from ddp_hpc.base.patience import known
 from ddp_hpc.errors import FencedError
-from ddp_hpc.ledger import Ledger
-from ddp_hpc.patience import known
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 
 _CLAIM = re.compile(r"attempt-(\d+)\.writing")
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.errors import UnreadableError
-from ddp_hpc.ledger import Attempt, Cluster, Ledger
-from ddp_hpc.patience import known, patiently
-from ddp_hpc.run_dir import RunDir
+from ddp_hpc.run_dir.ledger import Attempt, Cluster, Ledger
+from ddp_hpc.run_dir.paths import RunDir
 
 _VERDICT_PATIENCE_S = 10.0
 """How long a supervisor waits for a file system that does not answer; not longer, as the time limit may be near."""

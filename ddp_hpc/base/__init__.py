@@ -1,0 +1,1 @@
+"""What every other package may use: files, signals, locks, patience with file systems, types of fields."""
