@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc import exit_codes
@@ -58,16 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return exit_codes.REFUSED
     options = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]
-    return _guard(run, [*options, *(f"--import-path={path}" for path in arguments.import_path)], since=since)
+    options += [f"--import-path={path}" for path in arguments.import_path]
+    return _guard(run, options, since=since, lock_fd=lock_fd)
 
 
-def _guard(run: RunDir, options: Sequence[str], *, since: int) -> int:
+def _guard(run: RunDir, options: Sequence[str], *, since: int, lock_fd: int) -> int:
     """Start supervisors until one decides, or too many have died in a row."""
     num_deaths, is_stop_asked, after = 0, False, 0
     while True:
         began = time.monotonic()
         more = [*(["--stop-requested"] if is_stop_asked else []), *([f"--after={after}"] if after else [])]
-        after, was_signalled = _see_through([*options, *more])
+        after, was_signalled = _see_through([*options, *more], new_with_lock=lock_fd if after else None)
         is_stop_asked = is_stop_asked or was_signalled
         if after in exit_codes.DECISIONS:  # processes that the user's code left running, such as an upload, may go on
             return exit_codes.FAILED if after == exit_codes.GAVE_UP else after
@@ -114,12 +116,19 @@ def _is_cancelled(run: RunDir, since: int) -> bool:
         return False
 
 
-def _see_through(options: Sequence[str]) -> tuple[int, bool]:
-    """Start a supervisor; return its exit code, once it has ended, and whether a stop signal came meanwhile."""
+def _see_through(options: Sequence[str], *, new_with_lock: int | None = None) -> tuple[int, bool]:
+    """Start a supervisor; return its exit code, once it has ended, and whether a stop signal came meanwhile.
+
+    With `new_with_lock`, a new Python interpreter runs it, which inherits this descriptor.
+    """
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _become_supervisor(options)
+        _become_supervisor(options, new_with_lock)
+    # Only now, so that workers do not start later; and not when it is needed, as the supervisor may have died because the
+    # environment's file system does not answer.
+    with suppress(Exception):
+        import psutil  # noqa: F401
     is_stop_asked = False
     while True:
         ended = processes.reap()
@@ -131,10 +140,17 @@ def _see_through(options: Sequence[str]) -> tuple[int, bool]:
             processes.send([pid], number)
 
 
-def _become_supervisor(options: Sequence[str]) -> None:
-    """Run a supervisor in this forked process; never return. Each one imports its modules itself."""
+def _become_supervisor(options: Sequence[str], new_with_lock: int | None) -> None:
+    """Run a supervisor in this forked process; never return.
+
+    The first one imports its modules into this process, which is fast. One that replaces a dead one gets a new interpreter:
+    ddp_hpc may have been upgraded since the guardian started, and the guardian's modules are those of the older version.
+    """
     code = exit_codes.FAILED
     try:
+        if new_with_lock is not None:
+            os.set_inheritable(new_with_lock, True)
+            os.execv(sys.executable, [sys.executable, "-m", "ddp_hpc.job.supervisor", *options])  # noqa: S606  no shell is needed
         from ddp_hpc.job import supervisor
 
         code = supervisor.main(options)
@@ -151,8 +167,13 @@ def _kill_leftovers() -> bool:
 
     The kernel kills the agent and the workers with the supervisor (PR_SET_PDEATHSIG); this is for what they have started.
     """
-    import psutil  # late: workers start sooner, and most guardians never need it
-
+    try:
+        import psutil  # `_see_through` has imported it
+    except Exception as error:  # noqa: BLE001  a supervisor that starts matters more
+        sys.stderr.write(
+            f"note: ddp-hpc cannot look for processes that the dead supervisor left, because psutil cannot be imported: {error}\n"
+        )
+        return False
     # A process in uninterruptible sleep, waiting for a device or an NFS server, does not die of SIGKILL before that answers
     # (state D, proc_pid_stat(5)). So the wait for it ends after STUCK_S.
     deadline, is_stop_asked = time.monotonic() + STUCK_S, False

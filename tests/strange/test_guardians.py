@@ -24,6 +24,31 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 os.execv(sys.executable, [sys.executable, "-m", "ddp_hpc.job.guardian", sys.argv[1]])
 """
 
+OLDER = """
+import sys
+from ddp_hpc.base import processes
+from ddp_hpc.job import guardian
+del processes.restore_stop_signals  # which a supervisor calls, and the version that started this guardian did not have
+sys.exit(guardian.main([sys.argv[1]]))
+"""
+WITHOUT_FILE_SYSTEM = """
+import os, sys, time
+from ddp_hpc.base import processes
+from ddp_hpc.job import guardian
+processes.block_awaited_signals()
+guardian._see_through(["--no-such-option"])
+left = os.fork()
+if left == 0:
+    time.sleep(600)
+sys.path.clear()
+sys.path_importer_cache.clear()
+try:
+    guardian._kill_leftovers()
+    print(os.path.exists(f"/proc/{left}"))
+finally:
+    processes.kill([left])
+"""
+
 
 def test_a_guardian_whose_parent_ignores_deaths_of_children_sees_its_supervisor_end(tmp_path: Path) -> None:
     """As some daemons that start users' commands do."""
@@ -96,3 +121,22 @@ def test_what_was_cancelled_before_a_submission_does_not_end_its_guardian(tmp_pa
     add_attempt(run, ending="cancelled")
 
     assert [guardian._is_cancelled(run, since) for since in (0, 1)] == [True, False]
+
+
+def test_a_guardian_of_an_older_version_starts_the_supervisor_of_the_version_that_is_installed_now(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("name: [")
+
+    done = subprocess.run([sys.executable, "-c", OLDER, str(run.path)], check=False, timeout=60)
+
+    assert done.returncode == exit_codes.REFUSED
+
+
+def test_a_guardian_kills_what_a_dead_supervisor_left_though_it_can_import_nothing_more() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILE_SYSTEM], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert done.stdout == "False\n", done.stderr
