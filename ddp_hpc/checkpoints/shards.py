@@ -191,7 +191,10 @@ def parse_header(path: Path, header: memoryview | bytes, size: int) -> list[Tens
                 f"{path} has the tensor {entry.name!r} of dtype {entry.dtype!r}, but ddp-hpc reads only {', '.join(ITEM_BYTES)}."
             )
         if not len(header) <= entry.begin <= entry.end <= size or min(entry.shape, default=0) < 0:
-            raise CorruptCheckpointError(f"{path} is not a safetensors file: {entry.name!r} lies outside of it.")
+            raise CorruptCheckpointError(
+                f"{path} is not a safetensors file: its header gives {entry.name!r} the shape {list(entry.shape)} and the "
+                f"bytes {entry.begin} to {entry.end}, but its tensors are in bytes {len(header)} to {size}."
+            )
         if entry.end - entry.begin != math.prod(entry.shape) * item:
             raise CorruptCheckpointError(
                 f"{path} is not a safetensors file: {entry.name!r} has {entry.end - entry.begin} bytes, but {entry.dtype} of "
@@ -224,14 +227,16 @@ def stored_tensors(
             known = found.get(entry.name)
             if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.global_shape):
                 raise CorruptCheckpointError(
-                    f"{path}: the pieces of {entry.name!r} belong to different tensors: {known.dtype} of shape "
+                    f"{path} is damaged: the pieces of {entry.name!r} belong to different tensors: {known.dtype} of shape "
                     f"{list(known.shape)}, and {entry.dtype} of shape {list(entry.global_shape)}."
                 )
             pieces = (*known.pieces, piece) if known else (piece,)
             found[entry.name] = StoredTensor(entry.dtype, entry.global_shape, pieces)
     for name, stored in found.items():
         if not _is_whole(stored):
-            raise CorruptCheckpointError(f"{path}: the pieces of {name!r} do not make up the tensor.")
+            raise CorruptCheckpointError(
+                f"{path} is damaged: the pieces of {name!r} in its shards do not make up the tensor."
+            )
     return found
 
 

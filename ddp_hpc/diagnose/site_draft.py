@@ -31,7 +31,7 @@ _RUNTIMES = ("apptainer", "singularity")
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What a login node tells."""
+    """What a login node says about itself and its cluster."""
 
     host: str
     user: str
@@ -104,7 +104,7 @@ def _scratch(environ: Mapping[str, str], user: str) -> tuple[str | None, str]:
 
 
 def propose(found: Survey, *, name: str | None = None, made_by: str = "ddp-hpc site init") -> str:
-    """Return the draft of a profile, as YAML; what is only likely stands in it as a comment."""
+    """Return the draft of a profile, as YAML; a guess stands in it as a comment."""
     lines = [
         f"# Proposed by `{made_by}` on {found.host}. Check it, and add what is missing: lines with `#` are suggestions.",
         *_section("site", _about(found, name)),
@@ -162,10 +162,13 @@ def _slurm(found: Survey) -> Iterator[str]:
 def _network(found: Survey) -> list[str]:
     if not found.interfaces:
         return []
-    told = ", ".join(f"{one.name} ({fabric(one)})" for one in found.interfaces)
+    names = ", ".join(f"{one.name} ({fabric(one)})" for one in found.interfaces)
     return [
+        "# The network interfaces that ranks use to reach each other, the best first. This host has",
+        f"# {names}; the nodes may have others.",
+        "# Unset: each job uses the fastest network that all its nodes share. Set it only if that choice is wrong.",
         "# network:",
-        f"#   interfaces: [...]  # this host has {told}; the nodes may have others. Unset: the fastest.",
+        f"#   interfaces: {dump_value([one.name for one in found.interfaces])}",
     ]
 
 
@@ -186,8 +189,8 @@ def _shape(one: NodeShape) -> str:
 
 def _rules(partition: Partition) -> Iterator[str]:
     if not partition.is_up:
-        yield "not up, so it starts no jobs"
+        yield "not UP when this draft was made: Slurm starts no jobs here until an administrator sets it UP; else delete this entry"
     if partition.max_time_min is not None:
         yield f"at most {partition.max_time_min:.0f} min"
     if partition.preempt_mode not in {"", "OFF"}:
-        yield f"preempts by {partition.preempt_mode}, {partition.grace_time_s} s before"
+        yield f"Slurm may preempt its jobs ({partition.preempt_mode}), {partition.grace_time_s} s after a warning"

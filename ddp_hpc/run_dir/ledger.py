@@ -272,7 +272,11 @@ def _note_odd_line(run: RunDir, text: str) -> None:
 
         _odd.add((run.attempts, text))
         log = logging.getLogger(__name__)
-        log.warning("%s has a line that does not record an attempt; it is skipped: %.80r", run.attempts, text)
+        log.warning(
+            "%s has a line that does not record an attempt: %.80r. ddp-hpc skips this line and uses all others; nothing needs to be done.",
+            run.attempts,
+            text,
+        )
 
 
 def record_start(  # noqa: PLR0913  # what a line of the ledger holds

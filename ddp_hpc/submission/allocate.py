@@ -1,4 +1,4 @@
-"""Asking Slurm for a new job from a login node, through submitit: the one door of submitit.
+"""Ask Slurm for a new job from a login node, through submitit; the only module that imports submitit.
 
 submitit allocates: it writes the submission file, runs sbatch, reads the job's number and keeps a handle of it. What the
 job does is our script's: its text replaces submitit's own, so that none of submitit's processes and signal handlers run
@@ -18,7 +18,7 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm import client
 
 HOOK = "_make_submission_command"
-"""The one private method of submitit's executor that we override."""
+"""The one private method of submitit's executor that this module overrides."""
 
 
 def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
@@ -34,7 +34,7 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     client.require("srun", environ)  # submitit looks for it, and gives no error of its own that a user can read
     method = getattr(submitit.SlurmExecutor, HOOK, None)
     if method is None or getattr(method, "__isabstractmethod__", False):
-        raise ConfigError(_unfit(f"has no `SlurmExecutor.{HOOK}`"))
+        raise ConfigError(_unfit(f"it has no method `SlurmExecutor.{HOOK}`"))
     is_ours: list[Path] = []
 
     class Executor(submitit.SlurmExecutor):
@@ -58,7 +58,9 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
                 path.chmod(private_mode(path))
     if not is_ours:  # the job is submitit's own: it would train nothing
         client.cancel(str(job.job_id), environ)
-        raise ConfigError(_unfit(f"does not call `SlurmExecutor.{HOOK}`; its job {job.job_id} was cancelled"))
+        raise ConfigError(
+            _unfit(f"it does not call `SlurmExecutor.{HOOK}`; ddp-hpc cancelled the job {job.job_id} that it made")
+        )
     return str(job.job_id)
 
 
@@ -66,6 +68,6 @@ def _unfit(why: str) -> str:
     from importlib.metadata import version  # late: as slow as all of a back end
 
     return (
-        f"submitit {version('submitit')} is installed, but it {why}, by which ddp_hpc sends its job script. Install a version "
-        "that is tested: `pip install 'submitit>=1.5.2,<=1.5.4'`. Until then `ddp-hpc render` makes a script for plain sbatch."
+        f"ddp-hpc cannot submit jobs with submitit {version('submitit')}: {why}. Install a version that works: "
+        "`pip install 'submitit>=1.5.2,<=1.5.4'`, or make a script for plain sbatch with `ddp-hpc render`."
     )

@@ -314,8 +314,7 @@ def _reason(state: State, seen: Observation) -> str:
     if state == "cancelled" and not seen.has_begun:
         return "cancelled by the user while it waited"
     if state == "interrupted":
-        then = f"continues from step {seen.committed[-1]}" if seen.committed else "starts from the beginning"
-        return f"its processes are gone: they were killed, or the machine went down. Submit the run again: it {then}"
+        return f"its processes are gone: they were killed, or the machine went down. {_again(seen)}"
     if state == "unknown":
         host = seen.attempts[-1].host if seen.attempts else "its host"
         return (
@@ -338,10 +337,18 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
         advice = "check that its nodes can write there, and submit again"
         return f"job {queue_status.job_id} {phrase} and wrote nothing to the run directory: {advice}"
     if queue_status.has_ended:
-        return f"job {queue_status.job_id} {phrase}"
+        advice = {"failed": "; see its log (`ddp-hpc logs`). ", "interrupted": ". "}.get(state)
+        again = "" if advice is None else advice + _again(seen)
+        return f"job {queue_status.job_id} {phrase}{again}"
     if state == "running" and seen.silent_s is not None:
         return f"the run has written nothing for {seen.silent_s:.0f} s, but Slurm says that its job {phrase}"
     return ""
+
+
+def _again(seen: Observation) -> str:
+    """Return the advice to submit the run again, with the step from which it continues."""
+    then = f"continues from step {seen.committed[-1]}" if seen.committed else "starts from the beginning"
+    return f"Submit the run again: it {then}"
 
 
 def _way_out(seen: Observation, queue_status: QueueStatus) -> str:

@@ -258,7 +258,9 @@ def test_pieces_that_do_not_make_up_a_tensor_are_damage(damage: str, run: RunDir
     shutil.rmtree(checkpoint_path(run, NEWEST))
     path = write_by_hand(run, NEWEST, DAMAGE[damage](shards), manifest)
 
-    with pytest.raises(CorruptCheckpointError, match=r"the pieces of 'model/linear.weight' do not make up the tensor"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"the pieces of 'model/linear.weight' in its shards do not make up the tensor"
+    ):
         checkpoint_store.read_tensors(path, checkpoint_store.read_manifest(path))
 
 

@@ -151,7 +151,9 @@ def test_a_read_that_fails_names_the_sample_and_the_next_attempt_comes_to_the_sa
     good = Case(recipe=lambda: replace(a_recipe(AugmentingPlainly()), eval_data=None))
 
     t = begin(case, alone(), tmp_path / "run")
-    with pytest.raises(SampleError, match=r"`train_data\[13\]` raised OSError: .*Input/output error: 'part-7.bin'"):
+    with pytest.raises(
+        SampleError, match=r"`train_data\[13\]` raised OSError: .*Input/output error: 'part-7.bin'. Check this sample"
+    ):
         train(t)
     t.checkpointer.wait()
     close(t)

@@ -42,9 +42,9 @@ GARBLED = {
     "no offsets": (a_file({"w": {"dtype": "F32", "shape": [2]}}), "header cannot be read"),
     "a dtype that is a number": (a_file(an_entry(dtype=32)), "header cannot be read"),
     "an unknown dtype": (a_file(an_entry(dtype="F4")), "'w' of dtype 'F4', but ddp-hpc reads only F64"),
-    "outside of the file": (a_file(an_entry(data_offsets=[0, 16], shape=[4])), "'w' lies outside of it"),
-    "before the file": (a_file(an_entry(data_offsets=[-8, 0])), "'w' lies outside of it"),
-    "sizes below zero": (a_file(an_entry(shape=[-1, -2])), "'w' lies outside of it"),
+    "outside of the file": (a_file(an_entry(data_offsets=[0, 16], shape=[4])), "but its tensors are in bytes"),
+    "before the file": (a_file(an_entry(data_offsets=[-8, 0])), "but its tensors are in bytes"),
+    "sizes below zero": (a_file(an_entry(shape=[-1, -2])), r"gives 'w' the shape \[-1, -2\]"),
     "too few bytes": (a_file(an_entry(data_offsets=[0, 4])), r"'w' has 4 bytes, but F32 of shape \[2\] needs 8"),
 }
 

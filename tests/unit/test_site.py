@@ -292,6 +292,7 @@ SURVEY = Survey(
         partition("gpu", is_default=True),
         partition("gpu-low", preempt_mode="REQUEUE", grace_time_s=120),
         partition("mixed"),
+        partition("closed", is_up=False),
     ],
     shapes=[
         NodeShape(partition="gpu", num_nodes=4, num_cpus=64, mem_mb=524288, num_gpus=4, gpu_type="a100"),
@@ -326,15 +327,19 @@ slurm:
 container:
   runtime: apptainer
 
+# The network interfaces that ranks use to reach each other, the best first. This host has
+# ib0 (InfiniBand); the nodes may have others.
+# Unset: each job uses the fastest network that all its nodes share. Set it only if that choice is wrong.
 # network:
-#   interfaces: [...]  # this host has ib0 (InfiniBand); the nodes may have others. Unset: the fastest.
+#   interfaces: [ib0]
 
 partitions:
   gpu:  # 4 nodes of 64 CPUs, 512 GiB, 4 a100; at most 1440 min
     resources: {gpus_per_node: 4, gpu_type: a100}
-  gpu-low:  # 4 nodes of 64 CPUs, 512 GiB, 4 GPU; at most 1440 min; preempts by REQUEUE, 120 s before
+  gpu-low:  # 4 nodes of 64 CPUs, 512 GiB, 4 GPU; at most 1440 min; Slurm may preempt its jobs (REQUEUE), 120 s after a warning
     resources: {gpus_per_node: 4}
   mixed:  # 4 nodes of 64 CPUs, 512 GiB, 4 GPU; 9 nodes of 32 CPUs, 128 GiB; at most 1440 min
+  closed:  # not UP when this draft was made: Slurm starts no jobs here until an administrator sets it UP; else delete this entry; at most 1440 min
 """
 
 

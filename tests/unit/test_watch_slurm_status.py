@@ -116,9 +116,14 @@ STATES: list[tuple[str, Observation, State, str]] = [
     ("requeued while silent", seen(attempt(), newest=SILENT, said=word("PENDING", "BeginTime")), "waiting", "requeue"),
     ("held after its requeue", seen(attempt(), newest=SILENT, said=word("REQUEUE_HOLD", "JobHeldUser")), "waiting", "held"),
     ("lost its node", seen(attempt(), newest=SILENT, said=word("NODE_FAIL")), "interrupted", "job 7 lost a node"),
-    ("preempted", seen(attempt(), newest=SILENT, said=word("PREEMPTED")), "interrupted", "job 7 was preempted"),
+    ("preempted", seen(attempt(), newest=SILENT, said=word("PREEMPTED")), "interrupted", "7 was preempted. Submit the run again"),
     ("out of time", seen(attempt(), newest=SILENT, said=word("TIMEOUT")), "interrupted", "job 7 reached its time limit"),
-    ("out of memory", seen(attempt(), newest=SILENT, said=word("OUT_OF_MEMORY")), "failed", "job 7 ran out of memory"),
+    (
+        "out of memory",
+        seen(attempt(), newest=SILENT, said=word("OUT_OF_MEMORY")),
+        "failed",
+        "job 7 ran out of memory; see its log (`ddp-hpc logs`). Submit the run again: it ",
+    ),
     ("cancelled by scancel", seen(attempt(), newest=SILENT, said=word("CANCELLED by 0")), "cancelled", "job 7 was cancelled"),
     (
         "done, but its last word was lost with its node",

@@ -61,7 +61,10 @@ class SeededFetch(Dataset[Any]):
             raise
         except Exception as error:
             data = "eval_data" if epoch < 0 else "train_data"
-            raise SampleError(f"`{data}[{index}]` raised {type(error).__name__}: {error}") from error
+            raise SampleError(
+                f"`{data}[{index}]` raised {type(error).__name__}: {str(error).rstrip('.')}. Check this sample and the "
+                "dataset's `__getitem__`; the rank's log has the traceback."
+            ) from error
 
 
 class SampleError(RuntimeError):
