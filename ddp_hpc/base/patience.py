@@ -7,6 +7,7 @@ ticket is renewed. Such an error says nothing about the file. Only "no such file
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ PATIENCE_S = 60.0
 """How long to try again."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
+_CALL_INTERVAL_S = 1.0
+"""How often `on_wait` is called at least during a pause."""
 _ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that are an answer: they say what exists at the path."""
 _warned: set[Path] = set()
@@ -51,7 +54,9 @@ def is_there(path: Path) -> bool:
 def patiently(
     what: str, ask: Callable[[], T], *, patience_s: float | None = None, on_wait: Callable[[], object] = lambda: None
 ) -> T:
-    """Return what `ask` returns; try again while the file system does not answer. `on_wait` is called before each try.
+    """Return what `ask` returns; try again while the file system does not answer.
+
+    `on_wait` is called before each try, and once a second during a pause. An error that it raises ends the wait.
 
     Raises:
         UnreadableError: if the file system does not answer for `patience_s`.
@@ -78,7 +83,7 @@ def patiently(
                 logging.getLogger(__name__).warning(
                     "%s cannot be read: %s. Trying again for %.0f s.", what, detail, patience_s
                 )
-            time.sleep(pause)
+            _sleep(pause, on_wait)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
         else:
             if num_failures:
@@ -89,6 +94,15 @@ def patiently(
                     num_failures + 1,
                 )
             return found
+
+
+def _sleep(seconds: float, on_wait: Callable[[], object]) -> None:
+    # A signal does not end a sleep: https://docs.python.org/3/library/time.html#time.sleep
+    num_parts = math.ceil(seconds / _CALL_INTERVAL_S)
+    for part in range(num_parts):
+        if part:
+            on_wait()
+        time.sleep(seconds / num_parts)
 
 
 def known(path: Path, ask: Callable[[], T], unknown: T) -> T:

@@ -1,0 +1,34 @@
+"""Waiting for a file system that does not answer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.base.patience import patiently
+
+
+class StopError(Exception):
+    """Ends a wait."""
+
+
+def test_a_callback_that_raises_ends_a_long_pause_within_about_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unanswered = tmp_path / "file"
+    unanswered.symlink_to(unanswered.name)  # "Too many levels of symbolic links" says nothing of the file
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    stop_at_s = 7.0
+
+    def stop_if_wanted() -> None:
+        if sum(slept) >= stop_at_s:
+            raise StopError
+
+    with pytest.raises(StopError):
+        patiently("file", unanswered.read_text, on_wait=stop_if_wanted)
+
+    assert max(slept) <= 1.0
+    assert sum(slept) <= stop_at_s + 1.0
