@@ -50,11 +50,11 @@ class Workload(Protocol):
     def goal(self) -> Mapping[str, Any]:
         """What the run was asked to reach, as JSON has it. A run that reached it is done until it is asked for another goal."""
 
-    def progress(self, run: RunDir, ledger: Ledger) -> int:
+    def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return a number that grows whenever an attempt has achieved something that the next one builds on; 0 at first.
 
         Failures count until it grows (`restart.max_no_progress`). Where the file system does not answer for long, the answer
-        comes from `ledger` and the run's other records.
+        comes from `ledger` and the run's other records; without `is_patient`, where it does not answer at once.
         """
 
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:

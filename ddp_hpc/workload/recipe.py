@@ -45,18 +45,9 @@ class RecipeWorkload:
         """More epochs or steps than before are more to do."""
         return {"epochs": self.spec.train.epochs, "max_steps": self.spec.train.max_steps}
 
-    def progress(self, run: RunDir, ledger: Ledger) -> int:
+    def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""
-        try:
-            steps = patiently(
-                str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=LISTING_PATIENCE_S
-            )
-        except UnreadableError as error:
-            sys.stderr.write(
-                f"note: {error} ddp-hpc takes the newest checkpoint's step from the run's records instead.\n"
-            )
-            return newest_committed(run, ledger)
-        return steps[-1] if steps else 0
+        return progress(run, ledger, is_patient=is_patient)
 
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:
         """Return where the recipe's module is imported from; None for one that is built in or installed."""
@@ -73,6 +64,28 @@ class RecipeWorkload:
             # A path below the working directory, or a run beside this one: the worker decides which of them has the weights.
             candidates = (work_dir / Path(weights).expanduser(), self.spec.path.parent / weights)
             yield from (Path(os.path.normpath(path)) for path in candidates)
+
+
+def progress(run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
+    """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say.
+
+    Raises:
+        UnreadableError: where the records cannot be read either.
+    """
+    patience_s = LISTING_PATIENCE_S if is_patient else 0.0
+    try:
+        steps = patiently(str(run.checkpoints), lambda: checkpoint_names.committed_steps(run), patience_s=patience_s)
+    except UnreadableError as error:
+        sys.stderr.write(f"note: {error} ddp-hpc takes the newest checkpoint's step from the run's records instead.\n")
+    else:
+        return steps[-1] if steps else 0
+    try:
+        return newest_committed(run, ledger)
+    except OSError as error:
+        raise UnreadableError(
+            f"The newest checkpoint's step is not known: neither {run.checkpoints} nor {run.progress} can be read "
+            f"({type(error).__name__}: {error}). Check that the file system answers and that you may read there."
+        ) from error
 
 
 def code_dir_of(target: str, import_paths: Sequence[Path]) -> Path | None:

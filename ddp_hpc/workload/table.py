@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import cast
 
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.protocol import Workload
 
@@ -30,3 +32,13 @@ def workload_of(spec: RunSpec) -> Workload:
     """Return what the workers of this run do."""
     kind = next(kind for kind in WORKLOADS.values() if kind.is_asked_for(spec))
     return cast("Workload", import_module(kind.module).workload(spec))
+
+
+def progress_without_spec(run: RunDir, ledger: Ledger) -> int:
+    """Return the progress of a run whose spec cannot be read: what the workload says that every spec asks for.
+
+    Raises:
+        UnreadableError: where that cannot be read either.
+    """
+    last = list(WORKLOADS.values())[-1]
+    return cast("int", import_module(last.module).progress(run, ledger))

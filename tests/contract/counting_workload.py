@@ -35,8 +35,8 @@ class CountingWorkload:
     def goal(self) -> Mapping[str, Any]:
         return {"count": self.spec.recipe.args["to"]}
 
-    def progress(self, run: RunDir, ledger: Ledger) -> int:
-        del ledger
+    def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
+        del ledger, is_patient
         return counted(run)
 
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:

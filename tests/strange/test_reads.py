@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, comm
 from ddp_hpc.checkpoints.checkpoint_store import prune, shard_name, verify
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
+from ddp_hpc.job.ending import takeover
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.run_dir.failure_reports import read_failures
-from ddp_hpc.run_dir.ledger import End, Ending, Ledger, record_end, record_start
+from ddp_hpc.run_dir.ledger import Cause, End, Ending, Ledger, Next, record_end, record_start
 from ddp_hpc.run_dir.ownership import claim, claim_path, has_claim, is_fenced
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_stop_request
@@ -317,6 +319,57 @@ def test_a_supervisor_takes_what_the_records_say_of_checkpoints_that_cannot_be_l
     run.checkpoints.symlink_to(run.checkpoints.name)
 
     assert workload_of(RunSpec(name="digits")).progress(run, Ledger.read(run)) == 4
+
+
+def test_a_supervisor_that_can_read_neither_checkpoints_nor_records_does_not_know_the_progress(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "LISTING_PATIENCE_S", 0.0)
+    shutil.rmtree(run.checkpoints)
+    for path in (run.checkpoints, run.progress):
+        path.symlink_to(path.name)
+
+    with pytest.raises(UnreadableError, match=re.escape(str(run.progress))):
+        workload_of(RunSpec(name="digits")).progress(run, Ledger.read(run))
+
+
+def begin_thrice(run: RunDir) -> Ledger:
+    """Record three attempts of which each but the first began with a newer checkpoint; the last is without an end."""
+    for attempt, first_step in enumerate((0, 2, 2)):
+        record_start(run, attempt=attempt, job_id="", first_step=first_step)
+        if attempt < 2:
+            end = End(cause=Cause.SUPERVISOR_DIED, last_step=2, next=Next.IN_PLACE)
+            record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, reason="killed", end=end)
+    return Ledger.read(run)
+
+
+def test_a_supervisors_death_is_judged_by_the_checkpoints_where_the_configuration_cannot_be_read(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "CONFIG_PATIENCE_S", 0.0)
+    ledger = begin_thrice(run)
+    make_unreadable(run.config)
+
+    next_ = takeover.write_down_death(run, ledger, None, "killed")
+
+    newest = Ledger.read(run).newest
+    assert newest is not None
+    assert (next_, newest.next, newest.last_step) == ("in place", "in place", 4)
+
+
+def test_a_supervisors_death_is_judged_by_the_configuration_though_that_cannot_be_read_at_first(run: RunDir) -> None:
+    run.config.write_text("name: digits\nrestart: {max_no_progress: 2}\n")
+    shutil.rmtree(run.checkpoints)
+    ledger = begin_thrice(run)
+    kept = run.config.rename(run.config.with_suffix(".kept"))
+    run.config.symlink_to(run.config.name)
+    server = threading.Timer(0.3, lambda: kept.replace(run.config))
+    server.start()
+
+    next_ = takeover.write_down_death(run, ledger, None, "killed")
+
+    server.join()
+    assert next_ == ""
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from ddp_hpc.job.ending import attempt_end, last_resort
+from ddp_hpc.run_dir import ownership
 from ddp_hpc.spec import RestartSpec
+from ddp_hpc.workload import recipe
+from tests.made_run import add_checkpoint
 from tests.unit.made_job import CRASHED, STOPPED, Make
 
 
@@ -49,3 +54,33 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
 
     assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
     assert f"could not write to attempts.jsonl how attempt {attempt} ended" in capsys.readouterr().err
+
+
+def test_the_newest_checkpoint_is_known_though_the_ledger_cannot_be_read(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    ownership.release(one.run, attempt)
+    add_checkpoint(one.run, 4)
+    one.run.attempts.unlink()
+    one.run.attempts.mkdir()
+
+    conclusion = last_resort.conclude(one.context, attempt, CRASHED)
+
+    assert conclusion.last_step == 4
+
+
+def test_a_decision_with_fewer_facts_waits_no_second_time_for_checkpoints_that_cannot_be_listed(
+    supervised: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recipe, "LISTING_PATIENCE_S", 0.6)
+    one = supervised()
+    attempt = one.begin()
+    shutil.rmtree(one.run.checkpoints)
+    for path in (one.run.checkpoints, one.run.progress):
+        path.symlink_to(path.name)
+
+    conclusion = last_resort.conclude(one.context, attempt, CRASHED)
+
+    assert (conclusion.decision.next, conclusion.last_step) == ("requeue", None)
+    waits = [record for record in caplog.records if "Trying again" in record.getMessage()]
+    assert len(waits) == 1

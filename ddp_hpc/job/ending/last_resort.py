@@ -16,7 +16,7 @@ from ddp_hpc.job.ending import attempt_end, requeue_job
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.workers import Workers
-from ddp_hpc.run_dir.ledger import Cause
+from ddp_hpc.run_dir.ledger import Cause, Ledger
 from ddp_hpc.run_dir.records import since_submission
 
 PATIENCE_S = 600.0
@@ -50,12 +50,15 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     if outcome.code == exit_codes.FENCED:
         decision = requeue.decide(requeue.Situation(cause=Cause.FENCED), context.spec.restart)
         return Conclusion(attempt=attempt, cause=Cause.FENCED, decision=decision, reason=reason)
-    num, newest_step = 1, None
+    num, newest_step, ledger = 1, None, None
     with suppress(Exception):
         ledger = context.records.ledger()
-        newest_step = context.workload.progress(context.run, ledger)
-        attempts = since_submission(ledger, context.records.queued())
-        num = requeue.num_without_progress(attempts, newest_step, _CAUSE)
+    with suppress(Exception):  # at once: `attempt_end` has waited for the file system, and the time limit may be near
+        newest_step = context.workload.progress(context.run, ledger or Ledger(), is_patient=False)
+    if ledger is not None and newest_step is not None:
+        with suppress(Exception):
+            attempts = since_submission(ledger, context.records.queued())
+            num = requeue.num_without_progress(attempts, newest_step, _CAUSE)
     situation = requeue.Situation(
         cause=_CAUSE,
         num_without_progress=num,

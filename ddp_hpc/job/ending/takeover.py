@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddp_hpc import exit_codes, requeue
 from ddp_hpc.base import processes
 from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import JobContext, given_world
@@ -19,16 +19,18 @@ from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.requeue import Decision
 from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import newest_committed, since_submission
+from ddp_hpc.run_dir.records import since_submission
 from ddp_hpc.slurm.allocation import Allocation
 from ddp_hpc.spec.launch import LaunchSpec, RestartSpec
 from ddp_hpc.workload.protocol import Workload
-from ddp_hpc.workload.table import workload_of
+from ddp_hpc.workload.table import progress_without_spec, workload_of
 
 LEAVE_S = 10.0
 """How long the processes of a dead supervisor may take to exit, as srun and the agents notice its death."""
 CANCEL_S = 30.0
 """How long Slurm may take to cancel the steps of those that do not."""
+CONFIG_PATIENCE_S = 10.0
+"""How long to wait for a file system that does not show the run's configuration; not longer, as the time limit may be near."""
 
 
 def end_leftover_steps(run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
@@ -90,7 +92,7 @@ def write_down_death(
     asked, newest, records = _asked(run), ledger.newest, RunRecords(run)
     assert newest is not None  # noqa: S101  the callers looked
     spec, workload = asked or (None, None)
-    newest_step = newest_committed(run, ledger) if workload is None else workload.progress(run, ledger)
+    newest_step = progress_without_spec(run, ledger) if workload is None else workload.progress(run, ledger)
     if workload is not None and records.is_done(workload.goal):
         end = End(cause=Cause.FINISHED, last_step=newest_step)
         records.end(newest.attempt, Ending.FINISHED, exit_code=exit_codes.FINISHED, reason="", end=end)
@@ -126,8 +128,9 @@ def _decide(
 def _asked(run: RunDir) -> tuple[LaunchSpec, Workload] | None:
     """Return what the run's configuration asks for; None where it cannot be read."""
     try:
-        spec = load_resolved(run.config)
-    except ConfigError:
+        spec = load_resolved(run.config, is_patient=True, patience_s=CONFIG_PATIENCE_S)
+    except (ConfigError, UnreadableError) as error:
+        sys.stderr.write(f"note: {error} ddp-hpc decides without the run's configuration what follows.\n")
         return None
     return spec, workload_of(spec)
 
