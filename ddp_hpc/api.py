@@ -86,7 +86,7 @@ class Job:
         return read_lines(self.run, LogSelection(rank=rank, attempt=attempt))
 
     def stop(self) -> None:
-        """Ask the run to commit a checkpoint and leave; `wait` returns once it has. Submit it again to go on.
+        """Ask the run to commit a checkpoint and exit; `wait` returns once it has. Submit it again to go on.
 
         Raises:
             ConfigError: where it is not running.

@@ -1,4 +1,4 @@
-"""The command line: flags in, calls out."""
+"""The command line: it reads flags and calls the functions that do the work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VERBS = {
     "completion": "print a shell script for tab completion of commands, options, keys and runs",
     "env": "print the environment variables that a worker gets (RANK, MASTER_ADDR, ...), and where each comes from",
 }
-"""Verb -> what it does; each is a module of `verbs`, imported when it is asked for."""
+"""Verb -> what it does; each is a module of `verbs`, imported when the user calls it."""
 
 _DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
 INTERRUPTED = 130
@@ -48,14 +48,14 @@ class Verb(Protocol):
     """What a verb's module offers."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare its arguments."""
+        """Declare the arguments."""
 
     def run(self, args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-        """Do it; return the exit code."""
+        """Run the command; return its exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code. Without `argv`, it is the one that this process was started for."""
+    """Run one command; return its exit code. Without `argv`, run the command in `sys.argv`."""
     with nullcontext() if argv is not None else quick_start(), guarded_terminal():
         return _main(sys.argv[1:] if argv is None else list(argv))
 
@@ -69,12 +69,12 @@ def _main(words: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read us has had enough; the interpreter must not find out once more at exit
+    except BrokenPipeError:  # the reader closed the pipe; else the interpreter would fail again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
         if error.filename is None:
-            raise  # not about a file of the user's: ours to mend
+            raise  # it concerns no file of the user's, so it is an error in ddp-hpc
         print(
             f"error: {error.filename} cannot be used: {error.strerror}. Check the path and its permissions.",
             file=sys.stderr,
@@ -98,7 +98,7 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
 
 
 def _are_mixed(words: Sequence[str]) -> bool:
-    """Tell whether options stand between other words, where some words may be the values of options."""
+    """Return whether options stand between other words, where some words may be the values of options."""
     others = [number for number, word in enumerate(words) if not word.startswith("-")]
     return others != list(range(others[0], others[-1] + 1)) if others else False
 

@@ -1,4 +1,4 @@
-"""Staying with a run until its attempt ends: waiting for it, or showing how it goes."""
+"""Follow a run until its attempt ends: wait for it, or show its progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_hpc.watch.status import RunStatus
 
 LINE_INTERVAL_S = 2.0
 WAITING_INTERVALS_S = (1.0, 60.0)
-"""At first, and at the longest."""
+"""The first pause, and the longest."""
 
 
 def show(

@@ -1,4 +1,4 @@
-"""What may stand where the user presses the tab key."""
+"""The words that the tab key can complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def candidates(words: Sequence[str], environment: Mapping[str, str]) -> list[str
 
 
 def _that_fit(before: Sequence[str], word: str, environment: Mapping[str, str]) -> Iterable[str]:
-    """Return what may stand where `word` begins, whatever it begins with."""
+    """Return all words that can stand in the place of `word`; the caller keeps those that begin with it."""
     parser = argparse.ArgumentParser()
     importlib.import_module(f"ddp_hpc.cli.verbs.{before[0]}").add_arguments(parser)
     actions = parser._actions  # noqa: SLF001  # argparse has no public list of them

@@ -1,4 +1,4 @@
-"""Numbers, times and tables as words and columns."""
+"""Format numbers, durations and tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a measured number with four digits that count."""
+    """Return a measured number with four significant digits."""
     if value is None:
         return DASH
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.4g}"
@@ -34,7 +34,7 @@ def numbers(values: Mapping[str, float]) -> str:
 
 
 def size(num_bytes: int | None) -> str:
-    """Return `1.5 GiB` and its like."""
+    """Return a number of bytes, such as `1.5 GiB`."""
     if num_bytes is None:
         return DASH
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -57,7 +57,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return JSON that every reader takes: what is no number (NaN) is null."""
+    """Return JSON that every parser reads: NaN and infinity become null."""
     return json.dumps(_finite(value), indent=1, allow_nan=False)
 
 

@@ -45,5 +45,5 @@ def view(status: RunStatus) -> Group:
 
 
 def _text(words: str, *, style: str = "") -> Text:
-    """Return words as they are: neither markup of rich nor commands to the terminal."""
+    """Return text that rich prints unchanged: without markup, and with control characters escaped."""
     return Text(visible(words), style=style)

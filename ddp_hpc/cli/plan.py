@@ -1,4 +1,4 @@
-"""What a submission would start beyond the line that the user sees: the commands, and the variables that follow."""
+"""The commands that a submission would start, and the environment variables of its first worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.table import workload_of
 
 _IN_JOB = Meeting("ADDRESS", 0)
-"""Stands for what is decided in the job."""
+"""Stands for a value that only the job can determine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Plan:
     """The commands of an attempt, and what its first worker finds in its environment."""
 
     steps: Mapping[str, str]
-    """What it is for -> the command."""
+    """Purpose -> command."""
     variables: Mapping[str, Fact]
     """Of rank zero, as `ddp-hpc env` shows them; the other workers' ranks differ."""
     users: Sequence[str]
@@ -123,10 +123,10 @@ class _NodeFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class _HowStarted:
-    """How the supervisor of a back end's runs starts workers."""
+    """How the supervisor starts the workers of a run, by back end."""
 
     steps: Callable[[Launch], Mapping[str, str]]
-    """What each command is for -> the command."""
+    """Purpose -> command."""
     node: Callable[[RunSpec], _NodeFacts]
     inherits: Callable[[RunSpec], bool]
     """Whether workers inherit the variables that are set where the run is submitted."""

@@ -1,4 +1,4 @@
-"""Start a command in less time: load some modules at their first use only, and have the garbage collector look seldom.
+"""Start a command in less time: load some modules at their first use only, and run the garbage collector seldom.
 
 Nearly all the time of a short command is its imports (`make bench ARGS=commands`). Three rules keep it short:
 

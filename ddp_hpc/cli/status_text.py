@@ -1,4 +1,4 @@
-"""A run's status in words."""
+"""A run's status as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddp_hpc.watch.status import RunStatus
 
 
 def as_text(status: RunStatus, *, now: float) -> str:
-    """Return the status in lines of a word and what it is."""
+    """Return the status, one line for each field: its name and its value."""
     rows = {
         "run": f"{status.run}  ({status.path})",
         "state": status.state,

@@ -1,4 +1,4 @@
-"""What is said of a run at the end of a command: how it stands, why, where it lies, what to try next."""
+"""The summary of a run that a command prints at its end: state, reason, directory, and commands to try next."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ddp_hpc.watch.failure import last_lines, log_of
 from ddp_hpc.watch.status import RunStatus
 
 EXIT_CODES = {"finished": exit_codes.FINISHED, "stopped": exit_codes.STOPPED, "refused": exit_codes.REFUSED}
-"""State of a run that has ended -> our exit code; every other is a failure."""
+"""State of a run that has ended -> exit code; every other state counts as a failure."""
 
 NUM_LINES = 15
 
 
 def exit_code(status: RunStatus) -> int:
-    """Return what a command that stayed to the end exits with."""
+    """Return the exit code of a command that followed the run to its end."""
     return 0 if status.is_alive else EXIT_CODES.get(status.state, exit_codes.FAILED)
 
 
 def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> None:
-    """Print how the run stands; `word` is what to type for it, `again` what to type to submit it again."""
+    """Print the summary. `word` names the run on the command line; `again` is the command that submits it again."""
     failure = first_failure(run, status.attempt) if status.state == "failed" and status.attempt is not None else None
     if failure is not None and not (failure.is_diverged or failure.is_input_error):  # else the reason says all
         print(cause(run, failure), file=sys.stderr)
@@ -42,7 +42,7 @@ def headline(status: RunStatus) -> str:
 
 
 def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
-    """Return commands to go on with, after what each is for."""
+    """Return commands to try next, each after its purpose."""
     alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
     ended = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
     begin = "from the beginning" if status.last_checkpoint is None else f"from step {status.last_checkpoint}"
@@ -56,7 +56,7 @@ def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
 
 
 def cause(run: RunDir, failure: WorkerFailure) -> str:
-    """Return who failed first, with what, and the last lines of its log."""
+    """Return which process failed first, its error, and the last lines of its log."""
     who = "ddp-hpc's agent process" if failure.rank < 0 else f"rank {failure.rank}"
     told = [f"{who} on {failure.host} failed first, at step {failure.step}: {failure.exception}"]
     log = log_of(run, failure)

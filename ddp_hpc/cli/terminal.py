@@ -1,4 +1,4 @@
-"""Text on a terminal: what others wrote (exceptions, log lines, names, Slurm's answers) is shown, and commands nothing."""
+"""Text on a terminal: control characters in exceptions, log lines, names and Slurm's answers are shown, not executed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""All that is neither seen nor a tab nor a line's end: control characters, C1's too, and what turns the direction of text."""
+"""Control characters (C0 without tab and line feed, and C1), and characters that change the direction of text."""
 
 
 def visible(text: str) -> str:
@@ -20,12 +20,12 @@ def visible(text: str) -> str:
 
 
 class Terminal(io.TextIOWrapper):
-    """A terminal that text cannot command."""
+    """A stream to a terminal that escapes control characters."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.buffer, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
         self.stream = stream
-        """The terminal itself, for those who draw on it."""
+        """The unguarded terminal, for code that draws on it."""
 
     def write(self, text: str, /) -> int:
         super().write(visible(text))
@@ -60,5 +60,5 @@ def _guarded(stream: TextIO | None) -> Any:
 
 
 def unguarded(out: TextIO) -> TextIO:
-    """Return the terminal itself, for who draws on it and takes care of the text."""
+    """Return the unguarded terminal, for a caller that escapes control characters itself."""
     return out.stream if isinstance(out, Terminal) else out

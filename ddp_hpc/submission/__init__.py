@@ -1,1 +1,1 @@
-"""The login node, sending."""
+"""Submission from a login node: check a run, make its directory, and start it or send its job."""

@@ -1,4 +1,4 @@
-"""What a run may be submitted to: the protocol of a back end, the table of those that we have, and which one a run uses.
+"""Back ends, to which runs are submitted: their protocol, the table of them, and the choice of one for a run.
 
 A back end is a module of this room that has the functions of `Backend`. To add one, write the module and add its line to
 `BACKENDS`; `tests/contract` holds every back end to the same behaviour. Callers import no back end by name.
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from ddp_hpc.spec import RunSpec
 
 AUTO = "auto"
-"""Asks for the first back end of the table that is here."""
+"""Stands for the first back end of the table that this host can use."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What came of a submission."""
+    """The result of a submission."""
 
     run: RunDir
     backend: str
@@ -81,7 +81,7 @@ class Backend(Protocol):
         """
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
-        """Tell whether `auto` may choose this back end on this host, even if it does not answer now."""
+        """Return whether `auto` may choose this back end on this host, even if it does not answer now."""
 
     def describe(self, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
         """Return what `submit` would do; make nothing.
@@ -117,14 +117,14 @@ class Backend(Protocol):
         """
 
     def stop(self, run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
-        """Ask the run to commit a checkpoint and leave, for good or to go back into the queue; return what to tell the user.
+        """Ask the run to commit a checkpoint and exit, for good or to be requeued; return a message for the user.
 
         Raises:
             ConfigError: where it is not running, or `then` is "requeue" and there is no queue.
         """
 
     def cancel(self, run: RunDir, environ: Mapping[str, str]) -> str:
-        """End the run without waiting for a checkpoint; return what to tell the user.
+        """End the run without waiting for a checkpoint; return a message for the user.
 
         Where a scheduler sends a signal before it kills, ranks that agree on a step in time commit it all the same.
 
@@ -216,7 +216,7 @@ def backends_of(run: RunDir) -> list[Backend]:
 def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) -> Submission | None:
     """Return the run's start that waits or runs in another back end than `backend`; None without one.
 
-    Asked are those that the run's records name, and those that any host has: they see processes that have recorded nothing
+    It asks those that the run's records name, and those that any host has: they see processes that have recorded nothing
     yet. A back end that is not on this host is not asked.
     """
     everywhere = (name for name, place in BACKENDS.items() if place.command is None)
@@ -231,7 +231,7 @@ def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) ->
 def _names_in_records(run: RunDir) -> Iterator[str]:
     """Yield the back ends that the run's records name, that of the newest start first."""
     job, newest = read_queued_job(run), Ledger.read(run).newest
-    of_job = [] if job is None else [str(job.backend)]  # whatever a hand has written there
+    of_job = [] if job is None else [str(job.backend)]  # a user may have edited the record
     if job is not None and (newest is None or newest.attempt < job.attempt):
         yield from of_job
     if newest is not None:

@@ -1,4 +1,4 @@
-"""Building the image that comes with us, and telling one image from another by all of its bytes."""
+"""Build the image that ddp_hpc ships, and identify an image by a hash of all its bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Digest:
-    """What tells an image from all others; the fields are the keys of `container digest --json`."""
+    """The identity of an image; the fields are the keys of `container digest --json`."""
 
     image: str
     sha256: str
@@ -113,7 +113,7 @@ def _engine(engine: Engine, environ: Mapping[str, str]) -> str:
 
 
 def digest(image: str, environ: Mapping[str, str]) -> Digest:
-    """Return what tells an image from others: a file's, or else one that Docker has.
+    """Return the identity of an image: a file, or else an image that Docker has.
 
     Raises:
         ConfigError: where there is neither.

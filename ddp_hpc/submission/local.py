@@ -36,16 +36,16 @@ HAS_QUEUE = False
 START_PATIENCE_S = 120.0
 """How long `submit` waits for the first step to begin before it lets the run go on alone."""
 STOP_PATIENCE_S = 600.0
-"""How long a run that was told to stop may take to finish its step and commit."""
+"""How long a run that a user asked to stop may take to finish its step and commit."""
 VANISH_PATIENCE_S = 10.0
 """How long the processes of an attempt that is over may take to vanish."""
 _POLL_S = 0.05
 _guardians: list[subprocess.Popen[bytes]] = []
-"""Those that this process has started, and not reaped."""
+"""Guardians that this process has started and not reaped."""
 
 
 def supervisor_argv(run: RunDir) -> list[str]:
-    """Return the command that starts the run: of the supervisor's guardian."""
+    """Return the command that starts the supervisor's guardian, and so the run."""
     return [sys.executable, "-m", "ddp_hpc.job.guardian", str(run.path)]
 
 
@@ -63,12 +63,12 @@ def refuse_several_nodes(spec: LaunchSpec) -> None:
 
 
 def require(environ: Mapping[str, str]) -> None:
-    """Check nothing: this machine is here."""
+    """Check nothing: every host can run a run locally."""
     del environ
 
 
 def is_here(environ: Mapping[str, str]) -> bool:
-    """Tell that this machine is here."""
+    """Return True: every host can run a run locally."""
     del environ
     return True
 
@@ -141,7 +141,7 @@ def submit(
 
 
 def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
-    """Return why nothing is started: the run runs or waits, here or elsewhere, or has finished."""
+    """Return why `submit` starts nothing: the run runs or waits, here or elsewhere, or has finished."""
     if _is_busy(run):
         return Submission(run, NAME, "running", Ledger.read(run).newest_number)
     elsewhere = find_job_elsewhere(run, NAME, environ)
@@ -184,7 +184,7 @@ def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -
 
 
 def _is_busy(run: RunDir) -> bool:
-    """Tell whether somebody works on the run; an attempt that is over, or was told to stop, is given time to leave."""
+    """Return whether a process works on the run. An attempt that has ended, or that a user asked to stop, gets time to exit."""
     began = time.monotonic()
     while processes.is_locked(run.lock):
         if time.monotonic() - began > _patience_s(run):
@@ -269,7 +269,7 @@ def _gone(run: RunDir, attempt: int) -> str:
 
 
 def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
-    """Ask the run to commit a checkpoint and leave; return what to tell the user.
+    """Ask the run to commit a checkpoint and exit; return a message for the user.
 
     Raises:
         ConfigError: where it is not running, or is to go back into a queue.
@@ -286,7 +286,7 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
-    """End the run at once, without a checkpoint; return what to tell the user.
+    """End the run at once, without a checkpoint; return a message for the user.
 
     Raises:
         ConfigError: where it is not running.

@@ -1,4 +1,4 @@
-"""Putting a run's directory aside, or deleting it, once nobody works on it."""
+"""Rename or delete a run's directory once no process works on it."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def _rename(path: Path, target: Path) -> None:
 
 @contextmanager
 def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
-    """Keep others from starting the run meanwhile.
+    """Keep other processes from starting the run in the `with` block.
 
     Raises:
-        RunBusyError: where somebody works on it, or may do so soon.
+        RunBusyError: where a process works on it, or a job that waits may do so soon.
     """
     if run.path.is_symlink():
         raise ConfigError(

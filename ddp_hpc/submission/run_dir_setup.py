@@ -23,7 +23,7 @@ from ddp_hpc.workload.table import workload_of
 
 
 def is_finished(run: RunDir, spec: RunSpec) -> bool:
-    """Tell whether the run has done all that its configuration asks for."""
+    """Return whether the run has done all that its configuration asks for."""
     return is_done(run, workload_of(spec).goal)
 
 
@@ -39,7 +39,7 @@ def refuse_file_in_the_way(run: RunDir) -> None:
         except (FileNotFoundError, NotADirectoryError):
             continue  # the next one above says more
         except OSError:
-            return  # whoever goes there says why that fails
+            return  # the code that opens the path reports why it fails
         if not stat.S_ISDIR(mode):
             raise ConfigError(
                 f"`runs_dir` and `name` put the run at {run.path}, but {place} is a file, not a directory. "
@@ -63,7 +63,7 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
         try:
             replace_text(beside.config, resolved_text, is_secret=True)
             make_directory(beside.console.parent)
-            beside.path.rename(run.path)  # fails where there is a run after all, so that what is new is ours alone
+            beside.path.rename(run.path)  # fails where a run exists by now: only this process fills a new run
         except OSError as error:
             shutil.rmtree(beside.path, ignore_errors=True)
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
@@ -86,7 +86,7 @@ def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[None]:
         ConfigError: where the run's directory is another user's, or cannot be written.
         RunBusyError: where another process submits the run for longer than `patience_s`, or has removed it.
     """
-    refuse_strangers(run.path)  # first: whoever owns the directory could hold the lock, or put a link in its place
+    refuse_strangers(run.path)  # first: the owner of the directory could hold the lock, or replace it by a link
     lock_fd = _submission_lock(run, patience_s)
     try:
         if not run.config.exists():
@@ -137,7 +137,7 @@ _WRITABLE = 0o022
 
 
 def refuse_strangers(path: Path) -> None:
-    """Refuse a run directory that somebody else owns or may write to: whoever can may swap the code that you then run.
+    """Refuse a run directory that another user owns or may write to: that user could replace the code that you then run.
 
     Raises:
         ConfigError: where it is so.
@@ -148,7 +148,7 @@ def refuse_strangers(path: Path) -> None:
             f"The run's directory {path} belongs to {_user(found.st_uid)}, and its owner could change the code that you "
             "would run. Start a run of your own with `name=...` or `runs_dir=...`."
         )
-    places = [path, *_inner(path)] if found.st_mode & 0o011 else [path]  # else nobody else gets as far
+    places = [path, *_inner(path)] if found.st_mode & 0o011 else [path]  # else no other user can enter the directory
     open_ones = [place for place in places if place.lstat().st_mode & _WRITABLE and not place.is_symlink()]
     if open_ones and not _knows_no_modes(path.parent):
         raise ConfigError(
@@ -158,7 +158,7 @@ def refuse_strangers(path: Path) -> None:
 
 
 def note_on_parents(path: Path) -> Iterator[str]:
-    """Say where somebody could put another directory in the place of a run's, though it is closed itself."""
+    """Yield a note for each parent in which any user could replace the run's directory, even though that directory is closed."""
     for folder in path.resolve().parents:
         mode = folder.stat().st_mode if folder.exists() else 0
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -169,25 +169,25 @@ def note_on_parents(path: Path) -> Iterator[str]:
 
 
 def _inner(path: Path) -> Iterator[Path]:
-    """Yield what of a run decides what is executed."""
+    """Yield the files and directories of a run that determine which code runs."""
     run = RunDir(path)
     yield from (place for place in (run.config, run.job_script, run.snapshots, run.checkpoints) if place.exists())
 
 
 def _owner_of_new(folder: Path) -> int | None:
-    """Return who owns what we make in a directory: file systems may map users (NFS), or know one only (SMB, FUSE)."""
+    """Return the owner of a file that this process makes in a directory: file systems may map users (NFS), or know only one (SMB, FUSE)."""
     probe = _probe(folder)
     return probe and probe.st_uid
 
 
 def _knows_no_modes(folder: Path) -> bool:
-    """Tell whether what we make for ourselves alone is open to others here, as on file systems without modes."""
+    """Return whether others may write to a private file that this process makes here, as on file systems without modes."""
     probe = _probe(folder)
     return probe is not None and bool(probe.st_mode & _WRITABLE)
 
 
 def _probe(folder: Path) -> os.stat_result | None:
-    """Return what becomes of a directory that we make in another for ourselves; None where we may make none."""
+    """Make a private directory in `folder`, and return its status; None where this process may not make one."""
     with suppress(OSError), tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=folder) as made:
         return Path(made).stat()
     return None

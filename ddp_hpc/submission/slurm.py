@@ -77,7 +77,7 @@ def require(environ: Mapping[str, str]) -> None:
 
 
 def is_here(environ: Mapping[str, str]) -> bool:
-    """Tell whether this is a host of a Slurm cluster, even of one that does not answer now."""
+    """Return whether this is a host of a Slurm cluster, even of one that does not answer now."""
     return client.is_here(environ)
 
 
@@ -170,7 +170,7 @@ class _Plan:
     script: str
     notes: Sequence[str]
     is_new: bool
-    """What was found first: whoever looks twice may find both."""
+    """Found once, at the beginning: a second check may find another answer."""
 
 
 def _plan(
@@ -201,14 +201,14 @@ def _make(plan: _Plan) -> None:
 
 
 def _fill(plan: _Plan) -> list[str]:
-    """Put the frozen code and the job script into the run directory; return what to say of the code."""
+    """Put the frozen code and the job script into the run directory; return notes on the code."""
     notes = _freeze_code(plan.spec, plan.run, plan.import_paths)
     replace_text(plan.run.job_script, plan.script)
     return notes
 
 
 def _notes_on_restarts(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]) -> Iterator[str]:
-    """Say what the run's past means for its next job."""
+    """Yield notes on how earlier failures of the run change its next job."""
     spared = spared_nodes(run, spec, environ)
     if spared.excluded:
         yield f"excludes {', '.join(spared.excluded)}, where the run failed in the last {spec.restart.forget_h} h (`restart.forget_h`)"
@@ -217,7 +217,7 @@ def _notes_on_restarts(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]
 
 
 def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submission | None:
-    """Return what stands in the way of another job: one that waits or runs, or that nothing is left to do."""
+    """Return why no new job is needed: one waits or runs, or the run has finished."""
     there = find_job(run, environ) or find_job_elsewhere(run, NAME, environ)
     if there is not None:
         return there
@@ -248,7 +248,7 @@ def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -
 
 
 def is_alive(job_id: str, environ: Mapping[str, str]) -> bool:
-    """Tell whether Slurm still has plans for a job."""
+    """Return whether Slurm still holds a job that waits or runs."""
     job = client.job(job_id, environ)
     return job is not None and not states.has_ended(job.state)
 
@@ -295,7 +295,7 @@ def _freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> li
 
 @contextlib.contextmanager
 def _nothing_left_of_new(plan: _Plan) -> Iterator[None]:
-    """Take a run that was new away again when it cannot be submitted."""
+    """Delete a new run again if it cannot be submitted."""
     try:
         yield
     except BaseException:
@@ -307,10 +307,10 @@ def _nothing_left_of_new(plan: _Plan) -> Iterator[None]:
 def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     """Return the last attempt, of those from `attempt` on, once it has ended and no other follows.
 
-    While a requeued job is held back by Slurm, it is told to begin (`hasten`).
+    While Slurm holds a requeued job back, ask Slurm to start it (`hasten`).
 
     Raises:
-        WorkerError: where the job left Slurm without a word in the run's directory.
+        WorkerError: where Slurm no longer has the job, and the job wrote nothing to the run's directory.
     """
     (pause, longest), files = _ASK_S, rereading.LastRead()
     asked_at, seen = time.monotonic(), read_queued_job(run)
@@ -331,7 +331,7 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
     try:
         job = client.job(queued.job_id, environ)
     except SlurmUnavailableError:
-        return  # it may be back soon; the job does not mind
+        return  # Slurm may answer again soon; the job continues meanwhile
     if job is not None and not states.has_ended(job.state):
         hasten_job(run, queued, job, environ)
         return
@@ -344,7 +344,7 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
-    """Take the run's job out of Slurm, whether it waits or runs; return what to tell the user.
+    """Cancel the run's job, whether it waits or runs; return a message for the user.
 
     Slurm sends SIGTERM, and SIGKILL after the cluster's KillWait (30 s, usually): ranks that agree on a step in that time
     commit it, and the attempt counts as cancelled all the same.
@@ -357,7 +357,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         raise ConfigError(
             f"{run.name} has no job in the queue, so there is nothing to cancel. Start it with `ddp-hpc submit`."
         )
-    write_queued_job(run, replace(job, cancelled_at=time.time()))  # first: a job that is leaving asks for it
+    write_queued_job(run, replace(job, cancelled_at=time.time()))  # first: a job that ends reads it
     try:
         client.cancel(job.job_id, environ)
     except BaseException:
@@ -370,7 +370,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
 
 
 def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:
-    """Ask the run to commit a checkpoint and leave, for good or for now; return what to tell the user.
+    """Ask the run to commit a checkpoint and exit, for good or to be requeued; return a message for the user.
 
     Raises:
         ConfigError: where it has not begun, or runs no more.

@@ -115,12 +115,12 @@ def _source_of(code_dir: Path) -> Path:
 
 
 def _runs_beside(run: RunDir) -> list[Path]:
-    """Return the other runs of its directory: where that is the code's own too, they are no code all the same."""
+    """Return the other runs beside this one; a copy of the code leaves them out, should they lie in its directory."""
     return [path for path in run.path.parent.iterdir() if _is_run(RunDir(path))]
 
 
 def _is_run(other: RunDir) -> bool:
-    """Tell whether a directory is a run's; one that cannot be looked into, another user's, is no code either."""
+    """Return whether to leave a directory out: it is a run's, or another user's that cannot be read."""
     try:
         return other.config.exists() and other.console.parent.exists()
     except OSError:
@@ -128,7 +128,7 @@ def _is_run(other: RunDir) -> bool:
 
 
 def _runs_among(source: Path, names: Sequence[str]) -> Iterator[Path]:
-    """Yield directories of older runs, wherever they lie in the code: with their checkpoints, they are no code."""
+    """Yield directories of older runs, wherever they lie in the code: their checkpoints are not code."""
     for name in names:
         run = RunDir((source / name).parent)
         if run.config.name == Path(name).name and run.path != source and (run.attempts.exists() or run.lock.exists()):
@@ -241,7 +241,7 @@ _REDIRECTING = (
     *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE"),
     *("GIT_CONFIG", "GIT_CONFIG_PARAMETERS", "GIT_TRACE", "GIT_EXTERNAL_DIFF", "GIT_LITERAL_PATHSPECS"),
 )
-"""Variables that would have git look at another repository: a hook of git's has them, and what is started from it."""
+"""Variables that direct git to another repository: git sets them for its hooks and for the processes that a hook starts."""
 _WITHOUT_COMMANDS = (
     *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.alternateRefsCommand="),
     *("-c", "status.submoduleSummary=false", "-c", "protocol.allow=never"),
@@ -250,7 +250,7 @@ _WITHOUT_COMMANDS = (
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """Return what git says about a directory; None where it is no work tree, or git is not here."""
+    """Return what git says about a directory; None where it is not a work tree, or this host has no git."""
     return _asked(folder, *_WITHOUT_COMMANDS, *_without_filters(folder), *words)
 
 

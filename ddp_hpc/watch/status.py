@@ -337,8 +337,8 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
         advice = "check that its nodes can write there, and submit again"
         return f"job {queue_status.job_id} {phrase} and wrote nothing to the run directory: {advice}"
     if queue_status.has_ended:
-        advice = {"failed": "; see its log (`ddp-hpc logs`). ", "interrupted": ". "}.get(state)
-        again = "" if advice is None else advice + _again(seen)
+        leads = {"failed": "; see its log (`ddp-hpc logs`). ", "interrupted": ". "}
+        again = leads[state] + _again(seen) if state in leads else ""
         return f"job {queue_status.job_id} {phrase}{again}"
     if state == "running" and seen.silent_s is not None:
         return f"the run has written nothing for {seen.silent_s:.0f} s, but Slurm says that its job {phrase}"

@@ -1,1 +1,1 @@
-"""One file a verb: its arguments, and what it calls."""
+"""One module for each verb: its arguments, and the code that runs it."""

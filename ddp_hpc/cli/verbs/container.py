@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Do what was asked."""
+    """Build, check, or print the hash."""
     if args.settings and args.action != "check":
         raise ConfigError(
             f"`ddp-hpc container {args.action}` takes one image, but {args.settings[0]!r} follows it. Remove that."

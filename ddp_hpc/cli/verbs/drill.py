@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Do it, and say how it went."""
+    """Run the drill, and print its result."""
     from ddp_hpc.drill.scenario import drill
 
     out = sys.stderr if args.json else sys.stdout

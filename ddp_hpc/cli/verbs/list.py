@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
-    """Return those that were asked for, in the order that was asked for, each with its values of the keys that differ."""
+    """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
     from ddp_hpc.base.discretion import is_key_shown
     from ddp_hpc.config import HIDDEN  # late: what compares runs reads configurations
     from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys, filter_runs, sort_runs

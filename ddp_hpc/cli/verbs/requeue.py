@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 LEAVE_PATIENCE_S = 600.0
 END_PATIENCE_S = 60.0
-"""How long a job that waits in the queue already may take to be rid of its last start."""
+"""How long a job that waits in the queue already may take until Slurm has cleaned up its last start."""
 BEGIN_PATIENCE_S = 10.0
-"""Slurm may begin it by itself before it is asked twice."""
+"""Slurm may start the job before this command asks again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Mapping[str, str]) -> None:
-    """Wait until the job is pending, and have it begin, or be free to as soon as it has its nodes.
+    """Wait until the job is pending, and ask Slurm to start it as soon as nodes are free.
 
     Raises:
-        WorkerError: where it does not come back, or waits for something else.
+        WorkerError: where the job does not return to the queue, or waits for another reason.
     """
     from ddp_hpc.run_dir.ledger import Ledger
 
@@ -66,7 +66,7 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
         times_asked += backend.hasten(run_dir, environment, is_asked=True)
         if times_asked == 1:
             deadline = min(deadline, time.monotonic() + BEGIN_PATIENCE_S)
-        if times_asked > 1:  # first from a moment later on, which nodes need; then at once
+        if times_asked > 1:  # first with a short delay, which nodes need; then without one
             break
         newest = Ledger.read(run_dir).newest
         if newest is not None and status.attempt is not None and newest.attempt > status.attempt:

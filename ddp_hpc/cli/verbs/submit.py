@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Resolve, start, tell; wait or follow where asked."""
+    """Resolve the configuration, start the run and print the result; with `--wait` or `--follow`, stay until it ends."""
     from ddp_hpc.config import resolve
     from ddp_hpc.submission.backend import choose_backend
 
@@ -139,7 +139,7 @@ def _submit(
 
 
 def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
-    """Wait for the run's end, or show how it goes, where that was asked."""
+    """With `--wait`, wait for the run's end; with `--follow`, show its progress."""
     from ddp_hpc.submission.backend import load_backend
 
     if submission.state == "finished":

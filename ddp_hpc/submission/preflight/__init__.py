@@ -1,1 +1,1 @@
-"""What is checked before a job is submitted."""
+"""Checks before a job is submitted."""

@@ -1,4 +1,4 @@
-"""The checks before the queue: would Slurm take the job, when would it start, what does it cost, does the plan fit."""
+"""Checks before submission: whether Slurm accepts the job, when it would start, what it costs, and whether the plan fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.preflight.sbatch_errors import Cluster, asked, chosen_partition, explain
 
 PRIVATE_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108  # named to be refused
-"""Where every node has files of its own."""
+"""Directories that each node has for itself."""
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
@@ -59,7 +59,7 @@ def refuse_private_python(run_path: Path, pythons: Sequence[Path]) -> None:
 
 
 def _private_place(path: Path) -> str | None:
-    """Return which place of each node's own a path lies in; None where it is in none."""
+    """Return the node-local directory that a path lies in; None where there is none."""
     resolved = path.resolve()
     place = next((place for place in PRIVATE_PLACES if resolved.is_relative_to(place)), None)
     mounts = [one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)]
@@ -89,7 +89,7 @@ def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
 
 
 def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
-    """Say what is asked for, when it would start, and how much of the account it may use."""
+    """Yield notes on what the job asks for, when it would start, and how much of the account it may use."""
     when = ""
     if starts_at is not None:
         wait_s = starts_at - time.time()
@@ -111,7 +111,7 @@ def _start(wait_s: float) -> str:
 
 
 def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, save_s: float | None) -> Iterator[str]:
-    """Say where the plan does not fit the cluster, though Slurm takes the job."""
+    """Yield notes where the plan does not fit the cluster, though Slurm accepts the job."""
     limit_min = spec.resources.time_limit_min
     if partition is None:
         return
@@ -140,7 +140,7 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
 
 
 def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
-    """Return what to say of a job that left Slurm without a word in the run's directory."""
+    """Return the message on a job that Slurm no longer has and that wrote nothing to the run's directory."""
     how = (
         "is no longer known to Slurm"
         if job is None

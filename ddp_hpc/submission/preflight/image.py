@@ -1,4 +1,4 @@
-"""A look at the image before the run is sent, rather than on all of its nodes."""
+"""Check the image once before submission, rather than on every node of the job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def look_at_image(
         return
     refuse_misplaced(spec, is_for_slurm=is_for_slurm)
     if spec.container.runtime == "docker":
-        pass  # its daemon knows, and fetches what it does not have
+        pass  # Docker's daemon knows its images, and fetches those that it does not have
     elif is_address(inside.image):
         _require_fetching_runtime(spec, inside)
     elif not Path(inside.image).exists():
