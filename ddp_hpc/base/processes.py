@@ -300,7 +300,7 @@ def lasting_threads() -> list[str]:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    import threading  # late: no command needs it (cli/quick_import.py)
+    import threading  # late: no command needs it (cli/quick_start.py)
 
     known = {
         thread.native_id: f"{thread.name} ({type(thread).__module__}.{type(thread).__qualname__})"

@@ -39,6 +39,7 @@ VERBS = {
 }
 """Verb -> what it does; each is a module of `verbs`, imported when the user calls it."""
 
+_NEGATIVE = re.compile(r"-\.?\d")
 _DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -99,6 +100,8 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
 
 def _are_mixed(words: Sequence[str]) -> bool:
     """Return whether options stand between other words, where some words may be the values of options."""
+    if any(word in {"-", "--"} or " " in word or _NEGATIVE.match(word) for word in words):
+        return True  # words that begin with a dash and may be no options
     others = [number for number, word in enumerate(words) if not word.startswith("-")]
     return others != list(range(others[0], others[-1] + 1)) if others else False
 

@@ -13,7 +13,9 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -60,9 +62,52 @@ class StandIn(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+class _LoadedMeanwhile:
+    """Finds a module of the package that the package's own import has just loaded, so that it does not run a second time."""
+
+    # `import torch._dynamo.config` sees that this module is not loaded, reads the package's `__path__`, and then looks for the
+    # module. Where a stand-in has the package's place, reading `__path__` imports the package, and the package imports
+    # this module. Python 3.11 does not look again, and would make a second module that the package itself does not use.
+    # https://docs.python.org/3/reference/import.html#path-attributes-on-modules
+
+    def __init__(self, package: str) -> None:
+        self._below = f"{package}."
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002  importlib passes it
+        target: ModuleType | None = None,
+    ) -> Any:
+        module = sys.modules.get(name) if name.startswith(self._below) and target is None else None
+        found = getattr(module, "__spec__", None)
+        if module is None or found is None or getattr(found, "_initializing", False):
+            return None
+        return ModuleSpec(name, _Loaded(module, found), origin=found.origin)  # type: ignore[arg-type]  # a loader by its methods
+
+
+class _Loaded:
+    """Loads a module that is loaded."""
+
+    def __init__(self, module: ModuleType, spec: ModuleSpec) -> None:
+        self._module = module
+        self._spec = spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002  importlib passes it
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        with suppress(AttributeError):  # `torch._dynamo.config` has the names of its settings, and no others
+            module.__spec__ = self._spec  # importlib has put its own there
+
+
 def put_in_place(stand_in: StandIn) -> None:
-    """Have imports find the stand-in."""
+    """Have imports find the stand-in, and each module of its package once."""
     parent, _, name = stand_in.__name__.rpartition(".")
+    stand_in.__spec__ = PathFinder.find_spec(
+        stand_in.__name__, sys.modules[parent].__path__
+    )  # asked for: is it installed?
+    sys.meta_path.insert(0, _LoadedMeanwhile(stand_in.__name__))
     sys.modules[stand_in.__name__] = stand_in
     setattr(sys.modules[parent], name, stand_in)
 

@@ -224,6 +224,11 @@ def test_export_writes_one_file_and_says_of_what(run: RunDir, capsys: pytest.Cap
     assert Path("out.st").stat().st_size > 0
 
 
+@pytest.mark.parametrize("words", [("config", "seed", "--"), ("config", "--", "seed"), ("config", "--json", "--", "seed")])
+def test_two_dashes_end_the_options_and_may_stand_last(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "seed" in answer(capsys, *words)
+
+
 def test_config_prints_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
     table = answer(capsys, "config").splitlines()
     rows = json.loads(answer(capsys, "config", "train.lr", "--json"))

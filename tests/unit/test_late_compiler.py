@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 import threading
@@ -64,6 +65,45 @@ def test_an_eager_training_leaves_the_compiler_out_and_torch_compile_brings_it_i
     assert done.returncode == 0, done.stderr
 
 
+FIRST_TOUCH = """
+import sys
+import torch
+from ddp_hpc.train.late_compiler import import_compiler_late
+
+import_compiler_late()
+{line}
+import torch._dynamo.output_graph
+assert torch._dynamo.output_graph.config is torch._dynamo.config is sys.modules["torch._dynamo.config"]
+of_dynamo = {{name: module for name, module in sys.modules.items() if name.startswith("torch._dynamo.")}}
+for name, module in of_dynamo.items():
+    parent, _, child = name.rpartition(".")
+    seen = vars(sys.modules[parent]).get(child, module)
+    assert seen is module or not isinstance(seen, type(sys)), f"two copies of {{name}}"
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._dynamo.decorators import mark_dynamic",
+        pytest.param(
+            "import torch._dynamo.config; torch._dynamo.config.suppress_errors = True", marks=pytest.mark.long
+        ),
+        pytest.param("import torchvision", marks=pytest.mark.long),
+    ],
+)
+def test_a_module_of_the_compiler_that_is_asked_for_first_is_made_once(line: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIRST_TOUCH.format(line=line)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """A stand-in for `outer.slow`, whose import takes a while, and whose modules look for each other as they are imported."""
@@ -75,6 +115,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn
     )
     (slow / "inner.py").write_text("value = 7\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     importlib.import_module("outer")
     stand_in = StandIn("outer.slow", {"mode": lambda: "known"})
     put_in_place(stand_in)
@@ -107,6 +148,17 @@ def test_any_other_use_imports_the_package_in_its_place(package: StandIn, line: 
 
     assert sys.modules["outer.slow"] is not package
     assert sys.modules["outer"].slow is sys.modules["outer.slow"]
+    assert sys.modules["outer.slow"].inner is sys.modules["outer.slow.inner"], "two copies of one module"
+    assert sys.modules["outer.slow.inner"].__spec__ is not None
+
+
+def test_who_asks_whether_the_package_is_installed_hears_so(package: StandIn) -> None:
+    found = importlib.util.find_spec("outer.slow")
+
+    assert found is not None
+    assert found.origin is not None
+    assert found.origin.endswith("__init__.py")
+    assert sys.modules["outer.slow"] is package
 
 
 def test_threads_that_use_the_package_at_the_same_time_import_it_once(package: StandIn) -> None:
