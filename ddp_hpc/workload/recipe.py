@@ -62,7 +62,8 @@ class RecipeWorkload:
         weights = self.spec.train.init_from
         if weights is not None:
             # A path below the working directory, or a run beside this one: the worker decides which of them has the weights.
-            candidates = (work_dir / Path(weights).expanduser(), self.spec.path.parent / weights)
+            below = os.path.expanduser(weights)  # noqa: PTH111  a Path raises an error for `~nobody`
+            candidates = (work_dir / below, self.spec.path.parent / weights)
             yield from (Path(os.path.normpath(path)) for path in candidates)
 
 

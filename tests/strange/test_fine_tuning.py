@@ -180,3 +180,8 @@ def test_a_recipes_own_collation_makes_the_batches_of_training_and_evaluation(tm
     assert epoch != list(range(20))
     assert sorted(evaluation) == list(range(20)), "and so has the evaluation"
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_weights_below_the_home_of_nobody_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"init_from` is '~nosuchuser/w\.pt', but neither the file"):
+        trained(tmp_path / "run", a_recipe(network(2)), train__init_from="~nosuchuser/w.pt")

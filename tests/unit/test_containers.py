@@ -30,6 +30,7 @@ from ddp_hpc.run_dir.ledger import record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import ContainerSpec, RecipeSpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.submission.preflight.image import look_at_image
+from ddp_hpc.workload.table import workload_of
 from tests.made_launch import launch_of, paths_of
 from tests.made_run import make_run
 
@@ -252,6 +253,14 @@ def test_both_places_that_may_hold_the_weights_are_bound(tmp_path: Path, monkeyp
 
     assert found is not None
     assert {str(runs / "pretrained"), str(work_dir)} <= {bind.source for bind in found.binds}
+
+
+def test_weights_below_the_home_of_nobody_end_in_no_traceback(tmp_path: Path) -> None:
+    one = replace(spec(), runs_dir=str(tmp_path), train=TrainSpec(init_from="~nosuchuser/w.pt"))
+
+    found = [*workload_of(one).input_paths(tmp_path / "work")]
+
+    assert found == [tmp_path / "work/~nosuchuser/w.pt", tmp_path / "~nosuchuser/w.pt"]
 
 
 def test_weights_that_are_not_there_are_the_workers_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -59,7 +60,7 @@ def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> N
 
 def _find(text: str, *, runs_dir: Path) -> Path:
     """Return the file, or the directory of a checkpoint, that `text` names."""
-    candidates = [Path(text).expanduser().absolute(), runs_dir / text]
+    candidates = [Path(os.path.expanduser(text)).absolute(), runs_dir / text]  # noqa: PTH111  a Path raises an error for `~nobody`
     for path in candidates:
         if path.is_file() or (path / checkpoint_names.MANIFEST).is_file():
             return path
