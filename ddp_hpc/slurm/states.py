@@ -198,6 +198,8 @@ _RESOURCES = {
     "prio": "priority",
 }
 """Part of a limit's code -> what it limits; the first part that the code contains counts."""
+_JOBS = (_RESOURCES["submit"], _RESOURCES["job"])
+"""Limits of numbers of jobs, which no job exceeds alone."""
 
 
 _LIMITS = {
@@ -209,7 +211,10 @@ _LIMITS = {
         "budget",
         "",
     ): "its {whose} has used all the time that it was granted; submit with another one, or ask your cluster's support",
-    ("grp", ""): "all jobs of its {whose} together have reached the limit of {what}; it starts when some of them end",
+    (
+        "grp",
+        "",
+    ): "all jobs of its {whose} together have reached the limit of {what}; it starts when some of them end{unless}",
     (
         "max",
         "perjob",
@@ -221,8 +226,8 @@ _LIMITS = {
     (
         "max",
         "peraccount",
-    ): "the jobs of its account have reached the {whose}'s limit of {what}; it starts when some of them end",
-    ("max", ""): "your jobs have reached the {whose}'s limit of {what}; it starts when some of them end",
+    ): "the jobs of its account have reached the {whose}'s limit of {what}; it starts when some of them end{unless}",
+    ("max", ""): "your jobs have reached the {whose}'s limit of {what}; it starts when some of them end{unless}",
 }
 """(kind of limit, whom it is for) -> what it means."""
 
@@ -249,8 +254,12 @@ def _limit(key: str) -> str | None:
     found = _LIMIT.fullmatch(key)
     if found is None:
         return None
-    is_budget = found["kind"] == "grp" and found["what"].endswith("minutes") and "run" not in found["what"]
+    # `GrpWall`, too, limits the time that jobs have used, not the one that they ask for:
+    # https://slurm.schedmd.com/resource_limits.html
+    is_used_time = (found["what"].endswith("minutes") and "run" not in found["what"]) or "wall" in found["what"]
+    is_budget = found["kind"] == "grp" and is_used_time
     kind = "budget" if is_budget else found["kind"]
     template = _LIMITS.get((kind, found["each"]), _LIMITS[kind, ""])
     what = next((words for part, words in _RESOURCES.items() if part in found["what"]), "resources")
-    return template.format(whose="account" if found["whose"] == "assoc" else "QOS", what=what)
+    unless = "" if what in _JOBS else ", unless it asks for more than that limit itself"
+    return template.format(whose="account" if found["whose"] == "assoc" else "QOS", what=what, unless=unless)

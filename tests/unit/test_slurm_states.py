@@ -118,12 +118,21 @@ def test_every_state_has_a_phrase(code: str) -> None:
         ("AssocGrpCPUMinutesLimit", "its account has used all the time that it was granted"),
         ("AssocGrpGRESMinutes", "its account has used all the time that it was granted"),
         ("AssocGrpCPURunMinutesLimit", "running jobs may still use"),
+        ("AssocGrpWallLimit", "its account has used all the time that it was granted"),
+        ("QOSGrpWallLimit", "its QOS has used all the time that it was granted"),
+        ("AssocGrpGRES", "it starts when some of them end, unless it asks for more than that limit itself"),
+        ("QOSMaxGRESPerUser", "it starts when some of them end, unless it asks for more than that limit itself"),
         ("AssocMaxJobsLimit", "your jobs have reached the account's limit of running jobs"),
         ("AssocMaxWallDurationPerJobLimit", "it asks for more than its account allows one job (time)"),
     ],
 )
 def test_a_reason_is_told_in_words(code: str, words: str) -> None:
     assert words in explain_reason(code)
+
+
+@pytest.mark.parametrize("code", ["QOSMaxJobsPerUserLimit", "AssocGrpJobsLimit", "QOSMaxSubmitJobPerUserLimit"])
+def test_one_job_is_never_more_jobs_than_a_limit_allows(code: str) -> None:
+    assert explain_reason(code).endswith("it starts when some of them end")
 
 
 def test_nodes_that_are_missing_are_named() -> None:
