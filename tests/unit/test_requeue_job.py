@@ -229,7 +229,9 @@ def excluded(one: Supervised) -> list[str]:
     return [order.partition("ExcNodeList=")[2] for order in one.slurm.orders("scontrol update")]
 
 
-def test_a_node_that_fails_twice_is_left_out_as_soon_as_slurm_takes_it(supervised: Make, tmp_path: Path) -> None:
+def test_a_node_that_fails_twice_is_left_out_as_soon_as_slurm_takes_it(
+    supervised: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = supervised(slurm_spec=SlurmSpec(exclude="node9"))
     once = tmp_path / "once"
     refuses = f"echo 'Job is no longer pending execution' >&2; touch {once}; exit 1"
@@ -241,6 +243,20 @@ def test_a_node_that_fails_twice_is_left_out_as_soon_as_slurm_takes_it(supervise
 
     assert one.last.next == "requeue"
     assert excluded(one) == ["node9,node2"] * 2  # it took the second
+    said = "note: the run failed on node2, so the job now excludes node2, besides node9 of `slurm.exclude`"
+    assert said in capsys.readouterr().err
+
+
+def test_nodes_that_the_user_excludes_are_not_said_to_have_failed(
+    supervised: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervised(restart=RestartSpec(exclude_after=1), slurm_spec=SlurmSpec(exclude="node[3-4]"))
+    one.slurm.knows_nodes(node1="mixed", node2="mixed")
+
+    one.killed_on(rank=1)
+
+    assert excluded(one) == ["node[3-4]"]
+    assert "the run failed on" not in capsys.readouterr().err
 
 
 def test_a_list_that_leaves_too_few_nodes_is_made_shorter(supervised: Make, capsys: pytest.CaptureFixture[str]) -> None:

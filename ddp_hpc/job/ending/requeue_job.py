@@ -153,8 +153,11 @@ def _note(records: RunRecords, next_job: QueuedJob) -> None:
 
 def _excluded(context: JobContext, job: SlurmJob, ledger: Ledger, lost: Sequence[str]) -> str:
     """Return the list of nodes that the next job should not get: those of `slurm.exclude`, and failed ones as long as enough others are left."""
-    spec = context.spec
-    return ",".join(filter(None, [spec.slurm.exclude, *sorted(nodes_to_spare(job, spec, ledger, lost))]))
+    return _joined(context, sorted(nodes_to_spare(job, context.spec, ledger, lost)))
+
+
+def _joined(context: JobContext, failed: Sequence[str]) -> str:
+    return ",".join(filter(None, [context.spec.slurm.exclude, *failed]))
 
 
 def _exclude(context: JobContext, job: SlurmJob, ledger: Ledger, nodes: Sequence[str]) -> None:
@@ -166,16 +169,18 @@ def _exclude(context: JobContext, job: SlurmJob, ledger: Ledger, nodes: Sequence
     has_failed = nodes or any(attempt.failed_nodes for attempt in ledger.attempts)
     if not has_failed:
         return
-    text = _excluded(context, job, ledger, nodes)
+    failed = sorted(nodes_to_spare(job, context.spec, ledger, nodes))
     # Slurm changes ExcNodeList of pending jobs only ("Job is no longer pending execution"), and `scontrol requeue` returns
     # while the job still runs. So the update is refused until Slurm has begun to end this start of the job.
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(ConfigError, SlurmUnavailableError):
-            job.exclude(text)
-            if text:
+            job.exclude(_joined(context, failed))
+            if failed:
+                names, asked = ", ".join(failed), context.spec.slurm.exclude
+                besides = f", besides {asked} of `slurm.exclude`" if asked else ""
                 sys.stderr.write(
-                    f"note: the run failed on {text}, so the job now excludes these nodes (`ExcNodeList` in `scontrol show job`)\n"
+                    f"note: the run failed on {names}, so the job now excludes {names}{besides} (`ExcNodeList` in `scontrol show job`)\n"
                 )
             return
         time.sleep(0.1)
