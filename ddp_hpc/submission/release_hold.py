@@ -151,7 +151,8 @@ def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[s
 
 
 _SHELL_KILLED = (
-    "signal 9 killed the job's shell and ddp-hpc in it, and `ddp-hpc requeue --now` put the job back into the queue"
+    "signal 9 killed the job's shell and ddp-hpc in it, and a process that waited for the run, such as "
+    "`ddp-hpc submit --wait`, put the job back into the queue"
 )
 
 

@@ -264,7 +264,8 @@ def test_a_job_whose_shell_is_killed_each_time_is_not_called_back_for_ever(tmp_p
     assert (first.cause, first.ending, first.next) == ("supervisor died", "failed", "requeue")
     assert (
         first.reason
-        == "signal 9 killed the job's shell and ddp-hpc in it, and `ddp-hpc requeue --now` put the job back into the queue"
+        == "signal 9 killed the job's shell and ddp-hpc in it, and a process that waited for the run, such as "
+        "`ddp-hpc submit --wait`, put the job back into the queue"
     )
 
 
