@@ -94,7 +94,12 @@ def _folder(asked: str, run: RunDir, allocation: Allocation, environ: Mapping[st
     """Return a folder that only this start of this job uses; `$NAME` is a variable of the job's environment."""
     try:
         place = Path(Template(asked).substitute(environ))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
+        raise ConfigError(
+            f"`stage.dir` is {asked!r}, but it has a `$` that no variable's name follows. Write `$$` for a plain `$`, or `$NAME` "
+            "for a variable."
+        ) from error
+    except KeyError as error:
         raise ConfigError(
             f"`stage.dir` is {asked!r}, but the job's environment does not have the variable {error}. Set it in `slurm.setup`, or name another directory."
         ) from error

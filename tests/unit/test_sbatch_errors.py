@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.queries import JobRecord, Partition
-from ddp_hpc.spec import CheckpointSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
+from ddp_hpc.spec import CheckpointSpec, ResourcesSpec, RestartSpec, RunSpec, SlurmSpec, TrainSpec
 from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.preflight.sbatch_errors import Cluster, chosen_partition, explain
 
@@ -156,6 +157,21 @@ def test_a_refusal_of_the_sites_own_is_told_as_it_is() -> None:
 )
 def test_a_cluster_that_tells_nothing_of_itself_is_no_error(said: str, told: str) -> None:
     assert told in explain(said, spec(), Cluster())
+
+
+@pytest.mark.parametrize(
+    ("by", "told"),
+    [
+        ("requeue", "writes a checkpoint and ends, because `slurm.requeue` is false; submit it again to continue"),
+        ("successor", "writes a checkpoint and continues in its next job"),
+    ],
+)
+def test_a_run_that_does_not_go_back_into_the_queue_is_promised_no_next_job(
+    by: Literal["requeue", "successor"], told: str
+) -> None:
+    one = replace(spec(slurm={"requeue": False}), restart=RestartSpec(by=by))
+
+    assert told in explain("sbatch: error: Requested time limit is invalid", one, Cluster())
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [(None, "batch"), ("", "batch"), ("long", "long"), ("nope", None)])

@@ -207,6 +207,7 @@ def test_a_job_stages_tells_of_it_and_takes_it_away(
         ("echo broken >&2; exit 1", "local", "node1, node2 did not answer (broken)"),
         ('SLURMD_NODENAME=node1 "$@"', "/dev/null/local", "node1: [Errno 20] Not a directory"),
         ('"$@"; "$@"', "$NOWHERE", "does not have the variable"),
+        ('"$@"; "$@"', "/local$", "has a `$` that no variable's name follows. Write `$$` for a plain `$`"),
         ('"$@"; "$@"', "~/local", "must be an absolute path"),
     ],
 )

@@ -48,5 +48,6 @@ def _timeout(context: JobContext, phase: Phase) -> str:
     """Say which timeout was exceeded."""
     restart = context.spec.restart
     if phase == "building":
-        return f"the recipe did not return within {restart.build_timeout_s} s; if it needs longer, raise `restart.hang_timeout_s`"
+        limit_s = restart.build_timeout_s
+        return f"the recipe did not return within {limit_s} s; if it needs longer, raise `restart.hang_timeout_s` above {limit_s}"
     return f"no rank made progress for {restart.hang_timeout_s} s (`restart.hang_timeout_s`)"

@@ -48,7 +48,16 @@ def _size(spec: RunSpec, cluster: Cluster) -> str:
 def _time(spec: RunSpec, cluster: Cluster) -> str:
     chosen = chosen_partition(spec, cluster.partitions)
     most = f"; {chosen.name} allows {chosen.max_time_min:.0f} min" if chosen and chosen.max_time_min else ""
-    return f"`resources.time_limit_min` is {spec.resources.time_limit_min}{most}. Lower it: a run that reaches the limit writes a checkpoint and continues in its next job."
+    goes_on = spec.slurm.requeue or spec.restart.by == "successor"
+    follows = (
+        "continues in its next job"
+        if goes_on
+        else "ends, because `slurm.requeue` is false; submit it again to continue"
+    )
+    return (
+        f"`resources.time_limit_min` is {spec.resources.time_limit_min}{most}. Lower it: a run that reaches the limit writes a "
+        f"checkpoint and {follows}."
+    )
 
 
 def _account(spec: RunSpec, cluster: Cluster) -> str:
