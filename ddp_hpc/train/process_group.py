@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 
 JOIN_TIMEOUT = timedelta(minutes=10)
 """How long to wait for the last rank to join."""
+PARTING_S = 30.0
+"""How long rank zero waits until the others have read its last message."""
 _GLOO_LAG_S = 60.0
 
 
@@ -155,6 +159,19 @@ class Group:
     def barrier_key(self, key: str) -> str:
         """Return the key that this rank sets when it arrives, and sends heartbeats for until then."""
         return key if self.rank_info.is_rank_zero else f"{key}/{self.rank_info.rank}"
+
+    def let_all_read(self, key: str, *, store: SealedStore | None = None) -> None:
+        """Call this on every rank that has read rank zero's last message. Rank zero waits for the others, and exits next."""
+        # Rank zero's process serves the store: a rank that had not yet read the message would find no store.
+        store = store or self.store
+        if not self.rank_info.is_rank_zero:
+            with suppress(RuntimeError):  # rank zero has exited: nothing is lost, this rank has read the message
+                store.set(f"{key}/{self.rank_info.rank}", "")
+            return
+        deadline = time.monotonic() + PARTING_S
+        for rank in range(1, self.rank_info.world_size):
+            with suppress(RuntimeError, WorkerError):  # that rank has died: its agent reports it
+                store.get(f"{key}/{rank}", silence_s=max(deadline - time.monotonic(), 0.0))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up a tensor over the ranks, in place, and return it."""

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import HashStore
 
-from ddp_hpc.train.sealed_store import SealedStore
-from ddp_hpc.train.state import checkpoint
-from ddp_hpc.train.state.checkpoint import Checkpointer
-
-
-def rank_of_three(rank: int, store: dist.Store) -> Any:
-    place = SimpleNamespace(rank=rank, world_size=3, is_rank_zero=rank == 0)
-    group = SimpleNamespace(rank_info=place, side_store=SealedStore(store, ""))
-    return SimpleNamespace(_group=group, _key=lambda step, name: f"{step}/{name}")
+from ddp_hpc.train import process_group
+from tests.unit.made_state import make_group
 
 
-def let_all_read(rank: int, store: dist.Store) -> None:
-    Checkpointer._let_all_read(rank_of_three(rank, store), 7)
+def let_all_read(rank: int, store: HashStore) -> None:
+    make_group(store, rank=rank, world_size=3).let_all_read("read")
 
 
 def test_rank_zero_leaves_when_the_last_of_the_others_has_read() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     leaving = threading.Thread(target=let_all_read, args=(0, store))
     leaving.start()
 
@@ -40,6 +31,6 @@ def test_rank_zero_leaves_when_the_last_of_the_others_has_read() -> None:
 
 
 def test_rank_zero_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PARTING_S", 0.1)
+    monkeypatch.setattr(process_group, "PARTING_S", 0.1)
 
-    let_all_read(0, dist.HashStore())  # returns
+    let_all_read(0, HashStore())  # returns

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +31,6 @@ from ddp_hpc.errors import (
     CheckpointError,
     DivergedError,
     UnreadableError,
-    WorkerError,
 )
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec
@@ -44,8 +42,6 @@ from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 
 log = logging.getLogger(__name__)
 
-PARTING_S = 30.0
-"""How long rank zero waits until the others have read how the last save ended."""
 _CHECK_S = 1.0
 """How often the main thread, while it waits for the writer's thread, checks whether that makes progress."""
 
@@ -279,7 +275,7 @@ class Checkpointer:
             self.save(state, metrics=metrics, is_final=True)
             self.wait()
             error, refused = self._outcome(step)
-        self._let_all_read(step)
+        self._group.let_all_read(self._key(step, "read"), store=self._group.side_store)
         if refused is not None:
             raise DivergedError(diverged(self._run, refused))
         if error is not None:
@@ -287,18 +283,6 @@ class Checkpointer:
 
     def _outcome(self, step: int) -> Any:
         return json.loads(self._group.side_store.get(self._key(step, "outcome"), on_heartbeat=self._on_progress))
-
-    def _let_all_read(self, step: int) -> None:
-        """On rank zero, wait until all others have read how the save ended: rank zero's process is the store, and exits next."""
-        rank_info, store = self._group.rank_info, self._group.side_store
-        if not rank_info.is_rank_zero:
-            with suppress(RuntimeError):  # rank zero has gone already: nothing is lost, this rank has read the outcome
-                store.set(self._key(step, f"read/{rank_info.rank}"), "")
-            return
-        deadline = time.monotonic() + PARTING_S
-        for rank in range(1, rank_info.world_size):
-            with suppress(RuntimeError, WorkerError):  # that rank has died: its agent reports it
-                store.get(self._key(step, f"read/{rank}"), silence_s=max(deadline - time.monotonic(), 0.0))
 
     def wait(self) -> None:
         """Wait until this rank has written its shard; rank zero also until the save is committed or has failed."""
