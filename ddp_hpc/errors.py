@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_hpc.exit_codes import DIVERGED, FAILED, FENCED
+from ddp_hpc.exit_codes import DIVERGED, FAILED, FENCED, STOPPED
 
 
 class DdpHpcError(Exception):
@@ -50,6 +50,12 @@ class FencedError(DdpHpcError):
     """Another attempt has taken the run over; nothing more may be written."""
 
     exit_code = FENCED
+
+
+class StopAskedError(DdpHpcError):
+    """The ranks were asked to stop before the first step: there is nothing new to save."""
+
+    exit_code = STOPPED
 
 
 class DivergedError(DdpHpcError):

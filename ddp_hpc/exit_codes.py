@@ -12,7 +12,7 @@ FAILED = 1
 REFUSED = 2
 """The configuration or the input is invalid; the same again fails in the same way."""
 STOPPED = 99
-"""A checkpoint is committed and there is more to do: start again (the code that batch systems use for it)."""
+"""All that was trained is in a checkpoint, and there is more to do: start again (the code that batch systems use for it)."""
 DIVERGED = 93
 """The losses or the weights are not finite any more: no checkpoint of them is committed, and no attempt is made again."""
 UNDECIDED = 94

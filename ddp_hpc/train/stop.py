@@ -3,6 +3,9 @@
 SIGTERM, SIGUSR2 and the run's STOP file all mean: commit a checkpoint and exit. The signal handler only sets a flag. About
 every half second the ranks all-reduce their flags, so that all of them stop after the same step; in between, a step costs
 one comparison. Rank zero also checks whether a newer attempt has taken the run over; then all ranks stop without a save.
+
+Before the first step there is no such exchange: each rank reads its share of a checkpoint alone, and may wait for a file system.
+Then a rank that has been asked sets a key of the store, at which all ranks look about once a second (`EarlyStop`).
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import torch
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import STOP_SIGNALS, unblock_signals
-from ddp_hpc.errors import FencedError
+from ddp_hpc.errors import FencedError, StopAskedError
 from ddp_hpc.train.process_group import Group
 
 CONSENSUS_INTERVAL_S = 0.5
+_EARLY_INTERVAL_S = 1.0
+"""How often a rank that restores looks whether it is to stop."""
+_EARLY_KEY = "stop-asked"
 _FENCED_VOTE = 1 << 32
 """More than the votes of all ranks together."""
 
@@ -53,6 +59,38 @@ class StopFlag:
         return known(self._stop_file, self._stop_file.exists, unknown=False)
 
 
+class EarlyStop:
+    """Whether any rank has been asked to stop before the first step, as far as this rank knows."""
+
+    def __init__(self, group: Group, is_asked: Callable[[], bool]) -> None:
+        self._group = group
+        self._is_asked_here = is_asked
+        self._is_known = False
+        self._looked_at = float("-inf")
+
+    def is_asked(self) -> bool:
+        """Tell all ranks whether this one has been asked, and return whether any has; nearly free if called often."""
+        now = time.monotonic()
+        if not self._is_known and now - self._looked_at >= _EARLY_INTERVAL_S:
+            self._looked_at = now
+            store = self._group.store
+            if self._is_asked_here():
+                store.set(_EARLY_KEY, "")
+                self._is_known = True
+            else:
+                self._is_known = store.try_get(_EARLY_KEY) is not None
+        return self._is_known
+
+    def check(self) -> None:
+        """Return if no rank has been asked, as far as this one knows.
+
+        Raises:
+            StopAskedError: if a rank has been asked.
+        """
+        if self.is_asked():
+            raise StopAskedError("The ranks were asked to stop before the first step.")
+
+
 class StopConsensus:
     """Decides at which steps the ranks exchange their flags, and whether all of them stop.
 
@@ -69,6 +107,12 @@ class StopConsensus:
 
     def is_due(self, step: int) -> bool:
         return step >= self._next_step
+
+    def agree_before_first_step(self, step: int) -> bool:
+        """Exchange the flags after a restore, as `agree_to_stop` does."""
+        is_agreed = self.agree_to_stop(step)
+        self._exchanged_at = None  # the first step may compile, so the time that it takes says nothing of the others
+        return is_agreed
 
     def agree_to_stop(self, step: int) -> bool:
         """Exchange the flags after `step`; return, the same on all ranks, whether any rank has been asked to stop.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +24,15 @@ from ddp_hpc.checkpoints import checkpoint_store
 from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.checkpoints.checkpoint_store import Manifest, shard_name
 from ddp_hpc.checkpoints.shards import RawTensor, TensorEntry, deal_stretches, shard_header
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NewerFormatError, StopAskedError, UnreadableError
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec
+from ddp_hpc.train import stop
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import restore
 from ddp_hpc.train.state.checkpoint import Checkpointer
+from ddp_hpc.train.stop import StopFlag
 from tests.distributed.processes import in_group
 from tests.made_run import make_run
 from tests.unit.made_state import SEED, make_checkpointers, make_state, save
@@ -158,6 +162,94 @@ def test_a_rank_whose_file_system_does_not_answer_for_a_while_keeps_the_others_w
 
     assert [one["step"] for one in ranks] == [NEWEST] * 2
     assert list(run.checkpoints.glob("*.corrupt-*")) == []
+
+
+# --- a stop amid a restore --------------------------------------------------------------------------------------------
+
+
+def restored_or_stopped(group: Group, run: RunDir) -> str:
+    """Restore as workers do, which may be asked to stop; return how it ended on this rank."""
+    rank_info = group.rank_info
+    flag = StopFlag(run.stop_request)
+    flag.listen()
+    checkpointer = Checkpointer(
+        run,
+        group,
+        attempt=0,
+        keep=CheckpointSpec(),
+        is_stop_asked=partial(flag.is_set, look_at_file=rank_info.is_rank_zero),
+    )
+    try:
+        step = checkpointer.restore_newest(make_state(rank=rank_info.rank, world_size=rank_info.world_size), seed=SEED)
+    except StopAskedError:
+        group.let_all_read("stopped")
+        return "stopped"
+    return f"restored step {step}"
+
+
+@pytest.mark.parametrize(
+    ("file", "asked_by"),
+    [(MANIFEST, "SIGTERM"), (shard_name(0, 2), "SIGUSR2"), (shard_name(1, 2), "SIGTERM"), (shard_name(1, 2), "STOP")],
+)
+def test_a_stop_ends_the_wait_of_all_ranks_for_a_checkpoint_and_damages_nothing(
+    file: str, asked_by: str, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the rank that waits is asked: rank zero for the manifest and the first shard, rank one for the other."""
+    shutil.rmtree(checkpoint_path(run, NEWEST))
+    save(run, NEWEST, world_size=2)
+    path = checkpoint_path(run, NEWEST) / file
+    away = path.rename(tmp_path / "away")
+    path.symlink_to(path.name)  # "Too many levels of symbolic links" says nothing of the file
+
+    def ask(*_: object) -> None:
+        if asked_by == "STOP":
+            run.stop_request.touch()
+        else:
+            os.kill(os.getpid(), signal.Signals[asked_by])
+
+    monkeypatch.setattr(logging.getLogger(patience.__name__), "warning", ask)  # as soon as a rank waits
+
+    ranks = in_group(2, partial(restored_or_stopped, run=run), tmp_path / "ours")
+
+    assert ranks == ["stopped"] * 2
+    path.unlink()
+    away.rename(path)
+    run.stop_request.unlink(missing_ok=True)
+    assert committed_steps(run) == [OLDER, NEWEST]
+    assert in_group(1, partial(restored_or_stopped, run=run), tmp_path / "next") == [f"restored step {NEWEST}"]
+
+
+def stopped_amid_exchange(group: Group, run: RunDir) -> tuple[str, int]:
+    """Restore with small exchanges, after the first of which rank zero is asked to stop; count them."""
+    restore.EXCHANGE_BYTES = EXCHANGED
+    stop._EARLY_INTERVAL_S = 0.0
+    num_parts = 0
+    name = "all_gather_into_tensor" if len(list(checkpoint_path(run, NEWEST).glob("shard-*"))) > 1 else "broadcast"
+    send = getattr(torch.distributed, name)
+
+    def counted(*tensors: Any) -> Any:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts == 2 and group.rank_info.is_rank_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return send(*tensors)
+
+    setattr(torch.distributed, name, counted)  # in this process alone
+    return restored_or_stopped(group, run), num_parts
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_stop_ends_the_exchange_of_a_checkpoint_on_all_ranks_after_the_same_part(
+    num_shards: int, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path)
+    save(run, NEWEST, world_size=num_shards)
+
+    ranks = in_group(2, partial(stopped_amid_exchange, run=run), tmp_path / "ours")
+
+    assert [one for one, _ in ranks] == ["stopped"] * 2
+    assert ranks[0][1] == ranks[1][1] <= 4
+    assert committed_steps(run) == [NEWEST]
 
 
 def test_all_ranks_refuse_where_all_checkpoints_are_damaged_and_none_begins_anew(run: RunDir, tmp_path: Path) -> None:
@@ -365,7 +457,7 @@ def test_one_large_part_of_a_file_is_sent_in_few_large_broadcasts(tmp_path: Path
 
     (shard,) = checkpoint_store.read_manifest(checkpoint_path(run, NEWEST)).shards
     header, *parts = ranks[0]["broadcasts"]
-    assert sum(parts) == shard.size
+    assert sum(parts) == shard.size + len(parts) * restore._TRAILER_BYTES
     assert len(parts) <= shard.size // EXCHANGED + 1
     assert header < shard.size
     assert all(one["weights"] == ranks[0]["weights"] for one in ranks)

@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from ddp_hpc.base import patience
 from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
@@ -27,12 +29,15 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_stop_request
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.stop import StopFlag
 from ddp_hpc.workload import recipe
 from ddp_hpc.workload.table import workload_of
 from tests.distributed.whole_runs import make_workplace
 from tests.made_run import add_metrics, add_progress, make_run
+from tests.strange.one_process import prepared, trained
 from tests.unit.made_state import SEED, make_checkpointers, make_state, save
 
 STEPS = (2, 4)
@@ -113,6 +118,24 @@ def test_a_run_whose_reads_fail_now_and_then_goes_on_where_it_was(tmp_path: Path
     assert list(run.checkpoints.glob("*.corrupt-*")) == []
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines() if '"train"' in line]
     assert steps == list(range(1, 41))
+
+
+# --- stops before the first step --------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_asked_to_stop_before_its_first_step_takes_none_and_saves_nothing(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(24, 3), torch.arange(24) % 2)
+    recipe = Recipe(model=torch.nn.Linear(3, 2), train_data=data, loss=torch.nn.functional.cross_entropy)
+    first = trained(tmp_path / "run", recipe, train__max_steps=2)
+    first.run.stop_request.touch()
+
+    stopped = prepared(tmp_path / "run", recipe, train__max_steps=4)
+
+    assert not train(stopped)
+    assert stopped.state.position.step < 4
+    assert committed_steps(first.run) == [2]
+    first.run.stop_request.unlink()
+    assert trained(tmp_path / "run", recipe, train__max_steps=4).state.position.step == 4
 
 
 # --- what cannot be read is left alone -------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.state import training_state
-from ddp_hpc.train.stop import StopFlag
+from ddp_hpc.train.stop import StopConsensus, StopFlag
 
 torch.optim.SGD([torch.zeros(1)])  # imports a thousand modules, once instead of in each forked rank
 
@@ -77,7 +77,10 @@ def begin(case: Case, group: Group, path: Path, *, attempt: int = 0, stop_at: in
     spec = case.spec(group.rank_info.world_size)
     torch.manual_seed(1)
     recipe = case.recipe()
-    t = prepare(spec, recipe, run, group_of(group, attempt), attempt=attempt, stop=StopAtMeeting(run, stop_at))
+    t = prepare(spec, recipe, run, group_of(group, attempt), attempt=attempt, stop=StopFlag(run.stop_request))
+    if stop_at:
+        flag = StopAtMeeting(run, stop_at + 1)  # the ranks meet once before the first step, too
+        t.stop_consensus = StopConsensus(t.group, flag, is_fenced=lambda: False)
     torch.manual_seed(100 + group.rank_info.rank)
     return t
 

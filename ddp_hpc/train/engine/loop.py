@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_hpc.errors import StopAskedError
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.engine.ddp_warmup import copied, warm_up_ddp
@@ -27,7 +28,12 @@ _AS_USUAL = nullcontext()
 
 def train(t: Training) -> bool:
     """Train from the newest checkpoint to the last step; return whether it was reached (if not, the run was stopped)."""
-    restore(t)
+    try:
+        restore(t)
+    except StopAskedError:
+        log.info("stopped as asked before the first step; nothing was saved, because nothing is new")
+        t.group.let_all_read("stopped")
+        return False
     metrics: Mapping[str, float] = {}
     for global_batch in warmed_up(t, t.global_batches()):
         accumulate_gradients(t, global_batch)
@@ -58,7 +64,11 @@ def train(t: Training) -> bool:
 
 
 def restore(t: Training) -> None:
-    """Restore the newest valid checkpoint, if there is one, and open the records at its step."""
+    """Restore the newest valid checkpoint, if there is one, and open the records at its step.
+
+    Raises:
+        StopAskedError: on all ranks, if one of them was asked to stop.
+    """
     t.watchdog.feed()
     step = t.checkpointer.restore_newest(t.state, seed=t.spec.seed)
     t.plan_steps()
@@ -73,6 +83,8 @@ def restore(t: Training) -> None:
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)
     t.watchdog.feed()
+    if t.stop_consensus.agree_before_first_step(t.state.position.step):
+        raise StopAskedError("The ranks were asked to stop before the first step.")
 
 
 def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Iterator[LoadedGlobalBatch]:

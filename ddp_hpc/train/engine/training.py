@@ -134,7 +134,13 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     bare, optimizer = state.model, state.optimizer
     recorder = RunRecorder(run, spec, is_writer=group.rank_info.is_rank_zero, attempt=attempt, total_steps=total_steps)
     checkpointer = Checkpointer(
-        run, group, attempt=attempt, keep=spec.checkpoint, on_result=recorder.saved, on_progress=watchdog.feed
+        run,
+        group,
+        attempt=attempt,
+        keep=spec.checkpoint,
+        on_result=recorder.saved,
+        on_progress=watchdog.feed,
+        is_stop_asked=partial(stop.is_set, look_at_file=group.rank_info.is_rank_zero),
     )
     checkpointer.check(state)
     policy = spec.train.on_nonfinite

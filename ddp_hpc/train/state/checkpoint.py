@@ -162,7 +162,7 @@ class SaveResult:
 class Checkpointer:
     """Saves and restores the state of one rank; made once in an attempt."""
 
-    def __init__(  # noqa: PLR0913  # two of them are callbacks
+    def __init__(  # noqa: PLR0913  # three of them are callbacks
         self,
         run: RunDir,
         group: Group,
@@ -171,11 +171,12 @@ class Checkpointer:
         keep: CheckpointSpec,
         on_result: Callable[[SaveResult], None] = lambda _: None,
         on_progress: Callable[[], object] = lambda: None,
+        is_stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run = run
         self._group = group
         self._attempt = attempt
-        self._restorer = Restorer(run, group, attempt=attempt, on_progress=on_progress)
+        self._restorer = Restorer(run, group, attempt=attempt, on_progress=on_progress, is_stop_asked=is_stop_asked)
         self._keep = keep
         self._on_result = on_result
         self._on_progress = on_progress

@@ -4,6 +4,9 @@ Rank zero offers a checkpoint through the store, with its manifest. Each rank re
 the store. There a rank that makes progress sends heartbeats, so the others wait for it, however long a disk takes. Only after
 all shares are verified do the ranks call collectives, which have a fixed timeout. A few megabytes at a time, each tensor is
 written into the object that needs it, so no rank holds the state twice.
+
+If a rank is asked to stop meanwhile, all ranks stop at the same point. A rank that reads ends its share with a report of it, and
+rank zero's next message says so. In the exchange each part carries a byte that says so.
 """
 
 from __future__ import annotations
@@ -28,17 +31,22 @@ from ddp_hpc.base.patience import is_there, patiently
 from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store, shards
 from ddp_hpc.checkpoints.checkpoint_store import ChunkReader, Manifest
 from ddp_hpc.checkpoints.shards import RawTensor, StoredTensor, Stretch
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, UnreadableError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, StopAskedError, UnreadableError
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import newest_committed
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.training_state import Restoration, SavedTensor, TrainingState
+from ddp_hpc.train.stop import EarlyStop
 
 log = logging.getLogger(__name__)
 
 EXCHANGE_BYTES = 32 << 20
 """How many bytes all ranks together exchange at a time: the memory that an exchange needs on each."""
+
+_TRAILER_BYTES = 16
+"""Bytes that follow each part in an exchange: the first says whether its sender was asked to stop. As many as keep the parts
+of all ranks at a multiple of any item's size."""
 
 # The names must be those of `shards.ITEM_BYTES`, which knows the same dtypes without torch.
 DTYPES = {
@@ -66,10 +74,19 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 class Restorer:
     """Restores the state of one rank; made once in an attempt."""
 
-    def __init__(self, run: RunDir, group: Group, *, attempt: int, on_progress: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        group: Group,
+        *,
+        attempt: int,
+        on_progress: Callable[[], object],
+        is_stop_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._run = run
         self._group = group
         self._attempt = attempt
+        self._stop = EarlyStop(group, is_stop_asked)
         self._on_progress = on_progress
         """Called while this rank, or one that it waits for, makes progress."""
 
@@ -78,18 +95,18 @@ class Restorer:
 
         Raises:
             ConfigError: if the run had checkpoints, and none can be used; or if the newest is of another model.
+            StopAskedError: on all ranks, if one was asked to stop.
             UnreadableError: if the file system does not answer.
         """
         with _no_garbage_collection():
             return self._restore_newest(state, seed=seed)
 
     def _restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
-        is_rank_zero = self._group.rank_info.is_rank_zero
         share: Share | None
+        damaged: tuple[int, CorruptCheckpointError] | None = None
         for number in itertools.count():
             key, share = f"resume/{number}", None  # frees what was read of a damaged checkpoint before more is read
-            offered = self._offer(key) if is_rank_zero else None
-            offered = self._group.broadcast_through_store(key, offered, on_heartbeat=self._on_progress)
+            offered = self._decide(key, partial(self._offer, key, damaged))
             if offered is None:
                 return None
             path = checkpoint_names.checkpoint_path(self._run, offered["step"])
@@ -99,20 +116,36 @@ class Restorer:
                 headers = self._read(share, f"{key}/read")
                 stored = shards.stored_tensors(path, manifest.shards, headers)
             except CorruptCheckpointError as error:
-                if is_rank_zero:
-                    self._set_aside(manifest.step, error, f"resume/{number + 1}")
+                damaged = manifest.step, error
                 continue
             saved = {name: _saved_tensor(one) for name, one in stored.items()}
             restoration = Restoration(state, saved, manifest.state, seed=seed)
-            share.pass_on(stored, restoration.into, on_progress=self._on_progress)
+            share.pass_on(stored, restoration.into, on_progress=self._on_progress, is_stop_asked=self._stop.is_asked)
             restoration.finish()
             return manifest.step
         raise AssertionError  # the loop ends only by a return
 
     # --- which checkpoint: rank zero decides ---
 
-    def _offer(self, key: str) -> dict[str, Any] | None:
-        """Return the step and manifest of the newest checkpoint, or None if the run never had one."""
+    def _decide(self, key: str, decide: Callable[[], Any]) -> Any:
+        """Return on all ranks what `decide` returns on rank zero.
+
+        Raises:
+            StopAskedError: on all ranks, if rank zero raised it.
+        """
+        decided: list[Any] = []
+        if self._group.rank_info.is_rank_zero:
+            with suppress(StopAskedError):
+                decided = [decide()]
+        decided = self._group.broadcast_through_store(key, decided, on_heartbeat=self._move)
+        if not decided:
+            raise StopAskedError("The ranks were asked to stop while they restored a checkpoint.")
+        return decided[0]
+
+    def _offer(self, key: str, damaged: tuple[int, CorruptCheckpointError] | None) -> dict[str, Any] | None:
+        """Return the step and manifest of the newest checkpoint, or None if the run never had one; set aside a damaged one."""
+        if damaged:
+            self._set_aside(*damaged, key)
         with suppress(OSError):  # leftovers cost only space
             for name in ownership.remove_leftovers(self._run):
                 log.info("removed %s, which a killed writer left", name)
@@ -178,15 +211,26 @@ class Restorer:
     # --- reading ---
 
     def _send_heartbeat(self, key: str) -> None:
-        """Tell the ranks that wait for this one under `key` that it makes progress."""
+        """Tell the ranks that wait for this one under `key` that it makes progress.
+
+        Raises:
+            StopAskedError: if a rank was asked to stop.
+        """
         self._group.store.heartbeat(key)
         self._on_progress()
+        self._stop.check()
+
+    def _move(self) -> None:
+        """Report progress of a rank that this one waits for; let rank zero know if this rank is asked to stop."""
+        self._on_progress()
+        self._stop.is_asked()
 
     def _read(self, share: Share, key: str) -> list[bytes]:
         """Read this rank's share; return the headers of all shards once every rank has verified its share.
 
         Raises:
             CorruptCheckpointError: on every rank, if one of them found its share damaged.
+            StopAskedError: on every rank, if one of them was asked to stop.
             UnreadableError: on the rank whose file system does not answer; the others wait until the attempt ends.
         """
         path = checkpoint_names.checkpoint_path(self._run, share.manifest.step)
@@ -202,7 +246,11 @@ class Restorer:
             report = {"headers": share.header_lengths()}
         except CorruptCheckpointError as error:
             report = {"corrupt": str(error), "host": socket.gethostname()}
+        except StopAskedError:
+            report = {"stopped": True}
         reports = self._exchange_reports(key, report)
+        if any("stopped" in one for one in reports):
+            raise StopAskedError("The ranks were asked to stop while they read a checkpoint.")
         for rank, one in enumerate(reports):
             if "corrupt" in one:
                 self._confirm(path, rank, one, key)
@@ -219,10 +267,7 @@ class Restorer:
             UnreadableError: if it finds none.
         """
         key = f"{key}/confirmed"
-        is_damaged: bool | None = None
-        if self._group.rank_info.is_rank_zero:
-            is_damaged = rank == 0 or self._is_damaged(path, key)
-        if self._group.broadcast_through_store(key, is_damaged, on_heartbeat=self._on_progress):
+        if self._decide(key, lambda: rank == 0 or self._is_damaged(path, key)):
             raise CorruptCheckpointError(report["corrupt"])
         raise UnreadableError(
             f"Rank {rank} on {report['host']} found damage that rank 0 does not find: {report['corrupt']} The files are sound, "
@@ -243,10 +288,14 @@ class Restorer:
         group = self._group
         if not group.rank_info.is_rank_zero:
             group.store.set(group.barrier_key(key), json.dumps(report))
-            return list(group.broadcast_through_store(key, on_heartbeat=self._on_progress))
-        send_heartbeat = partial(self._send_heartbeat, key)
+            return list(group.broadcast_through_store(key, on_heartbeat=self._move))
+
+        def pass_heartbeat_on() -> None:  # a stop comes as the report of a rank that reads
+            group.store.heartbeat(key)
+            self._move()
+
         others = [
-            group.store.get(f"{key}/{rank}", on_heartbeat=send_heartbeat)
+            group.store.get(f"{key}/{rank}", on_heartbeat=pass_heartbeat_on)
             for rank in range(1, group.rank_info.world_size)
         ]
         return list(group.broadcast_through_store(key, [report, *map(json.loads, others)]))
@@ -316,12 +365,21 @@ class Share:
         return header.numpy().tobytes()
 
     def pass_on(
-        self, stored: dict[str, StoredTensor], into: dict[str, Tensor], *, on_progress: Callable[[], object]
+        self,
+        stored: dict[str, StoredTensor],
+        into: dict[str, Tensor],
+        *,
+        on_progress: Callable[[], object],
+        is_stop_asked: Callable[[], bool],
     ) -> None:
-        """Copy what all ranks have read into the tensors of `into`; all ranks call this together."""
+        """Copy what all ranks have read into the tensors of `into`; all ranks call this together.
+
+        Raises:
+            StopAskedError: on all ranks, if one was asked to stop; some of the tensors are then copied.
+        """
         targets = _Targets(into)
         segments = [_Segments(targets, one) for one in self._segments(stored, into)]
-        for rank, begin, content in self._exchanged():
+        for rank, begin, content in self._exchanged(is_stop_asked):
             segments[rank].put(begin, content)
             on_progress()
 
@@ -344,7 +402,7 @@ class Share:
                         found[rank].append((start + low_cut - low, start + high_cut - low, name, at + low_cut - begin))
         return [sorted(segments) for segments in found]
 
-    def _exchanged(self) -> Iterator[tuple[int, int, Tensor]]:
+    def _exchanged(self, is_stop_asked: Callable[[], bool]) -> Iterator[tuple[int, int, Tensor]]:
         """Yield what each rank has read, in parts: the rank, where the part begins in its buffer, and the bytes.
 
         While most ranks have bytes left, each sends some at the same time: a ring over all networks. Few large files of format 1
@@ -355,24 +413,36 @@ class Share:
             yield 0, 0, self._content
             return
         width = min(-(-EXCHANGE_BYTES // world_size), max(lengths))
-        given = torch.zeros(width, dtype=torch.uint8, device=self._group.device)
-        taken = torch.empty(width * world_size, dtype=torch.uint8, device=self._group.device)
+        slot = -(-width // _TRAILER_BYTES) * _TRAILER_BYTES + _TRAILER_BYTES
+        given = torch.zeros(slot, dtype=torch.uint8, device=self._group.device)
+        taken = torch.empty(slot * world_size, dtype=torch.uint8, device=self._group.device)
         begin = 0
         while 2 * sum(length > begin for length in lengths) > world_size:
             own = self._content[begin : begin + width]
             given[: len(own)].copy_(own)
+            given[-_TRAILER_BYTES] = is_stop_asked()
             dist.all_gather_into_tensor(taken, given)
+            _stop_if_any(taken.view(world_size, slot)[:, -_TRAILER_BYTES])
             for rank, length in enumerate(lengths):
                 if length > begin:
-                    yield rank, begin, taken[rank * width : rank * width + min(width, length - begin)]
+                    yield rank, begin, taken[rank * slot : rank * slot + min(width, length - begin)]
             begin += width
         for rank, length in enumerate(lengths):
-            for first in range(begin, length, len(taken)):
-                some = taken[: length - first]
+            for first in range(begin, length, len(taken) - _TRAILER_BYTES):
+                some = taken[: length - first + _TRAILER_BYTES]
+                part = some[:-_TRAILER_BYTES]
+                is_asked = is_stop_asked()  # on all ranks: the one that sends learns of a request from the store
                 if rank == self.rank:
-                    some.copy_(self._content[first : first + len(some)])
+                    part.copy_(self._content[first : first + len(part)])
+                    some[-_TRAILER_BYTES] = is_asked
                 dist.broadcast(some, rank)
-                yield rank, first, some
+                _stop_if_any(some[-_TRAILER_BYTES])
+                yield rank, first, part
+
+
+def _stop_if_any(asked: Tensor) -> None:
+    if asked.any():
+        raise StopAskedError("The ranks were asked to stop while they exchanged a checkpoint.")
 
 
 _Segment = tuple[int, int, str, int]
