@@ -69,7 +69,7 @@ def stage(spec: LaunchSpec, run: RunDir, allocation: Allocation | None, environ:
     if failed or answers.silent:
         why = failed or f"{', '.join(answers.silent)} did not answer{answers.last_error and f' ({answers.last_error})'}"
         sys.stderr.write(
-            f"warning: {source} could not be copied to {folder} on the nodes: {why}. The nodes read it from the shared file system instead.\n"
+            f"warning: {source} could not be copied to {folder} on the nodes: {why}. The nodes use {source} on the shared file system, which may be slower; the run needs nothing else.\n"
         )
         unstage(staged, allocation, environ)
         return None

@@ -411,7 +411,10 @@ def _watch_over(context: JobContext, workers: Workers, begun: Attempt, meeting: 
     )
 
 
-_NO_FREE_PORT = "Another process listens at each port that was tried for MASTER_PORT. Set MASTER_PORT to a free port, or submit again."
+_NO_FREE_PORT = (
+    "Other processes listen at every port of rank zero's node that ddp-hpc tried for MASTER_PORT. If you set MASTER_PORT, unset it, "
+    "or set it to a free port. Then submit the run again."
+)
 _CUT_SHORT = "the job reached its time limit before the workers had written a checkpoint; raise `slurm.signal_lead_s`"
 
 

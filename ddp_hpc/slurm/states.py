@@ -71,7 +71,7 @@ _PHRASES: dict[JobState, str] = {
     "preempted": "was preempted",
     "timeout": "reached its time limit",
     "node_fail": "lost a node",
-    "out_of_memory": "ran out of memory",
+    "out_of_memory": "ran out of host memory, so it needs more or must use less",
     "unknown": "is in a state that ddp_hpc does not know",
 }
 
@@ -86,7 +86,7 @@ def parse_state(state: str) -> JobState:
 
 
 def phrase(state: str) -> str:
-    """Return a state as a verb with the job as its subject: `was cancelled`, `ran out of memory`."""
+    """Return a state as a verb with the job as its subject: `was cancelled`, `ran out of host memory`."""
     return _PHRASES[parse_state(state)]
 
 

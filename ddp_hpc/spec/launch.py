@@ -221,7 +221,8 @@ class StageSpec(Checked, section="stage"):
     """What to copy to each node's local disk before the workers start, on Slurm."""
 
     dir: str | None = None
-    """A directory on each node's local disk (`/local`, `$TMPDIR`) for the image file or the archive. Unset: nothing is copied."""
+    """A directory on each node's local disk (`/local`, `$TMPDIR`). The container's image file (`container.image`) or `stage.archive` is copied
+    there. Unset: the nodes read them from the shared file system."""
     archive: str | None = None
     """A Python environment packed with conda-pack or venv-pack (`env.tar.gz`); its Python runs the workers."""
 

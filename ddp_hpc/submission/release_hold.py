@@ -47,9 +47,10 @@ def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -
 
 
 def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
-    """Return what to change in a job so that it begins; nothing where there is nothing to do, or not yet.
+    """Return what to change in a job so that it starts; nothing where no change is needed, or not yet.
 
-    First it may begin two seconds later; once these are over, it is told to begin, for Slurm looks seldom by itself.
+    The first change sets its start to two seconds later. Once these have passed, a second one sets it to now, as Slurm itself
+    looks only every half minute or so.
     """
     if queued.attempt == queued.since or states.parse_state(job.state) != "pending" or job.reason != "BeginTime":
         return {}
@@ -60,7 +61,7 @@ def hastening(queued: QueuedJob, job: JobRecord, now: float) -> dict[str, str]:
 
 
 def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
-    """Return what to change in a job that waits for nodes that are gone, so that it may get some that it leaves out."""
+    """Return what to change in a job that waits for nodes that are gone, so that it may get some that it excludes."""
     is_stuck = states.parse_state(job.state) == "pending" and job.reason.startswith(_NODES_GONE)
     excluded = {*expand_hostlist(job.excluded_nodes)}
     if not is_stuck or excluded.isdisjoint(let_in):
@@ -69,7 +70,7 @@ def letting_in(job: JobRecord, let_in: Collection[str]) -> dict[str, str]:
 
 
 def is_to_be_released(job: JobRecord, newest: Attempt | None, *, is_asked: bool = False) -> bool:
-    """Tell whether Slurm holds a job because it could not launch it, a few times at the most since it last began."""
+    """Return whether Slurm holds a job because it could not launch it, a few times at the most since it last started."""
     is_held = states.parse_state(job.state) == "pending" and job.reason.lower().replace(" ", "_") == _LAUNCH_FAILED
     return is_held and (is_asked or (job.restarts or 0) - (newest.restart if newest else 0) <= MOST_RELEASES)
 
@@ -120,7 +121,7 @@ def hasten_job(
 
 
 def call_back(run: RunDir, queued: QueuedJob, job: JobRecord, environ: Mapping[str, str]) -> bool:
-    """Requeue a job that ended because somebody killed its shell, which is the guardian; return whether that was done.
+    """Requeue a job that ended because its shell, which is the guardian, was killed; return whether that was done.
 
     Slurm calls such a job FAILED, and knows it for some minutes more (`MinJobAge`). Deaths without progress are limited, as
     those of a supervisor are: a site's watchdog may kill the shell each time.

@@ -41,7 +41,7 @@ PLAIN = (
     "../envs/sites",
 )
 """Files and directories whose texts are edited, from the package's directory on."""
-TO_EDIT: tuple[str, ...] = ("submission/release_hold.py",)
+TO_EDIT: tuple[str, ...] = ()
 """Files in those directories that are still to be edited; one need not exist."""
 
 BANNED = (

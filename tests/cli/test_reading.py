@@ -224,8 +224,12 @@ def test_export_writes_one_file_and_says_of_what(run: RunDir, capsys: pytest.Cap
     assert Path("out.st").stat().st_size > 0
 
 
-@pytest.mark.parametrize("words", [("config", "seed", "--"), ("config", "--", "seed"), ("config", "--json", "--", "seed")])
-def test_two_dashes_end_the_options_and_may_stand_last(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [("config", "seed", "--"), ("config", "--", "seed"), ("config", "--json", "--", "seed")]
+)
+def test_two_dashes_end_the_options_and_may_stand_last(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "seed" in answer(capsys, *words)
 
 

@@ -53,7 +53,7 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
     last_resort.leave(one.context, conclusion)
 
     assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
-    assert f"could not write to attempts.jsonl how attempt {attempt} ended" in capsys.readouterr().err
+    assert f"how attempt {attempt} ended" in capsys.readouterr().err
 
 
 def test_the_newest_checkpoint_is_known_though_the_ledger_cannot_be_read(supervised: Make) -> None:

@@ -122,7 +122,7 @@ STATES: list[tuple[str, Observation, State, str]] = [
         "out of memory",
         seen(attempt(), newest=SILENT, said=word("OUT_OF_MEMORY")),
         "failed",
-        "job 7 ran out of memory; see its log (`ddp-hpc logs`). Submit the run again: it ",
+        "job 7 ran out of host memory, so it needs more or must use less; see its log (`ddp-hpc logs`). Submit the run again: it ",
     ),
     ("cancelled by scancel", seen(attempt(), newest=SILENT, said=word("CANCELLED by 0")), "cancelled", "job 7 was cancelled"),
     (

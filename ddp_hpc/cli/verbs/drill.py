@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-hand",
         action="store_true",
-        help="print when an administrator has to cause the fault, and wait for it",
+        help="for a fault that only an administrator can cause: say at which moment to cause it, and wait until it has happened",
     )
     parser.add_argument(
         "--batch-host",

@@ -71,7 +71,10 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     try:
         context.records.end(attempt, decision.ending, exit_code=conclusion.exit_code, reason=reason, end=conclusion.end)
     except Exception as error:  # noqa: BLE001  requeueing the job matters more
-        sys.stderr.write(f"note: ddp-hpc could not write to attempts.jsonl how attempt {attempt} ended: {error}\n")
+        sys.stderr.write(
+            f"note: ddp-hpc could not write to attempts.jsonl, the run's record of attempts, how attempt {attempt} ended: {error}. "
+            "Checkpoints are not affected, but `ddp-hpc status` lacks this end. Check the space and the quota there.\n"
+        )
     return conclusion
 
 
