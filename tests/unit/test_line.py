@@ -185,7 +185,7 @@ def test_however_the_bytes_are_cut_the_same_objects_are_read(
 
 ECHO = """
 import sys
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 from ddp_hpc.job.wire.control_channel import Line
 processes.block_awaited_signals()
 line = Line.of_agent()
@@ -241,7 +241,7 @@ def until_heard(line: Line) -> dict[str, Any]:
 
 WOKEN = """
 import os
-from ddp_hpc import processes
+from ddp_hpc.base import processes
 from ddp_hpc.job.wire.control_channel import Line
 processes.block_awaited_signals()
 read_fd, write_fd = os.pipe()
