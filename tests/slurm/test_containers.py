@@ -122,7 +122,7 @@ def test_an_image_on_the_nodes_own_disks_is_used_there_and_taken_away(
     login.submit("staged", *asked, *housed(program, images["sif"]), "--wait")
 
     said = login.console("staged")
-    assert f"staged {images['sif']}" in said
+    assert f"copied {images['sif']}" in said
     assert f"to {local}/ddp_hpc-" in said
     assert login.digest("staged") == login.digest("shared")
     cluster.wait_for(lambda: not list(local.iterdir()), 60)
@@ -146,7 +146,7 @@ def test_a_packed_environment_is_unpacked_on_each_node_and_runs_the_workers(clus
 
     login.submit("packed", *SMALL, *world(2, 1), f"stage.dir={local}", f"stage.archive={archive}", "--wait")
 
-    assert f"staged {archive}" in login.console("packed")
+    assert f"copied {archive}" in login.console("packed")
     assert login.digest("packed") == login.digest("shared")
     cluster.wait_for(lambda: not list(local.iterdir()), 60)
 
