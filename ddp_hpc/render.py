@@ -56,7 +56,7 @@ def render(script: JobScript) -> str:
 def _template(spec: LaunchSpec) -> Path:
     """Return the user's template, or ours: beside the package in a checkout, inside it once installed."""
     if spec.slurm.template is not None:
-        return Path(spec.slurm.template).expanduser()
+        return Path(os.path.expanduser(spec.slurm.template))  # noqa: PTH111  a Path raises an error for `~nobody`
     package = Path(__file__).parent
     installed, checkout = package / "sbatch_templates" / TEMPLATE, package.parent / "sbatch_templates" / TEMPLATE
     return installed if installed.exists() else checkout

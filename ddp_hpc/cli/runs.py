@@ -30,7 +30,7 @@ def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     """Declare `--runs-dir`."""
     parser.add_argument(
         "--runs-dir",
-        type=lambda text: Path(text).expanduser(),  # a shell leaves the `~` of `--runs-dir=~/runs`
+        type=lambda text: Path(os.path.expanduser(text)),  # noqa: PTH111  a shell leaves the `~` of `--runs-dir=~/runs`
         metavar="DIR",
         help="the directory of all runs; default: the key `runs_dir`",
     )

@@ -61,6 +61,10 @@ def _fill_text(text: str, setting: Setting, environ: Mapping[str, str]) -> str:
             f"`{setting.key}` is {text!r} ({setting.origin}), but a `$` must be followed by a variable's name. "
             "Write `$$` for a plain `$`."
         ) from error
+    if full.startswith("~") and os.path.expanduser(full).startswith("~"):  # noqa: PTH111  a Path raises an error for it
+        raise ConfigError(
+            f"`{setting.key}` is {text!r} ({setting.origin}), but this host has no user {full.partition('/')[0][1:]!r}. Correct the path."
+        )
     if "HOME" in environ:
         return _OWN_HOME.sub(lambda _: environ["HOME"], full, count=1) if full.startswith("~") else full
     return os.path.expanduser(full)  # noqa: PTH111  # it may be an image's address, which a Path would change

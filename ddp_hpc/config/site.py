@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +119,7 @@ def known_profiles(environ: Mapping[str, str]) -> dict[str, Path]:
 
 def _named(name: str, why: str, environ: Mapping[str, str]) -> tuple[Path, str]:
     if "/" in name or name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))  # noqa: PTH111  a Path raises an error for `~nobody`
         if not path.is_file():
             raise ConfigError(f"The site profile {name!r} does not exist ({why}). Correct its path.")
         return path, why

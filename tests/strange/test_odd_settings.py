@@ -143,3 +143,28 @@ def test_a_file_where_runs_would_be_is_named_with_the_key(
     assert f"but {tmp_path}/file is a file, not a directory" in told
     assert "`runs_dir=...`" in told
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["submit", "run.yaml", "--dry-run", "runs_dir=~nosuchuser/runs"], "no user 'nosuchuser'"),
+        (["submit", "run.yaml", "--dry-run", "container.image=~nosuchuser/i.sif"], "no user 'nosuchuser'"),
+        (["render", "run.yaml", "slurm.template=~nosuchuser/t.j2"], "~nosuchuser/t.j2"),
+        (["submit", "run.yaml", "--dry-run", "--site", "~nosuchuser/s.yaml"], "~nosuchuser/s.yaml"),
+        (["list", "--runs-dir=~nosuchuser/x"], "~nosuchuser/x"),
+    ],
+)
+def test_the_home_of_an_unknown_user_is_named_and_ends_in_no_traceback(
+    words: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("name: one\n")
+
+    assert main(words) == (0 if words[0] == "list" else 2)
+    out, err = capsys.readouterr()
+    assert named in out + err
