@@ -36,7 +36,9 @@ class Start:
 
 def agent_argv(launch: Launch) -> list[str]:
     """Return the command of the node agent on this machine."""
-    worker = ["--worker", launch.workload.worker, *_stop_signal(launch)]
+    teardown_s = launch.workload.teardown_s
+    limit = [] if teardown_s is None else ["--teardown-s", f"{teardown_s:g}"]
+    worker = ["--worker", launch.workload.worker, *_stop_signal(launch), *limit]
     return [*launch.wrapper.command, "-m", "ddp_hpc.job.node.agent", str(launch.run.path), *worker, *_crew(launch)]
 
 

@@ -43,6 +43,10 @@ class Workload(Protocol):
         """
 
     @property
+    def teardown_s(self) -> float | None:
+        """How long a node's other workers may run on, after the first has exited with one of `exit_codes.GOOD`; None: no limit."""
+
+    @property
     def cpus_per_worker(self) -> int:
         """CPUs of each worker to ask a scheduler for: what the user set, or what the workload needs."""
 

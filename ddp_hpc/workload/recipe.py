@@ -34,6 +34,8 @@ class RecipeWorkload:
     spec: RunSpec
     worker: str = "ddp_hpc.train.worker"
     stop_signal: str = "USR2"
+    teardown_s: float | None = 60.0
+    """All ranks finish, or stop after a commit, together: one that does not exit then hangs only on its way out."""
 
     @property
     def cpus_per_worker(self) -> int:

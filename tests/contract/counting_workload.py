@@ -29,6 +29,7 @@ class CountingWorkload:
     spec: RunSpec
     worker: str = "tests.contract.counting_worker"
     stop_signal: str = "TERM"
+    teardown_s: float | None = 60.0
     cpus_per_worker: int = 1
 
     @property

@@ -58,8 +58,6 @@ from ddp_hpc.workload.protocol import WorkerModule, load_worker
 
 GRACE_S = 1.0
 """How long the others may take to write their error reports, after the first worker has failed."""
-TEARDOWN_S = 60.0
-"""How long the others may take to exit, after the first worker has exited after a commit."""
 ALONE = Meeting(LOOPBACK, 0)
 """The endpoint of a run on this machine alone: the kernel chooses the port."""
 
@@ -79,6 +77,8 @@ class NodeWorkers:
     """The environment without what this agent has set."""
     import_paths: Sequence[str]
     meeting: Meeting = ALONE
+    teardown_s: float | None = None
+    """How long the others may take to exit, after the first worker has exited after a commit; None: no limit."""
     node_rank: int = 0
     num_nodes: int = 1
 
@@ -186,6 +186,7 @@ class Agent:
             },
             import_paths=self._import_paths,
             meeting=meeting,
+            teardown_s=self._arguments.teardown_s,
             node_rank=self._node_rank,
             num_nodes=self._num_nodes,
         )
@@ -306,6 +307,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
+    parser.add_argument("--teardown-s", type=float)
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
     parser.add_argument("--in-step", action="store_true")
@@ -380,7 +382,9 @@ def _note_exit(group: WorkerGroup, rank: int, code: int) -> None:
             node_workers.run.rank_error(node_workers.attempt, rank),
         )
         report_killed(path, signal.Signals(-code), rank=rank, log=log)
-    group.end_within(TEARDOWN_S if code in exit_codes.GOOD else GRACE_S)
+    limit_s = node_workers.teardown_s if code in exit_codes.GOOD else GRACE_S
+    if limit_s is not None:
+        group.end_within(limit_s)
 
 
 if __name__ == "__main__":
