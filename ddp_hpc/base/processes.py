@@ -62,6 +62,24 @@ def restore_stop_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def become_script(parent_pid: int, *, is_new_program: bool) -> None:
+    """Be what a program expects to be when it starts: all signals as they are by default, and none of them blocked.
+
+    To be called in a forked process. Python's own way with SIGPIPE and SIGINT stays, unless another program follows (exec).
+    """
+    die_with_parent(parent_pid)
+    restore_stop_signals()
+    for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    if is_new_program:
+        for number in (
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        ):  # Python ignores them, and an ignored signal stays so across exec
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
 _SIGSET_BYTES = 128
 """Size of a `sigset_t`, in glibc and in musl."""
 _AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
@@ -153,6 +171,11 @@ def signal_number(name: str) -> signal.Signals:
         return signal.Signals[f"SIG{name}"]
     except KeyError as error:
         raise ValueError(name) from error
+
+
+def signal_of(number: int) -> signal.Signals:
+    """Return the signal of a number."""
+    return signal.Signals(number)
 
 
 def request_stop(pids: Iterable[int]) -> None:

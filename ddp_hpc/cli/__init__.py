@@ -40,6 +40,8 @@ VERBS = {
 """Verb -> what it does; each is a module of `verbs`, imported when the user calls it."""
 
 _NEGATIVE = re.compile(r"-\.?\d")
+OF_SCRIPTS = frozenset({"submit"})
+"""Verbs that take the command of a script after `--`, as `args.command`."""
 _DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -92,10 +94,20 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
     verb = cast("Verb", importlib.import_module(f"ddp_hpc.cli.verbs.{name}"))
     parser = argparse.ArgumentParser(prog=f"ddp-hpc {name}", description=verb.__doc__, allow_abbrev=False)
     verb.add_arguments(parser)
+    rest, command = _divided(rest) if name in OF_SCRIPTS else (rest, None)
+    parser.set_defaults(command=command)
     words = [_plain_setting(word) for word in rest]
     # In Python 3.11, `parse_intermixed_args` makes the text of the usage first, which takes as long as all other parsing.
     parse = parser.parse_intermixed_args if _are_mixed(words) else parser.parse_args
     return verb.run(parse(words), environment)
+
+
+def _divided(words: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return the words before `--`, and the command after it; None without one."""
+    if "--" not in words:
+        return words, None
+    number = words.index("--")
+    return words[:number], words[number + 1 :]
 
 
 def _are_mixed(words: Sequence[str]) -> bool:

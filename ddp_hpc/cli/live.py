@@ -34,7 +34,7 @@ def view(status: RunStatus) -> Group:
     bar.add_row(
         _text(f"{status.run} {status.state}", style="bold"),
         ProgressBar(total=status.total_steps or 1, completed=status.step, width=30),
-        _text(f"step {steps(status)}"),
+        _text("" if status.saves is not None else f"step {steps(status)}"),
         _text("" if status.epoch is None else f"epoch {status.epoch} of {status.epochs}"),
     )
     now = "  ".join(filter(None, ["" if status.loss is None else f"loss {number(status.loss)}", rate(status)]))

@@ -16,7 +16,8 @@ def as_text(status: RunStatus, *, now: float) -> str:
         "starts": ""
         if status.starts_at is None
         else f"in about {duration(status.starts_at - now)}, by Slurm's estimate",
-        "step": steps(status) + ("" if status.epoch is None else f", epoch {status.epoch} of {status.epochs}"),
+        "step": "" if status.saves is not None else steps(status) + epoch(status),
+        "saved": saved(status),
         "loss": "" if status.loss is None else number(status.loss),
         "rate": rate(status),
         "time limit": limit(status),
@@ -31,8 +32,23 @@ def as_text(status: RunStatus, *, now: float) -> str:
 
 
 def steps(status: RunStatus) -> str:
-    """Return `120 of 450`."""
+    """Return `120 of 450`; `-` for a script, whose steps are not known."""
+    if status.saves is not None:
+        return "-"
     return f"{status.step}" if status.total_steps is None else f"{status.step} of {status.total_steps}"
+
+
+def epoch(status: RunStatus) -> str:
+    """Return `, epoch 2 of 20`."""
+    return "" if status.epoch is None else f", epoch {status.epoch} of {status.epochs}"
+
+
+def saved(status: RunStatus) -> str:
+    """Return how often a script has saved its state: `3 times, the last 35 s ago`."""
+    if not status.saves:
+        return ""
+    times = "once" if status.saves == 1 else f"{status.saves} times"
+    return times if status.checkpoint_age_s is None else f"{times}, the last {duration(status.checkpoint_age_s)} ago"
 
 
 def rate(status: RunStatus) -> str:

@@ -6,7 +6,7 @@ import sys
 
 from ddp_hpc import exit_codes
 from ddp_hpc.cli.formatting import number, numbers
-from ddp_hpc.cli.status_text import steps
+from ddp_hpc.cli.status_text import saved, steps
 from ddp_hpc.run_dir.failure_reports import WorkerFailure, first_failure
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.failure import last_lines, log_of
@@ -38,6 +38,9 @@ def headline(status: RunStatus) -> str:
     state = "stopped after it wrote a checkpoint" if status.state == "stopped" else status.state
     loss = "" if status.loss is None else f"training loss {number(status.loss)}"
     evaluation = f"evaluation: {numbers(status.metrics)}" if status.metrics else ""
+    if status.saves is not None:
+        ended = "stopped" if status.state == "stopped" else status.state
+        return "; ".join(filter(None, [f"{status.run} {ended}", f"saved {times}" if (times := saved(status)) else ""]))
     return "; ".join(filter(None, [f"{status.run} {state}: step {steps(status)}", loss, evaluation]))
 
 
@@ -46,6 +49,7 @@ def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
     alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
     ended = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
     begin = "from the beginning" if status.last_checkpoint is None else f"from step {status.last_checkpoint}"
+    begin = begin if status.saves is None else "with the files that the script has saved"
     resume = {} if status.state == "finished" else {"again": f"{again}  # continues {begin}"}
     weights = {
         "state": f"ddp-hpc checkpoints {word} --digest",
@@ -58,7 +62,8 @@ def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
 def cause(run: RunDir, failure: WorkerFailure) -> str:
     """Return which process failed first, its error, and the last lines of its log."""
     who = "ddp-hpc's agent process" if failure.rank < 0 else f"rank {failure.rank}"
-    told = [f"{who} on {failure.host} failed first, at step {failure.step}: {failure.exception}"]
+    where = "" if failure.of_script else f", at step {failure.step}"
+    told = [f"{who} on {failure.host} failed first{where}: {failure.exception}"]
     log = log_of(run, failure)
     if log is not None:
         told += [f"the last lines of {log}:", *(f"  {line}" for line in last_lines(log, NUM_LINES))]

@@ -15,6 +15,7 @@ from ddp_hpc.config.keys import all_keys, key_of
 from ddp_hpc.config.paths import filled
 from ddp_hpc.config.site import Profile, find_profile, refuse_unwelcome
 from ddp_hpc.config.sources import (
+    COMMAND_LINE,
     DEFAULT,
     Origin,
     Setting,
@@ -27,7 +28,7 @@ from ddp_hpc.config.sources import (
 )
 from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError, UnreadableError
-from ddp_hpc.spec import RunSpec
+from ddp_hpc.spec import RunSpec, program_of
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,18 @@ class Resolved:
     """The site profile, if one was used."""
 
 
-def resolve(
-    path: Path,
+def resolve(  # noqa: PLR0913  the parts of a command line, and what decides which of them count
+    path: Path | None,
     overrides: Sequence[str] | Mapping[str, Any],
     environ: Mapping[str, str],
     *,
     site: str | None = None,
     is_for_slurm: bool = True,
+    command: Sequence[str] = (),
 ) -> Resolved:
     """Read a configuration: defaults < site profile < file < environment < command line.
+
+    `command` is the script that the command line asks for; with it, there need be no file.
 
     For runs on Slurm, a profile's values for the chosen partition win over its values for all runs. `site` names the
     profile; None means the one for this host.
@@ -58,13 +62,16 @@ def resolve(
         ConfigError: for the first invalid value, with its key, its source and the valid values.
     """
     profile = find_profile(environ, site)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:128] or "run"
+    stem = program_of(command).name if path is None else path.stem
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
     before = [*from_defaults(), Setting("name", name, DEFAULT), *(profile.settings if profile else ())]
-    asked = [*from_file(path, f"file {path.name}"), *from_environment(environ)]
+    asked = [*([] if path is None else from_file(path, f"file {path.name}")), *from_environment(environ)]
     if isinstance(overrides, Mapping):
         asked += settings_in(overrides, Origin("Python", "Python"))
     else:
         asked += from_overrides(overrides)
+    if command:
+        asked += settings_in({"script": {"command": list(command)}}, COMMAND_LINE)
     after = filled(asked, environ)
     between: Sequence[Setting] = ()
     if is_for_slurm and profile is not None:

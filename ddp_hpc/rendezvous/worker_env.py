@@ -18,6 +18,8 @@ RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 ENDPOINT = ("MASTER_ADDR", "MASTER_PORT")
 TABLE = "_DDP_HPC_WORKER_ENV"
 """The variable that holds a worker's table, as `WorkerEnv.environ` writes it."""
+USERS_CODE = "_DDP_HPC_USERS_CODE"
+"""The variable with the paths that a launcher has put first into PYTHONPATH, in its format."""
 USERS = "environment"
 """Source of a value that the user set."""
 OURS = "ddp-hpc"
@@ -226,6 +228,32 @@ def of_torchrun(environ: Mapping[str, str]) -> dict[str, Fact]:
     theirs = {name: "GROUP_RANK" if name == "NODE_RANK" else name for name in (*RANKS, *ENDPOINT)}
     rule = "torchrun set it"
     return {name: Fact(value=environ[it], source=f"torchrun ({it})", rule=rule) for name, it in theirs.items()}
+
+
+def contract_of_torchrun(
+    environ: Mapping[str, str], *, attempt: int, max_restarts: int, run_id: str, error_file: str
+) -> dict[str, str]:
+    """Return what torchrun gives a worker besides ranks and endpoint, for scripts that are written for torchrun.
+
+    https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
+    num_nodes = int(environ["WORLD_SIZE"]) // int(environ["LOCAL_WORLD_SIZE"])
+    return {
+        "GROUP_RANK": environ["NODE_RANK"],
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_RANK": environ["RANK"],
+        "ROLE_WORLD_SIZE": environ["WORLD_SIZE"],
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+STORE_IS_HOSTED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Says to PyTorch that the store at MASTER_ADDR and MASTER_PORT is there already, so that rank zero does not host it."""
 
 
 def endpoint(address: Fact, port: Fact) -> dict[str, Fact]:

@@ -48,6 +48,8 @@ class WorkerFailure:
     """The signal that killed it, where its agent did not send it."""
     is_hardware: bool = False
     """A device, or the library that drives it, has failed."""
+    of_script: bool = False
+    """A user's script failed, whose step is not known."""
     phase: Phase = ""
 
 

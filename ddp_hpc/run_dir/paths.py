@@ -85,6 +85,11 @@ class RunDir:
         return self.path / "progress.json"
 
     @property
+    def script_progress(self) -> Path:
+        """The files that a script has saved, and how often they have changed."""
+        return self.path / "script_progress.json"
+
+    @property
     def metrics(self) -> Path:
         """One line for each log interval or evaluation; steps repeated after a resume are in it once."""
         return self.path / "metrics.jsonl"
@@ -134,6 +139,10 @@ class RunDir:
 
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
+
+    def torch_error(self, attempt: int, rank: int) -> Path:
+        """Where `torch.distributed.elastic` writes the exception of a script (TORCHELASTIC_ERROR_FILE)."""
+        return self.attempt_logs(attempt) / f"rank-{rank}.error.json"
 
     def environment(self, attempt: int) -> Path:
         """What rank zero ran on: versions, driver, modules, packages."""

@@ -148,11 +148,14 @@ class Progress:
     """How far the training is; rank zero replaces it every few seconds."""
 
     attempt: int
-    step: int
-    total_steps: int
-    epoch: int
+    step: int = 0
+    total_steps: int | None = None
+    """None for a script, whose steps are not known, as is its epoch."""
+    epoch: int | None = None
     """Epochs completed, plus one: the epoch the next step belongs to, counted from one."""
-    epochs: int
+    epochs: int | None = None
+    saves: int | None = None
+    """How often a script has saved its state (`script.progress`); None for a training by a recipe."""
     loss: float | None = None
     samples_per_s: float | None = None
     eta_s: float | None = None

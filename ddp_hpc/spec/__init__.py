@@ -16,6 +16,7 @@ from ddp_hpc.spec.launch import (
     TorchrunSpec,
 )
 from ddp_hpc.spec.run import RunSpec
+from ddp_hpc.spec.script import Program, ScriptedSpec, ScriptSpec, program_of
 from ddp_hpc.spec.training import (
     CheckpointSpec,
     DataSpec,
@@ -40,14 +41,18 @@ __all__ = [
     "NetworkSpec",
     "OnNonfinite",
     "OptimizerSpec",
+    "Program",
     "RecipeSpec",
     "ResourcesSpec",
     "RestartSpec",
     "RunSpec",
+    "ScriptSpec",
+    "ScriptedSpec",
     "SlurmSpec",
     "SnapshotSpec",
     "StageSpec",
     "TorchrunSpec",
     "TrainSpec",
     "TrainingSpec",
+    "program_of",
 ]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec.checked import require
 from ddp_hpc.spec.launch import LaunchSpec
+from ddp_hpc.spec.script import ScriptedSpec
 from ddp_hpc.spec.training import TrainingSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSpec(TrainingSpec, LaunchSpec):
-    """One run: how it is launched, and what it trains. A function that only launches takes a `LaunchSpec`."""
+class RunSpec(TrainingSpec, ScriptedSpec, LaunchSpec):
+    """One run: how it is launched, and what it trains or runs. A function that only launches takes a `LaunchSpec`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.script.is_set:
+            # The signal before the time limit goes to the batch shell alone, which has the supervisor ask the script. To a job's
+            # steps, Slurm sends it to every process, and most scripts, and all loader processes, die of it.
+            object.__setattr__(self, "slurm", replace(self.slurm, signal_to="batch"))
+            return  # the script reads none of the keys below, whose defaults need not fit the world
         self._check_batch()
         on_cpus = self.resources.gpus_per_node == 0 and self.resources.world_size > 1
         require(

@@ -83,6 +83,8 @@ class RunStatus:
     host: str | None
     step: int
     total_steps: int | None
+    saves: int | None
+    """How often a script has saved its state (`script.progress`); None for a training by a recipe, which has steps."""
     epoch: int | None
     epochs: int | None
     loss: float | None
@@ -197,6 +199,7 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         host=last.host if last else None,
         step=progress.step if progress else 0,
         total_steps=progress.total_steps if progress else None,
+        saves=progress.saves if progress else None,
         epoch=progress.epoch if progress else None,
         epochs=progress.epochs if progress else None,
         loss=progress.loss if progress else None,
@@ -347,7 +350,9 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
 
 def _again(seen: Observation) -> str:
     """Return the advice to submit the run again, with the step from which it continues."""
-    then = f"continues from step {seen.committed[-1]}" if seen.committed else "starts from the beginning"
+    is_script = seen.progress is not None and seen.progress.saves is not None
+    begin = "starts the script again" if is_script else "starts from the beginning"
+    then = f"continues from step {seen.committed[-1]}" if seen.committed else begin
     return f"Submit the run again: it {then}"
 
 

@@ -23,6 +23,7 @@ class Kind:
 
 
 WORKLOADS: dict[str, Kind] = {
+    "script": Kind("ddp_hpc.workload.script", is_asked_for=lambda spec: spec.script.is_set),
     "recipe": Kind("ddp_hpc.workload.recipe", is_asked_for=lambda _: True),
 }
 """Name -> workload. The first one that a spec asks for counts, so the one that every spec asks for stands last."""

@@ -33,6 +33,7 @@ def status(state: State = "running", step: int = 20, *, last_checkpoint: int | N
         host="node1",
         step=step,
         total_steps=100,
+        saves=None,
         epoch=1 + step // 10,
         epochs=10,
         loss=0.5,

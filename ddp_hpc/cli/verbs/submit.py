@@ -1,5 +1,7 @@
 """Start a run. If a run of that name exists, resume it from its newest checkpoint.
 
+After `--` stands the command of your own script, which each worker runs: `ddp-hpc submit -- python train.py --lr 0.1`.
+
 KEY=VALUE or --KEY=VALUE sets any key of the configuration, such as `train.lr=0.1`; `ddp-hpc config` lists the keys.
 """
 
@@ -33,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     from ddp_hpc.submission.backend import AUTO, BACKENDS  # late: `render` and the first word of a line need none
 
-    parser.add_argument("config", metavar="CONFIG", help="the configuration file (YAML)")
+    parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML); not needed for a script"
+    )
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
     parser.add_argument(
         "--cluster",
@@ -69,12 +74,19 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise ConfigError(
             "`--explain` works only together with `--dry-run`. Add `--dry-run`, or leave out `--explain`."
         )
-    path, settings = sort_words([args.config, *args.settings])
+    path, settings = _sorted_words(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
-    resolved = resolve(path, [*settings, *here], environment, site=args.site, is_for_slurm=backend.HAS_QUEUE)
+    resolved = resolve(
+        path,
+        [*settings, *here],
+        environment,
+        site=args.site,
+        is_for_slurm=backend.HAS_QUEUE,
+        command=args.command or (),
+    )
     run_dir = RunDir(resolved.spec.path)
-    import_paths = [Path.cwd(), path.absolute().parent]
+    import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
     if args.dry_run:
         print(_dry_run(resolved, backend, import_paths, environment, args), end="")
         return 0
@@ -102,7 +114,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-    again = shlex.join(["ddp-hpc", "submit", str(path), *map(_shown, settings), *here])
+    file, command = [] if path is None else [str(path)], ["--", *args.command] if args.command else []
+    again = shlex.join(["ddp-hpc", "submit", *file, *map(_shown, settings), *here, *command])
     return _print_status(submission.run, environment, word=word, again=None if args.json else again)
 
 
@@ -167,6 +180,27 @@ def _shown(setting: str) -> str:
     if is_key_shown(key, value):
         return setting
     return f'{key}="${name}"' if (name := key.partition("env.")[2]) else f"{key}=..."
+
+
+def _sorted_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """Return the configuration's path, which a script can do without, and the settings.
+
+    Raises:
+        ConfigError: where neither a configuration nor a command is named.
+    """
+    words = [*([] if args.config is None else [args.config]), *args.settings]
+    if args.command is not None and not args.command:
+        raise ConfigError(
+            "`--` stands at the end, but no command follows it. Name one: `ddp-hpc submit -- python train.py`."
+        )
+    if args.command and all(_SETTING.match(word) for word in words):
+        return None, words
+    if not words:
+        raise ConfigError(
+            "Neither a configuration file nor a script is named. Name one: `ddp-hpc submit CONFIG`, or "
+            "`ddp-hpc submit -- python train.py`."
+        )
+    return sort_words(words)
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path, list[str]]:

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from ddp_hpc.rendezvous.worker_env import USERS_CODE
+
 IMPORT_PATH = "_DDP_HPC_IMPORT_PATH"
 """Name of a variable with the import paths of the user's code, for workers only, in the format of PYTHONPATH."""
 SAFE_PATH = {"PYTHONSAFEPATH": "ddp_hpc"}
@@ -34,6 +36,7 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
     if paths:
         pythons = [path for path in sys.path if _is_pythons(path)]
         sys.path[:] = [*pythons, *paths, *(path for path in sys.path if path not in pythons)]
+        environ[USERS_CODE] = os.pathsep.join(paths)
         environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environ.get("PYTHONPATH")])])
     return paths
 

@@ -1,0 +1,26 @@
+"""What the end of a script's process means. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ddp_hpc import exit_codes
+from ddp_hpc.base.processes import STOP_SIGNALS
+
+_OF_SHELL = 128
+"""Shells, and programs that imitate them, exit with this plus the number of the signal that ended them."""
+
+
+def meaning(code: int, *, stop_signal: int | None, resume_codes: Collection[int]) -> int:
+    """Return the worker's exit code for a script's, which is minus the number of a signal; `stop_signal` is what it was sent.
+
+    A script that ends with 0 after a stop signal has obeyed, or has finished at that moment. Nothing tells the two apart, so it
+    is started again, and a script that had finished then ends at once.
+    """
+    if code in resume_codes:
+        return exit_codes.STOPPED
+    if stop_signal is not None:
+        signals = {stop_signal, *STOP_SIGNALS}  # of a job step, Slurm and srun may signal all processes
+        if code == 0 or -code in signals or code - _OF_SHELL in signals:
+            return exit_codes.STOPPED
+    return exit_codes.FINISHED if code == 0 else exit_codes.FAILED

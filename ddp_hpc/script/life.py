@@ -1,0 +1,57 @@
+"""Whether a script is alive: it writes to its log, or it and its children use CPU time.
+
+A script that prints nothing for an hour may compute, and one that waits in a collective for a rank that is gone uses next to
+no CPU. With NCCL, a waiting process may use a whole CPU: such a hang ends by NCCL's own timeout (`init_process_group(timeout=)`).
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+LEAST_SHARE = 0.01
+"""Of one CPU. Threads that only look whether there is something to do, as loggers and watchdogs have, use less."""
+
+
+@dataclass(kw_only=True)
+class Life:
+    """The last look at a script, and what it showed."""
+
+    pid: int
+    log: Path
+    interval_s: float
+    """How often to look; a share of CPU time says little about a short time."""
+    _cpu_s: float = 0.0
+    _log_size: int = 0
+    _looked_at: float = field(default_factory=time.monotonic)
+
+    def is_due(self) -> bool:
+        """Tell whether it is time to look."""
+        return time.monotonic() - self._looked_at >= self.interval_s
+
+    def look(self) -> bool:
+        """Tell whether the script has done something since the last look."""
+        now, cpu_s, log_size = time.monotonic(), cpu_seconds(self.pid), self._log_size
+        with suppress(OSError):
+            log_size = self.log.stat().st_size
+        # Children that have ended, and were not waited for by the script, are missing in the sum, which then is smaller.
+        is_busy = abs(cpu_s - self._cpu_s) >= LEAST_SHARE * (now - self._looked_at)
+        has_written = log_size != self._log_size
+        self._cpu_s, self._log_size, self._looked_at = cpu_s, log_size, now
+        return is_busy or has_written
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, of its children that have ended, and of those that run, in seconds."""
+    total = 0.0
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in [process, *process.children(recursive=True)]:
+            with suppress(psutil.Error):
+                times = each.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+    return total

@@ -1,0 +1,70 @@
+"""What a script's source says that forbids to run it in a process that has imported PyTorch already. Pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+_READ_AT_IMPORT = re.compile(
+    r"(?:CUDA|HIP|ROCR|OMP|GOMP|MKL|KMP|OPENBLAS|BLIS|NUMEXPR|TORCH|PYTORCH|TORCHINDUCTOR)_\w+"
+)
+"""Variables that PyTorch and its libraries read when they are loaded, or may read then."""
+_SETTERS = frozenset({"setdefault", "putenv", "update"})
+_START_METHOD = "set_start_method"
+
+
+def why_exec(source: str) -> str:
+    """Return why a script needs a process that has not imported PyTorch yet; empty where it does not, or cannot be read."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return ""  # Python itself reports it when the script starts
+    torch_line = min((getattr(node, "lineno", 0) for node in ast.walk(tree) if _imports_torch(node)), default=None)
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if torch_line is not None and line >= torch_line:
+            continue
+        for what in _early(node):
+            return f"line {line} of the script {what} before it imports torch"
+    return ""
+
+
+def _imports_torch(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(name.name.partition(".")[0] == "torch" for name in names)
+        case ast.ImportFrom(module=str(module), level=0):
+            return module.partition(".")[0] == "torch"
+    return False
+
+
+def _early(node: ast.AST) -> Iterator[str]:
+    """Yield what a node does that has to come before PyTorch's import."""
+    match node:
+        case ast.Assign(targets=targets):
+            for target in targets:
+                match target:
+                    case ast.Subscript(value=owner, slice=ast.Constant(value=str(name))) if _is_environ(owner):
+                        yield from _set(name)
+        case ast.Call(func=ast.Attribute(attr="update", value=owner), args=args, keywords=words) if _is_environ(owner):
+            keys = (key for each in args if isinstance(each, ast.Dict) for key in each.keys)
+            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            for name in [*names, *(word.arg for word in words if word.arg)]:
+                yield from _set(name)
+        case ast.Call(func=ast.Attribute(attr=called), args=[ast.Constant(value=str(name)), *_]) if called in _SETTERS:
+            yield from _set(name)
+        case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called)) if called == _START_METHOD:
+            yield f"calls `{_START_METHOD}`"
+
+
+def _set(name: str) -> Iterator[str]:
+    if _READ_AT_IMPORT.fullmatch(name):
+        yield f"sets {name}"
+
+
+def _is_environ(node: ast.AST) -> bool:
+    match node:
+        case ast.Name(id="environ") | ast.Attribute(attr="environ"):
+            return True
+    return False

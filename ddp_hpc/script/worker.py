@@ -1,0 +1,364 @@
+"""One worker of a run that runs a user's script: starts the script as a child process, and watches over it until it ends.
+
+The script is a process of its own, so that whatever it does at its end (`os._exit`, a crash in C++, a signal) is seen and
+written down here, under every launcher. This process passes the stop signal on to the script alone, looks for signs of life,
+counts its saves, and hosts the store at which the ranks meet.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
+from ddp_hpc.config import load_resolved
+from ddp_hpc.base.durable import make_directories, read_json
+from ddp_hpc.errors import exit_code_of
+from ddp_hpc.run_dir.failure_reports import WorkerFailure, failure_of, report, report_killed, write_failure
+from ddp_hpc.run_dir.records import Progress, write_progress
+from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.script.ending import meaning
+from ddp_hpc.script.interpreter import run_as_main
+from ddp_hpc.script.life import Life
+from ddp_hpc.script.output import Echo, open_log, redirect
+from ddp_hpc.script.plan import Plan, frozen_code, plan_of, users_python_path
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.workload.script_progress import Seen, look, read_seen, record_changes
+
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "torch._dynamo",  # every optimizer imports it when it is made
+)
+"""What most scripts import, now or when they make an optimizer; the agent imports it once for all of its workers."""
+ECHO_S = 0.25
+"""How often rank zero's output is copied to the console."""
+LONGEST_LOOK_S = 10.0
+"""The longest time between two looks at a script."""
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+"""Exit codes of shells for a program that they cannot start."""
+_why_exec = ""
+"""Why `preload` has found that scripts must not be forked from this process, beyond what the script's source says."""
+
+
+def preload(run_path: str) -> str:
+    """Import what most scripts import, unless they start as new processes; workers may be forked in any case.
+
+    Raises:
+        ConfigError: where there is no such script, or it cannot be executed.
+    """
+    global _why_exec  # noqa: PLW0603  a fork hands it on to the workers
+    run = RunDir(Path(run_path))
+    spec = load_resolved(run.config, is_patient=True)
+    plan = _plan(run, spec, os.environ)
+    if not plan.why_exec:
+        for name in [*MODULES, *spec.script.preload]:
+            if name in spec.script.preload or find_spec(name.partition(".")[0]) is not None:
+                import_module(name)
+        _why_exec = _what_a_fork_would_lose()
+    return ""
+
+
+def _what_a_fork_would_lose() -> str:
+    """Return what a forked process would not have of this one: threads, and CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "importing the modules of `script.preload` initialised CUDA, which a forked process cannot use"
+    names = processes.lasting_threads()
+    left = ", ".join(sorted(set(names)))
+    return (
+        f"importing PyTorch and `script.preload` left threads running, which a fork would lose ({left})"
+        if names
+        else ""
+    )
+
+
+def _plan(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Plan:
+    code = frozen_code(environ, [run.snapshot, run.snapshots])
+    return plan_of(spec.script, code, environ, Path.cwd())
+
+
+def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None = None) -> int:
+    """Run the script to its end; return what that means, as one of `exit_codes`."""
+    run, rank = RunDir(Path(run_path)), int(environ["RANK"])
+    log = run.rank_log(attempt, rank)
+    try:
+        log_fd = open_log(log)  # stop signals are blocked, and `_see_through` takes them
+        spec = load_resolved(run.config, is_patient=True)
+        plan = _plan(run, spec, environ)
+        plan = replace(plan, why_exec=plan.why_exec or _why_exec)
+        if plan.why_exec and rank == 0:
+            sys.stderr.write(f"note: the script starts as a new process on each rank, because {plan.why_exec}\n")
+        worker = _Worker(run=run, spec=spec, plan=plan, rank=rank, attempt=attempt)
+        return worker.run_script(environ, log_fd, listen_fd)
+    except BaseException as error:  # noqa: BLE001  whatever ends a worker is recorded
+        report(run.rank_error(attempt, rank), error, rank=rank, log=log)
+        return exit_code_of(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Worker:
+    """One rank of one attempt."""
+
+    run: RunDir
+    spec: RunSpec
+    plan: Plan
+    rank: int
+    attempt: int
+
+    @property
+    def log(self) -> Path:
+        return self.run.rank_log(self.attempt, self.rank)
+
+    def run_script(self, environ: Mapping[str, str], log_fd: int, listen_fd: int | None) -> int:
+        """Start the script, and wait for its end."""
+        processes.adopt_orphans()  # so that processes that the script leaves behind are found
+        watcher = _Watcher(worker=self, seen=read_seen(self.run), echo=Echo(self.log) if self.rank == 0 else None)
+        is_hosted = find_spec("torch") is not None
+        pid = self._start(self._environ(environ, is_hosted=is_hosted), log_fd, listen_fd)
+        os.close(log_fd)
+        # After the fork, because the store has threads. The socket listens already: ranks that connect meanwhile wait.
+        store = _host_store(environ, listen_fd) if is_hosted and listen_fd is not None else None
+        if listen_fd is not None and store is None:
+            os.close(listen_fd)  # the script listens there itself
+        code = watcher.see_through(pid)
+        means = meaning(
+            code,
+            stop_signal=watcher.sent_signal,
+            resume_codes=self.spec.script.resume_exit_codes,
+        )
+        if means == exit_codes.FAILED:
+            self._report(code, was_killed=watcher.has_killed)
+        self._care_for_leftovers(is_failure=means == exit_codes.FAILED)
+        return means
+
+    def _environ(self, environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, str]:
+        contract = contract_of_torchrun(
+            environ,
+            attempt=self.attempt,
+            max_restarts=self.spec.restart.max_no_progress,
+            run_id=self.run.name,
+            error_file=str(self.run.torch_error(self.attempt, self.rank)),
+        )
+        path = os.pathsep.join(users_python_path(environ))
+        others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+        return {
+            "PYTHONUNBUFFERED": "1",
+            **others,
+            **({"PYTHONPATH": path} if path else {}),
+            **contract,
+            **(STORE_IS_HOSTED if is_hosted else {}),
+        }
+
+    def _start(self, environ: Mapping[str, str], log_fd: int, listen_fd: int | None) -> int:
+        """Start the script in a child process; return its process id."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = exit_codes.FAILED
+            try:
+                redirect(log_fd)
+                if listen_fd is not None:
+                    os.close(listen_fd)
+                processes.become_script(parent, is_new_program=bool(self.plan.why_exec))
+                code = self._exec(environ) if self.plan.why_exec else self._run_here(environ)
+            except BaseException as error:  # noqa: BLE001  nothing may return into this process's own code
+                sys.excepthook(type(error), error, error.__traceback__)
+            finally:
+                with suppress(OSError, ValueError):
+                    sys.stderr.flush()
+                os._exit(code)
+        return pid
+
+    def _exec(self, environ: Mapping[str, str]) -> int:
+        try:
+            os.execve(self.plan.executable, self.plan.command, {**environ})  # noqa: S606  it is what the user asks for
+        except OSError as error:
+            text = f"{self.plan.executable} cannot be executed: {error.strerror}"
+            hint = ". Its first line must name the program that reads it, such as `#!/bin/bash`"
+            os.write(2, f"error: {text}{hint if error.errno == errno.ENOEXEC else ''}\n".encode())
+            return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+
+    def _run_here(self, environ: Mapping[str, str]) -> int:
+        return run_as_main(self.plan, environ, users_python_path(environ), self._report_exception)
+
+    def _report_exception(self, error: BaseException) -> None:
+        """Write the error report of an exception that ends the script; called in the script's process."""
+        failure = failure_of(error, rank=self.rank, log=self.log, phase="training")
+        with suppress(OSError):
+            write_failure(
+                self.run.rank_error(self.attempt, self.rank),
+                replace(failure, is_secondary=_lost_connection(failure.exception), of_script=True),
+            )
+
+    def _report(self, code: int, *, was_killed: bool) -> None:
+        """Write the error report of a script that has ended badly, if its own process has written none."""
+        path = self.run.rank_error(self.attempt, self.rank)
+        if path.exists():
+            return
+        if code < 0 and not was_killed:
+            report_killed(path, processes.signal_of(-code), rank=self.rank, log=self.log)
+            return
+        text = _of_elastic(self.run.torch_error(self.attempt, self.rank)) or _last_line(self.log)
+        how = (
+            f"the script did not exit within {self.spec.script.stop_within_s} s after SIG{self.spec.script.stop_signal} "
+            "(`script.stop_within_s`), so ddp-hpc killed it"
+            if was_killed
+            else f"the script exited with code {code}"
+        )
+        failure = WorkerFailure(
+            rank=self.rank,
+            host=processes.host_name(),
+            at=time.time(),
+            step=0,
+            exception=f"{how}; its last line: {text}" if text else f"{how} and printed nothing",
+            log=str(self.log),
+            is_secondary=_lost_connection(text),
+            of_script=True,
+            phase="training",
+        )
+        write_failure(path, failure)
+
+    def _care_for_leftovers(self, *, is_failure: bool) -> None:
+        """Kill what a failed script has left running; say what a script has left that ended well."""
+        left = psutil.Process().children(recursive=True)
+        if not left:
+            return
+        if is_failure:
+            processes.kill(one.pid for one in left)
+            return
+        pids = ", ".join(str(one.pid) for one in left)
+        sys.stderr.write(
+            f"note: rank {self.rank}'s script has ended, but processes that it started still run ({pids}); ddp-hpc does not wait "
+            "for them, and does not restart them\n"
+        )
+
+
+@dataclass(kw_only=True)
+class _Watcher:
+    """Waits for a script's end, and does meanwhile what has to be done beside it."""
+
+    worker: _Worker
+    seen: Seen
+    echo: Echo | None
+    sent_signal: int | None = None
+    """The stop signal, once the script was sent it."""
+    has_killed: bool = False
+    _kill_at: float = float("inf")
+
+    def see_through(self, pid: int) -> int:
+        """Return the script's exit code, or minus the number of the signal that killed it."""
+        spec = self.worker.spec
+        interval_s = min(LONGEST_LOOK_S, max(1.0, spec.restart.hang_timeout_s / 10))
+        life = Life(pid=pid, log=self.worker.log, interval_s=interval_s)
+        self._note_life()
+        patience_s = ECHO_S if self.echo else interval_s
+        ended: dict[int, int] = {}
+        while pid not in ended:
+            left_s = max(self._kill_at - time.monotonic(), 0.0)
+            number = processes.await_signal(min(patience_s, left_s))
+            if number in processes.STOP_SIGNALS and self.sent_signal is None:
+                self._ask_to_stop(pid)
+            if time.monotonic() >= self._kill_at:
+                self.has_killed, self._kill_at = True, float("inf")
+                processes.kill([pid])
+            ended.update(processes.reap())
+            if self.echo:
+                self.echo.copy()
+            if pid in ended or life.is_due():
+                is_alive = life.look()
+                if self._count_saves() or is_alive:
+                    self._note_life()
+        return ended[pid]
+
+    def _ask_to_stop(self, pid: int) -> None:
+        """Send the stop signal to the script's own process, and to no process that it has started."""
+        # PyTorch's loader processes die of SIGTERM, so a script whose loaders get it cannot finish its step.
+        script = self.worker.spec.script
+        self.sent_signal = processes.signal_number(script.stop_signal)
+        self._kill_at = time.monotonic() + script.stop_within_s
+        processes.send([pid], self.sent_signal)
+
+    def _count_saves(self) -> bool:
+        """Record that the script has saved its state, if it has; rank zero does that for all."""
+        pattern = self.worker.spec.script.progress
+        if pattern is None or self.worker.rank != 0:
+            return False
+        before = self.seen.num_changes
+        with suppress(OSError):  # the file system does not answer now; the next look sees the change, too
+            self.seen = record_changes(self.worker.run, self.seen, look(pattern, Path.cwd()))
+        return self.seen.num_changes != before
+
+    def _note_life(self) -> None:
+        """Write what the supervisor takes for a sign of life."""
+        run, attempt = self.worker.run, self.worker.attempt
+        with suppress(OSError):
+            if self.worker.rank == 0:
+                newest = max((at for _, at in self.seen.files.values()), default=None)
+                progress = Progress(
+                    attempt=attempt,
+                    saves=self.seen.num_changes,
+                    last_checkpoint_at=None if newest is None else newest / 1e9,
+                    at=time.time(),
+                )
+                write_progress(run, progress)
+            else:
+                sign = run.allowance(attempt)
+                make_directories(sign.parent)
+                sign.touch()
+
+
+def _host_store(environ: Mapping[str, str], listen_fd: int) -> object | None:
+    """Host the store at which the ranks meet, as torchrun's agent does, so that its port is never free for others."""
+    distributed = import_module("torch.distributed")
+    open_store = partial(distributed.TCPStore, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd)
+    store: object = open_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    return store
+
+
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe")
+
+
+def _lost_connection(text: str) -> bool:
+    """Tell whether an exception says that another rank is gone."""
+    return "DistNetworkError" in text or any(phrase in text for phrase in _LOST_CONNECTION)
+
+
+def _of_elastic(path: Path) -> str:
+    """Return the exception that `torch.distributed.elastic`'s `record` has written."""
+    with suppress(OSError, KeyError, TypeError, ValueError):
+        record = read_json(path) or {}
+        message = record["message"]
+        return str(message["message"] if isinstance(message, dict) else message)
+    return ""
+
+
+_TAIL_BYTES = 2000
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of a log that has any text."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").split("\n")
+        texts = ["".join(char if char.isprintable() else "?" for char in line).strip() for line in lines]
+        return next((text[:200] for text in reversed(texts) if text), "")
+    return ""

@@ -1,0 +1,264 @@
+"""The parts of a script's run that need no process: its command, its source, its exit codes, its saved files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.config import load_resolved, render_resolved, resolve
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.script.ending import meaning
+from ddp_hpc.script.plan import plan_of
+from ddp_hpc.script.source import why_exec
+from ddp_hpc.spec import ResourcesSpec, RunSpec, ScriptSpec, program_of
+from ddp_hpc.workload.protocol import UsersCode
+from ddp_hpc.workload.script_progress import look, read_seen, record_changes
+from ddp_hpc.workload.table import workload_of
+from tests.made_run import make_run
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "module", "name"),
+    [
+        ("python train.py --lr 0.1", "train.py", None, "train"),
+        ("python3.11 -u -X dev src/my.train.py", "src/my.train.py", None, "my.train"),
+        ("/opt/env/bin/python train.py -m other", "train.py", None, "train"),
+        ("python -m pkg.train --x", None, "pkg.train", "train"),
+        ("python -m pkg.__main__", None, "pkg.__main__", "pkg"),
+        ("python -c pass", None, None, "python"),
+        ("python", None, None, "python"),
+        ("./train.sh python x.py", None, None, "train"),
+        ("pythonic train.py", None, None, "pythonic"),
+    ],
+)
+def test_a_command_is_read_as_a_shell_and_python_read_it(
+    command: str, script: str | None, module: str | None, name: str
+) -> None:
+    program = program_of(command.split())
+
+    assert (program.script, program.module, program.name) == (script, module, name)
+
+
+def test_the_words_of_a_command_line_come_back_as_they_were_from_the_runs_configuration(tmp_path: Path) -> None:
+    words = ["python", "train.py", "--lr", "0.1", "", "a b", "null", "1e3", "k=v", "--", "é", "#", "[x", "'"]
+    resolved = resolve(None, [f"runs_dir={tmp_path}"], {}, command=words)
+    kept = tmp_path / "config.yaml"
+    kept.write_text(render_resolved(resolved), encoding="utf-8")
+
+    spec = load_resolved(kept)
+
+    assert list(spec.script.command) == words
+    assert spec.name == "train"
+    assert resolved.sources["script.command"] == "command line"
+
+
+def test_a_script_needs_no_global_batch_that_fits_its_world_and_gets_its_stop_signal_from_ddp_hpc_alone() -> None:
+    spec = RunSpec(
+        name="any", resources=ResourcesSpec(workers_per_node=3), script=ScriptSpec(command=("python", "train.py"))
+    )
+
+    assert spec.slurm.signal_to == "batch"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"command": ("",)},
+        {"command": ("a\0b",)},
+        {"resume_exit_codes": (0,)},
+        {"resume_exit_codes": (256,)},
+        {"stop_within_s": 0},
+        {"preload": ("my-module",)},
+        {"stop_signal": "KILL"},
+    ],
+)
+def test_what_no_script_can_mean_is_refused(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"`script\."):
+        ScriptSpec(**values)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["submit"], "Neither a configuration file nor a script is named"),
+        (["submit", "--"], "no command follows it"),
+        (["submit", "name=x"], "the configuration file is missing"),
+    ],
+)
+def test_a_submission_of_nothing_is_refused(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert expected in capsys.readouterr().err
+
+
+# --- the source of a script --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nimport torch",
+            "line 2 of the script sets CUDA_VISIBLE_",
+        ),
+        ("import os\nos.environ.setdefault('OMP_NUM_THREADS', '1')\nimport torch", "sets OMP_NUM_THREADS"),
+        ("import os\nos.environ.update(MKL_NUM_THREADS='1')\nfrom torch import nn", "sets MKL_NUM_THREADS"),
+        ("import os\nos.environ.update({'KMP_AFFINITY': 'x'})\nimport torch.nn", "sets KMP_AFFINITY"),
+        ("from os import environ\nif 1:\n    environ['TORCH_LOGS'] = 'x'\nimport helpers", "sets TORCH_LOGS"),
+        ("import multiprocessing as mp\nmp.set_start_method('spawn')\nimport torch", "calls `set_start_method`"),
+        ("import torch, os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'", ""),
+        ("import os\nos.environ['WANDB_MODE'] = 'offline'\nimport torch", ""),
+        ("import os\nprint(os.environ['OMP_NUM_THREADS'])\nimport torch", ""),
+        ("import torch\nif __name__ == '__main__':\n    torch.multiprocessing.set_start_method('spawn')", ""),
+        ("this is no Python", ""),
+    ],
+)
+def test_a_script_that_must_act_before_torch_is_imported_is_noticed(source: str, expected: str) -> None:
+    found = why_exec(source)
+
+    assert expected in found
+    assert bool(found) == bool(expected)
+
+
+def test_a_script_that_is_there_starts_in_a_fork_of_the_python_that_ddp_hpc_runs_in(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+
+    for python in ("python", "python3", sys.executable):
+        plan = plan_of(ScriptSpec(command=(python, "train.py", "--x")), None, {}, tmp_path)
+
+        assert (plan.why_exec, plan.executable, plan.argv0) == ("", sys.executable, "train.py")
+        assert (plan.path, plan.folder) == (tmp_path / "train.py", str(tmp_path.resolve()))
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["python", "-X", "dev", "train.py"], "'-X' is an option for a new Python"),
+        (["./run.sh"], "it is not a Python script"),
+        (["/bin/sh", "run.sh"], "it is not a Python script"),
+    ],
+)
+def test_other_commands_start_as_new_processes(command: list[str], why: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "run.sh").chmod(0o755)
+
+    plan = plan_of(ScriptSpec(command=tuple(command)), None, {"PATH": os.environ["PATH"]}, tmp_path)
+
+    assert plan.why_exec == why
+    assert plan.command == command
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "nowhere.py"], r"starts the script 'nowhere\.py', but .*nowhere\.py does not exist"),
+        (["./nowhere.sh"], r"nowhere\.sh does not exist"),
+        (["./plain.sh"], r"is not an executable file\. Make it executable with `chmod \+x`, .* `bash \./plain\.sh`"),
+        (["./plain.py"], r"`python \./plain\.py`"),
+        (["plain.py"], r"PATH has no such program\. For a file in this directory, write `python FILE`"),
+        (["/no/python", "plain.py"], r"/no/python is not an executable file"),
+    ],
+)
+def test_a_command_that_cannot_start_is_refused_with_what_to_do(
+    command: list[str], expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "plain.sh").write_text("")
+    (tmp_path / "plain.py").write_text("")
+
+    with pytest.raises(ConfigError, match=expected):
+        plan_of(ScriptSpec(command=tuple(command)), None, {"PATH": os.environ["PATH"]}, tmp_path)
+
+
+# --- what its end means ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "was_asked", "expected"),
+    [
+        (0, False, 0),
+        (1, False, 1),
+        (2, False, 1),  # argparse's, and many others': not our code for a configuration that is refused
+        (93, False, 1),  # nor is any other code of ours
+        (97, False, 1),
+        (99, False, 99),
+        (85, False, 99),  # asked for in the test
+        (-15, False, 1),
+        (143, False, 1),
+        (0, True, 99),
+        (-10, True, 99),  # by the signal it was sent
+        (138, True, 99),
+        (-15, True, 99),  # by one that Slurm sent to all processes at the same time
+        (-9, True, 1),
+        (1, True, 1),
+        (99, True, 99),
+    ],
+)
+def test_exit_codes_of_scripts_mean_what_the_user_says_and_nothing_of_ours(
+    code: int, was_asked: bool, expected: int
+) -> None:
+    usr1 = 10
+
+    assert meaning(code, stop_signal=usr1 if was_asked else None, resume_codes=(85, 99)) == expected
+
+
+# --- what it has saved -------------------------------------------------------------------------------------------------
+
+
+def test_saves_are_counted_whatever_clocks_say_and_however_few_files_a_script_keeps(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run")
+    (tmp_path / "ckpt").mkdir()
+    spec = RunSpec(name="run", script=ScriptSpec(command=("python", "a.py"), progress=f"{tmp_path}/ckpt/*.pt"))
+    counts = []
+
+    def save(name: str, at: float) -> None:
+        (tmp_path / "ckpt" / name).write_text(name)
+        os.utime(tmp_path / "ckpt" / name, (at, at))
+
+    def count() -> None:
+        counts.append(workload_of(spec).progress(run, Ledger.read(run)))
+        record_changes(run, read_seen(run), look(str(spec.script.progress), tmp_path))
+
+    count()
+    save("1.pt", 2e9)  # by a node whose clock is years ahead
+    count()
+    count()  # nothing new
+    save("2.pt", 1e9)
+    count()
+    (tmp_path / "ckpt" / "1.pt").unlink()  # an older one is removed
+    count()
+    save("2.pt", 1e9 + 1)  # the same file, overwritten
+    count()
+    save("half.pt.tmp", 1e9 + 5)
+    count()
+
+    assert counts == [0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_directory_that_the_pattern_matches_counts_with_its_files(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "model.bin").write_text("x")
+
+    assert list(look("checkpoint-*", tmp_path)) == [str(tmp_path / "checkpoint-5" / "model.bin")]
+
+
+def test_the_code_of_a_script_is_its_directory_and_of_a_module_where_it_is_imported_from(tmp_path: Path) -> None:
+    (tmp_path / "src" / "pkg").mkdir(parents=True)
+    for name in ("src/train.py", "src/pkg/__main__.py", "src/pkg/train.py"):
+        (tmp_path / name).touch()
+
+    def code_of(command: str, *paths: Path) -> UsersCode | None:
+        return workload_of(RunSpec(name="a", script=ScriptSpec(command=tuple(command.split())))).users_code(paths)
+
+    assert code_of("python src/train.py", tmp_path) == UsersCode(tmp_path / "src", Path("train.py"))
+    assert code_of("python -m pkg.train", tmp_path / "src") == UsersCode(tmp_path / "src", Path("pkg/train.py"))
+    assert code_of("python -m pkg", tmp_path, tmp_path / "src") == UsersCode(tmp_path / "src", Path("pkg/__main__.py"))
+    assert code_of("python -m torch.utils.collect_env", tmp_path) is None
+    assert code_of("bash src/train.py", tmp_path) is None
+    assert code_of("python nowhere.py", tmp_path) is None
