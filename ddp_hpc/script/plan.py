@@ -41,7 +41,8 @@ class Plan:
         if program.python is None:
             return list(program.words)
         what = ["-m", program.module] if program.module else [self.argv0]
-        return [program.python, *program.options, *what, *program.arguments]
+        # By its path, as a Python finds its virtual environment by the word that it is called by (`sys.executable`).
+        return [self.executable, *program.options, *what, *program.arguments]
 
 
 def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> Plan:

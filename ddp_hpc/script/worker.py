@@ -23,13 +23,14 @@ import psutil
 
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
-from ddp_hpc.config import load_resolved
 from ddp_hpc.base.durable import make_directories, read_json
+from ddp_hpc.base.patience import known
+from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import exit_code_of
-from ddp_hpc.run_dir.failure_reports import WorkerFailure, failure_of, report, report_killed, write_failure
-from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun
+from ddp_hpc.run_dir.failure_reports import WorkerFailure, failure_of, report, report_killed, write_failure
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.script.ending import meaning
 from ddp_hpc.script.interpreter import run_as_main
 from ddp_hpc.script.life import Life
@@ -49,6 +50,10 @@ MODULES = (
 """What most scripts import, now or when they make an optimizer; the agent imports it once for all of its workers."""
 ECHO_S = 0.25
 """How often rank zero's output is copied to the console."""
+STOP_LOOK_S = 1.0
+"""How often to look for a user's request to stop."""
+LEFTOVERS_S = 2.0
+"""How long helper processes of Python may take to exit after the script has (the resource tracker of `multiprocessing`)."""
 LONGEST_LOOK_S = 10.0
 """The longest time between two looks at a script."""
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
@@ -130,6 +135,7 @@ class _Worker:
         """Start the script, and wait for its end."""
         processes.adopt_orphans()  # so that processes that the script leaves behind are found
         watcher = _Watcher(worker=self, seen=read_seen(self.run), echo=Echo(self.log) if self.rank == 0 else None)
+        watcher.count_saves()  # of the attempts before: what this one adds is counted from there
         is_hosted = find_spec("torch") is not None
         pid = self._start(self._environ(environ, is_hosted=is_hosted), log_fd, listen_fd)
         os.close(log_fd)
@@ -240,6 +246,8 @@ class _Worker:
     def _care_for_leftovers(self, *, is_failure: bool) -> None:
         """Kill what a failed script has left running; say what a script has left that ended well."""
         left = psutil.Process().children(recursive=True)
+        if not is_failure:
+            _, left = psutil.wait_procs(left, timeout=LEFTOVERS_S)
         if not left:
             return
         if is_failure:
@@ -263,6 +271,7 @@ class _Watcher:
     """The stop signal, once the script was sent it."""
     has_killed: bool = False
     _kill_at: float = float("inf")
+    _looked_at: float = 0.0
 
     def see_through(self, pid: int) -> int:
         """Return the script's exit code, or minus the number of the signal that killed it."""
@@ -270,12 +279,12 @@ class _Watcher:
         interval_s = min(LONGEST_LOOK_S, max(1.0, spec.restart.hang_timeout_s / 10))
         life = Life(pid=pid, log=self.worker.log, interval_s=interval_s)
         self._note_life()
-        patience_s = ECHO_S if self.echo else interval_s
+        patience_s = ECHO_S if self.echo else STOP_LOOK_S
         ended: dict[int, int] = {}
         while pid not in ended:
             left_s = max(self._kill_at - time.monotonic(), 0.0)
             number = processes.await_signal(min(patience_s, left_s))
-            if number in processes.STOP_SIGNALS and self.sent_signal is None:
+            if self.sent_signal is None and (number in processes.STOP_SIGNALS or self._is_stop_asked()):
                 self._ask_to_stop(pid)
             if time.monotonic() >= self._kill_at:
                 self.has_killed, self._kill_at = True, float("inf")
@@ -285,9 +294,18 @@ class _Watcher:
                 self.echo.copy()
             if pid in ended or life.is_due():
                 is_alive = life.look()
-                if self._count_saves() or is_alive:
+                if self.count_saves() or is_alive:
                     self._note_life()
         return ended[pid]
+
+    def _is_stop_asked(self) -> bool:
+        """Look every second whether a user has asked the run to stop: `ddp-hpc stop` writes a file and sends no signal."""
+        now = time.monotonic()
+        if now - self._looked_at < STOP_LOOK_S:
+            return False
+        self._looked_at = now
+        request = self.worker.run.stop_request
+        return known(request, request.exists, unknown=False)
 
     def _ask_to_stop(self, pid: int) -> None:
         """Send the stop signal to the script's own process, and to no process that it has started."""
@@ -297,7 +315,7 @@ class _Watcher:
         self._kill_at = time.monotonic() + script.stop_within_s
         processes.send([pid], self.sent_signal)
 
-    def _count_saves(self) -> bool:
+    def count_saves(self) -> bool:
         """Record that the script has saved its state, if it has; rank zero does that for all."""
         pattern = self.worker.spec.script.progress
         if pattern is None or self.worker.rank != 0:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.patience import patiently
 from ddp_hpc.errors import UnreadableError
 from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.base.patience import patiently
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.protocol import UsersCode, Workload

@@ -24,11 +24,11 @@ from ddp_hpc.config import load_resolved
 from ddp_hpc.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import is_done, write_done
-from ddp_hpc.spec import RecipeSpec, RunSpec, TrainSpec
+from ddp_hpc.spec import RecipeSpec, RunSpec, ScriptSpec, TrainSpec
 from ddp_hpc.submission.run_dir_setup import is_finished
 from ddp_hpc.workload.protocol import Workload, load_worker
+from ddp_hpc.workload.recipe import RecipeWorkload
 from ddp_hpc.workload.table import WORKLOADS, workload_of
-from tests.contract.counting_workload import CountingWorkload
 from tests.contract.supervise import add_counting
 from tests.made_run import add_checkpoint, make_run
 from tests.unit.fake_slurm import FakeSlurm
@@ -37,6 +37,7 @@ from tests.unit.made_network import batch
 PATIENCE_S = 180.0
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "tests" / "distributed"
+COUNTING_SCRIPT = Path(__file__).parent / "counting_script.py"
 SRUN = """
 while [ "${1#--}" != "$1" ]; do shift; done
 export SLURM_STEP_ID=0 SLURM_STEP_NODELIST=node1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1 SLURM_NODEID=0
@@ -69,13 +70,13 @@ class Case:
     config: str
     """The run's configuration; `{more}` are keys of one test."""
     disturbed: str
-    """Keys with which a test finds it at work at `HELD_AT`."""
+    """Keys with which a test finds it at work at `held_at`."""
     broken: str
     """Keys with which no worker ever gets anywhere."""
+    held_at: int = 3
+    """Progress that an attempt has made when it is disturbed."""
 
 
-HELD_AT = 3
-"""Progress that an attempt has made when it is disturbed."""
 CASES = {
     "counting": Case(
         config="name: run\nrecipe: {{target: 'counting:count', args: {{{more}}}}}\nresources: {{workers_per_node: 2}}\n",
@@ -90,16 +91,28 @@ CASES = {
         disturbed="load_s: 0.05",
         broken="load_s: -1.0",
     ),
+    "script": Case(
+        config=(
+            "name: run\nresources:\n  workers_per_node: 2\nscript:\n  start: exec\n  progress: saved/*\n"
+            f"  command: [{sys.executable}, {COUNTING_SCRIPT}, "
+            "'{more}']\n"
+        ),
+        disturbed="holds",
+        broken="raises",
+        held_at=1,  # it counts how often a look found new files, not how many
+    ),
 }
 
 
 SPECS = {
     "counting": RunSpec(name="run", recipe=RecipeSpec(target="counting:count", args={"to": 6})),
     "recipe": RunSpec(name="run", train=TrainSpec(epochs=3)),
+    "script": RunSpec(name="run", script=ScriptSpec(command=("python", "train.py"))),
 }
 MORE = {
     "counting": replace(SPECS["counting"], recipe=RecipeSpec(target="counting:count", args={"to": 7})),
     "recipe": replace(SPECS["recipe"], train=TrainSpec(epochs=3, max_steps=2)),
+    "script": RunSpec(name="run", script=ScriptSpec(command=("python", "train.py", "--more"))),
 }
 """The same runs, asked for something else."""
 
@@ -153,19 +166,21 @@ class Job:
         return agent.children()[-1]
 
 
-@pytest.fixture(params=["counting", pytest.param("recipe", marks=pytest.mark.long)])
-def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
+@pytest.fixture(params=["counting", *(pytest.param(name, marks=pytest.mark.long) for name in ("recipe", "script"))])
+def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     slurm = FakeSlurm(tmp_path)
     slurm.knows_job()
     slurm.knows_nodes(node1="mixed")
     slurm.has("srun", SRUN)
-    return Job(make_run(tmp_path, "run"), CASES[request.param], slurm)
+    run = make_run(tmp_path, "run")
+    monkeypatch.chdir(run.path)  # the supervisor's working directory, where a script saves its files
+    return Job(run, CASES[request.param], slurm)
 
 
 def test_a_run_whose_worker_is_killed_goes_on_in_place_from_what_it_had_achieved_until_it_is_done(job: Job) -> None:
     job.asks_for(job.case.disturbed)
     supervisor = job.start()
-    until(lambda: job.progress >= HELD_AT)
+    until(lambda: job.progress >= job.case.held_at)
 
     job.a_worker_of(supervisor).kill()
     until(lambda: len(job.attempts) == 2)
@@ -176,7 +191,7 @@ def test_a_run_whose_worker_is_killed_goes_on_in_place_from_what_it_had_achieved
     assert (first.cause, first.next) == ("worker crashed", "in place")
     assert (second.cause, second.ending) == ("finished", "finished")
     assert second.first_step == first.last_step
-    assert HELD_AT <= second.first_step < (second.last_step or 0)
+    assert job.case.held_at <= second.first_step < (second.last_step or 0)
     assert code == exit_codes.FINISHED
     assert is_done(job.run, job.workload.goal)
     assert job.finish() == exit_codes.FINISHED  # nothing is left to do, so no attempt begins
@@ -201,7 +216,7 @@ def test_failures_without_progress_end_the_run(job: Job) -> None:
 def test_workers_are_asked_to_stop_by_their_own_signal_and_the_job_goes_back_into_the_queue(job: Job) -> None:
     job.asks_for(job.case.disturbed)
     supervisor = job.start()
-    until(lambda: job.progress >= HELD_AT)
+    until(lambda: job.progress >= job.case.held_at)
 
     supervisor.send_signal(signal.SIGUSR2)  # as Slurm does before the time limit
     code = supervisor.wait(PATIENCE_S)
@@ -211,7 +226,7 @@ def test_workers_are_asked_to_stop_by_their_own_signal_and_the_job_goes_back_int
     assert job.slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
     assert not is_done(job.run, job.workload.goal)
     said = [path.read_text() for path in job.run.path.glob("stopped-*")]
-    assert said == (["SIGTERM"] * 2 if isinstance(job.workload, CountingWorkload) else [])
+    assert said == ([] if isinstance(job.workload, RecipeWorkload) else ["SIGTERM"] * 2)
 
 
 # --- in one process ----------------------------------------------------------------------------------------------------
@@ -246,7 +261,7 @@ def test_a_run_is_done_until_it_is_asked_for_another_goal(name: str, tmp_path: P
     others = [one for other, one in MORE.items() if other == name] + [
         one for other, one in SPECS.items() if other != name
     ]
-    assert [is_finished(run, one) for one in others] == [False, False]
+    assert [is_finished(run, one) for one in others] == [False] * 3
 
 
 @pytest.mark.parametrize("max_steps", [None, 40])

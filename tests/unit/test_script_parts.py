@@ -152,7 +152,7 @@ def test_other_commands_start_as_new_processes(command: list[str], why: str, tmp
     plan = plan_of(ScriptSpec(command=tuple(command)), None, {"PATH": os.environ["PATH"]}, tmp_path)
 
     assert plan.why_exec == why
-    assert plan.command == command
+    assert plan.command == ([sys.executable, *command[1:]] if command[0] == "python" else command)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,290 @@
+"""Scripts of users, run as they are: beside torchrun, killed and resumed, stopped, and in a plain Python's surroundings."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from ddp_hpc.run_dir.failure_reports import first_failure
+from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run_dir.paths import RunDir
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PATIENCE_S = 90.0
+TWO = ("resources.workers_per_node=2",)
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+EPOCHS = 4
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "this should have come about by now"
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory with scripts, as a user has it."""
+
+    path: Path
+
+    def run(self, name: str) -> RunDir:
+        return RunDir(self.path / "runs" / name)
+
+    def ddp_hpc(self, *words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "ddp_hpc", *words]
+        return subprocess.run(
+            argv, cwd=self.path, env=ENVIRON, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+        )
+
+    def submit(self, settings: Sequence[str], *command: str, wait: bool = True) -> subprocess.CompletedProcess[str]:
+        options = ["--cluster", "local", *(["--wait"] if wait else [])]
+        return self.ddp_hpc("submit", *options, *settings, "--", *command)
+
+    def attempts(self, name: str) -> list[Attempt]:
+        return list(Ledger.read(self.run(name)).attempts)
+
+    def console(self, name: str) -> str:
+        return self.run(name).console.read_text(errors="replace")
+
+    def log(self, name: str, rank: int = 0, attempt: int = 0) -> str:
+        return self.run(name).rank_log(attempt, rank).read_text(errors="replace")
+
+    def script_processes(self, name: str) -> list[psutil.Process]:
+        """Return the processes of the ranks' scripts, by rank."""
+        supervisor = psutil.Process(self.attempts(name)[-1].pid)
+        workers = [worker for agent in supervisor.children() for worker in agent.children()]
+        return [script for worker in workers for script in worker.children()]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    for script in SCRIPTS.glob("*.py"):
+        shutil.copy(script, tmp_path)
+    return Place(tmp_path)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(path)["MODEL_STATE"]
+    return state
+
+
+def are_equal(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- training ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tutorials_script_trains_to_the_bits_that_torchrun_gives_undisturbed_and_killed_and_resumed(
+    place: Place,
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = ["multinode.py", str(EPOCHS), "--snapshot", "torchrun.pt"]
+    subprocess.run([*torchrun, *command], cwd=place.path, env=ENVIRON, check=True, capture_output=True)
+    script = ("python", "multinode.py", str(EPOCHS), "--snapshot", "ours.pt")
+
+    done = place.submit((*TWO, "script.progress=*.pt", "name=ours"), *script)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ours finished" in done.stdout
+    assert "saved" in done.stdout
+    assert are_equal(place.path / "torchrun.pt", place.path / "ours.pt")
+    assert f"[RANK 0] Epoch {EPOCHS - 1}" in place.console("ours")
+    assert "[RANK 1]" not in place.console("ours")
+    assert f"[RANK 1] Epoch {EPOCHS - 1}" in place.log("ours", rank=1)
+
+    killed = ("python", "multinode.py", str(EPOCHS), "--snapshot", "killed.pt", "--hold-at", "2")
+    settings = (*TWO, "name=killed", "script.progress=killed.pt")
+    assert place.submit(settings, *killed, wait=False).returncode == 0
+    until((place.path / "killed.pt").exists)
+    until(lambda: torch.load(place.path / "killed.pt")["EPOCHS_RUN"] == 2)
+    place.script_processes("killed")[1].kill()
+    until(lambda: place.attempts("killed")[-1].ending is not None)
+    failure = first_failure(place.run("killed"), 0)
+    assert failure is not None
+    assert (failure.rank, failure.signal) == (1, 9)
+    (place.path / "go").touch()
+    again = place.submit(settings, *killed)
+
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert are_equal(place.path / "torchrun.pt", place.path / "killed.pt")
+    assert "Resuming training from snapshot at Epoch 2" in place.console("killed")
+    first, second = place.attempts("killed")
+    assert (first.cause, first.ending, second.cause) == ("worker crashed", "failed", "finished")
+    assert 0 == first.first_step < second.first_step < (second.last_step or 0)
+
+
+# --- surroundings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+@pytest.mark.parametrize(
+    "command",
+    [["surroundings.py", "--a", "b c", ""], ["./inner/surroundings.py"], ["-m", "inner.surroundings", "-x"]],
+)
+def test_a_script_finds_what_a_plain_python_would_give_it(command: list[str], start: str, place: Place) -> None:
+    (place.path / "inner").mkdir()
+    shutil.copy(place.path / "surroundings.py", place.path / "inner")
+    environ = {**ENVIRON, "PYTHONPATH": "/users/own"}
+    argv = [sys.executable, *command]
+    subprocess.run(argv, cwd=place.path, env=environ, stdin=subprocess.DEVNULL, check=True, capture_output=True)
+    plain = json.loads((place.path / "found-plain.json").read_text())
+    submit = [sys.executable, "-m", "ddp_hpc", "submit", "--cluster", "local", "--wait", f"script.start={start}"]
+
+    done = subprocess.run(
+        [*submit, "--", "python", *command], cwd=place.path, env=environ, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((place.path / "found-0.json").read_text())
+    assert {key: (plain[key], found[key]) for key in plain if plain[key] != found[key]} == {}
+    assert "the thread has ended\nthe exit function was called\n" in place.log("surroundings")
+
+
+def test_a_script_that_must_come_before_torch_starts_as_a_new_process_and_the_log_says_why(place: Place) -> None:
+    source = (
+        "import os, sys\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\nassert 'torch' not in sys.modules\nimport torch\n"
+    )
+    (place.path / "early.py").write_text(source)
+
+    done = place.submit((), "python", "early.py")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "because line 2 of the script sets CUDA_VISIBLE_DEVICES before it imports torch" in place.console("early")
+
+
+# --- stopping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "code", "settings"),
+    [
+        ("handles", "TERM", 0, ()),
+        ("handles", "USR1", 99, ("script.stop_signal=USR1",)),
+        ("handles", "USR2", 42, ("script.stop_signal=USR2", "script.resume_exit_codes=[42]")),
+        ("default", "TERM", 0, ()),
+    ],
+)
+def test_a_stop_reaches_the_script_alone_and_it_comes_back(
+    how: str, number: str, code: int, settings: tuple[str, ...], place: Place
+) -> None:
+    assert place.submit((*TWO, *settings), "python", "signals.py", how, number, str(code), wait=False).returncode == 0
+    until(lambda: all((place.path / f"ready-{rank}").exists() for rank in range(2)))
+
+    assert place.ddp_hpc("stop", "signals").returncode == 0
+    until(lambda: place.attempts("signals")[-1].ending is not None)
+
+    (only,) = place.attempts("signals")
+    assert (only.ending, only.cause, only.exit_code) == ("stopped", "stop asked", 99)
+    if how == "handles":
+        assert [place.log("signals", rank) for rank in range(2)] == ["signalled; my child runs\n"] * 2
+    shown = place.ddp_hpc("status", "signals").stdout
+    assert "stopped" in shown
+    assert "step" not in shown
+
+
+def test_a_script_that_ignores_its_signal_is_killed_after_the_time_that_it_is_given(place: Place) -> None:
+    settings = ("script.stop_within_s=1",)
+    assert place.submit(settings, "python", "signals.py", "ignores", "TERM", "0", wait=False).returncode == 0
+    until((place.path / "ready-0").exists)
+
+    assert place.ddp_hpc("stop", "signals").returncode == 0
+    until(lambda: place.attempts("signals")[-1].ending is not None)
+
+    failure = first_failure(place.run("signals"), 0)
+    assert failure is not None
+    assert "did not exit within 1 s after SIGTERM (`script.stop_within_s`)" in failure.exception
+
+
+# --- ends --------------------------------------------------------------------------------------------------------------
+
+
+CODES = """
+import os, sys
+how = sys.argv[1]
+if how == "binary":
+    sys.stdout.buffer.write(bytes(range(256)) + b"\\n")
+    sys.stdout.flush()
+    sys.exit(5)
+if how == "raises":
+    def inner(): raise ValueError("the data are odd")
+    inner()
+if how == "os._exit":
+    os._exit(97)
+if how == "text":
+    sys.exit("no data here")
+sys.exit(int(how))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "expected"),
+    [
+        ("0", "finished", ""),
+        ("2", "failed", "the script exited with code 2 and printed nothing"),
+        ("99", "stopped", ""),
+        ("os._exit", "failed", "the script exited with code 97 and printed nothing"),
+        ("text", "failed", "the script exited with code 1; its last line: no data here"),
+        ("raises", "failed", "ValueError: the data are odd"),
+        ("binary", "failed", "the script exited with code 5; its last line: "),
+    ],
+)
+def test_each_end_of_a_script_has_a_clear_word_in_status(how: str, state: str, expected: str, place: Place) -> None:
+    (place.path / "ends.py").write_text(CODES)
+
+    done = place.submit((), "python", "ends.py", how)
+
+    shown: dict[str, Any] = json.loads(place.ddp_hpc("status", "ends", "--json").stdout)
+    assert shown["state"] == state, done.stdout + done.stderr
+    assert expected in shown["reason"]
+    if how == "raises":
+        trace = place.log("ends").splitlines()
+        assert trace[0] == "Traceback (most recent call last):"
+        assert trace[1].strip() == f'File "{place.path}/ends.py", line 10, in <module>'  # none of ours before it
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "nowhere.py"], "nowhere.py does not exist"),
+        (["./multinode.py"], "is not an executable file"),
+        (["no-such-program"], "PATH has no such program"),
+    ],
+)
+def test_a_command_that_cannot_start_is_refused_at_submission_and_leaves_no_run(
+    command: list[str], expected: str, place: Place
+) -> None:
+    done = place.submit((), *command)
+
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert expected in done.stderr
+    assert not (place.path / "runs").exists() or not list((place.path / "runs").iterdir())
+
+
+def test_a_shell_script_gets_the_ranks_and_what_it_leaves_running_when_it_fails_is_killed(place: Place) -> None:
+    (place.path / "train.sh").write_text(
+        "#!/bin/sh\nsleep 600 &\necho $! > child\necho rank $RANK of $WORLD_SIZE\nexit 3\n"
+    )
+    (place.path / "train.sh").chmod(0o755)
+
+    done = place.submit((), "./train.sh")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "its last line: rank 0 of 1" in done.stdout + done.stderr
+    assert "because it is not a Python script" in place.console("train")
+    until(lambda: not psutil.pid_exists(int((place.path / "child").read_text())))
