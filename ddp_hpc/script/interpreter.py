@@ -74,9 +74,9 @@ def _run(plan: Plan, on_error: Callable[[BaseException], object]) -> int:
         if plan.program.module is not None:
             runpy.run_module(plan.program.module, run_name="__main__", alter_sys=True)
         elif plan.path is not None and plan.path.is_file():
-            _run_file(str(plan.path))
+            _run_file(plan.file)
         else:  # a directory or an archive with a `__main__.py`
-            runpy.run_path(str(plan.path), run_name="__main__")
+            runpy.run_path(plan.file, run_name="__main__")
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as error:  # noqa: BLE001  all that a script may raise

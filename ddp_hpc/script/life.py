@@ -19,7 +19,7 @@ LEAST_SHARE = 0.01
 
 @dataclass(kw_only=True)
 class Life:
-    """The last look at a script, and what it showed."""
+    """What the last check of a script has found."""
 
     pid: int
     log: Path

@@ -25,6 +25,8 @@ class Plan:
     program: Program
     path: Path | None
     """The script's file; None for a module, and for programs that are not Python."""
+    file: str
+    """The same as text, as Python has it in `__file__`: `/work/./train.py` for `python ./train.py`."""
     argv0: str
     """What the script sees as `sys.argv[0]`, where it is a file."""
     folder: str
@@ -60,14 +62,15 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
         why = "`script.start` is `exec`"
     elif strange:
         why = why or f"{strange[0]!r} is an option for a new Python"
-    path, argv0 = None, ""
+    file, argv0 = "", ""
     if program.script is not None:
-        path, argv0 = _script_file(program.script, code, work_dir)
+        file, argv0 = _script_file(program.script, code, work_dir)
+    path = Path(file) if file else None
     folder = str(code or work_dir) if path is None else os.path.dirname(os.path.realpath(path))  # noqa: PTH120  text
     source = path or _module_file(Path(folder), str(program.module))
     if not why and source is not None and source.is_file():
         why = why_exec(source.read_text(encoding="utf-8", errors="replace"))
-    return Plan(program=program, path=path, argv0=argv0, folder=folder, executable=executable, why_exec=why)
+    return Plan(program=program, path=path, file=file, argv0=argv0, folder=folder, executable=executable, why_exec=why)
 
 
 def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> Plan:
@@ -93,6 +96,7 @@ def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, st
     return Plan(
         program=replace(program),
         path=None,
+        file="",
         argv0="",
         folder="",
         executable=str(found),
@@ -120,13 +124,13 @@ def _interpreter(word: str, environ: Mapping[str, str]) -> tuple[str, str]:
     return str(path), "" if is_ours else f"{path} is not the Python that ddp-hpc runs in, {sys.executable}"
 
 
-def _script_file(script: str, code: Path | None, work_dir: Path) -> tuple[Path, str]:
+def _script_file(script: str, code: Path | None, work_dir: Path) -> tuple[str, str]:
     """Return a script's file, and the name by which the command calls it."""
     frozen = None if code is None else code / Path(script).name
     if frozen is not None and frozen.exists():
-        return frozen, str(frozen)
-    path = Path(os.path.join(work_dir, script))  # noqa: PTH118  `./train.py` stays as Python shows it
-    if not path.exists():
+        return str(frozen), str(frozen)
+    path = os.path.join(work_dir, script)  # noqa: PTH118  a `Path` would leave out `./`
+    if not Path(path).exists():
         raise ConfigError(f"`script.command` starts the script {script!r}, but {path} does not exist. Check the path.")
     return path, script
 

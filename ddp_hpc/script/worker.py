@@ -55,7 +55,7 @@ STOP_LOOK_S = 1.0
 LEFTOVERS_S = 2.0
 """How long helper processes of Python may take to exit after the script has (the resource tracker of `multiprocessing`)."""
 LONGEST_LOOK_S = 10.0
-"""The longest time between two looks at a script."""
+"""The longest time between two checks of a script."""
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 """Exit codes of shells for a program that they cannot start."""
 _why_exec = ""

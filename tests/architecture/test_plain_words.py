@@ -24,6 +24,7 @@ PLAIN = (
     "job",
     "rendezvous",
     "run_dir",
+    "script",
     "slurm",
     "spec",
     "submission",

@@ -132,6 +132,7 @@ def test_the_tutorials_script_trains_to_the_bits_that_torchrun_gives_undisturbed
 # --- surroundings ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.parametrize(
     "command",
@@ -156,6 +157,7 @@ def test_a_script_finds_what_a_plain_python_would_give_it(command: list[str], st
     assert "the thread has ended\nthe exit function was called\n" in place.log("surroundings")
 
 
+@pytest.mark.long
 def test_a_script_that_must_come_before_torch_starts_as_a_new_process_and_the_log_says_why(place: Place) -> None:
     source = (
         "import os, sys\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\nassert 'torch' not in sys.modules\nimport torch\n"
@@ -174,10 +176,13 @@ def test_a_script_that_must_come_before_torch_starts_as_a_new_process_and_the_lo
 @pytest.mark.parametrize(
     ("how", "number", "code", "settings"),
     [
-        ("handles", "TERM", 0, ()),
+        pytest.param("handles", "TERM", 0, (), marks=pytest.mark.long),
         ("handles", "USR1", 99, ("script.stop_signal=USR1",)),
-        ("handles", "USR2", 42, ("script.stop_signal=USR2", "script.resume_exit_codes=[42]")),
-        ("default", "TERM", 0, ()),
+        pytest.param(
+            *("handles", "USR2", 42, ("script.stop_signal=USR2", "script.resume_exit_codes=[42]")),
+            marks=pytest.mark.long,
+        ),
+        pytest.param("default", "TERM", 0, (), marks=pytest.mark.long),
     ],
 )
 def test_a_stop_reaches_the_script_alone_and_it_comes_back(
@@ -198,6 +203,7 @@ def test_a_stop_reaches_the_script_alone_and_it_comes_back(
     assert "step" not in shown
 
 
+@pytest.mark.long
 def test_a_script_that_ignores_its_signal_is_killed_after_the_time_that_it_is_given(place: Place) -> None:
     settings = ("script.stop_within_s=1",)
     assert place.submit(settings, "python", "signals.py", "ignores", "TERM", "0", wait=False).returncode == 0
@@ -232,6 +238,7 @@ sys.exit(int(how))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "state", "expected"),
     [
@@ -258,6 +265,7 @@ def test_each_end_of_a_script_has_a_clear_word_in_status(how: str, state: str, e
         assert trace[1].strip() == f'File "{place.path}/ends.py", line 10, in <module>'  # none of ours before it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -276,6 +284,7 @@ def test_a_command_that_cannot_start_is_refused_at_submission_and_leaves_no_run(
     assert not (place.path / "runs").exists() or not list((place.path / "runs").iterdir())
 
 
+@pytest.mark.long
 def test_a_shell_script_gets_the_ranks_and_what_it_leaves_running_when_it_fails_is_killed(place: Place) -> None:
     (place.path / "train.sh").write_text(
         "#!/bin/sh\nsleep 600 &\necho $! > child\necho rank $RANK of $WORLD_SIZE\nexit 3\n"

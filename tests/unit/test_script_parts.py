@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.cli.status_text import as_text
+from ddp_hpc.cli.summary import headline
 from ddp_hpc.config import load_resolved, render_resolved, resolve
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.rendezvous.worker_env import USERS_CODE
+from ddp_hpc.run_dir.ledger import Ledger, record_start
+from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.script.ending import meaning
-from ddp_hpc.script.plan import plan_of
+from ddp_hpc.script.life import Life
+from ddp_hpc.script.plan import frozen_code, plan_of, users_python_path
 from ddp_hpc.script.source import why_exec
 from ddp_hpc.spec import ResourcesSpec, RunSpec, ScriptSpec, program_of
+from ddp_hpc.watch.status import read_status
 from ddp_hpc.workload.protocol import UsersCode
 from ddp_hpc.workload.script_progress import look, read_seen, record_changes
 from ddp_hpc.workload.table import workload_of
 from tests.made_run import make_run
+
+SURROUNDINGS = Path(__file__).parents[1] / "distributed" / "scripts" / "surroundings.py"
 
 
 @pytest.mark.parametrize(
@@ -262,3 +274,98 @@ def test_the_code_of_a_script_is_its_directory_and_of_a_module_where_it_is_impor
     assert code_of("python -m torch.utils.collect_env", tmp_path) is None
     assert code_of("bash src/train.py", tmp_path) is None
     assert code_of("python nowhere.py", tmp_path) is None
+
+
+def test_the_jobs_copy_of_the_code_is_what_starts(tmp_path: Path) -> None:
+    frozen = tmp_path / "snapshot" / "src"
+    (frozen / "pkg").mkdir(parents=True)
+    for name in ("train.py", "pkg/train.py"):
+        (frozen / name).touch()
+    environ = {USERS_CODE: str(frozen), "PYTHONPATH": f"{frozen}:/users/own"}
+
+    code = frozen_code(environ, [tmp_path / "snapshot"])
+    script = plan_of(ScriptSpec(command=("python", "src/train.py")), code, {}, tmp_path)
+    module = plan_of(ScriptSpec(command=("python", "-m", "pkg.train")), code, {}, tmp_path)
+
+    assert code == frozen
+    assert (script.path, script.argv0, script.folder) == (frozen / "train.py", str(frozen / "train.py"), str(frozen))
+    assert module.folder == str(frozen)
+    assert users_python_path(environ) == ["/users/own"]
+    assert frozen_code(environ, [tmp_path / "elsewhere"]) is None
+
+
+def test_status_shows_how_often_a_script_has_saved_and_no_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run")
+    record_start(run, attempt=0, job_id="7", first_step=0)
+    now = time.time()
+    write_progress(run, Progress(attempt=0, saves=2, last_checkpoint_at=now - 35, at=now))
+
+    status = read_status(run, now=now)
+
+    rows = dict(line.split(maxsplit=1) for line in as_text(status, now=now).splitlines())
+    assert rows["saved"] == "2 times, the last 35 s ago"
+    assert "step" not in rows
+    assert (
+        "the script starts again" in status.reason or "starts the script again" in status.reason
+    )  # nobody runs it here
+    assert headline(status) == f"run {status.state}; saved 2 times, the last 35 s ago"
+
+
+# --- in processes that need no torch -----------------------------------------------------------------------------------
+
+RUN_HERE = """
+import os
+from pathlib import Path
+from ddp_hpc.script.interpreter import run_as_main
+from ddp_hpc.script.plan import plan_of
+from ddp_hpc.spec import ScriptSpec
+command = os.environ.pop("COMMAND").split("|")
+plan = plan_of(ScriptSpec(command=("python", *command)), None, os.environ, Path.cwd())
+assert not plan.why_exec, plan.why_exec
+os._exit(run_as_main(plan, {**os.environ}, ["/users/own"], lambda error: None))
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["surroundings.py", "--a", "b c", ""], ["./inner/surroundings.py"], ["-m", "inner.surroundings", "-x"]]
+)
+def test_a_script_that_runs_in_a_process_that_was_there_finds_what_a_plain_python_gives_it(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "inner").mkdir()
+    for folder in (tmp_path, tmp_path / "inner"):
+        shutil.copy(SURROUNDINGS, folder)
+    plain = {**os.environ, "PYTHONPATH": "/users/own"}
+    ours = {**plain, "RANK": "0", "COMMAND": "|".join(command)}
+
+    for argv, environ in (([sys.executable, *command], plain), ([sys.executable, "-c", RUN_HERE], ours)):
+        subprocess.run(argv, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, check=True, capture_output=True)
+
+    expected, found = (json.loads((tmp_path / f"found-{name}.json").read_text()) for name in ("plain", "0"))
+    found["path"] = [path for path in found["path"] if path]  # of `python -c`
+    assert {key: (expected[key], found[key]) for key in expected if expected[key] != found[key]} == {}
+
+
+def test_a_script_is_alive_while_it_computes_or_prints_and_not_while_it_sleeps(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    source = "import sys\nfor line in sys.stdin:\n    print(sum(range(3_000_000)), flush=True)\n"
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as script:
+        assert script.stdin is not None
+        assert script.stdout is not None
+        for work in (b"\n", b""):  # the first time for Python's own start
+            script.stdin.write(b"\n")
+            script.stdin.flush()
+            script.stdout.readline()
+            life = Life(pid=script.pid, log=log, interval_s=0.0)
+            life.look()
+            script.stdin.write(work)
+            script.stdin.flush()
+            if work:
+                script.stdout.readline()
+                assert life.look()
+        log.write_text("x")
+        assert life.look()
+        time.sleep(0.5)
+        assert not life.look()
+        script.stdin.close()
