@@ -351,21 +351,22 @@ def test_a_script_is_alive_while_it_computes_or_prints_and_not_while_it_sleeps(t
     log.touch()
     source = "import sys\nfor line in sys.stdin:\n    print(sum(range(3_000_000)), flush=True)\n"
     with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as script:
-        assert script.stdin is not None
-        assert script.stdout is not None
-        for work in (b"\n", b""):  # the first time for Python's own start
-            script.stdin.write(b"\n")
-            script.stdin.flush()
-            script.stdout.readline()
-            life = Life(pid=script.pid, log=log, interval_s=0.0)
-            life.look()
-            script.stdin.write(work)
-            script.stdin.flush()
-            if work:
-                script.stdout.readline()
-                assert life.look()
+        compute(script)  # Python has started
+        life = Life(pid=script.pid, log=log, interval_s=0.0)
+        life.look()
+        compute(script)
+        assert life.look()
         log.write_text("x")
         assert life.look()
         time.sleep(0.5)
         assert not life.look()
-        script.stdin.close()
+        script.kill()
+
+
+def compute(script: subprocess.Popen[bytes]) -> None:
+    """Have a script compute for a moment, and wait until it has."""
+    assert script.stdin is not None
+    assert script.stdout is not None
+    script.stdin.write(b"\n")
+    script.stdin.flush()
+    script.stdout.readline()

@@ -131,9 +131,10 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
             "the queue within the GraceTime. If the site forbids requeueing, set `restart.by=successor` to submit a new job instead."
         )
     if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
+        how = f"`checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer."
         yield (
             f"warning: partition {partition.name} preempts without GraceTime, so a preempted run loses the steps since its "
-            f"newest checkpoint. `checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer."
+            f"newest checkpoint. {'Have the script save more often to lose fewer.' if spec.script.is_set else how}"
         )
     if spec.slurm.requeue and not config.job_requeue:
         yield "note: jobs of this cluster are not requeued by default (JobRequeue=0), but this job asks for it (`slurm.requeue`). You need do nothing."
