@@ -24,7 +24,7 @@ import psutil
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, read_json
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import exit_code_of
 from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun
@@ -134,7 +134,8 @@ class _Worker:
     def run_script(self, environ: Mapping[str, str], log_fd: int, listen_fd: int | None) -> int:
         """Start the script, and wait for its end."""
         processes.adopt_orphans()  # so that processes that the script leaves behind are found
-        watcher = _Watcher(worker=self, seen=read_seen(self.run), echo=Echo(self.log) if self.rank == 0 else None)
+        seen = patiently(str(self.run.script_progress), lambda: read_seen(self.run))
+        watcher = _Watcher(worker=self, seen=seen, echo=Echo(self.log) if self.rank == 0 else None)
         watcher.count_saves()  # of the attempts before: what this one adds is counted from there
         is_hosted = find_spec("torch") is not None
         pid = self._start(self._environ(environ, is_hosted=is_hosted), log_fd, listen_fd)

@@ -46,14 +46,16 @@ class ScriptWorkload:
         """Another command is another thing to do."""
         return {"command": list(self.spec.script.command)}
 
-    def progress(self, run: RunDir, ledger: Ledger) -> int:
+    def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return how often the files of `script.progress` have changed; 0 where it is not set."""
         pattern = self.spec.script.progress
         if pattern is None:
             return 0
         try:
             return patiently(
-                pattern, lambda: num_changes(read_seen(run), look(pattern, Path.cwd())), patience_s=LISTING_PATIENCE_S
+                pattern,
+                lambda: num_changes(read_seen(run), look(pattern, Path.cwd())),
+                patience_s=LISTING_PATIENCE_S if is_patient else 0.0,
             )
         except UnreadableError as error:
             sys.stderr.write(f"note: {error} ddp-hpc takes the script's progress from the run's ledger instead.\n")

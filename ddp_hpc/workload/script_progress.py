@@ -1,6 +1,6 @@
 """How often the files that a script saves its state to have changed: its progress, without a line of code in it.
 
-A file counts that was not there when they were last looked at, or whose size or modification time differs. So a save is seen
+A file counts that was not in the last record, or whose size or modification time differs from it. So a save is seen
 whatever the clocks of nodes and file servers say, and where a script keeps its newest files only: a deletion changes nothing.
 """
 
@@ -17,14 +17,14 @@ from ddp_hpc.base.durable import read_json, replace_text
 from ddp_hpc.run_dir.paths import RunDir
 
 MOST_FILES = 20_000
-"""More files than this of a pattern are not looked at: it names something else than saved states."""
+"""The most files of a pattern that are recorded: one with more names something else than saved states."""
 Files = Mapping[str, tuple[int, int]]
 """Path -> size and modification time in ns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What was recorded when the files were last looked at."""
+    """The last record of the files."""
 
     num_changes: int = 0
     files: Files = field(default_factory=dict)
