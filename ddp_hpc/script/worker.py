@@ -152,7 +152,7 @@ class _Worker:
         )
         if means == exit_codes.FAILED:
             self._report(code, was_killed=watcher.has_killed)
-        self._care_for_leftovers(is_failure=means == exit_codes.FAILED)
+        self._care_for_leftovers(has_finished=means == exit_codes.FINISHED)
         return means
 
     def _environ(self, environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, str]:
@@ -244,19 +244,20 @@ class _Worker:
         )
         write_failure(path, failure)
 
-    def _care_for_leftovers(self, *, is_failure: bool) -> None:
-        """Kill what a failed script has left running; say what a script has left that ended well."""
+    def _care_for_leftovers(self, *, has_finished: bool) -> None:
+        """Kill what a script has left running that is to come back; say what one has left that has finished."""
         left = psutil.Process().children(recursive=True)
-        if not is_failure:
+        if has_finished:
             _, left = psutil.wait_procs(left, timeout=LEFTOVERS_S)
         if not left:
             return
-        if is_failure:
+        if not has_finished:
+            # They would hold ports, memory of GPUs and the lock of the run, which the next attempt needs.
             processes.kill(one.pid for one in left)
             return
         pids = ", ".join(str(one.pid) for one in left)
         sys.stderr.write(
-            f"note: rank {self.rank}'s script has ended, but processes that it started still run ({pids}); ddp-hpc does not wait "
+            f"note: rank {self.rank}'s script has finished, but processes that it started still run ({pids}); ddp-hpc does not wait "
             "for them, and does not restart them\n"
         )
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddp_hpc.cli import main
@@ -18,7 +19,9 @@ from ddp_hpc.cli.summary import headline
 from ddp_hpc.config import load_resolved, render_resolved, resolve
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.rendezvous.worker_env import USERS_CODE
+from ddp_hpc.run_dir.failure_reports import first_failure
 from ddp_hpc.run_dir.ledger import Ledger, record_start
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.script.ending import meaning
 from ddp_hpc.script.life import Life
@@ -370,3 +373,61 @@ def compute(script: subprocess.Popen[bytes]) -> None:
     script.stdin.write(b"\n")
     script.stdin.flush()
     script.stdout.readline()
+
+
+WORK = """
+import os, sys
+from ddp_hpc.base import processes
+from ddp_hpc.script.worker import main
+processes.block_awaited_signals()  # as agents do
+os._exit(main(sys.argv[1], os.environ, attempt=0, listen_fd=None))
+"""
+RANK_ONE = {"RANK": "1", "LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "expected"),
+    [
+        ("exit 0", 0, ""),
+        ("exit 99", 99, ""),
+        ("exit 97", 1, "the script exited with code 97 and printed nothing"),
+        ("echo no data; exit 2", 1, "the script exited with code 2; its last line: no data"),
+        ("kill -9 $$", 1, "killed by SIGKILL"),
+        ("printf '\\\\377\\\\000\\\\001x\\\\n'; exit 5", 1, "the script exited with code 5; its last line: "),
+        ("sleep 600 & echo $! > child; exit 3", 1, "the script exited with code 3"),
+        (
+            "sleep 600 & echo $! > child; touch runs/run/STOP; exec sleep 600",
+            99,
+            "",
+        ),  # by the signal that the script got for it
+        (
+            "trap 'echo saved; exit 7' USR1; touch runs/run/STOP; while :; do sleep 0.1; done",
+            1,
+            "code 7; its last line: saved",
+        ),
+        (
+            "trap '' TERM USR1; touch runs/run/STOP; while :; do sleep 0.1; done",
+            1,
+            "did not exit within 1 s after SIGUSR1",
+        ),
+    ],
+)
+def test_a_worker_starts_its_script_asks_it_to_stop_and_says_what_its_end_means(
+    shell: str, code: int, expected: str, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "runs" / "run")
+    run.path.mkdir(parents=True)
+    settings = [f"runs_dir={tmp_path / 'runs'}", "name=run", "script.stop_signal=USR1", "script.stop_within_s=1"]
+    resolved = resolve(None, settings, {"DDP_HPC_SITE_PROFILE": ""}, command=["/bin/sh", "-c", shell])
+    run.config.write_text(render_resolved(resolved), encoding="utf-8")
+
+    argv, environ = [sys.executable, "-c", WORK, str(run.path)], {**os.environ, **RANK_ONE}
+    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=60)
+
+    failure = first_failure(run, 0)
+    assert done.returncode == code, done.stderr
+    assert (failure is None) == (not expected)
+    assert failure is None or expected in failure.exception
+    if (child := tmp_path / "child").exists():
+        left = int(child.read_text())
+        assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
