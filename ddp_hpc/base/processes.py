@@ -72,10 +72,8 @@ def become_script(parent_pid: int, *, is_new_program: bool) -> None:
     for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     if is_new_program:
-        for number in (
-            signal.SIGPIPE,
-            signal.SIGXFSZ,
-        ):  # Python ignores them, and an ignored signal stays so across exec
+        # Python ignores them, and an ignored signal stays so across exec.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 

@@ -17,7 +17,7 @@ from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.engine.ddp_warmup import copied, warm_up_ddp
 from ddp_hpc.train.engine.lr_schedule import lr_factor
 from ddp_hpc.train.engine.optimizer import trained_parameters
-from ddp_hpc.train.engine.single_samples import single_samples_explained
+from ddp_hpc.train.engine.single_samples import explained
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 
@@ -127,8 +127,13 @@ def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: Glob
     """Run forward and backward on one micro batch, weighted by its share of the global batch; return its mean loss."""
     batch = to_device(fetched.batch, t.group.device, channels_last=t.spec.train.channels_last)
     inputs, targets = t.recipe.inputs_and_targets(batch)
-    with t.precision.autocast(), single_samples_explained(plan, global_batch):
-        loss = t.recipe.loss(t.model(inputs), targets)
+    try:
+        with t.precision.autocast():
+            loss = t.recipe.loss(t.model(inputs), targets)
+    except Exception as error:
+        if (clearer := explained(error, plan, global_batch)) is not None:
+            raise clearer from error
+        raise
     # DDP averages the gradients over the ranks, so the loss is multiplied by their number. The sum over all micro batches of
     # all ranks is then the gradient of the mean over the global batch, also when ranks have different numbers of samples.
     weight = plan.num_real * t.group.rank_info.world_size / global_batch.num_samples

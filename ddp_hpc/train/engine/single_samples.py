@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -36,15 +34,11 @@ def warn_of_single_samples(order: SampleOrder, model: nn.Module) -> None:
         )
 
 
-@contextmanager
-def single_samples_explained(plan: MicroBatch, global_batch: GlobalBatch) -> Iterator[None]:
-    """Add to the error of batch norm which batch it was, and which setting helps."""
-    try:
-        yield
-    except Exception as error:
-        if len(plan.indices) > 1 or _ERROR_OF_TORCH not in str(error):
-            raise
-        raise ConfigError(
-            f"Batch norm got a single sample to train on and raised: {error}. It was one of {global_batch.num_samples} samples of "
-            f"step {global_batch.after.step}, distributed over ranks and micro steps. {_REMEDY}"
-        ) from error
+def explained(error: Exception, plan: MicroBatch, global_batch: GlobalBatch) -> ConfigError | None:
+    """For batch norm's error on a single sample, return one that names the batch and the setting that helps; else None."""
+    if len(plan.indices) > 1 or _ERROR_OF_TORCH not in str(error):
+        return None
+    return ConfigError(
+        f"Batch norm got a single sample to train on and raised: {error}. It was one of {global_batch.num_samples} samples of "
+        f"step {global_batch.after.step}, distributed over ranks and micro steps. {_REMEDY}"
+    )
