@@ -255,7 +255,9 @@ def read_manifest(path: Path) -> Manifest:
         raise _why_unread(path / MANIFEST, error) from error
     manifest = parse_manifest(raw, path)
     if COMMITTED.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
-        raise CorruptCheckpointError(f"{path / MANIFEST} belongs to another checkpoint: it is of step {manifest.step}.")
+        raise CorruptCheckpointError(
+            f"{path} is damaged: its {MANIFEST} is that of another checkpoint, of step {manifest.step}."
+        )
     return manifest
 
 
@@ -319,7 +321,9 @@ def _read_into(file: FileIO, rest: memoryview, path: Path) -> None:
     while rest:  # a read returns 2 GB at most
         count = file.readinto(rest)
         if not count:
-            raise CorruptCheckpointError(f"{path} became shorter while it was read.")
+            raise CorruptCheckpointError(
+                f"{path} became shorter while ddp-hpc read it. Perhaps another process writes to it."
+            )
         rest = rest[count:]
 
 
@@ -345,7 +349,7 @@ def _open_shard(path: Path, record: ShardRecord) -> FileIO:
     size = os.fstat(file.fileno()).st_size
     if size != record.size:
         file.close()
-        raise CorruptCheckpointError(f"{path} has {size} bytes, but {record.size} were written.")
+        raise CorruptCheckpointError(f"{path} is damaged: it has {size} bytes, but {record.size} were written.")
     return file
 
 
@@ -444,7 +448,7 @@ class ChunkReader:
             self.close()  # on NFS, an open file may stay stale (ESTALE) for ever; the next try opens it again
             raise _why_unread(self._path, error) from error
         if checksum != self._record.chunks[number]:
-            raise CorruptCheckpointError(f"{self._path} does not match its checksum.")
+            raise CorruptCheckpointError(f"{self._path} is damaged: it does not match its checksum.")
 
     def _fill(self, begin: int, rest: memoryview) -> str:
         if self._file is None:
@@ -454,7 +458,9 @@ class ChunkReader:
         while rest:
             count = self._file.readinto(rest[:_READ_BYTES])
             if not count:
-                raise CorruptCheckpointError(f"{self._path} became shorter while it was read.")
+                raise CorruptCheckpointError(
+                    f"{self._path} is damaged: it became shorter while ddp-hpc read it. Perhaps another process writes to it."
+                )
             checksum.update(rest[:count])
             rest = rest[count:]
             self._on_progress()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,9 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
             world_size=None,
             committed_at=None,
             metrics={},
-            problem=str(error),
+            problem=f"{error} No run continues from this checkpoint."
+            if isinstance(error, CorruptCheckpointError)
+            else str(error),
         )
     return CheckpointInfo(
         step=step,
@@ -86,7 +89,20 @@ def choose_step(run: RunDir, step: int | None) -> int:
 
 def digest(run: RunDir, step: int) -> str:
     """Return the digest of a checkpoint's whole training state."""
-    return checkpoint_store.digest(checkpoint_names.checkpoint_path(run, step))
+    with _with_advice(run):
+        return checkpoint_store.digest(checkpoint_names.checkpoint_path(run, step))
+
+
+@contextmanager
+def _with_advice(run: RunDir) -> Iterator[None]:
+    """Add to an error of reading a checkpoint what the user can do."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        advice = f"`ddp-hpc checkpoints {run.name} --verify` says which checkpoints are sound."
+        raise CorruptCheckpointError(f"{error} {advice}") from error
+    except UnreadableError as error:
+        raise UnreadableError(f"{error} Check that the file system answers and that you may read there.") from error
 
 
 def export(run: RunDir, step: int, output: Path, *, ema: bool) -> int:
@@ -97,6 +113,10 @@ def export(run: RunDir, step: int, output: Path, *, ema: bool) -> int:
     """
     path = checkpoint_names.checkpoint_path(run, step)
     try:
-        return checkpoint_store.export_weights(path, output, prefix="ema" if ema else "model")
+        with _with_advice(run):
+            return checkpoint_store.export_weights(path, output, prefix="ema" if ema else "model")
     except OSError as error:
-        raise ConfigError(f"The output {str(output)!r} cannot be written: {error.strerror}.") from error
+        raise ConfigError(
+            f"The output file {str(output)!r} cannot be written: {error.strerror}. Check the space and the permissions there, or "
+            "name another file."
+        ) from error

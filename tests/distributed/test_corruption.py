@@ -44,7 +44,7 @@ class Damage:
 
 DAMAGE: Mapping[int, Damage] = {
     14: Damage(MANIFEST, flip, "manifest.json"),
-    12: Damage(shard_name(0, 2), flip, "shard-00000-of-00002.safetensors does not match its checksum"),
+    12: Damage(shard_name(0, 2), flip, "shard-00000-of-00002.safetensors is damaged: it does not match its checksum"),
     10: Damage(shard_name(1, 2), lambda path: path.write_bytes(path.read_bytes()[:-1]), "were written"),
     8: Damage(shard_name(1, 2), lambda path: path.write_bytes(b""), "has 0 bytes"),
     6: Damage(shard_name(0, 2), Path.unlink, "shard-00000-of-00002.safetensors cannot be read"),
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_told_in_log_and_console(damaged: RunDir, step: int) ->
         lines = [line for line in log.read_text().splitlines() if f"step-{step:08d}" in line and "WARNING" in line]
         assert len(lines) == 1, lines
         assert DAMAGE[step].told in lines[0]
-        assert f"renamed to step-{step:08d}.corrupt-0, and the run goes on from an older one." in lines[0]
+        assert f"renamed to step-{step:08d}.corrupt-0, and ddp-hpc looks for an older one to continue from." in lines[0]
 
 
 @pytest.mark.parametrize("step", DAMAGE)

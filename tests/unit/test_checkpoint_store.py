@@ -196,8 +196,8 @@ def test_what_does_not_hold_is_set_aside_and_told(run: RunDir, caplog: pytest.Lo
 
     assert sorted(path.name for path in run.checkpoints.glob("step-*")) == ["step-00000002", "step-00000004.corrupt-0"]
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "shard-00001-of-00002.safetensors does not match its checksum" in told
-    assert "renamed to step-00000004.corrupt-0, and the run goes on from an older one" in told
+    assert "shard-00001-of-00002.safetensors is damaged: it does not match its checksum" in told
+    assert "renamed to step-00000004.corrupt-0, and ddp-hpc looks for an older one to continue from" in told
 
 
 def test_setting_aside_never_overwrites(run: RunDir) -> None:

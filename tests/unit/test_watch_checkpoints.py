@@ -39,8 +39,11 @@ def test_a_flipped_bit_is_seen_by_who_reads_every_byte(tmp_path: Path) -> None:
 
     assert quick.problem is None
     assert "does not match its checksum" in str(thorough.problem)
-    with pytest.raises(CorruptCheckpointError):
+    assert str(thorough.problem).endswith("No run continues from this checkpoint.")
+    with pytest.raises(CorruptCheckpointError, match=f"`ddp-hpc checkpoints {run.name} --verify` says which"):
         digest(run, 8)
+    with pytest.raises(CorruptCheckpointError, match=f"`ddp-hpc checkpoints {run.name} --verify` says which"):
+        export(run, 8, tmp_path / "weights.safetensors", ema=False)
 
 
 def test_a_manifest_that_cannot_be_read_is_a_problem_and_no_crash(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class RunRecorder:
         log.info("step %d/%d  loss %.4f  lr %.4g%s", position.step, self._total_steps, loss, lr, rate)
         if not math.isfinite(loss):
             log.warning(
-                "the loss is %s at step %d; `train.on_nonfinite` (stop, skip or ignore) says whether the run continues",
+                "the loss is %s at step %d; `train.on_nonfinite` (stop, skip or ignore) says whether the run continues; a lower `train.lr` may help",
                 loss,
                 position.step,
             )
@@ -150,7 +150,7 @@ class RunRecorder:
         if result.error is not None:
             self._save_error = result.error
             log.warning(
-                "the checkpoint of step %d could not be written: %s. The training goes on; the next save tries again.",
+                "the checkpoint of step %d could not be written: %s. Earlier checkpoints are not affected. While the training goes on, each save tries again.",
                 result.step,
                 result.error,
             )

@@ -280,7 +280,11 @@ class Checkpointer:
         if refused is not None:
             raise DivergedError(diverged(self._run, refused))
         if error is not None:
-            raise CheckpointError(f"The checkpoint of step {step} could not be committed: {error}")
+            raise CheckpointError(
+                f"The checkpoint of step {step} could not be committed: {str(error).rstrip('.')}. Earlier ones in "
+                f"{self._run.checkpoints} are not affected: the next attempt continues from the newest, if there is one. Check "
+                "the space, the quota and the permissions there."
+            )
 
     def _outcome(self, step: int) -> Any:
         return json.loads(self._group.side_store.get(self._key(step, "outcome"), on_heartbeat=self._on_progress))

@@ -73,7 +73,7 @@ def _find(text: str, *, runs_dir: Path) -> Path:
                 )
             return checkpoint_names.checkpoint_path(run, steps[-1])
     raise ConfigError(
-        f"`train.init_from` is {text!r}, but neither the file {str(candidates[0])!r} nor the run {str(candidates[1])!r} exists."
+        f"`train.init_from` is {text!r}, but neither the file {str(candidates[0])!r} nor the run {str(candidates[1])!r} exists. Check the name."
     )
 
 

@@ -182,7 +182,9 @@ class Restorer:
                 str(path), partial(checkpoint_store.set_aside, path), on_wait=partial(self._send_heartbeat, key)
             )
             log.warning(
-                "%s So the checkpoint was renamed to %s, and the run goes on from an older one.", error, aside.name
+                "%s So the checkpoint was renamed to %s, and ddp-hpc looks for an older one to continue from.",
+                error,
+                aside.name,
             )
 
     def _refuse_to_begin_anew(self) -> None:
@@ -199,7 +201,10 @@ class Restorer:
         if not known_step and not aside:
             return
         if not aside and not ownership.has_claim(run, self._attempt):
-            raise UnreadableError(f"{folder} has no checkpoint, but one of step {known_step} was committed.")
+            raise UnreadableError(
+                f"{folder} has no checkpoint, but one of step {known_step} was committed: perhaps the file system does not show it "
+                "now. If you deleted it, start over with `ddp-hpc submit --fresh`."
+            )
         had = f"one of step {known_step} was committed" if known_step else "the run had some"
         damaged = f", and those of step {', '.join(map(str, aside))} are damaged (`step-*.corrupt-*`)" if aside else ""
         raise ConfigError(
