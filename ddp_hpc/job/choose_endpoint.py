@@ -89,8 +89,8 @@ def _ask_all(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str,
     if answers.silent:
         why = f" ({answers.last_error})" if answers.last_error else ""
         sys.stderr.write(
-            f"note: {', '.join(answers.silent)} did not answer which networks they have{why}; "
-            "ddp-hpc chooses the address of rank zero without them\n"
+            f"note: {', '.join(answers.silent)} did not answer which networks they have{why}; ddp-hpc chooses the address of rank "
+            "zero without them. If the ranks then cannot connect, set MASTER_ADDR.\n"
         )
     return {node: parse_interfaces(plain) for node, plain in answers.by_node.items()}
 

@@ -104,7 +104,10 @@ def _write_down(run: RunDir, since: int, reason: str) -> None:
             run, attempt=newest.attempt, ending=Ending.FAILED, exit_code=exit_codes.FAILED, reason=full_reason, end=end
         )
     except OSError as error:
-        sys.stderr.write(f"note: ddp-hpc could not write to {run.attempts} how the run ended: {error}\n")
+        sys.stderr.write(
+            f"note: ddp-hpc could not write to {run.attempts} how the run ended: {error}. Checkpoints are not affected, but "
+            "`ddp-hpc status` lacks this end. Check the space and the quota there.\n"
+        )
 
 
 def _is_cancelled(run: RunDir, since: int) -> bool:
@@ -171,7 +174,8 @@ def _kill_leftovers() -> bool:
         import psutil  # `_see_through` has imported it
     except Exception as error:  # noqa: BLE001  a supervisor that starts matters more
         sys.stderr.write(
-            f"note: ddp-hpc cannot look for processes that the dead supervisor left, because psutil cannot be imported: {error}\n"
+            "note: ddp-hpc cannot look for processes that its dead supervisor process left on this node, because psutil cannot "
+            f"be imported: {error}. It continues without this.\n"
         )
         return False
     # A process in uninterruptible sleep, waiting for a device or an NFS server, does not die of SIGKILL before that answers

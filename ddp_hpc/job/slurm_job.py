@@ -70,7 +70,7 @@ class SlurmJob:
                 client.job(self.job_id, self.environ)
             except SlurmUnavailableError as error:
                 if not is_noted:
-                    sys.stderr.write(f"note: the job waits until Slurm answers: {error}\n")
+                    sys.stderr.write(f"note: the job waits until Slurm answers; you need do nothing: {error}\n")
                 is_noted = True
                 time.sleep(SLURM_PAUSE_S)  # a stop signal is blocked and stays pending; the next attempt receives it
             except ConfigError:

@@ -197,7 +197,7 @@ def _set_variables(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         before = os.environ.get(name)
         if not is_shown(name):
-            sys.stderr.write(f"{name} is set by the key `env.{name}`\n")
+            sys.stderr.write(f"{name} is set by the key `env.{name}`; its value is not shown\n")
             continue
         was = "" if before in (None, value) else f" (it was {before!r})"
         sys.stderr.write(f"{name}={value!r} is set by the key `env.{name}`{was}\n")

@@ -103,13 +103,14 @@ def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
 
 def report_killed(path: Path, number: signal.Signals, *, rank: int, log: Path) -> None:
     """Write that a signal ended a worker."""
-    hint = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
+    by_kernel = "the kernel does that when memory runs out: `resources.mem_gb` asks for more"
+    hint = by_kernel if number == signal.SIGKILL else f"its log may say why: {log}"
     failure = WorkerFailure(
         rank=rank,
         host=socket.gethostname(),
         at=time.time(),
         step=0,
-        exception=f"killed by {number.name}{hint}",
+        exception=f"killed by {number.name} ({hint})",
         log=str(log),
         signal=int(number),
     )

@@ -193,7 +193,10 @@ class Ledger:
         before = next((one for one in reversed(self.attempts) if one.image), None)
         if before is None or not image or before.image == image:
             return ""
-        return f"attempt {before.attempt} ran in another image ({before.image}, now {image}): its results may differ"
+        return (
+            f"attempt {before.attempt} ran in another image ({before.image}, now {image}), so results may differ; "
+            "to go back to that one, name it in `container.image`"
+        )
 
 
 def _fields_by_attempt(run: RunDir) -> dict[int, dict[str, Any]]:

@@ -131,7 +131,10 @@ def test_after_a_worker_was_killed_the_same_agent_begins_again_and_imports_nothi
     assert are_gone
     assert failure is not None
     assert (failure.rank, failure.signal) == (1, signal.SIGKILL)
-    assert failure.exception == "killed by SIGKILL (the kernel does that when memory runs out)"
+    assert (
+        failure.exception
+        == "killed by SIGKILL (the kernel does that when memory runs out: `resources.mem_gb` asks for more)"
+    )
     assert notes(run, "imported") == [f"imported by {agent}"]
     assert notes(run, "preloaded") == [f"preloaded by {agent}"]
     assert set(pids(run, 1).values()).isdisjoint(first.values())

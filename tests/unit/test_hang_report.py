@@ -40,6 +40,7 @@ def test_a_recipe_that_is_never_built_is_named_and_blames_no_node(supervised: Ma
         if is_built
         else "the recipe did not return within 1800 s; if it needs longer, raise `restart.hang_timeout_s` above 1800;"
     )
+    assert "; other ranks wait for rank 0" in one.last.reason  # it printed no stack
     assert bool(one.last.failed_nodes) is is_built
 
 

@@ -27,7 +27,7 @@ def test_an_error_of_ours_amid_the_verdict_sends_the_job_back_all_the_same(
     last_resort.leave(one.context, conclusion)
 
     assert (one.last.cause, one.last.next) == ("unexplained", "requeue")
-    assert one.last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd'"
+    assert one.last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd' (traceback in the job's log)"
     assert one.slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
 
 

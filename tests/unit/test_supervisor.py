@@ -238,7 +238,7 @@ def test_an_error_that_nothing_was_meant_for_is_in_the_ledger(
     assert (code, last.ending, last.reason) == (
         exit_codes.FAILED,
         "failed",
-        "ddp-hpc's own supervisor process failed: KeyError: 'odd'",
+        "ddp-hpc's own supervisor process failed: KeyError: 'odd' (traceback in the job's log)",
     )
     assert "Traceback" in capsys.readouterr().err  # for whoever mends it
 
@@ -256,7 +256,7 @@ def test_an_error_before_the_first_attempt_is_in_the_ledger_too(
 
     (last,) = Ledger.read(run).attempts
     assert (code, last.ending, last.next) == (exit_codes.UNDECIDED, "failed", "in place")  # the guardian starts another
-    assert last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd'"
+    assert last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd' (traceback in the job's log)"
 
 
 @pytest.mark.parametrize(

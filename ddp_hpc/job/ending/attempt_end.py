@@ -127,7 +127,7 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
         return silent_end(outcome.code, outcome.step_code)
     return {
         Cause.CANCELLED: "cancelled by the user",
-        Cause.FENCED: "a newer start of the run has replaced this one",
+        Cause.FENCED: "a newer start of the run has replaced this one; you need do nothing",
         Cause.REQUEUE_ASKED: "a user, an administrator or Slurm asked the run to stop and go back into the queue",
         Cause.PREEMPTED: "Slurm preempted the job",
         Cause.TIME_LIMIT: "the job reached its time limit",

@@ -28,14 +28,15 @@ def report_hang(context: JobContext, attempt: int, failures: Sequence[WorkerFail
         found if found is not None else (-1, "all ranks wait for each other: check the network between the nodes")
     )
     node = context.node_of(rank)
-    who = "" if found is None else f"rank {rank}{f' on {node}' if node else ''} "
+    others_wait = ("other ranks wait for ", ", which") if world_size > 1 else ("", "")
+    who = "" if found is None else f"{others_wait[0]}rank {rank}{f' on {node}' if node else ''}{others_wait[1]} "
     phase = allowed_phase(run, attempt)
     failure = WorkerFailure(
         rank=rank,
         host=node or "",
         at=time.time(),
         step=0,
-        exception=f"{_timeout(context, phase)}; {who}{how}; stacks of all ranks: {path}",
+        exception=f"{_timeout(context, phase)}; {who}{how}; the stacks of all ranks are in {path}",
         log=str(run.rank_log(attempt, max(rank, 0))),
         phase=phase,
     )
@@ -50,4 +51,4 @@ def _timeout(context: JobContext, phase: Phase) -> str:
     if phase == "building":
         limit_s = restart.build_timeout_s
         return f"the recipe did not return within {limit_s} s; if it needs longer, raise `restart.hang_timeout_s` above {limit_s}"
-    return f"no rank made progress for {restart.hang_timeout_s} s (`restart.hang_timeout_s`)"
+    return f"no rank made progress for {restart.hang_timeout_s} s; if a step may take longer, raise `restart.hang_timeout_s`"

@@ -28,7 +28,7 @@ _CAUSE = Cause.UNEXPLAINED
 def print_error(error: Exception) -> str:
     """Print an unexpected error with its traceback; return it in one line."""
     traceback.print_exception(error)
-    return f"ddp-hpc's own supervisor process failed: {type(error).__name__}: {error}"
+    return f"ddp-hpc's own supervisor process failed: {type(error).__name__}: {error} (traceback in the job's log)"
 
 
 def outcome_of(error: Exception, workers: Workers) -> Outcome:

@@ -68,7 +68,7 @@ def _continue_patiently(context: JobContext, job: SlurmJob, conclusion: Conclusi
             if time.monotonic() >= deadline:
                 raise
             if not is_noted:
-                sys.stderr.write(f"note: the job waits until Slurm answers: {error}\n")
+                sys.stderr.write(f"note: the job waits until Slurm answers; you need do nothing: {error}\n")
             is_noted = True
             time.sleep(2.0)
 
@@ -102,7 +102,8 @@ def _ledger(context: JobContext) -> Ledger:
         return context.records.ledger()
     except OSError as error:
         sys.stderr.write(
-            f"note: {context.run.attempts} cannot be read, so the next job may get nodes on which the run failed before: {error}\n"
+            f"note: {context.run.attempts} cannot be read ({error}). The run continues all the same, but its next job may get "
+            "nodes on which it failed before.\n"
         )
         return Ledger()
 

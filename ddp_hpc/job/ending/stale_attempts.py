@@ -37,7 +37,7 @@ def close_stale(records: RunRecords, workload: Workload, job: SlurmJob) -> None:
     progress = workload.progress(records.run, ledger)
     end = End(cause=cause, last_step=progress, next=Next.SLURM, failed_nodes=failed)
     records.end(newest.attempt, Ending.FAILED, exit_code=-9, reason=reason, end=end)
-    sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host}: {reason}\n")
+    sys.stderr.write(f"note: attempt {newest.attempt} on {newest.host} ended: {reason}. This job continues the run.\n")
 
 
 def nodes_to_avoid(job: SlurmJob, spec: LaunchSpec, ledger: Ledger) -> tuple[str, ...]:

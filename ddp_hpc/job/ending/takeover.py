@@ -104,7 +104,8 @@ def write_down_death(
     reason = "; ".join(part for part in (reason, decision.why) if part)
     end = End(cause=Cause.SUPERVISOR_DIED, last_step=newest_step, next=decision.next)
     records.end(newest.attempt, Ending.FAILED, exit_code=exit_codes.FAILED, reason=reason, end=end)
-    sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}\n")
+    then = "; ddp-hpc tries to continue the run on the same nodes" if decision.next == Next.IN_PLACE else ""
+    sys.stderr.write(f"note: attempt {newest.attempt} ended: {reason}{then}\n")
     return decision.next
 
 
@@ -130,7 +131,7 @@ def _asked(run: RunDir) -> tuple[LaunchSpec, Workload] | None:
     try:
         spec = load_resolved(run.config, is_patient=True, patience_s=CONFIG_PATIENCE_S)
     except (ConfigError, UnreadableError) as error:
-        sys.stderr.write(f"note: {error} ddp-hpc decides without the run's configuration what follows.\n")
+        sys.stderr.write(f"note: {error} So ddp-hpc decides by the defaults of `restart` whether the run continues.\n")
         return None
     return spec, workload_of(spec)
 
