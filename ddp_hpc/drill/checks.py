@@ -44,9 +44,9 @@ def check(outcome: DrillOutcome) -> list[Check]:
         Check(
             "starts again" if outcome.restarts else "goes on",
             bool(more) == outcome.restarts,
-            f"{more} attempts began after the fault",
+            f"{more} attempts began after the fault, where {'some' if outcome.restarts else 'none'} should",
         ),
-        Check("lost steps", lost <= may_lose, f"{lost} lost, at most {may_lose} allowed"),
+        Check("lost steps", lost <= may_lose, f"{lost} had to be trained again, at most {may_lose} may be"),
         _digest(outcome),
         _samples(outcome),
     ]
@@ -57,7 +57,7 @@ def _digest(outcome: DrillOutcome) -> Check:
     text = (
         outcome.digest
         if is_same
-        else f"the hash of its checkpoint is {outcome.digest}, that of the run without a fault is {outcome.unbroken_digest}"
+        else f"the last checkpoint has the hash {outcome.digest} in the run with the fault, {outcome.unbroken_digest} in the one without"
     )
     return Check("same bits", is_same, text)
 

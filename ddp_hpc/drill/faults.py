@@ -107,8 +107,8 @@ def _fill_disk(target: Target) -> Injection:
         while (progress := read_progress(target.run)) is None or progress.save_error is None:
             if time.monotonic() > deadline or target.run.done.exists():
                 raise ConfigError(
-                    f"The drill made {writing} read-only, but no checkpoint failed within {DISK_PATIENCE_S:.0f} s. Root can "
-                    "write to read-only directories: run the drill as another user."
+                    f"The drill made {writing} read-only, but no save failed within {DISK_PATIENCE_S:.0f} s, or before "
+                    "the run finished. Root can write to read-only directories: run the drill as another user."
                 )
             time.sleep(0.05)
     finally:

@@ -109,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     found = processes_by_kind(list_processes(), str(arguments.run))
     if not found[arguments.kind]:
-        sys.stderr.write(f"found no {arguments.kind} process of the run {arguments.run} on this node\n")
+        sys.stderr.write(
+            f"found no {arguments.kind} process of the run {arguments.run} on {node_name(os.environ)}; start the drill again\n"
+        )
         return 1
     pid, at = found[arguments.kind][-1], time.time()
     ACTIONS[arguments.action](pid)

@@ -60,7 +60,7 @@ class Host:
         """Return the name of this node's interface on the route to rank zero."""
         interface = self.leads_to(address)
         if interface is None:
-            return Fact(rule=f"this node has no route to {address}")
+            return Fact(rule=f"this node has no route to {address}, so the libraries choose the interface")
         rule = f"the interface of this node on the route to {address}"
         return Fact(value=interface.name, source="routing table", rule=rule)
 
@@ -115,7 +115,7 @@ def _by_name(zero: str, host: Host) -> Fact:
             rule=f"this host cannot resolve {zero} to an address that it can reach: set MASTER_ADDR with `export` in the job script",
             refused=refused,
         )
-    rule = f"{zero} resolves to it on this host; the other nodes do the same, and {zero} uses its routing table"
+    rule = f"{zero} resolves to this address on this host; other nodes look {zero} up too, and {zero} itself uses its routing table"
     return Fact(value=best, source="name service", rule=rule, refused=refused)
 
 
@@ -127,7 +127,7 @@ def _towards_others(neighbours: Sequence[str], host: Host) -> Fact:
         interface = holder(own, host.interfaces)
         if own is not None and interface is not None:
             rule = (
-                f"this node sends from it to {neighbour}; the other nodes resolve this node's name, "
+                f"this node sends from this address to {neighbour}; the other nodes resolve this node's name, "
                 "which may be 127.0.1.1 on this node itself"
             )
             return Fact(value=own, source=f"this node's {interface.name}", rule=rule, refused=refused)

@@ -180,7 +180,9 @@ def _asked_for(taken: Interface, candidates: Sequence[Interface], preferred: Seq
     if _preference(taken, preferred) == len(preferred):
         return f"no interface that `network.interfaces` names ({patterns}) reaches all nodes; "
     num_fitting = sum(_preference(nic, preferred) < len(preferred) for nic in candidates)
-    return f"`network.interfaces` names it ({patterns}); {'of those interfaces, ' if num_fitting > 1 else ''}"
+    return (
+        f"`network.interfaces` names this interface ({patterns}); {'of those interfaces, ' if num_fitting > 1 else ''}"
+    )
 
 
 class _Taken(NamedTuple):

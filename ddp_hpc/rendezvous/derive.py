@@ -104,7 +104,9 @@ def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact
         resolved = host.resolve(address.value)
         known = [text for text in resolved if is_routable(ipaddress.ip_address(text.partition("%")[0]))]
         if not known:
-            return Fact(rule=f"this host cannot resolve {address.value} to an address")
+            return Fact(
+                rule=f"this host cannot resolve {address.value} to an address: set MASTER_ADDR to a numeric one"
+            )
         numeric = known[0]
     return host.interface_towards(numeric)
 

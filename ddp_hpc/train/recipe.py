@@ -122,7 +122,11 @@ def load_builder(target: str) -> Callable[..., Recipe]:
     builder = getattr(module, function_name, None)
     if not callable(builder):
         is_pythons = module_name.partition(".")[0] in sys.stdlib_module_names
-        advice = f" Python's own {module_name!r} comes first: give your module another name." if is_pythons else ""
+        advice = (
+            f" Python's own {module_name!r} comes first: give your module another name."
+            if is_pythons
+            else " Correct the name after the colon."
+        )
         raise ConfigError(
             f"`recipe.target` is {target!r}, but module {module_name!r} ({getattr(module, '__file__', 'built in')}) "
             f"has no function {function_name!r}.{advice}"

@@ -95,8 +95,8 @@ class SealedStore:
                     on_heartbeat()
             if now - heard_at >= silence_s:
                 raise WorkerError(
-                    f"This rank waited for {key!r} of another rank, which sent neither that nor a heartbeat for {silence_s:.0f} s. "
-                    "The other rank hangs or has died: read the logs of all ranks (`ddp-hpc logs --all`)."
+                    f"This rank waited for a message of another rank ({key!r}), which sent neither that nor a heartbeat for "
+                    f"{silence_s:.0f} s. The other rank hangs or has died: read the logs of all ranks (`ddp-hpc logs RUN --all`)."
                 )
             time.sleep(pause)
             pause = min(pause * 1.2, _LONGEST_PAUSE_S)

@@ -135,7 +135,12 @@ def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -
     if before and changed:
         more = f"; and {len(changed) - _MOST_SHOWN} more" if len(changed) > _MOST_SHOWN else ""
         shown = "; ".join(changed[:_MOST_SHOWN])
-        log.warning("the environment is not as in attempt %d, so results may differ: %s%s", before[0], shown, more)
+        log.warning(
+            "the environment is not as in attempt %d, so results may differ: %s%s. The training goes on.",
+            before[0],
+            shown,
+            more,
+        )
 
 
 def _report(run: RunDir, attempt: int, failure: WorkerFailure) -> None:

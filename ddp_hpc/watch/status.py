@@ -344,7 +344,7 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
         again = leads[state] + _again(seen) if state in leads else ""
         return f"job {queue_status.job_id} {phrase}{again}"
     if state == "running" and seen.silent_s is not None:
-        return f"the run has written nothing for {seen.silent_s:.0f} s, but Slurm says that its job {phrase}"
+        return f"the run has written nothing for {seen.silent_s:.0f} s, but Slurm says that its job {phrase}; if this lasts, read its log (`ddp-hpc logs`)"
     return ""
 
 

@@ -278,7 +278,10 @@ def test_an_unknown_name_leaves_the_interface_to_the_libraries() -> None:
 
     interface_name = row(environ, lab(2), "NCCL_SOCKET_IFNAME")
 
-    assert (interface_name.value, interface_name.rule) == (None, "this host cannot resolve nowhere to an address")
+    assert (interface_name.value, interface_name.rule) == (
+        None,
+        "this host cannot resolve nowhere to an address: set MASTER_ADDR to a numeric one",
+    )
 
 
 @pytest.mark.parametrize(

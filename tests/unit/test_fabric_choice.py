@@ -117,7 +117,9 @@ def test_the_network_that_the_user_prefers_comes_before_a_faster_one() -> None:
     choice = choose_fabric(facts, NODES, ["hsn*", "eth*"])
 
     assert (choice.interface, choice.address) == ("eth0", "10.77.0.11")
-    assert choice.rule.startswith("`network.interfaces` names it (hsn*, eth*); the fastest network that all 3 nodes")
+    assert choice.rule.startswith(
+        "`network.interfaces` names this interface (hsn*, eth*); the fastest network that all 3 nodes"
+    )
     assert Refused("ib0", "not preferred: InfiniBand, 10000 Mbit/s") in choice.refused
 
 

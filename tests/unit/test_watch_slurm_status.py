@@ -108,7 +108,7 @@ STATES: list[tuple[str, Observation, State, str]] = [
         "silent, though it runs",
         seen(attempt(), newest=SILENT, said=word("RUNNING")),
         "running",
-        "the run has written nothing for 60 s, but Slurm says that its job runs",
+        "the run has written nothing for 60 s, but Slurm says that its job runs; if this lasts, read its log (`ddp-hpc logs`)",
     ),
     ("silent before its first step", seen(attempt(), said=word("RUNNING")), "starting", ""),
     ("silent, told to stop", seen(attempt(), newest=SILENT, said=word("RUNNING"), wants_stop=True), "stopping", ""),

@@ -28,7 +28,7 @@ def copied(batch: T) -> T:
     except Exception as error:  # noqa: BLE001  a user's object may raise anything
         log.warning(
             "The first batch of an attempt is used twice, to warm up DDP and to train, but it cannot be copied (%s: %s). If "
-            "the model changes its inputs in place, the first step trains on the changed inputs. Let `copy.deepcopy` copy the batch.",
+            "the model changes its inputs in place, the first step trains on the changed inputs. Change no inputs in place, or make the batch of types that `copy.deepcopy` copies.",
             type(error).__name__,
             error,
         )

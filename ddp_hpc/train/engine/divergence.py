@@ -144,9 +144,10 @@ class UpdateGuard:
         if self._num_skipped.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th, ...
             log.warning(
                 "the gradients of step %d are not finite, so its update is skipped (`train.on_nonfinite`): "
-                "%d skipped since this attempt began",
+                "%d skipped since this attempt began. The training goes on, until %d in a row are skipped.",
                 step,
                 self._num_skipped,
+                MOST_IN_A_ROW["skip"],
             )
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._kept)

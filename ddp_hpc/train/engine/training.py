@@ -97,7 +97,7 @@ class Training:
         self.recorder.plan_steps(self.total_steps)
         log.info(
             "the batch size, `data.drop_last` or the size of the data has changed since earlier steps: "
-            "%d epochs now end at step %d",
+            "%d epochs now end at step %d. You need do nothing if you meant this.",
             epochs,
             last,
         )

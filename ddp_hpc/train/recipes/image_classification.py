@@ -140,6 +140,6 @@ def _torchvision_network(model: str, wanted: ImagesWanted, num_classes: int) -> 
     except (AssertionError, ValueError) as error:
         raise ConfigError(
             f"`recipe.args.model` is {model!r}, but torchvision cannot build it for images of {size} pixels "
-            f"(`recipe.args.image_size`): {error}"
+            f"(`recipe.args.image_size`): {str(error).rstrip('.')}. Choose another size, or another model."
         ) from error
     return network
