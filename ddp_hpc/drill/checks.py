@@ -46,7 +46,7 @@ def check(outcome: DrillOutcome) -> list[Check]:
             bool(more) == outcome.restarts,
             f"{more} attempts began after the fault, where {'some' if outcome.restarts else 'none'} should",
         ),
-        Check("lost steps", lost <= may_lose, f"{lost} had to be trained again, at most {may_lose} may be"),
+        Check("lost steps", lost <= may_lose, f"{lost} steps had to be trained again, at most {may_lose} may be"),
         _digest(outcome),
         _samples(outcome),
     ]
@@ -76,7 +76,7 @@ def _samples(outcome: DrillOutcome) -> Check:
         return Check(
             "each sample once",
             False,
-            f"used twice (epoch, sample): {_few(twice)}; steps with other samples than the run without a fault: {_few(other)}",
+            f"samples used twice (epoch, sample): {_few(twice)}; steps with other samples than the run without a fault: {_few(other)}",
         )
     return Check("each sample once", True, f"checked in {len(mine)} steps")
 
