@@ -56,7 +56,9 @@ class RunRecords:
         """
         attempt = ownership.next_attempt(self.run, ledger)
         for name in ownership.claim(self.run, attempt):
-            sys.stderr.write(f"note: removed {name}, an unfinished checkpoint that killed workers left\n")
+            sys.stderr.write(
+                f"note: removed {name}, an unfinished checkpoint that killed workers left; committed ones are not affected\n"
+            )
         write_rendezvous_token(self.run, attempt)
         if self.stop_request() is None:
             self.run.stop_request.unlink(missing_ok=True)  # the supervisor wrote it for the attempt before

@@ -148,7 +148,9 @@ class Restorer:
             self._set_aside(*damaged, key)
         with suppress(OSError):  # leftovers cost only space
             for name in ownership.remove_leftovers(self._run):
-                log.info("removed %s, which a killed writer left", name)
+                log.info(
+                    "removed %s, which a killed process left half-written; committed checkpoints are not affected", name
+                )
         return patiently(
             str(self._run.checkpoints), partial(self._newest, key), on_wait=partial(self._send_heartbeat, key)
         )
