@@ -69,7 +69,8 @@ class Job:
         if self.wait() != "finished":
             status = self.status()
             raise WorkerError(
-                f"{self.run.name} {status.state} at step {status.step}: {status.reason or f'read `ddp-hpc logs {self.run.name}`'}"
+                f"The run {self.run.name} did not finish. Its state is {status.state!r}, at step {status.step}: "
+                f"{status.reason or 'no reason is known'} (more in `ddp-hpc logs {self.run.path}`)"
             )
         return self.status().metrics
 

@@ -79,7 +79,7 @@ def _main(words: list[str]) -> int:
         if error.filename is None:
             raise  # it concerns no file of the user's, so it is an error in ddp-hpc
         print(
-            f"error: {error.filename} cannot be used: {error.strerror}. Check the path and its permissions.",
+            f"error: {error.filename} cannot be used: {error.strerror}. Check the path, its permissions, and the free space there.",
             file=sys.stderr,
         )
         return FAILED

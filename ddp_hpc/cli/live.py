@@ -39,7 +39,11 @@ def view(status: RunStatus) -> Group:
     )
     now = "  ".join(filter(None, ["" if status.loss is None else f"loss {number(status.loss)}", rate(status)]))
     saved = "" if status.last_checkpoint is None else f"checkpoint at step {status.last_checkpoint}"
-    problem = "" if status.save_error is None else f"the newest checkpoint could not be written: {status.save_error}"
+    problem = (
+        ""
+        if status.save_error is None
+        else f"the newest checkpoint could not be written: {status.save_error}; the training continues, and the next save tries again"
+    )
     newest = "  ".join(filter(None, [f"evaluation {numbers(status.metrics)}" if status.metrics else "", saved]))
     return Group(bar, _text(now), _text(newest), *([_text(problem, style="red")] if problem else []))
 

@@ -79,7 +79,7 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
     start = _STARTS.get(backend)
     if start is None:
         raise ConfigError(
-            f"`--explain` can describe runs on {' and '.join(_STARTS)}, but this run would start on {backend}. Leave it out."
+            f"`--explain` can describe runs on {' and '.join(_STARTS)}, but this run would start on {backend}. Leave out `--explain`."
         )
     run = RunDir(spec.path)
     wrapper = _housing(spec, run, import_paths, environment)

@@ -23,10 +23,10 @@ def as_text(status: RunStatus, *, now: float) -> str:
         "time limit": limit(status),
         "evaluation": numbers(status.metrics),
         "checkpoint": checkpoint(status),
-        "save error": status.save_error or "",
+        "save error": save_error(status),
         "attempt": "" if status.attempt is None else f"{status.attempt}{job(status)}",
         "job": "" if status.job_id is None or status.attempt is not None else status.job_id,
-        "read": f"{status.source}, {duration(status.age_s)} ago",
+        "source": f"{status.source}, {duration(status.age_s)} ago",
     }
     return "\n".join(f"{word:<11} {text}" for word, text in rows.items() if text)
 
@@ -64,7 +64,7 @@ def limit(status: RunStatus) -> str:
     ends = f"ends the job in {duration(max(status.limit_s, 0))}"
     if status.eta_s is None:
         return ends
-    return f"{ends}, {'enough' if status.eta_s < status.limit_s else 'not enough to finish: the run will write a checkpoint before'}"
+    return f"{ends}, {'enough' if status.eta_s < status.limit_s else 'not enough to finish: the run writes a checkpoint before that, and its next job continues from there'}"
 
 
 def checkpoint(status: RunStatus) -> str:
@@ -73,6 +73,13 @@ def checkpoint(status: RunStatus) -> str:
         return ""
     age = "" if status.checkpoint_age_s is None else f", {duration(status.checkpoint_age_s)} ago"
     return f"step {status.last_checkpoint}{age}"
+
+
+def save_error(status: RunStatus) -> str:
+    """Return why the newest checkpoint could not be written, and what follows."""
+    if status.save_error is None or not status.is_alive:
+        return status.save_error or ""
+    return f"{status.save_error}; the training continues, and the next save tries again"
 
 
 def job(status: RunStatus) -> str:

@@ -192,7 +192,7 @@ def _partition(name: str, section: Any, origin: Origin, environ: Mapping[str, st
     settings = _expanded(settings_in(section, origin), environ)
     if any(setting.key == "slurm.partition" for setting in settings):
         raise ConfigError(
-            f"`partitions.{name}` sets `slurm.partition` ({origin}), but that key selects this section. Remove it."
+            f"`partitions.{name}` sets `slurm.partition` ({origin}), but that key selects this section. Remove `slurm.partition` from it."
         )
     return settings
 

@@ -86,7 +86,11 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         beside = sorted(other.name for pattern in ("*.yaml", "*.yml") for other in path.parent.glob(pattern))
-        found = f" {path.parent} has {', '.join(beside[:10])}." if beside else " Check the path."
+        found = (
+            f" Correct the path; the directory {str(path.parent)!r} has {', '.join(beside[:10])}."
+            if beside
+            else " Check the path."
+        )
         raise ConfigError(f"The configuration file {str(path)!r} does not exist.{found}") from error
     except OSError as error:
         raise ConfigError(

@@ -106,7 +106,7 @@ def _refuse_duplicates(loader: Any, node: yaml.MappingNode) -> None:
             continue
         key, line = _construct_key(loader, key_node), key_node.start_mark.line + 1
         if key in seen:
-            problem = f"the key {key!r} is already set on line {seen[key]}"
+            problem = f"the key {key!r} is already set on line {seen[key]}; remove one of the two"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen[key] = line
 
@@ -150,10 +150,10 @@ def read_yaml(text: str | bytes, name: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = " ".join(filter(None, [error.context, error.problem]))
-        raise ConfigError(f"{name}{place}: this is not valid YAML: {problem}.") from error
+        raise ConfigError(f"{name}{place}: this is not valid YAML; correct it: {problem}.") from error
     except (yaml.YAMLError, UnicodeError, RecursionError) as error:
         problem = " ".join(str(error).split())
-        raise ConfigError(f"{name}: this is not valid YAML: {problem}.") from error
+        raise ConfigError(f"{name}: this is not valid YAML; correct it: {problem}.") from error
 
 
 def plain_scalar(text: str) -> Any:

@@ -73,7 +73,8 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
         runtime = find_runtime(spec, environ)
         if runtime == "pyxis":
             raise ConfigError(
-                "`container.runtime` is pyxis, which starts images only in Slurm jobs, so this host cannot check the image."
+                "`container.runtime` is pyxis, which starts images only in Slurm jobs, so this host cannot check the image. "
+                "Test it with a short run instead: `train.max_steps=1`."
             )
         housing = command_wrapper(inside, runtime, spec.container.python)
         argv = [*housing.command, "-c", _PROBE, ",".join((*NEEDED, *USEFUL, "ddp_hpc"))]
@@ -88,7 +89,7 @@ def check_image(spec: RunSpec, *, work_dir: Path, environ: Mapping[str, str]) ->
                 timeout=PATIENCE_S,
             )
         except subprocess.TimeoutExpired:
-            problem = f"it did not answer within {PATIENCE_S:.0f} s"
+            problem = f"{spec.container.python} did not answer within {PATIENCE_S:.0f} s; try again, or put the image on a faster file system"
             return Found(image=inside.image, runtime=runtime, problems=[problem])
     answer = next((line for line in done.stdout.splitlines() if line.startswith("found:")), None)
     if answer is None:

@@ -78,7 +78,10 @@ def measure(modules: Sequence[str], environ: Mapping[str, str]) -> Storm:
     line = next((line for line in done.stdout.splitlines() if line.startswith("found:")), None)
     if line is None:
         said = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
-        raise WorkerError(f"{', '.join(modules)} cannot be imported here: {said}")
+        raise WorkerError(
+            f"This Python, {sys.executable}, cannot import {' and '.join(modules)}: {said}. Install what is missing, or call the "
+            "`ddp-hpc` of the environment that your runs use."
+        )
     found = json.loads(line.removeprefix("found:"))
     small = sorted({path for path in found["opened"] if path.startswith("/") and _is_file_of_ours(path)})
     libraries = [path for path in found["mapped"] if _is_file_of_ours(path)]

@@ -140,9 +140,9 @@ def _about(found: Survey, name: str | None) -> Iterator[str]:
     if found.scratch:
         yield f"scratch: {found.scratch}  # {found.scratch_from}"
         if not found.is_scratch_at_home:
-            yield "no_write: [$HOME]  # runs belong on scratch; remove it if homes are large and fast here"
+            yield "no_write: [$HOME]  # runs belong on scratch; remove this line if homes are large and fast here"
     for mount, kind in (found.file_systems or {}).items():
-        yield f"# {mount} is {kind}"
+        yield f"# {mount} is a file system that hosts may share ({kind})"
 
 
 def _slurm(found: Survey) -> Iterator[str]:

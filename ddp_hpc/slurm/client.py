@@ -338,6 +338,7 @@ def _succeed(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
     answer = ask(argv, environ)
     if answer.returncode != 0:
         raise SlurmRefusalError(
-            f"Slurm refuses {what}, and nothing has changed: {_line(answer)}", queries.refusal_code(answer.stderr)
+            f"Slurm refuses {what}, and nothing has changed: {_line(answer)} (if you cannot correct this, ask your cluster's support)",
+            queries.refusal_code(answer.stderr),
         )
     return answer.stdout

@@ -66,5 +66,6 @@ def _numbered(before: str, ranges: str, after: str, text: str) -> list[str]:
 
 def _refused(text: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{text!r} is not a Slurm host list: {why}. Correct it; `scontrol show hostnames` expands a valid one."
+        f"{text!r} is not a Slurm host list: {why}. Correct it in `slurm.nodelist` or `slurm.exclude`; "
+        "`scontrol show hostnames` expands a valid one."
     )

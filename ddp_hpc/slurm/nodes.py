@@ -28,7 +28,7 @@ class Exclusions:
         pronoun = "it" if len(self.allowed) == 1 else "them"
         return (
             f"{', '.join(self.allowed)} failed before, but the job may still use {pronoun}: "
-            f"the other nodes that take jobs ({self.num_others}) are too few"
+            f"the other nodes that take jobs ({self.num_others}) are too few. To exclude {pronoun} all the same, set `slurm.exclude`"
         )
 
 

@@ -116,7 +116,7 @@ class SlurmSpec(Checked, section="slurm"):
     signal_lead_s: int = 120
     """`--signal`: how many seconds before the time limit Slurm asks the run to commit a checkpoint and exit."""
     signal_to: Literal["steps", "batch"] = "steps"
-    """Who gets that signal: the job's steps, or the batch shell alone (`--signal=B:...`), which some sites require."""
+    """Who gets the signal of `slurm.signal_lead_s`: the job's steps, or the batch shell alone (`--signal=B:...`), which some sites require."""
     hasten: Literal["auto", "never"] = "auto"
     """Whether `submit --wait` and `--follow` start a requeued job before Slurm's delay is over: `auto`, yes; `never`, only
     `ddp-hpc requeue --now` does."""

@@ -18,7 +18,7 @@ class RecipeSpec(Checked, section="recipe"):
     target: str = "image_classification"
     """A function that returns a `Recipe` (`my_module:build`), or the name of a built-in recipe (`image_classification`)."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments for that function (`recipe.args.width=32`)."""
+    """Keyword arguments for the function of `recipe.target` (`recipe.args.width=32`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +60,7 @@ class TrainSpec(Checked, section="train"):
     """Load these weights before step 0: a `.safetensors` or `.pt` file, the name or directory of another run, or the directory
     of a checkpoint."""
     init_strict: bool = True
-    """Refuse `init_from` if a weight is missing, unknown or of another shape. If false, only the weights that fit are loaded."""
+    """Refuse `train.init_from` if a weight is missing, unknown or of another shape. If false, only the weights that fit are loaded."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate with it."""
     sync_batch_norm: bool = False
@@ -131,11 +131,11 @@ class LrScheduleSpec(Checked, section="lr_schedule"):
     warmup_steps: int = 0
     """Raise the rate linearly over this many first steps."""
     milestones: tuple[int, ...] = ()
-    """With `step`: the optimizer steps at which the learning rate is multiplied by `gamma`."""
+    """With the schedule `step`: the optimizer steps at which the learning rate is multiplied by `gamma`."""
     gamma: float = 0.1
-    """With `step`: the factor by which the learning rate is multiplied at each milestone."""
+    """With the schedule `step`: the factor by which the learning rate is multiplied at each milestone."""
     min_factor: float = 0.0
-    """With `cosine`: the learning rate of the last step, as a fraction of `train.lr`."""
+    """With the schedule `cosine`: the learning rate of the last step, as a fraction of `train.lr`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,7 +186,7 @@ class LogSpec(Checked, section="log"):
     every_steps: int = 20
     """Write loss and learning rate to `metrics.jsonl` after every so many steps."""
     tensorboard: bool = False
-    """Write the same to `tensorboard/` (needs `pip install ddp_hpc[tensorboard]`)."""
+    """Write the metrics also to `tensorboard/` (needs `pip install ddp_hpc[tensorboard]`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,7 +198,7 @@ class CheckpointSpec(Checked, section="checkpoint"):
     """When to commit checkpoints, and how many to keep."""
 
     every_steps: int | None = 500
-    """Write a checkpoint after every so many steps, and always at the end and when the run is asked to stop. Unset: only then."""
+    """Write a checkpoint after every so many steps, and always at the end and when the run is asked to stop. Unset: only at the end and at a stop."""
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: int = 0

@@ -34,7 +34,7 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     client.require("srun", environ)  # submitit looks for it, and gives no error of its own that a user can read
     method = getattr(submitit.SlurmExecutor, HOOK, None)
     if method is None or getattr(method, "__isabstractmethod__", False):
-        raise ConfigError(_unfit(f"it has no method `SlurmExecutor.{HOOK}`"))
+        raise ConfigError(_unfit(f"submitit has no method `SlurmExecutor.{HOOK}`"))
     is_ours: list[Path] = []
 
     class Executor(submitit.SlurmExecutor):
@@ -51,7 +51,9 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     except (FailedJobError, FailedSubmissionError) as error:
         if client.is_no_answer(str(error)):
             raise SlurmUnavailableError(f"Slurm does not answer: sbatch prints {error}. Try again later.") from error
-        raise ConfigError(f"sbatch refuses the job: {error}") from error
+        raise ConfigError(
+            f"sbatch refuses the job: {error}. Correct the setting that it names; if it names none, ask your cluster's support."
+        ) from error
     finally:
         with contextlib.suppress(OSError):  # a file system without modes
             for path in run.submitit.iterdir():  # made by the umask
@@ -59,7 +61,9 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     if not is_ours:  # the job is submitit's own: it would train nothing
         client.cancel(str(job.job_id), environ)
         raise ConfigError(
-            _unfit(f"it does not call `SlurmExecutor.{HOOK}`; ddp-hpc cancelled the job {job.job_id} that it made")
+            _unfit(
+                f"submitit does not call `SlurmExecutor.{HOOK}`; ddp-hpc cancelled job {job.job_id}, which submitit made"
+            )
         )
     return str(job.job_id)
 

@@ -176,7 +176,10 @@ def load_backend(name: str) -> Backend:
     """
     place = BACKENDS.get(name)
     if place is None:
-        raise ConfigError(f"The back end is {name!r}, but this version of ddp_hpc has {', '.join(sorted(BACKENDS))}.")
+        raise ConfigError(
+            f"The cluster is {name!r}, but this version of ddp-hpc knows only {', '.join(sorted(BACKENDS))}. Name one of these with "
+            "`--cluster`; a run that another version submitted needs that version."
+        )
     return cast("Backend", import_module(place.module))
 
 

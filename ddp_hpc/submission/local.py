@@ -234,7 +234,8 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
             return None
         if not is_guarded and entry is None:
             raise RunBusyError(
-                f"The run in {run.path} could not be started. The last line of {run.console}: {_last_line(run.console)}"
+                f"The run in {run.path} could not be started. The last line of {run.console}: {_last_line(run.console)}\n"
+                "Correct that, and submit the run again."
             )
         if not is_guarded and entry is not None and not entry.lives(processes.host_name()):
             raise WorkerError(_gone(run, entry.attempt))

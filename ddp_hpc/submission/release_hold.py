@@ -114,7 +114,7 @@ def hasten_job(
             raise
         # The job is ours, so it is the hold that is another's. Slurm's `Reason` does not tell: it goes on to say
         # `launch failed requeued held` of a job that an administrator has held since (measured: 22.05).
-        raise ConfigError(f"{error}. An administrator holds the job: ask your cluster's support.") from error
+        raise ConfigError(f"{error}. An administrator holds the job, and only they can release it.") from error
     except (ConfigError, SlurmUnavailableError):
         return False
     return bool(change)

@@ -163,8 +163,8 @@ def note_on_parents(path: Path) -> Iterator[str]:
         mode = folder.stat().st_mode if folder.exists() else 0
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             yield (
-                f"note: every user of this host may rename and replace the runs in {folder}. If the directory is yours, run: "
-                f"chmod o-w {shlex.quote(str(folder))}"
+                f"note: every user of this host may rename and replace the runs in {folder}. Run `chmod o-w "
+                f"{shlex.quote(str(folder))}` if the directory is yours; otherwise choose another `runs_dir`."
             )
 
 

@@ -211,7 +211,7 @@ def _notes_on_restarts(run: RunDir, spec: LaunchSpec, environ: Mapping[str, str]
     """Yield notes on how earlier failures of the run change its next job."""
     spared = spared_nodes(run, spec, environ)
     if spared.excluded:
-        yield f"excludes {', '.join(spared.excluded)}, where the run failed in the last {spec.restart.forget_h} h (`restart.forget_h`)"
+        yield f"the job excludes {', '.join(spared.excluded)}, where the run failed in the last {spec.restart.forget_h} h (`restart.forget_h`)"
     if spared.detail:
         yield spared.detail
 

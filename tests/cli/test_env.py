@@ -105,7 +105,7 @@ def test_what_nobody_can_do_without_is_missed_aloud(
     out, err = printed(capsys, "--export")
 
     assert "MASTER_ADDR" not in out
-    assert err.startswith("note: MASTER_ADDR is not known: a hostfile")
+    assert err.startswith("note: MASTER_ADDR is not exported, as ddp-hpc cannot find its value: a hostfile")
 
 
 def test_broken_variables_are_an_error_in_words(

@@ -187,7 +187,9 @@ def test_following_the_logs_of_a_run_that_has_ended_ends(run: RunDir, capsys: py
 
 
 def test_checkpoints_tell_which_hold(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys, "checkpoints", "digits").splitlines()[1].endswith("accuracy 0.9833  not asked (--verify)")
+    assert (
+        answer(capsys, "checkpoints", "digits").splitlines()[1].endswith("accuracy 0.9833  not checked (add --verify)")
+    )
     assert answer(capsys, "checkpoints", "digits", "--verify").splitlines()[1].endswith("yes")
 
     next(run.checkpoints.glob("*/*.safetensors")).write_bytes(b"")
@@ -215,7 +217,9 @@ def test_a_digest_of_what_does_not_hold_is_an_error(run: RunDir, capsys: pytest.
 def test_a_run_without_checkpoints_is_no_error_to_list(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(run.path.parent, "mnist")
 
-    assert answer(capsys, "checkpoints", "mnist") == "mnist has no checkpoint yet.\n"
+    assert answer(capsys, "checkpoints", "mnist") == (
+        "mnist has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends.\n"
+    )
     assert "no committed checkpoint yet" in complaint(capsys, "checkpoints", "mnist", "--digest")
 
 

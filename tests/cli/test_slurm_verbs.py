@@ -242,7 +242,7 @@ def test_a_job_that_waits_is_told_with_its_reason_in_words(slurm: Path, capsys: 
 
     told = json.loads(capsys.readouterr().out)
     assert (told["state"], told["job_id"], told["source"]) == ("waiting", "17", "squeue")
-    assert told["reason"] == "jobs with higher priority are ahead of it in the queue"
+    assert told["reason"] == "jobs with higher priority are ahead of the job in the queue; wait for its turn"
 
 
 def test_slurm_that_is_down_does_not_keep_anybody_from_looking(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere.yaml"], "'nowhere.yaml' does not exist. . has run.yaml."),
+        (["nowhere.yaml"], "'nowhere.yaml' does not exist. Correct the path; the directory '.' has run.yaml."),
         (["run.yaml", "train.lrr=1"], "Did you mean `train.lr`?"),
         (["run.yaml", "--trian.lr=1"], "Did you mean `train.lr`?"),
         (["run.yaml", "lr"], "'lr' is not a setting. Write KEY=VALUE"),

@@ -98,9 +98,11 @@ def test_a_back_end_of_a_newer_version_is_named_and_never_taken_for_another(tmp_
 
     place = BACKENDS.pop("memory")
     try:
-        with pytest.raises(ConfigError, match="The back end is 'memory', but this version of ddp_hpc has local, slurm"):
+        with pytest.raises(
+            ConfigError, match="The cluster is 'memory', but this version of ddp-hpc knows only local, slurm"
+        ):
             backend_of(job.run)
-        with pytest.raises(ConfigError, match="The back end is 'memory'"):
+        with pytest.raises(ConfigError, match="The cluster is 'memory'"):
             ddp_hpc.submit(spec, cluster="memory")
         assert job.state == "cancelled", "whoever only reads needs no back end"
     finally:

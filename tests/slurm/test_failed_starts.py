@@ -43,7 +43,7 @@ def test_a_node_that_has_lost_its_python_is_named_and_left_out(
     assert_unbroken(place, "spared", world_size=2)
 
 
-HELD = "Slurm holds it, because it could not launch it"
+HELD = "Slurm holds the job, because a node could not launch it"
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_user_may_release_what_slurm_holds_and_not_what_an_administrator_does(
 
     assert HELD in said
     assert refused.returncode == 2
-    assert "An administrator holds the job: ask your cluster's support" in refused.stderr
+    assert "An administrator holds the job, and only they can release it" in refused.stderr
     assert "Invalid user id" in resumed.stderr
     assert released.returncode == 0, released.stderr
     assert [one.cause for one in attempts(place, "held")] == ["finished"]

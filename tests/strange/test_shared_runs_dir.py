@@ -79,8 +79,8 @@ def test_each_sees_the_own_runs_and_is_told_how_many_are_left_out(
     assert all(f"\n{name} " in said for name in own), said
     assert not any(f"\n{name} " in said for name in others), said
     assert (
-        f"note: the list leaves out {3 - len(own)} of the directories in {str(runs_dir)!r}, which cannot be read"
-        in said
+        f"note: the list leaves out {3 - len(own)} of the directories in {str(runs_dir)!r}, which cannot be read. "
+        "Check their permissions; if the file system does not answer, try again later." in said
     )
 
 

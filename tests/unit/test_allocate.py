@@ -57,7 +57,7 @@ def test_a_submitit_without_the_method_that_we_override_sends_nothing(
 ) -> None:
     monkeypatch.delattr(submitit.SlurmExecutor, HOOK)  # its base has an abstract one
 
-    with pytest.raises(ConfigError, match=r"submitit \d\S*: it has no method `SlurmExecutor\._make_sub"):
+    with pytest.raises(ConfigError, match=r"submitit \d\S*: submitit has no method `SlurmExecutor\._make_sub"):
         allocate(run, slurm.environ)
 
     assert slurm.orders() == []
@@ -75,7 +75,7 @@ def test_a_job_that_submitit_sent_past_us_is_cancelled(
 
     monkeypatch.setattr(submitit, "SlurmExecutor", Later)
 
-    with pytest.raises(ConfigError, match=r"does not call .* cancelled the job 17"):
+    with pytest.raises(ConfigError, match=r"does not call .* cancelled job 17"):
         allocate(run, slurm.environ)
 
     assert slurm.orders("scancel") == ["scancel 17"]

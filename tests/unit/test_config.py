@@ -231,7 +231,9 @@ def test_what_cannot_be_is_refused_in_words(
 def test_a_missing_file_is_told_with_those_beside_it(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").touch()
 
-    with pytest.raises(ConfigError, match=r"'\S*run\.yaml' does not exist\. \S+ has other\.yaml\."):
+    with pytest.raises(
+        ConfigError, match=r"'\S*run\.yaml' does not exist\. Correct the path; the directory '\S+' has other\.yaml\."
+    ):
         resolve(tmp_path / "run.yaml", [], NO_SITE)
 
 

@@ -151,7 +151,7 @@ def test_failures_without_progress_end_the_run_at_last(cause: Cause, policy: Res
     assert [decision.ending for decision in decisions[2:]] == ["failed", "failed"]
     assert (
         decisions[2].why
-        == "3 attempts in a row ended without a new checkpoint, so the run ends (`restart.max_no_progress`)"
+        == "3 attempts in a row ended without a new checkpoint, so the run ends (`restart.max_no_progress`); correct the cause, and submit the run again"
     )
 
 

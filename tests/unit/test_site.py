@@ -314,8 +314,8 @@ site:
   name: hydra
   hosts: [login*]  # this host is login02.example.org; add the other login nodes
   scratch: $SCRATCH  # $SCRATCH is /lustre/ada
-  no_write: [$HOME]  # runs belong on scratch; remove it if homes are large and fast here
-  # /lustre is lustre
+  no_write: [$HOME]  # runs belong on scratch; remove this line if homes are large and fast here
+  # /lustre is a file system that hosts may share (lustre)
 
 runs_dir: $SCRATCH/runs
 

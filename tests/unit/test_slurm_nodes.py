@@ -31,7 +31,7 @@ def test_nodes_are_spared_as_far_as_others_can_take_their_place(slurm: FakeSlurm
     assert both == Exclusions(("node1",), ("node2",), 1)
     assert (
         both.detail
-        == "node2 failed before, but the job may still use it: the other nodes that take jobs (1) are too few"
+        == "node2 failed before, but the job may still use it: the other nodes that take jobs (1) are too few. To exclude it all the same, set `slurm.exclude`"
     )
 
 

@@ -91,8 +91,8 @@ def test_every_state_has_a_phrase(code: str) -> None:
         ("BadConstraints", "no node"),
         ("ReqNodeNotAvail", "down, drained or reserved"),
         ("(Resources)", "nodes to become free"),
-        ("launch failed requeued held", "Slurm holds it"),
-        ("launch_failed_requeued_held", "Slurm holds it"),
+        ("launch failed requeued held", "Slurm holds the job"),
+        ("launch_failed_requeued_held", "Slurm holds the job"),
         # As squeue writes it, and as scontrol.
         (
             "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
@@ -106,24 +106,24 @@ def test_every_state_has_a_phrase(code: str) -> None:
         ("QOSMaxGRESPerUser", "your jobs have reached the QOS's limit of GPUs"),
         ("QOSMaxJobsPerUserLimit", "your jobs have reached the QOS's limit of running jobs"),
         ("QOSMaxSubmitJobPerUserLimit", "your jobs have reached the QOS's limit of jobs in the queue"),
-        ("QOSMaxWallDurationPerJobLimit", "it asks for more than its QOS allows one job (time)"),
-        ("QOSMaxCpuMinutesPerJobLimit", "it asks for more than its QOS allows one job (time)"),
-        ("QOSMaxNodePerJobLimit", "it asks for more than its QOS allows one job (nodes)"),
-        ("QOSMinGRES", "it asks for less than its QOS requires"),
-        ("QOSMinCpuNotSatisfied", "it asks for less than its QOS requires of a job (CPUs)"),
-        ("QOSGrpNodeLimit", "all jobs of its QOS together have reached the limit of nodes"),
-        ("MaxGRESPerAccount", "the jobs of its account have reached the QOS's limit of GPUs"),
-        ("AssocGrpGRES", "all jobs of its account together have reached the limit of GPUs"),
-        ("AssocGrpCpuLimit", "all jobs of its account together have reached the limit of CPUs"),
-        ("AssocGrpCPUMinutesLimit", "its account has used all the time that it was granted"),
-        ("AssocGrpGRESMinutes", "its account has used all the time that it was granted"),
+        ("QOSMaxWallDurationPerJobLimit", "the job asks for more than its QOS allows one job (time)"),
+        ("QOSMaxCpuMinutesPerJobLimit", "the job asks for more than its QOS allows one job (time)"),
+        ("QOSMaxNodePerJobLimit", "the job asks for more than its QOS allows one job (nodes)"),
+        ("QOSMinGRES", "the job asks for less than its QOS requires"),
+        ("QOSMinCpuNotSatisfied", "the job asks for less than its QOS requires of a job (CPUs)"),
+        ("QOSGrpNodeLimit", "all jobs of this job's QOS together have reached the limit of nodes"),
+        ("MaxGRESPerAccount", "the jobs of this job's account have reached the QOS's limit of GPUs"),
+        ("AssocGrpGRES", "all jobs of this job's account together have reached the limit of GPUs"),
+        ("AssocGrpCpuLimit", "all jobs of this job's account together have reached the limit of CPUs"),
+        ("AssocGrpCPUMinutesLimit", "the job's account has used all the time that it was granted"),
+        ("AssocGrpGRESMinutes", "the job's account has used all the time that it was granted"),
         ("AssocGrpCPURunMinutesLimit", "running jobs may still use"),
-        ("AssocGrpWallLimit", "its account has used all the time that it was granted"),
-        ("QOSGrpWallLimit", "its QOS has used all the time that it was granted"),
-        ("AssocGrpGRES", "it starts when some of them end, unless it asks for more than that limit itself"),
-        ("QOSMaxGRESPerUser", "it starts when some of them end, unless it asks for more than that limit itself"),
+        ("AssocGrpWallLimit", "the job's account has used all the time that it was granted"),
+        ("QOSGrpWallLimit", "the job's QOS has used all the time that it was granted"),
+        ("AssocGrpGRES", "this job starts when some of them end, unless it asks for more than that limit itself"),
+        ("QOSMaxGRESPerUser", "this job starts when some of them end, unless it asks for more than that limit itself"),
         ("AssocMaxJobsLimit", "your jobs have reached the account's limit of running jobs"),
-        ("AssocMaxWallDurationPerJobLimit", "it asks for more than its account allows one job (time)"),
+        ("AssocMaxWallDurationPerJobLimit", "the job asks for more than its account allows one job (time)"),
     ],
 )
 def test_a_reason_is_told_in_words(code: str, words: str) -> None:
@@ -132,7 +132,7 @@ def test_a_reason_is_told_in_words(code: str, words: str) -> None:
 
 @pytest.mark.parametrize("code", ["QOSMaxJobsPerUserLimit", "AssocGrpJobsLimit", "QOSMaxSubmitJobPerUserLimit"])
 def test_one_job_is_never_more_jobs_than_a_limit_allows(code: str) -> None:
-    assert explain_reason(code).endswith("it starts when some of them end")
+    assert explain_reason(code).endswith("this job starts when some of them end")
 
 
 def test_nodes_that_are_missing_are_named() -> None:

@@ -76,7 +76,7 @@ FRESH = progress(at=NOW - 5)
 WAITING = word("PENDING", "Priority", starts_at=NOW + 300)
 STATES: list[tuple[str, Observation, State, str]] = [
     # Not begun yet.
-    ("waits", seen(said=WAITING), "waiting", "jobs with higher priority are ahead of it in the queue"),
+    ("waits", seen(said=WAITING), "waiting", "jobs with higher priority are ahead of the job in the queue; wait for its turn"),
     ("waits, just submitted", seen(said=word("PENDING")), "waiting", ""),
     ("waits, Slurm was not asked", seen(), "waiting", ""),
     ("waits, as far as is known", seen(said=word(at=0.0, problem=DOWN)), "waiting", ""),

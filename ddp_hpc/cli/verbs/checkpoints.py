@@ -41,7 +41,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(as_json(listed | ({"digest": newest_digest} if args.digest else {})))
     else:
         if args.verify or not args.digest:
-            print(_as_table(infos, verified=args.verify) if infos else f"{run_dir.name} has no checkpoint yet.")
+            print(
+                _as_table(infos, verified=args.verify)
+                if infos
+                else f"{run_dir.name} has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends."
+            )
         if newest_digest:
             print(newest_digest)
     return FAILED if any(info.problem for info in infos) else FINISHED
@@ -56,7 +60,7 @@ def _as_table(infos: Sequence[CheckpointInfo], *, verified: bool) -> str:
             or_dash(info.world_size),
             duration(None if info.committed_at is None else now - info.committed_at),
             or_dash(numbers(info.metrics)),
-            f"no: {info.problem}" if info.problem else "yes" if verified else "not asked (--verify)",
+            f"no: {info.problem}" if info.problem else "yes" if verified else "not checked (add --verify)",
         )
         for info in infos
     ]

@@ -89,7 +89,7 @@ def _digest(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         rows = [
             ("image", found.image),
             ("sha256", found.sha256),
-            ("in ledgers", or_dash(found.identity)),
+            ("in attempts.jsonl", or_dash(found.identity)),
             ("size", size(found.num_bytes)),
         ]
         print(table(("", ""), rows).lstrip("\n"))
@@ -115,7 +115,12 @@ def _as_text(found: Found) -> str:
         *found.modules.items(),
         *([("built with", ", ".join(built))] if built else []),
         *(("note", note) for note in found.notes),
-        *(("MISSING", problem) for problem in found.problems),
+        *(("PROBLEM", problem) for problem in found.problems),
     ]
-    verdict = "a run in this image would fail. Add what is missing: ddp-hpc container build NEW.sif --base IMAGE"
-    return "\n".join([table(("", ""), rows).lstrip("\n"), verdict if found.problems else "good"])
+    verdict = (
+        "a run in this image would fail. Add missing modules: ddp-hpc container build NEW.sif --base IMAGE. If Python did not "
+        "start, correct `container.image`, `container.python` or `container.options`."
+    )
+    return "\n".join(
+        [table(("", ""), rows).lstrip("\n"), verdict if found.problems else "good: the image has all that a run needs"]
+    )

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from ddp_hpc.run_dir.environment import Environment
 
 
+_ON_DIFFERENCES = (
+    "Drivers, modules and variables often differ between a login node and a compute node: that needs no action. Where Python or "
+    "packages differ, a run that this `ddp-hpc` submits uses those of this host, unless it has a container or `stage.archive`."
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -90,8 +96,11 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if args.json:
         print(as_json({"attempt": attempt, "environment": asdict(used), "differs_here": changed}))
     else:
-        told = "\n".join(changed) if changed else "nothing"
-        print(f"{run_dir.name}, attempt {attempt}\n\n{_facts(used)}\n\ndifferent here:\n{told}")
+        print(f"{run_dir.name}, attempt {attempt}, as recorded when its workers started\n\n{_facts(used)}\n")
+        if changed:
+            print(f"different on this host now (attempt {attempt} -> this host):", *changed, _ON_DIFFERENCES, sep="\n")
+        else:
+            print("This host has the same.")
     return 0
 
 
@@ -142,7 +151,10 @@ def _export(found: WorkerEnv) -> None:
         print(f"export {name}={quoted}")
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # the only ones that nobody can do without
         if found.value(name) is None:
-            print(f"note: {name} is not known: {found.variables[name].rule}", file=sys.stderr)
+            print(
+                f"note: {name} is not exported, as ddp-hpc cannot find its value: {found.variables[name].rule}",
+                file=sys.stderr,
+            )
 
 
 def _explain(found: WorkerEnv) -> None:

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             num_unreadable += 1
     if num_unreadable:
         print(
-            f"note: the list leaves out {num_unreadable} of the directories in {str(runs_dir)!r}, which cannot be read",
+            f"note: the list leaves out {num_unreadable} of the directories in {str(runs_dir)!r}, which cannot be read. "
+            "Check their permissions; if the file system does not answer, try again later.",
             file=sys.stderr,
         )
     differing: list[dict[str, Any]] = []

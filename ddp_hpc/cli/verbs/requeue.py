@@ -74,15 +74,15 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
             return
         if not has_waited and newest is not None and newest.ending is not None and not newest.next:
             raise WorkerError(
-                f"{run_dir.name} ended instead of going back into the queue: {newest.reason or newest.ending}. Submit it again to resume it."
+                f"{run_dir.name} ended instead of going back into the queue: {newest.reason or newest.ending}. Unless it has finished, submit it again to resume it."
             )
         time.sleep(LOOK_INTERVAL_S)
     if not times_asked and has_waited:
         raise WorkerError(
-            f"`--now` cannot start {run_dir.name} sooner. Its job waits for this reason: {status.reason}."
+            f"`--now` cannot start {run_dir.name} sooner. Its job waits, and `--now` does not change the reason: {status.reason}."
         )
     if not times_asked:
         raise WorkerError(
-            f"{run_dir.name} did not go back into the queue within {patience_s:.0f} s. Read `ddp-hpc logs {run_dir.name}`."
+            f"{run_dir.name} did not go back into the queue within {patience_s:.0f} s. The request stays; `ddp-hpc logs {run_dir.name}` shows what the run does."
         )
     print(f"{run_dir.name} starts as soon as its nodes are free.")

@@ -55,7 +55,9 @@ def _show(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
         print(as_json(None if profile is None else _as_object(profile)))
     elif profile is None:
         places = ", ".join(map(str, profile_dirs(environment)))
-        print(f"This host uses no site profile: none in {places} is for it. To draft one, run `ddp-hpc site init`.")
+        print(
+            f"This host uses no site profile: none in {places} is for it, so runs use the built-in defaults. To draft one, run `ddp-hpc site init`."
+        )
     else:
         print(_as_text(profile))
 

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(_dry_run(resolved, backend, import_paths, environment, args), end="")
         return 0
     changed = _changes(run_dir, resolved)
-    _note_stopping(run_dir)
+    _note_stopping(run_dir, backend)
     aside: Path | None = None
     if args.fresh:
         from ddp_hpc.submission.removal import put_aside
@@ -119,13 +119,20 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return _print_status(submission.run, environment, word=word, again=None if args.json else again)
 
 
-def _note_stopping(run_dir: RunDir) -> None:
+def _note_stopping(run_dir: RunDir, backend: Backend) -> None:
+    from ddp_hpc.submission.backend import backend_of  # late: as below
     from ddp_hpc.watch.status import read_status  # late: a dry run looks at no run
 
     is_asked = known(run_dir.stop_request, run_dir.stop_request.exists, unknown=False)
     if is_asked and read_status(run_dir, now=time.time()).state == "stopping":
+        is_queued = backend.HAS_QUEUE or backend_of(run_dir).HAS_QUEUE
+        follows = (
+            "submit it again when it has stopped"
+            if is_queued
+            else "this command waits until it has stopped, then submits it again"
+        )
         print(
-            f"{run_dir.name} is stopping, because a user asked it to; this command waits until it has stopped, then submits it again",
+            f"{run_dir.name} is stopping, because a user asked it to; {follows}",
             file=sys.stderr,
         )
 
@@ -253,7 +260,9 @@ def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
     try:
         old = load_resolved(run_dir.config)
     except ConfigError as error:
-        return [f"note: the run's earlier configuration cannot be read, so its changes are not shown: {error}"]
+        return [
+            f"note: the run's earlier configuration cannot be read, so this command cannot list what has changed; the new one replaces it. {error}"
+        ]
     return [f"changed: {change}" for change in changes(old, resolved.spec)]
 
 
@@ -263,9 +272,9 @@ def _told(submission: Submission) -> str:
         return f"{name} has finished already, so nothing was started. Start it over with `--fresh`, or a new run with `name=...`."
     job = "" if submission.job_id is None else f", job {submission.job_id}"
     if submission.state == "running":
-        return f"{name} is running already (attempt {submission.attempt}{job}), so nothing was started."
+        return f"{name} is running already (attempt {submission.attempt}{job}), so nothing was started or changed. To change its settings, stop it first: `ddp-hpc stop {name}`."
     if submission.state == "waiting":
-        return f"{name} waits in Slurm's queue already{job}, so nothing was started."
+        return f"{name} waits in Slurm's queue already{job}, so nothing was started or changed. To change its settings, cancel it first: `ddp-hpc cancel {name}`."
     if submission.state == "queued":
         return f"{name}: job {submission.job_id} submitted{'' if submission.is_new else ', to resume the run'}"
     return f"{name}: {'started' if submission.is_new else f'resumed, attempt {submission.attempt}'}"

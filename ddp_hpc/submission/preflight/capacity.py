@@ -94,11 +94,11 @@ def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
     if starts_at is not None:
         wait_s = starts_at - time.time()
         when = f"; {_start(wait_s)}"
-    yield f"asks for {asked(spec)}{when}"
+    yield f"the job asks for {asked(spec)}{when}"
     hours = (spec.resources.time_limit_min or 0) / 60
     num_gpus = spec.resources.nodes * spec.resources.gpus_per_node
     if hours and num_gpus:
-        yield f"uses up to {round(num_gpus * hours, 2):g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
+        yield f"it uses up to {round(num_gpus * hours, 2):g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
 
 
 def _start(wait_s: float) -> str:
@@ -118,7 +118,8 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
     if limit_min is None and partition.default_time_min is not None:
         yield (
             f"note: `resources.time_limit_min` is not set, so partition {partition.name} ends the job after "
-            f"{partition.default_time_min:.0f} min. The run writes a checkpoint before that and goes back into the queue."
+            f"{partition.default_time_min:.0f} min. The run writes a checkpoint before that, and its next job "
+            "continues from there. Set the key if the run needs more time in one job."
         )
     effective_min = limit_min or partition.default_time_min
     problem = requeue.lead_problem(lead_s=spec.slurm.signal_lead_s, time_limit_min=effective_min, save_s=save_s)
@@ -127,8 +128,8 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
     mode = (partition.preempt_mode or config.preempt_mode or "").upper()
     if "CANCEL" in mode and spec.restart.by != "successor":
         yield (
-            f"note: partition {partition.name} cancels the jobs that it preempts. The run writes a checkpoint and goes back into "
-            "the queue within the GraceTime. If the site forbids requeueing, set `restart.by=successor` to submit a new job instead."
+            f"note: partition {partition.name} cancels the jobs that it preempts. If the partition's "
+            "GraceTime is long enough, the run writes a checkpoint and goes back into the queue in it. If the site forbids requeueing, set `restart.by=successor` to submit a new job instead."
         )
     if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
         how = f"`checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer."

@@ -61,7 +61,7 @@ def look_at_image(
         yield f"this host has no {' or '.join(names)} on its PATH; if the nodes do not have it either, load it with `slurm.modules`"
     architecture = sif_architecture(Path(inside.image))
     if architecture is not None and architecture != platform.machine():
-        yield f"the image is for {architecture}, but this host is {platform.machine()}; it runs only if the nodes are {architecture}"
+        yield f"the image is for {architecture}, but this host is {platform.machine()}; it runs only if the nodes are {architecture}; else choose or build another image"
     if told := Ledger.read(run).other_image(identity_of(inside.image)):
         yield told
 

@@ -26,7 +26,7 @@ def explain(said: str, spec: RunSpec, cluster: Cluster) -> str:
     for pattern, words in _WORDS.items():
         if re.search(pattern, said, flags=re.IGNORECASE):
             return f"Slurm refuses the job ({told}). {words(spec, cluster)}"
-    return f"Slurm refuses the job: {said.strip()}"
+    return f"Slurm refuses the job. Correct what sbatch names, or ask your cluster's support: {said.strip()}"
 
 
 def _partition(spec: RunSpec, cluster: Cluster) -> str:
@@ -62,7 +62,11 @@ def _time(spec: RunSpec, cluster: Cluster) -> str:
 
 def _account(spec: RunSpec, cluster: Cluster) -> str:
     yours = "; ".join(cluster.associations)
-    told = f"you may use {yours}" if yours else "the cluster does not say which you may use (`sacctmgr show assoc`)"
+    told = (
+        f"you may use {yours}. Set one of these"
+        if yours
+        else "the cluster does not say which you may use (`sacctmgr show assoc`). Ask your cluster's support"
+    )
     return f"`slurm.account` is {spec.slurm.account!r} and `slurm.qos` {spec.slurm.qos!r}; {told}."
 
 
