@@ -106,7 +106,7 @@ def judge(image: str, runtime: str, found: Mapping[str, Any]) -> Found:
         problems.append(
             f"Python is {'.'.join(map(str, version))}, but must be {'.'.join(map(str, LEAST_PYTHON))} or newer"
         )
-    notes = [f"{name} is missing; {USEFUL[name]} needs it" for name in USEFUL if name in found["problems"]]
+    notes = [f"{name} is missing; only {USEFUL[name]} needs it" for name in USEFUL if name in found["problems"]]
     return Found(
         image=image,
         runtime=runtime,

@@ -17,7 +17,9 @@ ProcessKind = Literal["task", "shell on a node", "shell outside"]
 the job's nodes. `shell outside`: the shell of salloc on a login node. What a shell exports reaches all tasks of the job."""
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-_LEAVE_ALONE = "Do not change or unset the variables that Slurm sets."
+_LEAVE_ALONE = (
+    "Slurm sets this variable: remove what changes or unsets it, such as a line in a start file of your shell."
+)
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm gives the batch script, the interactive step of salloc and the external step the highest step ids (slurm.h)."""
 

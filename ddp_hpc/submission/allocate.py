@@ -50,7 +50,9 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
         job: Any = Executor(folder=run.submitit).submit(CommandFunction(["bash", str(run.job_script)]))
     except (FailedJobError, FailedSubmissionError) as error:
         if client.is_no_answer(str(error)):
-            raise SlurmUnavailableError(f"Slurm does not answer: sbatch prints {error}. Try again later.") from error
+            raise SlurmUnavailableError(
+                f"Slurm does not answer: sbatch prints {error}. Try again later; check first (`squeue --me`) that the job is not in the queue."
+            ) from error
         raise ConfigError(
             f"sbatch refuses the job: {error}. Correct the setting that it names; if it names none, ask your cluster's support."
         ) from error

@@ -153,7 +153,7 @@ def refuse_strangers(path: Path) -> None:
     if open_ones and not _knows_no_modes(path.parent):
         raise ConfigError(
             f"Other users may write to {', '.join(map(str, open_ones))}, and could change the code that you would run. "
-            f"Take that right away with `chmod -R go-w {shlex.quote(str(path))}`, and submit again."
+            f"Remove their write permission with `chmod -R go-w {shlex.quote(str(path))}`, and submit again."
         )
 
 

@@ -93,4 +93,4 @@ def test_an_old_python_is_a_problem_and_a_missing_torchvision_a_note() -> None:
 
     assert list(old.problems) == ["Python is 3.9.1, but must be 3.10 or newer"]
     assert list(plain.problems) == []
-    assert list(plain.notes) == ["torchvision is missing; the built-in recipe `image_classification` needs it"]
+    assert list(plain.notes) == ["torchvision is missing; only the built-in recipe `image_classification` needs it"]
