@@ -88,10 +88,14 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
     is_over = newest is not None and newest.ending is not None
     lock_fd = processes.take_lock(run.lock, patience_s=VANISH_PATIENCE_S if is_over else 0.0)
     if lock_fd is None:
-        raise RunBusyError(f"{run.name} is running on this machine. Stop it first: `ddp-hpc cancel {run.name}`.")
+        raise RunBusyError(
+            f"{run.name} is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel {run.name}`."
+        )
     try:
         if _is_being_submitted(run):
-            raise RunBusyError(f"Another process is submitting {run.name} at this moment. Try again when it is done.")
+            raise RunBusyError(
+                f"Another process is submitting {run.name} at this moment, so the run cannot be deleted or renamed. Try again when that is done."
+            )
         problem = next(filter(None, (backend.in_use(run, environ) for backend in backends_of(run))), None)
         if problem:
             raise RunBusyError(problem)

@@ -264,7 +264,7 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
         return None
     if client.is_here(environ):
         if is_alive(job.job_id, environ):
-            return f"Job {job.job_id} of {run.name} waits or runs. Cancel it first: `ddp-hpc cancel {run.name}`."
+            return f"Job {job.job_id} of {run.name} still waits or runs, so the run cannot be deleted or renamed. Cancel it first: `ddp-hpc cancel {run.name}`."
         return None
     if newest is not None and newest.attempt >= job.attempt and newest.ending is not None and not newest.next:
         return None

@@ -18,6 +18,7 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.submission.preflight import capacity
 from tests.made_run import add_progress, make_run
+from tests.unit.fake_slurm import JOB
 from tests.unit.made_repository import git
 
 UP = "echo 'Slurmctld(primary) at head is UP'"
@@ -282,6 +283,23 @@ def test_a_job_that_waits_is_not_stopped(slurm: Path, capsys: pytest.CaptureFixt
     assert "wanted is not running, so there is nothing to stop" in (told := capsys.readouterr().err)
     assert "`ddp-hpc cancel wanted`" in told
     assert not run.stop_request.exists()
+
+
+def test_who_submits_a_run_that_is_stopping_in_its_job_is_not_promised_that_the_command_waits(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = JOB.format(job=17, state="RUNNING", reason="None", restarts=0, preempted="None")
+    install(slurm, scontrol=f'if [ "$3" = job ]; then echo "{shown}"; else {UP}; fi')
+    run = make_run(slurm / "runs", "run")
+    add_job(run, had="17")
+    write_queued_job(run, QueuedJob(job_id="17", attempt=0, at=time.time()))
+    run.stop_request.touch()
+
+    main(["submit", "run.yaml", "--cluster", "slurm"])
+
+    out, err = capsys.readouterr()
+    assert "run is stopping, because a user asked it to; submit it again when it has stopped\n" in err
+    assert "run is running already (attempt 0, job 17), so nothing was started" in out
 
 
 def test_a_job_that_waits_is_cancelled_by_its_number(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,10 @@ def _queued(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("occupy", "told"),
     [
-        (_held, "is running on this machine. Stop it first: `ddp-hpc cancel demo`."),
+        (
+            _held,
+            "is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel demo`.",
+        ),
         (_elsewhere, "was started on another"),
         (_queued, "this host has no Slurm"),
     ],

@@ -119,7 +119,7 @@ def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         ("reads", f"{found.num_files} files, {size(found.num_bytes)}"),
         ("warm", f"{found.warm_s:.1f} s, measured: all files in this host's page cache"),
         ("a small file", f"{found.open_ms:.2f} ms, measured: not in the page cache"),
-        ("a large one", f"{found.read_mb_s:.0f} MB/s, measured: not in the page cache"),
+        ("a large file", f"{found.read_mb_s:.0f} MB/s, measured: not in the page cache"),
         ("cold", f"{found.cold_s:.1f} s, estimated: one node with an empty page cache"),
         (
             f"{args.nodes} nodes",
