@@ -105,7 +105,8 @@ def _refuse_duplicates(made: list[Directive]) -> None:
     flags = [directive.flag for directive in made]
     for flag in flags:
         if flags.count(flag) > 1:
+            value = made[flags.index(flag)].value
             raise ConfigError(
-                f"`slurm.extra.{flag.replace('-', '_')}` sets `--{flag}`, but another key sets that option already. "
-                "Remove one of them; `ddp-hpc config slurm` and `ddp-hpc config resources` list the keys."
+                f"`slurm.extra.{flag.replace('-', '_')}` sets `--{flag}`, but another key sets that option already"
+                f"{'' if value is None else f', to `{value}`'}. Remove one of them; `ddp-hpc config slurm` and `ddp-hpc config resources` list the keys."
             )

@@ -58,7 +58,7 @@ def test_the_error_of_an_unknown_key(folder: Path, capsys: pytest.CaptureFixture
         ("survival.md", "did not print its stack: the process is stopped, or its node has no network"),
         (
             "recipes.md",
-            "note: each worker starts as a new process and imports its modules itself, which is slower, because ",
+            "note: each rank's worker starts as a new process and imports its modules itself, which is slower, because ",
         ),
         ("recipes.md", "the recipe did not return within "),
         ("tutorial.md", "training from the beginning, to step "),

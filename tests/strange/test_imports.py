@@ -75,7 +75,7 @@ def test_runs_whose_recipes_start_threads_at_import_come_to_the_weights_of_one_t
         workplace = strange_workplace(tmp_path / name, at_import)
         digests[name] = workplace.finish("one", "resources.workers_per_node=2", "resources.cpus_per_worker=1")
         console = workplace.run("one").console.read_text()
-        assert ("each worker starts as a new process" in console) is (name == "waits")
+        assert ("each rank's worker starts as a new process" in console) is (name == "waits")
 
     assert len(set(digests.values())) == 1
 

@@ -168,7 +168,7 @@ class Agent:
         self._must_not_fork = bool(reason)
         if reason and self._node_rank == 0:
             sys.stderr.write(
-                f"note: each worker starts as a new process and imports its modules itself, which is slower, because {reason}\n"
+                f"note: each rank's worker starts as a new process and imports its modules itself, which is slower, because {reason}\n"
             )
         return None
 
