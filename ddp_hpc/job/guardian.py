@@ -175,7 +175,7 @@ def _kill_leftovers() -> bool:
     except Exception as error:  # noqa: BLE001  a supervisor that starts matters more
         sys.stderr.write(
             "note: ddp-hpc cannot look for processes that its dead supervisor process left on this node, because psutil cannot "
-            f"be imported: {error}. It continues without this.\n"
+            f"be imported: {error}. If the next attempt finds a GPU or a port in use, end these processes yourself.\n"
         )
         return False
     # A process in uninterruptible sleep, waiting for a device or an NFS server, does not die of SIGKILL before that answers

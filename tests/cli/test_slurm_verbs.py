@@ -94,7 +94,10 @@ def test_a_dry_run_for_this_machine_prints_no_script(capsys: pytest.CaptureFixtu
     ("words", "told"),
     [
         (["slurm.comment=a\nb"], "`slurm.comment` is 'a\\nb', but it must be one line"),
-        (["slurm.extra.nodes=3"], "`slurm.extra.nodes` sets `--nodes`, but another key sets that option already, to `2`"),
+        (
+            ["slurm.extra.nodes=3"],
+            "`slurm.extra.nodes` sets `--nodes`, but another key sets that option already, to `2`",
+        ),
         (["slurm.template=nowhere.j2"], "The job script's template (`slurm.template`) cannot be rendered: nowhere.j2"),
         (["slurm.signal_lead_s=70000"], "must be between 1 and 65535"),
     ],

@@ -210,9 +210,9 @@ class Restorer:
         had = f"one of step {known_step} was committed" if known_step else "the run had some"
         damaged = f", and those of step {', '.join(map(str, aside))} are damaged (`step-*.corrupt-*`)" if aside else ""
         raise ConfigError(
-            f"{folder} has no checkpoint that can be used, but {had}{damaged}. The run does not start over on its own. Put "
-            f"the files back and check them with `ddp-hpc checkpoints {run.name} --verify`, or start over from step 0 with "
-            "`ddp-hpc submit --fresh`."
+            f"{folder} has no checkpoint that can be used, but {had}{damaged}. The run does not start over on its own. If you have "
+            f"a backup of a directory `step-*`, copy it there and check it with `ddp-hpc checkpoints {run.name} --verify`. Or start "
+            "over from step 0 with `ddp-hpc submit --fresh`."
         )
 
     # --- reading ---
