@@ -62,6 +62,8 @@ class Situation:
     """Failures in a row without a new checkpoint, this one included."""
     has_no_report: bool = False
     """Whether no process wrote an error report: perhaps none could even be started."""
+    without_progress: str = "ended without a new checkpoint"
+    """What those failures have in common, as a text."""
     is_on_slurm: bool = True
     is_requeued_by_slurm: bool = False
     """Whether Slurm has requeued the job without an order of this program."""
@@ -97,7 +99,10 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
         count = situation.num_without_progress
         attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
-        why = f"{attempts} ended without a new checkpoint, so the run ends (`restart.max_no_progress`); correct the cause, and submit the run again"
+        why = (
+            f"{attempts} {situation.without_progress}, so the run ends (`restart.max_no_progress`); correct the cause, and submit "
+            "the run again"
+        )
         return Decision(ending=Ending.FAILED, why=why)
     is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1
     if row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying:

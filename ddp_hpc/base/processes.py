@@ -62,8 +62,8 @@ def restore_stop_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def become_script(parent_pid: int, *, is_new_program: bool) -> None:
-    """Be what a program expects to be when it starts: all signals as they are by default, and none of them blocked.
+def become_script(parent_pid: int, *, is_new_program: bool, ignores: Iterable[int] = ()) -> None:
+    """Be what a program expects to be when it starts: all signals but `ignores` as they are by default, and none blocked.
 
     To be called in a forked process. Python's own way with SIGPIPE and SIGINT stays, unless another program follows (exec).
     """
@@ -71,6 +71,8 @@ def become_script(parent_pid: int, *, is_new_program: bool) -> None:
     restore_stop_signals()
     for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
+    for ignored in ignores:
+        signal.signal(ignored, signal.SIG_IGN)
     if is_new_program:
         # Python ignores them, and an ignored signal stays so across exec.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):

@@ -16,6 +16,7 @@ from ddp_hpc.run_dir.records import (
     QueuedJob,
     is_done,
     read_queued_job,
+    read_remarks,
     read_stop_request,
     write_done,
     write_queued_job,
@@ -43,6 +44,10 @@ class RunRecords:
     def failures(self, attempt: int) -> Sequence[WorkerFailure]:
         """Return the error reports of an attempt, the first cause first."""
         return read_failures(self.run, attempt)
+
+    def remarks(self, attempt: int, world_size: int) -> Sequence[str]:
+        """Return what the workers have remarked on a run that has finished."""
+        return read_remarks(self.run, attempt, world_size)
 
     def is_fenced(self, attempt: int) -> bool:
         """Tell whether a newer attempt has claimed the run."""

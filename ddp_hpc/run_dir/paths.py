@@ -140,6 +140,10 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
 
+    def remark(self, attempt: int, rank: int) -> Path:
+        """What a rank has to say of a run that has finished."""
+        return self.attempt_logs(attempt) / f"rank-{rank}.remark"
+
     def torch_error(self, attempt: int, rank: int) -> Path:
         """Where `torch.distributed.elastic` writes the exception of a script (TORCHELASTIC_ERROR_FILE)."""
         return self.attempt_logs(attempt) / f"rank-{rank}.error.json"

@@ -112,6 +112,17 @@ def take_rank_zero_exit(run: RunDir, attempt: int) -> int | None:
     return None if record is None else int(record["exit_code"])
 
 
+def write_remark(run: RunDir, attempt: int, rank: int, text: str) -> None:
+    """Record what users should know of a run that has finished; `status` shows it."""
+    replace_text(run.remark(attempt, rank), text)
+
+
+def read_remarks(run: RunDir, attempt: int, world_size: int) -> list[str]:
+    """Return what the ranks of an attempt have remarked, rank zero first."""
+    paths = (run.remark(attempt, rank) for rank in range(world_size))
+    return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.exists()]
+
+
 def write_rendezvous_token(run: RunDir, attempt: int) -> None:
     """Write the secret by which the ranks of an attempt authenticate what they store; only the user can read it."""
     path = run.rendezvous_token(attempt)

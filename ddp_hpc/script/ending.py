@@ -19,8 +19,12 @@ def meaning(code: int, *, stop_signal: int | None, resume_codes: Collection[int]
     """
     if code in resume_codes:
         return exit_codes.STOPPED
-    if stop_signal is not None:
-        signals = {stop_signal, *STOP_SIGNALS}  # of a job step, Slurm and srun may signal all processes
-        if code == 0 or -code in signals or code - _OF_SHELL in signals:
-            return exit_codes.STOPPED
+    if stop_signal is not None and (code == 0 or is_of_stop_signal(code, stop_signal)):
+        return exit_codes.STOPPED
     return exit_codes.FINISHED if code == 0 else exit_codes.FAILED
+
+
+def is_of_stop_signal(code: int, *sent: int) -> bool:
+    """Tell whether a script's exit code is the end by a stop signal; of a job step, Slurm and srun may signal all processes."""
+    signals = {*sent, *STOP_SIGNALS}
+    return -code in signals or code - _OF_SHELL in signals

@@ -68,9 +68,24 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
     path = Path(file) if file else None
     folder = str(code or work_dir) if path is None else os.path.dirname(os.path.realpath(path))  # noqa: PTH120  text
     source = path or _module_file(Path(folder), str(program.module))
-    if not why and source is not None and source.is_file():
-        why = why_exec(source.read_text(encoding="utf-8", errors="replace"))
+    if source is not None and source.is_dir() and not (source / "__main__.py").is_file():
+        raise ConfigError(
+            f"`script.command` starts the script {program.script!r}, but {source} is a directory without a `__main__.py`. Name the "
+            "script's file."
+        )
+    if source is not None and source.is_file():
+        text = _read(source)
+        why = why or why_exec(text)
     return Plan(program=program, path=path, file=file, argv0=argv0, folder=folder, executable=executable, why_exec=why)
+
+
+def _read(source: Path) -> str:
+    try:
+        return source.read_text(encoding="utf-8", errors="replace")
+    except PermissionError as error:
+        raise ConfigError(
+            f"`script.command` starts {source.name}, but you are not allowed to read {source}. Allow it with `chmod u+r`."
+        ) from error
 
 
 def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> Plan:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,12 +31,13 @@ from ddp_hpc.errors import exit_code_of
 from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun
 from ddp_hpc.run_dir.failure_reports import WorkerFailure, failure_of, report, report_killed, write_failure
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, write_progress
-from ddp_hpc.script.ending import meaning
+from ddp_hpc.run_dir.records import Progress, write_progress, write_remark
+from ddp_hpc.script.ending import is_of_stop_signal, meaning
 from ddp_hpc.script.interpreter import run_as_main
 from ddp_hpc.script.life import Life
 from ddp_hpc.script.output import Echo, open_log, redirect
 from ddp_hpc.script.plan import Plan, frozen_code, plan_of, users_python_path
+from ddp_hpc.slurm.allocation import is_in_job
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.script_progress import Seen, look, read_seen, record_changes
 
@@ -54,6 +56,10 @@ STOP_LOOK_S = 1.0
 """How often to look for a user's request to stop."""
 LEFTOVERS_S = 2.0
 """How long helper processes of Python may take to exit after the script has (the resource tracker of `multiprocessing`)."""
+SIGNAL_S = 2.0
+"""How long after a script this process may receive the signal that Slurm has sent to both."""
+SHORT_S = 5.0
+"""A script that takes no longer has perhaps not trained."""
 LONGEST_LOOK_S = 10.0
 """The longest time between two checks of a script."""
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
@@ -144,7 +150,9 @@ class _Worker:
         store = _host_store(environ, listen_fd) if is_hosted and listen_fd is not None else None
         if listen_fd is not None and store is None:
             os.close(listen_fd)  # the script listens there itself
+        began = time.monotonic()
         code = watcher.see_through(pid)
+        ran_s = time.monotonic() - began
         means = meaning(
             code,
             stop_signal=watcher.sent_signal,
@@ -152,8 +160,26 @@ class _Worker:
         )
         if means == exit_codes.FAILED:
             self._report(code, was_killed=watcher.has_killed)
-        self._care_for_leftovers(has_finished=means == exit_codes.FINISHED)
+        left = self._care_for_leftovers(has_finished=means == exit_codes.FINISHED)
+        if means == exit_codes.FINISHED:
+            self._remark([self._what_was_short(watcher.seen, ran_s), left])
         return means
+
+    def _what_was_short(self, seen: Seen, ran_s: float) -> str:
+        """Return why a user may doubt that a script that has finished has trained; rank zero does that for all."""
+        pattern = self.spec.script.progress
+        if self.rank != 0 or seen.num_changes:
+            return ""
+        exited = f"the script exited with code 0 after {'less than a second' if ran_s < 1 else f'{ran_s:.0f} s'}"
+        if pattern is not None:
+            return f"{exited} and saved no file of `script.progress` ({pattern!r})"
+        return exited if ran_s < SHORT_S else ""
+
+    def _remark(self, remarks: Iterable[str]) -> None:
+        text = "; ".join(filter(None, remarks))
+        if text:
+            with suppress(OSError):  # it is in the log, too, or not worth a failure
+                write_remark(self.run, self.attempt, self.rank, text)
 
     def _environ(self, environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, str]:
         contract = contract_of_torchrun(
@@ -173,6 +199,13 @@ class _Worker:
             **(STORE_IS_HOSTED if is_hosted else {}),
         }
 
+    def _not_for_script(self, environ: Mapping[str, str]) -> list[int]:
+        """Return the signals that mean nothing to the script, and would kill it where Slurm sends them to all processes."""
+        # Slurm signals every process of a step unless it tracks them by cgroups (ProctrackType in slurm.conf), and SIGUSR2 is
+        # what ddp-hpc asks it for, and srun. The script gets its own signal then, from this process.
+        has_own = self.spec.script.stop_signal == "USR2"
+        return [processes.signal_number("USR2")] if is_in_job(environ) and not has_own else []
+
     def _start(self, environ: Mapping[str, str], log_fd: int, listen_fd: int | None) -> int:
         """Start the script in a child process; return its process id."""
         sys.stdout.flush()
@@ -185,7 +218,9 @@ class _Worker:
                 redirect(log_fd)
                 if listen_fd is not None:
                     os.close(listen_fd)
-                processes.become_script(parent, is_new_program=bool(self.plan.why_exec))
+                processes.become_script(
+                    parent, is_new_program=bool(self.plan.why_exec), ignores=self._not_for_script(environ)
+                )
                 code = self._exec(environ) if self.plan.why_exec else self._run_here(environ)
             except BaseException as error:  # noqa: BLE001  nothing may return into this process's own code
                 sys.excepthook(type(error), error, error.__traceback__)
@@ -244,22 +279,24 @@ class _Worker:
         )
         write_failure(path, failure)
 
-    def _care_for_leftovers(self, *, has_finished: bool) -> None:
-        """Kill what a script has left running that is to come back; say what one has left that has finished."""
+    def _care_for_leftovers(self, *, has_finished: bool) -> str:
+        """Kill what a script has left running that is to come back; return what one has left that has finished."""
         left = psutil.Process().children(recursive=True)
         if has_finished:
             _, left = psutil.wait_procs(left, timeout=LEFTOVERS_S)
         if not left:
-            return
+            return ""
         if not has_finished:
             # They would hold ports, memory of GPUs and the lock of the run, which the next attempt needs.
             processes.kill(one.pid for one in left)
-            return
+            return ""
         pids = ", ".join(str(one.pid) for one in left)
-        sys.stderr.write(
-            f"note: rank {self.rank}'s script has finished, but processes that it started still run ({pids}); ddp-hpc does not wait "
-            "for them, and does not restart them\n"
+        remark = (
+            f"rank {self.rank}'s script has finished, but processes that it started still run ({pids}); ddp-hpc does not wait for "
+            "them, and does not restart them"
         )
+        sys.stderr.write(f"note: {remark}\n")
+        return remark
 
 
 @dataclass(kw_only=True)
@@ -298,7 +335,20 @@ class _Watcher:
                 is_alive = life.look()
                 if self.count_saves() or is_alive:
                     self._note_life()
+        self._hear_of_stop(ended[pid])
         return ended[pid]
+
+    def _hear_of_stop(self, code: int) -> None:
+        """Find out whether this process was sent a stop signal, too, where one has perhaps ended the script before."""
+        # Slurm signals the processes of a step one after the other.
+        ends_at = time.monotonic() + (SIGNAL_S if is_of_stop_signal(code) else 0.0)
+        while self.sent_signal is None:
+            left_s = max(ends_at - time.monotonic(), 0.0)
+            number = processes.await_signal(left_s)
+            if number in processes.STOP_SIGNALS:
+                self.sent_signal = number
+            elif not left_s:
+                return
 
     def _is_stop_asked(self) -> bool:
         """Look every second whether a user has asked the run to stop: `ddp-hpc stop` writes a file and sends no signal."""
@@ -378,7 +428,9 @@ def _last_line(log: Path) -> str:
     """Return the last line of a log that has any text."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").split("\n")
+        lines = re.split(
+            r"[\r\n]", file.read().decode("utf-8", errors="replace")
+        )  # progress bars return without a new line
         texts = ["".join(char if char.isprintable() else "?" for char in line).strip() for line in lines]
         return next((text[:200] for text in reversed(texts) if text), "")
     return ""

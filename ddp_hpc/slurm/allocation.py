@@ -114,6 +114,11 @@ class Allocation:
         return self.node_name == self.node_names[0]
 
 
+def is_in_job(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process is part of a job, or was started from within one."""
+    return bool(environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID"))
+
+
 def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Return the job that this process is part of, or None outside of jobs.
 

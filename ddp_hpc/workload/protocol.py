@@ -61,6 +61,10 @@ class Workload(Protocol):
         comes from `ledger` and the run's other records; without `is_patient`, where it does not answer at once.
         """
 
+    @property
+    def without_progress(self) -> str:
+        """What attempts have in common that made no progress, as a text: `ended without a new checkpoint`."""
+
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:
         """Return the user's code, by the directories that Python may import it from; None where none is there."""
 

@@ -36,6 +36,7 @@ class RecipeWorkload:
     stop_signal: str = "USR2"
     teardown_s: float | None = 60.0
     """All ranks finish, or stop after a commit, together: one that does not exit then hangs only on its way out."""
+    without_progress: str = "ended without a new checkpoint"
 
     @property
     def cpus_per_worker(self) -> int:

@@ -61,6 +61,14 @@ class ScriptWorkload:
             sys.stderr.write(f"note: {error} ddp-hpc takes the script's progress from the run's ledger instead.\n")
             return max((one.last_step or one.first_step for one in ledger.attempts), default=0)
 
+    @property
+    def without_progress(self) -> str:
+        """Name the key by which ddp-hpc sees what a script saves."""
+        pattern = self.spec.script.progress
+        if pattern is None:
+            return "failed (each failure counts, because `script.progress` does not say which files the script saves)"
+        return f"ended without a new file of `script.progress` ({pattern!r})"
+
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:
         """Return the directory of the script; for a module, the one that it is imported from; None for other programs.
 

@@ -19,8 +19,9 @@ from ddp_hpc.cli.summary import headline
 from ddp_hpc.config import load_resolved, render_resolved, resolve
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.rendezvous.worker_env import USERS_CODE
+from ddp_hpc.requeue import Situation, decide
 from ddp_hpc.run_dir.failure_reports import first_failure
-from ddp_hpc.run_dir.ledger import Ledger, record_start
+from ddp_hpc.run_dir.ledger import Cause, Ledger, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.script.ending import meaning
@@ -431,3 +432,26 @@ def test_a_worker_starts_its_script_asks_it_to_stop_and_says_what_its_end_means(
     if (child := tmp_path / "child").exists():
         left = int(child.read_text())
         assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    [
+        (
+            None,
+            "3 attempts in a row failed (each failure counts, because `script.progress` does not say which files the script",
+        ),
+        (
+            "saved/*.pt",
+            "3 attempts in a row ended without a new file of `script.progress` ('saved/*.pt'), so the run ends",
+        ),
+    ],
+)
+def test_a_run_that_ends_for_lack_of_progress_names_the_key_by_which_a_script_shows_progress(
+    progress: str | None, expected: str
+) -> None:
+    spec = RunSpec(name="any", script=ScriptSpec(command=("python", "train.py"), progress=progress))
+    words = workload_of(spec).without_progress
+    situation = Situation(cause=Cause.WORKER_CRASHED, num_without_progress=3, without_progress=words)
+
+    assert decide(situation, spec.restart).why.startswith(expected)

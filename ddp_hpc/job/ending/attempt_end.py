@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_hpc import exit_codes, requeue
@@ -68,6 +69,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
         num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
+        without_progress=context.workload.without_progress,
         has_no_report=failure is None,
         is_on_slurm=context.allocation is not None,
         is_requeued_by_slurm=evidence.is_requeued_by_slurm,
@@ -76,17 +78,29 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         may_requeue=context.spec.slurm.requeue,
     )
     decision = requeue.decide(situation, context.spec.restart)
+    remarks = _remarks(context, attempt) if cause == Cause.FINISHED else ()
     conclusion = Conclusion(
         attempt=attempt,
         cause=cause,
         decision=decision,
-        reason="; ".join(filter(None, [outcome.reason or _message(cause, outcome, failure), decision.why])),
+        reason="; ".join(filter(None, [outcome.reason or _message(cause, outcome, failure), *remarks, decision.why])),
         last_step=newest_step,
         failed_nodes=failed_nodes,
         is_slurm_away=context.allocation is not None and evidence.job is None,
     )
     _write(context, conclusion)
     return conclusion
+
+
+def _remarks(context: JobContext, attempt: int) -> Sequence[str]:
+    """Return what the workers of a run that has finished have remarked; the first few, as ranks often remark the same."""
+    remarks: Sequence[str] = []
+    with best_effort():
+        remarks = context.records.remarks(attempt, context.world.world_size)
+    return remarks[:_MOST_REMARKS]
+
+
+_MOST_REMARKS = 3
 
 
 def _write(context: JobContext, conclusion: Conclusion) -> None:

@@ -62,6 +62,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     situation = requeue.Situation(
         cause=_CAUSE,
         num_without_progress=num,
+        without_progress=context.workload.without_progress,
         is_on_slurm=context.allocation is not None,
         may_requeue=context.spec.slurm.requeue,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_hpc import exit_codes, requeue
 from ddp_hpc.base import processes
@@ -91,14 +91,14 @@ def write_down_death(
     """Record the end of the newest attempt, whose supervisor could not; return what follows: nothing if no guardian is there."""
     asked, newest, records = _asked(run), ledger.newest, RunRecords(run)
     assert newest is not None  # noqa: S101  the callers looked
-    spec, workload = asked or (None, None)
+    workload = asked[1] if asked else None
     newest_step = progress_without_spec(run, ledger) if workload is None else workload.progress(run, ledger)
     if workload is not None and records.is_done(workload.goal):
         end = End(cause=Cause.FINISHED, last_step=newest_step)
         records.end(newest.attempt, Ending.FINISHED, exit_code=exit_codes.FINISHED, reason="", end=end)
         return Next.NOTHING
     attempts = since_submission(ledger, records.queued())
-    decision = _decide(attempts, spec, allocation, newest_step)
+    decision = _decide(attempts, asked, allocation, newest_step)
     if not may_go_on:
         decision = Decision(ending=decision.ending, why=decision.why)
     reason = "; ".join(part for part in (reason, decision.why) if part)
@@ -110,16 +110,22 @@ def write_down_death(
 
 
 def _decide(
-    attempts: Sequence[Attempt], spec: LaunchSpec | None, allocation: Allocation | None, newest_step: int
+    attempts: Sequence[Attempt],
+    asked: tuple[LaunchSpec, Workload] | None,
+    allocation: Allocation | None,
+    newest_step: int,
 ) -> Decision:
     """Return what follows a supervisor's death: without Slurm, too, another attempt, as the guardian starts a supervisor."""
     cause = Cause.SUPERVISOR_DIED
+    spec, workload = asked or (None, None)
     policy = RestartSpec() if spec is None else spec.restart
     situation = requeue.Situation(
         cause=cause,
         num_without_progress=requeue.num_without_progress(attempts, newest_step, cause),
         may_requeue=True if spec is None else spec.slurm.requeue,
     )
+    if workload is not None:
+        situation = replace(situation, without_progress=workload.without_progress)
     decision = requeue.decide(situation, policy)
     if allocation is None and decision.next:
         return Decision(ending=decision.ending, next=Next.IN_PLACE)

@@ -1,0 +1,231 @@
+"""Scripts as users write them, beside what a plain Python makes of them: the same output to the letter, the same exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from ddp_hpc import exit_codes
+from ddp_hpc.config import render_resolved, resolve
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.failure_reports import first_failure
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_remarks
+from ddp_hpc.script.plan import plan_of
+from ddp_hpc.spec import ScriptSpec
+
+WORK = """
+import os, sys
+from ddp_hpc.base import processes
+from ddp_hpc.script.worker import main
+processes.block_awaited_signals()  # as agents do
+os._exit(main(sys.argv[1], os.environ, attempt=0, listen_fd=None))
+"""
+RANK_ZERO = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+def work(folder: Path, *command: str, settings: tuple[str, ...] = (), **environ: str) -> tuple[int, RunDir]:
+    """Have one worker run a command in a directory; return its exit code, and the run."""
+    run = RunDir(folder / "runs" / "run")
+    run.path.mkdir(parents=True)
+    keys = [f"runs_dir={folder / 'runs'}", "name=run", *settings]
+    resolved = resolve(None, keys, {"DDP_HPC_SITE_PROFILE": ""}, command=[*command])
+    run.config.write_text(render_resolved(resolved), encoding="utf-8")
+    argv, given = [sys.executable, "-c", WORK, str(run.path)], {**os.environ, **RANK_ZERO, **environ}
+    done = subprocess.run(argv, cwd=folder, env=given, stdin=subprocess.DEVNULL, check=False, timeout=120)
+    return done.returncode, run
+
+
+# --- as a plain Python has them ----------------------------------------------------------------------------------------
+
+SCRIPTS: dict[str, tuple[str, str | bytes]] = {
+    "a syntax error": ("train.py", "import os\ndef f(:\n    pass\n"),
+    "indentation by tabs and spaces": ("train.py", "if True:\n\tx = 1\n        y = 2\n"),
+    "an encoding of its own": ("train.py", "# -*- coding: latin-1 -*-\nprint('\xe9')\n".encode("latin-1")),
+    "sys.exit(None)": ("train.py", "import sys; print('bye'); sys.exit(None)\n"),
+    "sys.exit of a tuple": ("train.py", "import sys; sys.exit((1, 2))\n"),
+    "an exception of another": (
+        "train.py",
+        "def load():\n    return {}['lr']\ntry:\n    load()\nexcept KeyError as e:\n    raise ValueError('no lr') from e\n",
+    ),
+    "a hook for exceptions": ("train.py", "import sys\nsys.excepthook = lambda *e: print('mine', e[0])\n1/0\n"),
+    "a warning": ("train.py", "import warnings\nwarnings.warn('old')\n"),
+    "it reads its input": ("train.py", "import sys\nprint(repr(sys.stdin.read()))\ninput()\n"),
+    "it closes its files": ("train.py", "import os\nfor n in (0, 1, 2): os.close(n)\nopen('done', 'w').write('x')\n"),
+    "it leads a session": ("train.py", "import os; os.setsid(); print(os.getsid(0) == os.getpid())\n"),
+    "it goes elsewhere": ("train.py", "import os; os.mkdir('w'); os.chdir('w'); open('ck', 'w').close(); import lib\n"),
+    "it lies beside its modules": ("sub/train.py", "import lib; print(lib.x)\n"),
+    "a name with spaces": ("my code \xe9/tr \xe4in.py", "print(__file__, 'h\xe9')\n"),
+    "another rank": (
+        "train.py",
+        "import os, subprocess\nos.environ['RANK'] = '7'\nsubprocess.run(['sh', '-c', 'echo $RANK'])\n",
+    ),
+    "a handler that exits": (
+        "train.py",
+        "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nos.kill(os.getpid(), 15)\n",
+    ),
+    "143 after SIGTERM": (
+        "train.py",
+        "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\nos.kill(os.getpid(), 15)\n",
+    ),
+    "modules named like ours": (
+        "train.py",
+        "import script, job, spec, worker, torch_utils, psutil_\nprint(script.x, job.x, spec.x, worker.x, torch_utils.x)\n",
+    ),
+    "processes by spawn": (
+        "train.py",
+        "import multiprocessing as m\ndef f(x): return x * x\nif __name__ == '__main__': print(m.get_context('spawn').Pool(2).map(f, [3]))\n",
+    ),
+    "its own source": (
+        "train.py",
+        "import inspect, pickle\nclass Net: pass\nprint(inspect.getsource(Net), type(pickle.loads(pickle.dumps(Net()))))\n",
+    ),
+    "arguments": (
+        "train.py",
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--a')\np.parse_args()\n",
+    ),
+    "an import of its package": ("sub/train.py", "from .lib import x\n"),
+    "it logs": (
+        "train.py",
+        "import logging; logging.basicConfig(level=20); logging.info('x'); logging.getLogger('y').error('z')\n",
+    ),
+    "an error in a thread": (
+        "train.py",
+        "import threading\ndef run(): raise OSError('no')\nthreading.Thread(target=run).start()\n",
+    ),
+}
+QUICK = {"a syntax error", "it closes its files", "it leads a session", "a name with spaces", "modules named like ours"}
+MODULES = ("script", "job", "spec", "worker", "torch_utils", "psutil_", "sub/lib", "lib")
+
+
+@pytest.mark.parametrize(
+    "what", [what if what in QUICK else pytest.param(what, marks=pytest.mark.long) for what in SCRIPTS]
+)
+def test_a_script_prints_and_ends_as_with_a_plain_python(what: str, tmp_path: Path) -> None:
+    name, source = SCRIPTS[what]
+    plain, ours = tmp_path / "plain" / "here", tmp_path / "ours" / "here"
+    for folder in (plain, ours):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(source if isinstance(source, bytes) else source.encode())
+        for module in MODULES:
+            (folder / module).parent.mkdir(exist_ok=True)
+            (folder / f"{module}.py").write_text("x = 'mine'\n")
+    command = ["python", name, "--", "--b"]
+    environ = {**os.environ, **RANK_ZERO, "PYTHONUNBUFFERED": "1"}
+    expected = subprocess.run(
+        [sys.executable, *command[1:]],
+        cwd=plain,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+
+    _, run = work(ours, *command)
+
+    found = run.rank_log(0, 0).read_bytes().replace(str(ours).encode(), str(plain).encode())
+    assert found.decode(errors="replace") == expected.stdout.decode(errors="replace")
+    failure = first_failure(run, 0)
+    assert (failure is not None) == (expected.returncode != 0)
+
+
+# --- what status says of an end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shell", "settings", "expected"),
+    [
+        ("exit 0", (), "the script exited with code 0 after less than a second"),
+        ("exit 0", ("script.progress=*.pt",), " second and saved no file of `script.progress` ('*.pt')"),
+        ("touch a.pt", ("script.progress=*.pt",), ""),
+        ("setsid sleep 60 & echo $! > child", (), "processes that it started still run ("),
+    ],
+)
+def test_what_a_user_may_not_expect_of_a_script_that_has_finished_is_said(
+    shell: str, settings: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    code, run = work(tmp_path, "/bin/sh", "-c", shell, settings=settings)
+
+    assert code == exit_codes.FINISHED
+    remarks = read_remarks(run, 0, 1)
+    assert [expected in remark for remark in remarks] == ([True] if expected else [])
+    if (child := tmp_path / "child").exists():
+        assert f"({int(child.read_text())})" in remarks[0]
+        os.kill(int(child.read_text()), signal.SIGKILL)
+
+
+def test_the_last_line_of_a_log_with_a_progress_bar_is_what_the_bar_showed_last(tmp_path: Path) -> None:
+    _, run = work(tmp_path, "/bin/sh", "-c", r"printf '\r  0%%|   |\r 50%%|#  | 3/6 [00:01]'; exit 4")
+
+    failure = first_failure(run, 0)
+    assert failure is not None
+    assert failure.exception == "the script exited with code 4; its last line: 50%|#  | 3/6 [00:01]"
+
+
+# --- signals that Slurm sends to all processes of a step ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shell", "code"),
+    [
+        ("(sleep 0.5; kill -TERM $PPID) & kill -TERM $$", exit_codes.STOPPED),
+        ("kill -TERM $PPID; exit 0", exit_codes.STOPPED),
+        pytest.param("kill -TERM $$", exit_codes.FAILED, marks=pytest.mark.long),
+        ("kill -USR2 $$; exit 42", 42),  # the script lives on, until it gets its own signal
+    ],
+)
+def test_a_script_that_a_stop_signal_of_slurms_reaches_first_has_been_stopped(
+    shell: str, code: int, tmp_path: Path
+) -> None:
+    settings = ("script.resume_exit_codes=[43]",)
+
+    found, run = work(tmp_path, "/bin/sh", "-c", shell, settings=settings, SLURM_JOB_ID="1")
+
+    if code == 42:
+        assert (failure := first_failure(run, 0)) is not None
+        assert "code 42" in failure.exception
+    else:
+        assert found == code
+
+
+# --- scripts that cannot be run -----------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_holds_no_script_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+
+    with pytest.raises(ConfigError, match=r"is a directory without a `__main__\.py`"):
+        plan_of(ScriptSpec(command=("python", "train")), None, {}, tmp_path)
+
+    (tmp_path / "train" / "__main__.py").touch()
+    plan_of(ScriptSpec(command=("python", "train")), None, {}, tmp_path)
+
+
+@pytest.fixture
+def of_another() -> Iterator[Path]:
+    """Return a script that this process may not read, though it is root's."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.touch(mode=0o000)
+        Path(folder).chmod(0o755)
+        before = os.geteuid()
+        os.seteuid(65534 if before == 0 else before)
+        try:
+            yield script
+        finally:
+            os.seteuid(before)
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_a_script_that_the_user_may_not_read_is_refused(start: Literal["fork", "exec"], of_another: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not allowed to read .*train\.py"):
+        plan_of(ScriptSpec(command=("python", "train.py"), start=start), None, {}, of_another.parent)
