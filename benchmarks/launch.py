@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = "benchmarks.launch_worker"
 SCRIPT = str(ROOT / "benchmarks" / "launch_worker.py")
 ALONE, OURS, SUBMIT = "limit: one process, one import", "ddp_hpc, agent", "ddp_hpc, submit"
+SUBMIT_SCRIPT, SUBMIT_TRAINING = "ddp_hpc, submit -- python", "ddp_hpc, submit -- python, training"
 PLAIN, TORCHRUN = "one process a worker", "torchrun --standalone"
+TORCHRUN_TRAINING = "torchrun --standalone, training"
+TRAIN = "--train"
 FIRST, GONE = "first_all_reduce_s", "all_gone_s"
 CONFIG = f"""\
 recipe: {{target: "{WORKER}:build"}}
@@ -74,10 +77,10 @@ def _lead(agent: subprocess.Popen[bytes]) -> int:
     return int(json.loads(report)["code"]) if report else agent.returncode or 1
 
 
-def torchrun() -> Mapping[str, float]:
+def torchrun(*words: str) -> Mapping[str, float]:
     """Measure `torchrun --standalone`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return _time_until_stamp([[*torchrun, "--nproc-per-node", str(WORKERS), SCRIPT]])
+    return _time_until_stamp([[*torchrun, "--nproc-per-node", str(WORKERS), SCRIPT, *words]])
 
 
 def plain_processes(count: int = WORKERS) -> Mapping[str, float]:
@@ -105,14 +108,33 @@ def submit() -> Mapping[str, float]:
         )
 
 
+def submit_script(*words: str) -> Mapping[str, float]:
+    """Measure the command of a user with a script: the same file as torchrun's, unchanged."""
+    argv = [
+        sys.executable,
+        "-m",
+        "ddp_hpc",
+        "submit",
+        f"resources.workers_per_node={WORKERS}",
+        "--cluster",
+        "local",
+        "--wait",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        return _time_until_stamp([[*argv, "--", "python", SCRIPT, *words]], cwd=Path(folder))
+
+
 def measure(rounds: int) -> Samples:
     """Measure all ways to start, and the limit: one process that imports and joins alone."""
     rows = [
         Row(ALONE, lambda: plain_processes(1)),
         Row(OURS, agent),
         Row(SUBMIT, submit),
+        Row(SUBMIT_SCRIPT, submit_script),
         Row(PLAIN, plain_processes),
         Row(TORCHRUN, torchrun),
+        Row(SUBMIT_TRAINING, lambda: submit_script(TRAIN)),
+        Row(TORCHRUN_TRAINING, lambda: torchrun(TRAIN)),
     ]
     plain_processes(1)  # brings the files into memory
     return run_rounds("launch", rows, rounds=rounds, warm_up=0)
@@ -125,6 +147,15 @@ def verdicts(samples: Samples) -> list[Verdict]:
         judge(
             "time of torchrun, by `ddp-hpc submit`'s",
             samples.ratios(FIRST, over=TORCHRUN, under=SUBMIT),
+            limit=SUBMIT_TARGET,
+        ),
+        judge(
+            "time of torchrun, by `ddp-hpc submit -- python`'s",
+            samples.ratios(FIRST, over=TORCHRUN, under=SUBMIT_SCRIPT),
+        ),
+        judge(
+            "time of torchrun, by `ddp-hpc submit -- python`'s, of a training",
+            samples.ratios(FIRST, over=TORCHRUN_TRAINING, under=SUBMIT_TRAINING),
             limit=SUBMIT_TARGET,
         ),
         judge("time of our agent, by one import's", samples.ratios(FIRST, over=OURS, under=ALONE)),

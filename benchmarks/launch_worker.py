@@ -1,12 +1,13 @@
 """What `launch.py` starts: eight times this all-reduces once, however it was started, and rank zero stamps the time.
 
-Run as a script it is what a user's script is under torchrun; `preload` and `main` make it a worker of our agent, `build`
+Run as a script it is what a user's script is under torchrun, with `--train` a training; `preload` and `main` make it a worker of our agent, `build`
 a recipe of `ddp-hpc submit`. It imports nothing that a training would not.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,17 @@ STAMP = "DDP_HPC_BENCH_STAMP"
 def peer() -> None:
     """Join as torchrun's documentation says."""
     dist.init_process_group("gloo")
+    _all_reduce_and_stamp()
+    dist.destroy_process_group()
+
+
+def training() -> None:
+    """Train as the scripts of PyTorch's tutorials do, for one step; its gradients are the first all-reduce."""
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
     _all_reduce_and_stamp()
     dist.destroy_process_group()
 
@@ -64,4 +76,4 @@ def _all_reduce_and_stamp() -> None:
 
 
 if __name__ == "__main__":
-    peer()
+    training() if "--train" in sys.argv else peer()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.rendezvous.worker_env import USERS_CODE
-from ddp_hpc.script.source import why_exec
+from ddp_hpc.script.source import may_compile, why_exec
 from ddp_hpc.spec import Program, ScriptSpec
 
 _UNBUFFERED = "-u"
@@ -35,6 +35,8 @@ class Plan:
     """The file that a new process executes."""
     why_exec: str
     """Why it starts as a new process; empty where it starts in a forked one."""
+    may_compile: bool = True
+    """Whether the script seems to use PyTorch's compiler; also where its source is not known."""
 
     @property
     def command(self) -> list[str]:
@@ -73,10 +75,17 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
             f"`script.command` starts the script {program.script!r}, but {source} is a directory without a `__main__.py`. Name the "
             "script's file."
         )
-    if source is not None and source.is_file():
-        text = _read(source)
-        why = why or why_exec(text)
-    return Plan(program=program, path=path, file=file, argv0=argv0, folder=folder, executable=executable, why_exec=why)
+    text = _read(source) if source is not None and source.is_file() else None
+    return Plan(
+        program=program,
+        path=path,
+        file=file,
+        argv0=argv0,
+        folder=folder,
+        executable=executable,
+        why_exec=why or (why_exec(text) if text else ""),
+        may_compile=text is None or may_compile(text),
+    )
 
 
 def _read(source: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a script's source says that forbids to run it in a process that has imported PyTorch already. Pure."""
+"""What a script's source says about the process that it needs: without PyTorch, or with PyTorch's compiler. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ _READ_AT_IMPORT = re.compile(
 """Variables that PyTorch and its libraries read when they are loaded, or may read then."""
 _SETTERS = frozenset({"setdefault", "putenv", "update"})
 _START_METHOD = "set_start_method"
+_COMPILER = re.compile(
+    r"(?<!\bre)\.compile\b|\bimport compile\b|_dynamo|_inductor"
+    r"|\b(?:lightning|pytorch_lightning|transformers|accelerate|diffusers|trl|peft|torchao|torchtune|deepspeed)\b"
+)
+"""What compiles, and libraries that import PyTorch's compiler (`torch._dynamo`) with themselves."""
 
 
 def why_exec(source: str) -> str:
@@ -28,6 +33,11 @@ def why_exec(source: str) -> str:
         for what in _early(node):
             return f"line {line} of the script {what} before it imports torch"
     return ""
+
+
+def may_compile(source: str) -> bool:
+    """Tell whether a script seems to use PyTorch's compiler, itself or through a library."""
+    return _COMPILER.search(source) is not None
 
 
 def _imports_torch(node: ast.AST) -> bool:

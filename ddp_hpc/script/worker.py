@@ -29,7 +29,14 @@ from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import exit_code_of
 from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun
-from ddp_hpc.run_dir.failure_reports import WorkerFailure, failure_of, report, report_killed, write_failure
+from ddp_hpc.run_dir.failure_reports import (
+    WorkerFailure,
+    failure_of,
+    read_failures,
+    report,
+    report_killed,
+    write_failure,
+)
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, write_progress, write_remark
 from ddp_hpc.script.ending import is_of_stop_signal, meaning
@@ -47,9 +54,10 @@ MODULES = (
     "torch.nn.parallel",
     "torch.optim",
     "torch.utils.data",
-    "torch._dynamo",  # every optimizer imports it when it is made
 )
-"""What most scripts import, now or when they make an optimizer; the agent imports it once for all of its workers."""
+"""What most scripts import; the agent imports it once for all of its workers."""
+COMPILER = "torch._dynamo"
+"""As large as the rest of PyTorch. Optimizers and DDP import it when they are made, only to say what it must not compile."""
 ECHO_S = 0.25
 """How often rank zero's output is copied to the console."""
 STOP_LOOK_S = 1.0
@@ -79,9 +87,13 @@ def preload(run_path: str) -> str:
     spec = load_resolved(run.config, is_patient=True)
     plan = _plan(run, spec, os.environ)
     if not plan.why_exec:
-        for name in [*MODULES, *spec.script.preload]:
+        for name in [*MODULES, *([COMPILER] if plan.may_compile else []), *spec.script.preload]:
             if name in spec.script.preload or find_spec(name.partition(".")[0]) is not None:
                 import_module(name)
+        if "torch" in sys.modules:
+            # By its name, because only `train` may import PyTorch. Where a script compiles after all, its process imports
+            # the compiler itself, as it would without an agent.
+            import_module("ddp_hpc.train.late_compiler").import_compiler_late()
         _why_exec = _what_a_fork_would_lose()
     return ""
 
@@ -158,7 +170,9 @@ class _Worker:
             stop_signal=watcher.sent_signal,
             resume_codes=self.spec.script.resume_exit_codes,
         )
-        if means == exit_codes.FAILED:
+        if means == exit_codes.STOPPED and watcher.was_stopped_for_failure:
+            means = exit_codes.FAILED  # the rank that has failed has written why
+        elif means == exit_codes.FAILED:
             self._report(code, was_killed=watcher.has_killed)
         left = self._care_for_leftovers(has_finished=means == exit_codes.FINISHED)
         if means == exit_codes.FINISHED:
@@ -308,6 +322,8 @@ class _Watcher:
     echo: Echo | None
     sent_signal: int | None = None
     """The stop signal, once the script was sent it."""
+    was_stopped_for_failure: bool = False
+    """Whether the launcher stops this rank because another one has failed: srun and torchrun send SIGTERM then, too."""
     has_killed: bool = False
     _kill_at: float = float("inf")
     _looked_at: float = 0.0
@@ -324,6 +340,7 @@ class _Watcher:
             left_s = max(self._kill_at - time.monotonic(), 0.0)
             number = processes.await_signal(min(patience_s, left_s))
             if self.sent_signal is None and (number in processes.STOP_SIGNALS or self._is_stop_asked()):
+                self.was_stopped_for_failure = number is not None and self._has_another_failed()
                 self._ask_to_stop(pid)
             if time.monotonic() >= self._kill_at:
                 self.has_killed, self._kill_at = True, float("inf")
@@ -347,8 +364,14 @@ class _Watcher:
             number = processes.await_signal(left_s)
             if number in processes.STOP_SIGNALS:
                 self.sent_signal = number
+                self.was_stopped_for_failure = self._has_another_failed()
             elif not left_s:
                 return
+
+    def _has_another_failed(self) -> bool:
+        """Tell whether a rank of this attempt has written an error report, which it does before it exits."""
+        failures = read_failures(self.worker.run, self.worker.attempt)
+        return any(not one.is_secondary and one.rank != self.worker.rank for one in failures)
 
     def _is_stop_asked(self) -> bool:
         """Look every second whether a user has asked the run to stop: `ddp-hpc stop` writes a file and sends no signal."""

@@ -197,6 +197,22 @@ def test_a_script_that_a_stop_signal_of_slurms_reaches_first_has_been_stopped(
         assert found == code
 
 
+@pytest.mark.parametrize(("is_secondary", "code"), [("false", exit_codes.FAILED), ("true", exit_codes.STOPPED)])
+def test_a_rank_that_is_stopped_because_another_has_failed_has_not_been_asked_to_come_back(
+    is_secondary: str, code: int, tmp_path: Path
+) -> None:
+    """After a failure, srun and torchrun send the other ranks the same SIGTERM as in a preemption."""
+    report = (
+        f'{{"rank": 3, "host": "n", "at": 1, "step": 0, "exception": "x", "log": "", "is_secondary": {is_secondary}}}'
+    )
+    folder = "runs/run/errors/attempt-0"
+
+    shell = f"mkdir -p {folder}; echo '{report}' > {folder}/rank-3.json; kill -TERM $PPID; exec sleep 60"
+    found, _ = work(tmp_path, "/bin/sh", "-c", shell)
+
+    assert found == code
+
+
 # --- scripts that cannot be run -----------------------------------------------------------------------------------------
 
 

@@ -142,6 +142,28 @@ def test_a_script_that_must_act_before_torch_is_imported_is_noticed(source: str,
     assert bool(found) == bool(expected)
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch, re\nre.compile('x')\nnet = torch.nn.Linear(1, 1)\n", False),
+        ("import torch\nnet = torch.compile(torch.nn.Linear(1, 1))\n", True),
+        ("net.compile()", True),
+        ("from torch import compile as speed_up", True),
+        ("import lightning as L", True),
+        ("from transformers import Trainer", True),
+        ("import torch._dynamo.config", True),
+    ],
+)
+def test_a_script_that_may_compile_is_noticed_so_that_the_compiler_is_imported_once_for_all(
+    source: str, expected: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+
+    plan = plan_of(ScriptSpec(command=("python", "train.py")), None, {}, tmp_path)
+
+    assert plan.may_compile == expected
+
+
 def test_a_script_that_is_there_starts_in_a_fork_of_the_python_that_ddp_hpc_runs_in(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
 
