@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,23 @@ def render(script: JobScript) -> str:
     Raises:
         ConfigError: if the user's template cannot be read or rendered.
     """
+    return _rendered(_template(script.spec), _values(script))
+
+
+def render_template(name: str, values: Mapping[str, Any]) -> str:
+    """Return the text of one of our own templates, by its file's name.
+
+    Raises:
+        ConfigError: if it cannot be rendered with these values.
+    """
+    return _rendered(_own_template(name), values)
+
+
+def _rendered(path: Path, values: Mapping[str, Any]) -> str:
     from jinja2 import TemplateError  # late: only a submission to Slurm needs it
 
-    path = _template(script.spec)
     try:
-        text: str = _environment().from_string(path.read_text(encoding="utf-8")).render(_values(script))
+        text: str = _environment().from_string(path.read_text(encoding="utf-8")).render(values)
     except (OSError, TemplateError, TypeError, ValueError) as error:  # unreadable, invalid, wrong types, not UTF-8
         line = getattr(error, "lineno", None)
         where = f"{path}, line {line}" if line else str(path)
@@ -57,8 +69,12 @@ def _template(spec: LaunchSpec) -> Path:
     """Return the user's template, or ours: beside the package in a checkout, inside it once installed."""
     if spec.slurm.template is not None:
         return Path(os.path.expanduser(spec.slurm.template))  # noqa: PTH111  a Path raises an error for `~nobody`
+    return _own_template(TEMPLATE)
+
+
+def _own_template(name: str) -> Path:
     package = Path(__file__).parent
-    installed, checkout = package / "sbatch_templates" / TEMPLATE, package.parent / "sbatch_templates" / TEMPLATE
+    installed, checkout = package / "sbatch_templates" / name, package.parent / "sbatch_templates" / name
     return installed if installed.exists() else checkout
 
 

@@ -20,6 +20,7 @@ from ddp_hpc.exit_codes import FAILED
 VERBS = {
     "init": "write a small example, my_recipe.py and my_run.yaml, that runs as it is",
     "submit": "start a run, or resume it from its newest checkpoint",
+    "join": "run this process's share of a run, where torchrun, srun, mpiexec, Kubeflow, SkyPilot or dstack has started it",
     "render": "write a job script for `sbatch`, and submit nothing",
     "status": "show a run's state, step, loss, time left and newest checkpoint",
     "logs": "print or follow a run's log lines",
@@ -40,7 +41,7 @@ VERBS = {
 """Verb -> what it does; each is a module of `verbs`, imported when the user calls it."""
 
 _NEGATIVE = re.compile(r"-\.?\d")
-OF_SCRIPTS = frozenset({"submit"})
+OF_SCRIPTS = frozenset({"submit", "join", "render"})
 """Verbs that take the command of a script after `--`, as `args.command`."""
 _DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
 INTERRUPTED = 130

@@ -62,7 +62,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
         ConfigError: for the first invalid value, with its key, its source and the valid values.
     """
     profile = find_profile(environ, site)
-    stem = program_of(command).name if path is None else path.stem
+    stem = path.stem if path is not None else program_of(command).name if command else ""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
     before = [*from_defaults(), Setting("name", name, DEFAULT), *(profile.settings if profile else ())]
     asked = [*([] if path is None else from_file(path, f"file {path.name}")), *from_environment(environ)]

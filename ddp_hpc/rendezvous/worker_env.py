@@ -186,6 +186,24 @@ def ranks_of_step(step: StepTask) -> dict[str, Fact]:
     return _ranks((str(number), source, rule) for number, source, rule in rows)
 
 
+def ranks_of_place(  # noqa: PLR0913  the numbers of one process
+    *,
+    rank: int,
+    local_rank: int,
+    num_nodes: int,
+    local_world_size: int,
+    sources: Mapping[str, str],
+    launcher: str,
+) -> dict[str, Fact]:
+    """Return the ranks of a worker that another program's launcher has started; `sources` names its variables."""
+    numbers = (rank, local_rank, num_nodes * local_world_size, local_world_size, rank // local_world_size)
+    said, computed = f"{launcher} set it", "computed from the other ranks"
+    return _ranks(
+        (str(number), sources.get(name.lower(), OURS), said if name.lower() in sources else computed)
+        for name, number in zip(RANKS, numbers, strict=True)
+    )
+
+
 def _rank_rule(step: StepTask) -> str:
     """Return why Slurm's rank counts if it is not the one of block distribution."""
     rule = "the task's number in the step"

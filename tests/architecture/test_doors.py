@@ -18,6 +18,8 @@ DOORS: dict[str, set[str]] = {
         "cli/__init__.py",
         "drill/injector.py",
         "job/node/agent.py",
+        "job/node/join.py",
+        "job/node/join_node.py",
         "job/node/spawned.py",
         "job/supervisor.py",
         "job/node/task.py",
@@ -29,6 +31,7 @@ DOORS: dict[str, set[str]] = {
     },
     "subprocess": {
         "job/wire/subprocesses.py",
+        "job/node/join_node.py",
         "job/node/torchrun_node.py",
         "job/node/unpack.py",
         "slurm/client.py",

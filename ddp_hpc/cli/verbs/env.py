@@ -63,7 +63,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.rendezvous.worker_env import recorded
     from ddp_hpc.slurm.allocation import read_allocation
 
-    found = recorded(environment) or derive(environment, read_allocation(environment), this_host())
+    found = recorded(environment) or _of_launcher(environment)
+    if found is None:
+        found = derive(environment, read_allocation(environment), this_host())
     if args.json:
         rows = [{"name": name, **asdict(fact)} for name, fact in found.variables.items()]
         print(as_json({"process": found.process, "variables": rows}))
@@ -72,6 +74,20 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     else:
         _explain(found)
     return 0
+
+
+def _of_launcher(environment: Mapping[str, str]) -> WorkerEnv | None:
+    """Return the variables of a process that a launcher of another program has started; Slurm's processes are derived."""
+    from ddp_hpc.cli.verbs.join import first_node_of
+    from ddp_hpc.rendezvous.address import this_host
+    from ddp_hpc.rendezvous.launchers import SRUN, find_place, recognise, variables_of
+    from ddp_hpc.slurm.allocation import read_allocation
+
+    allocation, host = read_allocation(environment), this_host()
+    if recognise(environment, allocation) in (None, SRUN):
+        return None
+    place = find_place(environment, allocation, host, first_node=first_node_of(environment))
+    return None if place is None else variables_of(place, environment, host)
 
 
 def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

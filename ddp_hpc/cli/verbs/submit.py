@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise ConfigError(
             "`--explain` works only together with `--dry-run`. Add `--dry-run`, or leave out `--explain`."
         )
-    path, settings = _sorted_words(args)
+    path, settings = sorted_words(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
     resolved = resolve(
@@ -189,7 +189,7 @@ def _shown(setting: str) -> str:
     return f'{key}="${name}"' if (name := key.partition("env.")[2]) else f"{key}=..."
 
 
-def _sorted_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
+def sorted_words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Return the configuration's path, which a script can do without, and the settings.
 
     Raises:

@@ -1,0 +1,218 @@
+"""Run this process's share of a run, where another program has started the processes: torchrun, srun, mpiexec, flux, Kubeflow, SkyPilot, dstack.
+
+torchrun --nproc-per-node=4 -m ddp_hpc join my_run.yaml     a process for each worker
+mpiexec -n 8 ddp-hpc join my_run.yaml                       the same
+ddp-hpc join my_run.yaml                                    on each node, where one process for each node was started
+ddp-hpc join my_run.yaml --nnodes 2 --node-rank 0 --master-addr 10.0.0.1      likewise, started by hand
+
+`ddp-hpc env` says which launcher it recognises. That launcher restarts what fails; the run resumes from its newest checkpoint.
+After `--` stands the command of your own script, as for `ddp-hpc submit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
+from ddp_hpc.cli.verbs.submit import sorted_words
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.paths import RunDir
+
+if TYPE_CHECKING:
+    from ddp_hpc.config import Resolved
+    from ddp_hpc.rendezvous.launchers import Place
+
+_BY_HAND = {
+    "nnodes": "PET_NNODES",
+    "node_rank": "PET_NODE_RANK",
+    "master_addr": "PET_MASTER_ADDR",
+    "master_port": "PET_MASTER_PORT",
+}
+"""Option -> the variable in which the table of launchers looks for it."""
+_PORT_BY_HAND = "29500"
+"""torchrun's own default."""
+_WORKER = "ddp_hpc.job.node.join"
+_NODE = "ddp_hpc.job.node.join_node"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML); not needed for a script"
+    )
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key; it overrides the file's value")
+    parser.add_argument("--nnodes", metavar="N", help="by hand: how many nodes there are")
+    parser.add_argument("--node-rank", metavar="N", help="by hand: the number of this node, from 0")
+    parser.add_argument("--master-addr", metavar="ADDRESS", help="by hand: the address of node 0")
+    parser.add_argument(
+        "--master-port", metavar="PORT", help=f"by hand: a free port of node 0 (default: {_PORT_BY_HAND})"
+    )
+    add_site(parser)
+    add_runs_dir(parser)
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Find this process's place, and become the worker, or the process that starts the workers of this node."""
+    from ddp_hpc.rendezvous.address import this_host
+    from ddp_hpc.rendezvous.launchers import find_place
+    from ddp_hpc.slurm.allocation import read_allocation
+
+    environ = _with_options(args, environment)
+    first_node = first_node_of(environ)
+    place = find_place(environ, read_allocation(environ), this_host(), first_node=first_node)
+    if place is None:
+        raise ConfigError(
+            "No launcher that ddp-hpc knows has started this process, so its place among the others is not known. Start it by torchrun, "
+            "srun or mpiexec, name the nodes with `--nnodes`, `--node-rank` and `--master-addr`, or use `ddp-hpc submit`."
+        )
+    path, settings = _words(args)
+    place, resolved = _resolve(args, place, path, settings, environment)
+    run_dir = RunDir(resolved.spec.path)
+    import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
+    is_finished = place.rank == 0 and _prepare(run_dir, resolved)
+    options = [*(f"--import-path={one}" for one in import_paths), *(["--finished"] if is_finished else [])]
+    options += [] if first_node is None else [f"--first-node={first_node}"]
+    argv = _worker_argv(run_dir, options) if place.scope == "worker" else _node_argv(run_dir, resolved, place, options)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The same process goes on, so that its launcher signals the right one, and as a new Python, which has nothing of a command.
+    os.execve(sys.executable, [sys.executable, *argv], dict(environ))  # noqa: S606  no shell is needed
+
+
+def _words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """Return the configuration's path and the settings; a run that a TrainJob describes has only settings."""
+    words = [word for word in (args.config, *args.settings) if word is not None]
+    if any(word.startswith("name=") for word in words) and all("=" in word for word in words):
+        return None, words
+    return sorted_words(args)
+
+
+def _with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment, with the options that name a place by hand."""
+    given = {name: value for name in _BY_HAND if (value := getattr(args, name)) is not None}
+    if not given:
+        return dict(environment)
+    missing = [f"`--{name.replace('_', '-')}`" for name in ("nnodes", "node_rank", "master_addr") if name not in given]
+    if missing:
+        raise ConfigError(
+            f"The place of this node is given by hand, but {' and '.join(missing)} is missing. Give all three."
+        )
+    from ddp_hpc.rendezvous.launchers import LAUNCHERS  # late: most starts name no place by hand
+
+    marks = {name for launcher in LAUNCHERS for name in launcher.marks}
+    others = {name: value for name, value in environment.items() if name not in marks}  # the user's word counts
+    return {**others, "PET_MASTER_PORT": _PORT_BY_HAND, **{_BY_HAND[name]: value for name, value in given.items()}}
+
+
+def first_node_of(environ: Mapping[str, str]) -> str | None:
+    """Return the first node of a job of PBS, on the host that has the file of its nodes."""
+    try:
+        words = Path(environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+    except (KeyError, OSError, ValueError):
+        return None
+    return words[0] if words else None
+
+
+def _resolve(
+    args: argparse.Namespace, place: Place, path: Path | None, settings: Sequence[str], environment: Mapping[str, str]
+) -> tuple[Place, Resolved]:
+    """Return the place with its number of workers, and the configuration with the nodes and workers that the launcher gives."""
+    from ddp_hpc.config import resolve
+    from ddp_hpc.rendezvous.launchers import with_workers
+
+    here, command = runs_dir_setting(args.runs_dir), args.command or ()
+
+    def resolved_with(more: Sequence[str]) -> Resolved:
+        return resolve(
+            path, [*settings, *here, *more], environment, site=args.site, is_for_slurm=False, command=command
+        )
+
+    asked = resolved_with([])
+    resources = asked.spec.resources
+    is_set = {key for key, source in asked.sources.items() if source != "default"}
+    known = place.local_world_size
+    if known is not None and place.scope == "node" and "resources.workers_per_node" in is_set:
+        known = (
+            resources.local_world_size
+        )  # fewer workers than GPUs, or several on a CPU: the launcher only counts GPUs
+        place = with_workers(_without_workers(place), known)
+    placed = with_workers(place, resources.local_world_size)
+    given = [f"resources.nodes={placed.num_nodes}", f"resources.workers_per_node={placed.local_world_size}"]
+    has_gpus = (
+        "local_world_size" in placed.sources and placed.scope == "node" and "GPU" in placed.sources["local_world_size"]
+    )
+    if has_gpus and "resources.gpus_per_node" not in is_set:
+        given.append(f"resources.gpus_per_node={placed.local_world_size}")
+    if placed.scope == "worker" and placed.launcher != "torchrun":
+        given.append("launcher=srun")  # one task for each worker, which may see its own GPU alone
+    if placed.rank == 0 and resources.nodes != placed.num_nodes and "resources.nodes" in is_set:
+        print(
+            f"note: `resources.nodes` is {resources.nodes}, but {placed.launcher} has started {placed.num_nodes}, which counts",
+            file=sys.stderr,
+        )
+    resolved = resolved_with(given)
+    _refuse(resolved)
+    return placed, resolved
+
+
+def _without_workers(place: Place) -> Place:
+    from dataclasses import replace
+
+    return replace(place, local_world_size=None, sources={"node_rank": place.sources["node_rank"]})
+
+
+def _refuse(resolved: Resolved) -> None:
+    """Refuse what belongs to the program that has started this process."""
+    container, stage = resolved.spec.container, resolved.spec.stage
+    for key, value in (("container.image", container.image), ("stage.dir", stage.dir)):
+        if value is not None:
+            raise ConfigError(
+                f"`{key}` is set, but another program has started this process, and it chooses the image and copies files. Unset "
+                f"`{key}`, and name the image there."
+            )
+
+
+def _prepare(run_dir: RunDir, resolved: Resolved) -> bool:
+    """Make the run's directory, or renew its configuration; return whether the run has finished already."""
+    from ddp_hpc.config import render_resolved
+    from ddp_hpc.submission.run_dir_setup import is_finished, make_run_dir, refuse_file_in_the_way
+
+    refuse_file_in_the_way(run_dir)
+    is_new = not run_dir.config.exists()
+    if not is_new and is_finished(run_dir, resolved.spec):
+        print(f"{run_dir.name} has finished already, so there is nothing to do", file=sys.stderr)
+        return True
+    make_run_dir(run_dir, render_resolved(resolved), is_new=is_new)
+    return False
+
+
+def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
+    return ["-m", _WORKER, str(run_dir.path), *options]
+
+
+def _node_argv(run_dir: RunDir, resolved: Resolved, place: Place, options: Sequence[str]) -> list[str]:
+    """Return the command that starts torchrun on this node."""
+    from ddp_hpc.workload.table import workload_of
+
+    if place.num_nodes == 1:
+        where = ["--standalone"]  # torchrun takes a free port of this machine
+    else:
+        where = [
+            f"--node-rank={place.node_rank}",
+            f"--master-addr={place.address.value}",
+            f"--master-port={place.port.value}",
+        ]
+    stop_signal = workload_of(resolved.spec).stop_signal
+    return [
+        *("-m", _NODE, str(run_dir.path), f"--stop-signal={stop_signal}", "--"),
+        *(f"--nnodes={place.num_nodes}", f"--nproc-per-node={place.local_world_size}", *where),
+        f"--max-restarts={resolved.spec.torchrun.max_restarts}",
+        *_worker_argv(run_dir, [*options, "--of-node"]),
+    ]

@@ -1,0 +1,195 @@
+"""The workers of a foreign launcher wait for each other, and rank zero tells the others which attempt this is.
+
+They meet at the address and port of the launcher. torchrun's agent serves a store there; with other launchers, rank zero listens
+there itself, and the run's own store uses the same socket afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.rendezvous.choice import source_address
+from ddp_hpc.rendezvous.launchers import Place
+
+PATIENCE_S = 600.0
+"""How long to wait for the last worker: nodes may start at different times."""
+PORT_PATIENCE_S = 60.0
+"""How long the port may still be in use by the workers before these."""
+_RETRY_S = 0.2
+_MOST_BYTES = 1 << 16
+Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """What a worker has when all have met."""
+
+    answer: Answer = field(default_factory=dict)
+    """What rank zero has sent to all."""
+    listen_fd: int | None = None
+    """Of rank zero: the socket for the store; None where a launcher serves it."""
+
+
+# --- at a port ---------------------------------------------------------------------------------------------------------
+
+
+def gather_at_port(
+    place: Place, address: str, begin: Callable[[], Answer], *, patience_s: float = PATIENCE_S
+) -> Gathering:
+    """Meet at rank zero's socket; `begin` is called on rank zero when all are there.
+
+    Raises:
+        WorkerError: where a worker is missing for too long.
+        ConfigError: where another process listens at the port.
+    """
+    meeting = Meeting(address, int(place.port.value or 0))
+    deadline = time.monotonic() + patience_s
+    if place.rank != 0:
+        return Gathering(answer=_ask(meeting, place.rank, deadline))
+    server = _listen(_own(meeting, is_alone=place.num_nodes == 1), place)
+    try:
+        others = _await_others(server, place.world_size, deadline)
+        try:
+            answer = begin()
+            text = json.dumps(answer).encode() + b"\n"
+            for other in others.values():
+                with suppress(OSError):  # that worker has died: its launcher sees it
+                    other.sendall(text)
+        finally:
+            for other in others.values():
+                other.close()
+        server.setblocking(True)
+        return Gathering(answer=answer, listen_fd=os.dup(server.fileno()))
+    finally:
+        server.close()
+
+
+def _own(meeting: Meeting, *, is_alone: bool) -> Meeting:
+    """Return where rank zero listens: at that address if it is this node's, else at all of them (behind NAT, a service name)."""
+    own = source_address(meeting.address)
+    if own == meeting.address and (is_alone or not own.startswith("127.")):
+        return meeting
+    return meeting if is_alone else Meeting("::" if ":" in meeting.address else "0.0.0.0", meeting.port)  # noqa: S104  see above
+
+
+def _listen(meeting: Meeting, place: Place) -> socket.socket:
+    deadline = time.monotonic() + PORT_PATIENCE_S
+    while True:
+        try:
+            return listen(meeting)
+        except PortTakenError:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"Another process listens at port {meeting.port} of this node, where the ranks were to meet ({place.port.source}). "
+                    "Set MASTER_PORT to a free port for all processes."
+                ) from None
+            time.sleep(_RETRY_S)
+
+
+def _await_others(server: socket.socket, world_size: int, deadline: float) -> dict[int, socket.socket]:
+    """Return a connection to each other rank; one that connects again has restarted."""
+    others: dict[int, socket.socket] = {}
+    while len(others) < world_size - 1:
+        server.settimeout(max(deadline - time.monotonic(), 0.01))
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in others)
+            raise WorkerError(
+                f"Of the {world_size} workers that the launcher's variables announce, these ranks did not come: {missing}. Start `ddp-hpc "
+                "join` for each, and check that they can reach this node."
+            ) from None
+        connection.settimeout(5.0)
+        try:
+            rank = int(connection.makefile("rb").readline(32))
+        except (OSError, ValueError):  # a port scanner, or a worker that has died
+            connection.close()
+            continue
+        if not 0 < rank < world_size:
+            connection.close()
+            continue
+        if rank in others:
+            others[rank].close()
+        others[rank] = connection
+    return others
+
+
+def _ask(meeting: Meeting, rank: int, deadline: float) -> Answer:
+    """Connect to rank zero, say which rank this is, and wait for the answer."""
+    while True:
+        with (
+            suppress(OSError, ValueError),
+            socket.create_connection((meeting.address, meeting.port), timeout=10.0) as line,
+        ):
+            line.sendall(f"{rank}\n".encode())
+            line.settimeout(max(deadline - time.monotonic(), 1.0))
+            answer = json.loads(line.makefile("rb").readline(_MOST_BYTES))
+            if isinstance(answer, dict):
+                return answer
+        if time.monotonic() > deadline:
+            raise WorkerError(
+                f"Rank {rank} could not meet rank zero at {meeting.endpoint}. Check that rank zero runs, and that this node reaches that "
+                "address."
+            )
+        time.sleep(_RETRY_S)
+
+
+# --- in torchrun's store -----------------------------------------------------------------------------------------------
+
+
+def gather_in_store(place: Place, begin: Callable[[], Answer], *, patience_s: float = PATIENCE_S) -> Gathering:
+    """Meet in the store that torchrun's agent serves.
+
+    The store outlives restarts of the workers, so it may hold keys of earlier ones. Each worker makes a word of its own: an answer
+    counts only for those whose words it repeats.
+
+    Raises:
+        WorkerError: where a worker is missing for too long.
+    """
+    distributed = import_module("torch.distributed")  # the worker needs it anyway; this package imports no torch
+    store = distributed.TCPStore(
+        host_name=place.address.value,
+        port=int(place.port.value or 0),
+        is_master=False,
+        timeout=timedelta(seconds=patience_s),
+    )
+    prefix = f"ddp_hpc/{place.restart}"
+    deadline = time.monotonic() + patience_s
+    word = secrets.token_hex(8)
+    if place.rank != 0:
+        return Gathering(answer=_ask_store(store, prefix, place.rank, word, deadline))
+    store.set(f"{prefix}/zero", word)
+    words: dict[str, str] = {}
+    for rank in range(1, place.world_size):
+        words[str(rank)] = store.get(f"{prefix}/{word}/{rank}").decode()  # waits as long as the store's timeout
+    answer = begin()
+    store.set(f"{prefix}/{word}/answer", json.dumps({"answer": answer, "words": words}))
+    return Gathering(answer=answer)
+
+
+def _ask_store(store: Any, prefix: str, rank: int, word: str, deadline: float) -> Answer:
+    while time.monotonic() < deadline:
+        if store.check([f"{prefix}/zero"]):
+            zero = store.get(f"{prefix}/zero").decode()
+            store.set(f"{prefix}/{zero}/{rank}", word)
+            if store.check([f"{prefix}/{zero}/answer"]):
+                found = json.loads(store.get(f"{prefix}/{zero}/answer"))
+                if found["words"].get(str(rank)) == word:
+                    answer: Answer = found["answer"]
+                    return answer
+        time.sleep(_RETRY_S / 4)
+    raise WorkerError(
+        f"Rank {rank} has not heard of rank zero in torchrun's store. Read the messages of rank zero; then start the run again."
+    )

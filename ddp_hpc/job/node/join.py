@@ -1,0 +1,187 @@
+"""One worker in a process that another program's launcher has started (torchrun, srun, mpiexec, flux): it joins the others.
+
+    python -m ddp_hpc.job.node.join RUN_DIR
+
+The launcher owns what a supervisor does otherwise: it starts the workers, ends them when one has failed, and restarts them. Rank
+zero acquires the run and writes the ledger; the others learn from it which attempt this is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
+from ddp_hpc.config import load_resolved
+from ddp_hpc.errors import ConfigError, DdpHpcError, exit_code_of
+from ddp_hpc.job.ending import last_resort
+from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.node.gather import Gathering, gather_at_port, gather_in_store
+from ddp_hpc.job.node.python_environ import (
+    IMPORT_PATH,
+    imports_for_good,
+    leave_at_once,
+    make_users_code_importable,
+)
+from ddp_hpc.rendezvous.address import this_host
+from ddp_hpc.rendezvous.launchers import Place, find_place, numeric_address, variables_of
+from ddp_hpc.rendezvous.worker_env import import_path
+from ddp_hpc.run_dir.failure_reports import report
+from ddp_hpc.run_dir.ledger import Cause, End, Ending
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_rendezvous_token
+from ddp_hpc.slurm.allocation import read_allocation
+from ddp_hpc.workload.protocol import load_worker
+from ddp_hpc.workload.table import workload_of
+from ddp_hpc.world import World
+
+LOCK_PATIENCE_S = 10.0
+"""How long the processes of a killed attempt may take to exit."""
+_FINISHED = -1
+"""In place of an attempt's number: the run has finished already."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the worker; return the exit code that its launcher is to see."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.join", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--import-path", action="append", default=[], help="where the worker finds the user's code")
+    parser.add_argument("--first-node", help="the first node of the job, where PBS names it")
+    parser.add_argument("--finished", action="store_true", help="the run has finished already; tell the other ranks")
+    parser.add_argument("--of-node", action="store_true", help="`join_node` has started the launcher")
+    arguments = parser.parse_args(argv)
+    if arguments.import_path:
+        os.environ[IMPORT_PATH] = os.pathsep.join(arguments.import_path)
+    place = find_place(os.environ, read_allocation(os.environ), this_host(), first_node=arguments.first_node)
+    if place is None or place.scope == "node":
+        raise ConfigError(
+            "No launcher that ddp-hpc knows has started this process as a worker. Start it with `ddp-hpc join`."
+        )
+    joining = _Joining(run=RunDir(arguments.run), place=place)
+    gathering, attempt = joining.gather(is_finished=arguments.finished)
+    if attempt == _FINISHED:
+        return exit_codes.FINISHED
+    processes.block_awaited_signals()  # a signal that comes during the imports stays pending until the worker has handlers
+    code = joining.work(attempt, gathering)
+    if place.rank == 0:
+        joining.conclude(attempt, code)
+    if code != exit_codes.STOPPED:
+        return code
+    # To a launcher, each code but zero is a failure, and the highest one counts: rank zero's is enough.
+    is_to_continue = place.rank == 0 and not arguments.of_node and not joining.is_stop_asked
+    return exit_codes.STOPPED if is_to_continue else exit_codes.FINISHED
+
+
+@dataclass(kw_only=True)
+class _Joining:
+    """This worker's share of a run."""
+
+    run: RunDir
+    place: Place
+    lock_fd: int | None = None
+    is_stop_asked: bool = False
+    """Whether the user has asked the run to stop, as rank zero sees it."""
+    context: JobContext | None = None
+    """Rank zero's."""
+
+    def gather(self, *, is_finished: bool) -> tuple[Gathering, int]:
+        """Wait for all ranks, and learn the attempt's number, which rank zero chooses when all are there."""
+
+        def begin() -> dict[str, int]:
+            return {"attempt": _FINISHED if is_finished else self._begin()}
+
+        if self.place.world_size == 1:
+            return Gathering(), begin()["attempt"]
+        if self.place.is_store_hosted:
+            gathering = gather_in_store(self.place, begin)
+        else:
+            gathering = gather_at_port(self.place, numeric_address(self.place, this_host()), begin)
+        return gathering, int(gathering.answer["attempt"])
+
+    def _begin(self) -> int:
+        """Acquire the run, as a supervisor does; return the attempt's number."""
+        self.lock_fd = processes.take_lock(self.run.lock, patience_s=LOCK_PATIENCE_S)
+        if self.lock_fd is None:
+            raise ConfigError(
+                f"{self.run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {self.run.name}`."
+            )
+        spec = load_resolved(self.run.config, is_patient=True)
+        world = World(num_nodes=self.place.num_nodes, workers_per_node=self.place.local_world_size or 1)
+        self.context = JobContext(
+            run=self.run,
+            spec=spec,
+            workload=workload_of(spec),
+            world=world,
+            allocation=None,
+            is_for_slurm=False,
+            environ=dict(os.environ),
+        )
+        records, workload = self.context.records, self.context.workload
+        ledger = records.ledger()
+        newest = ledger.newest
+        if newest is not None and newest.ending is None:
+            reason = "the launcher that started the workers ended them before they recorded how this attempt ended"
+            end = End(cause=Cause.UNEXPLAINED, last_step=workload.progress(self.run, ledger))
+            records.end(newest.attempt, Ending.FAILED, exit_code=-9, reason=reason, end=end)
+        records.forget_stop_request()
+        attempt = records.claim(records.ledger())
+        first_step = workload.progress(self.run, records.ledger())
+        records.begin(attempt, job_id=str(os.getpid()), job=None, first_step=first_step, image="")
+        sys.stderr.write(f"{self.run.name}, attempt {attempt}: {self.place.description}\n")
+        return attempt
+
+    def work(self, attempt: int, gathering: Gathering) -> int:
+        """Run this rank to its end; return its exit code, one of `exit_codes`."""
+        place, run = self.place, self.run
+        try:
+            if place.world_size > 1:
+                read_rendezvous_token(run.rendezvous_token(attempt))  # waits until this node's file system shows it
+            spec = load_resolved(run.config, is_patient=True)
+            os.environ.update(spec.environ)
+            import_paths = make_users_code_importable(os.environ)
+            num_workers, asked = (
+                (1, None) if place.launcher == "srun" else (place.local_world_size or 1, spec.resources.cpus_per_worker)
+            )
+            computing = share_here(os.environ, num_workers, asked).threads
+            made = variables_of(place, os.environ, this_host(), computing)
+            os.environ.update({**made.environ, **_values(import_path(import_paths, os.environ.get("PYTHONPATH")))})
+            with imports_for_good():
+                worker = load_worker(workload_of(spec).worker)
+                worker.preload(str(run.path))
+            return worker.main(str(run.path), os.environ, attempt=attempt, listen_fd=gathering.listen_fd)
+        except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
+            report(run.rank_error(attempt, place.rank), error, rank=place.rank, log=run.console)
+            return exit_code_of(error)
+
+    def conclude(self, attempt: int, code: int) -> None:
+        """Write into the ledger how the attempt ended, as far as rank zero knows."""
+        assert self.context is not None  # noqa: S101  rank zero has begun the attempt
+        self.is_stop_asked = self.context.records.stop_request() is not None
+        conclusion = last_resort.conclude(self.context, attempt, Outcome(code=code))
+        if conclusion.reason:
+            sys.stderr.write(f"ended: {conclusion.reason}\n")
+
+
+def _values(variables: object) -> dict[str, str]:
+    assert isinstance(variables, dict)  # noqa: S101  our own
+    return {name: fact.value for name, fact in variables.items() if fact.value is not None}
+
+
+if __name__ == "__main__":
+    try:
+        result = main()
+    except DdpHpcError as error:
+        sys.stderr.write(f"error: {error}\n")
+        result = error.exit_code
+    except BaseException:  # noqa: BLE001  the way out is the same for all
+        traceback.print_exc()
+        result = exit_codes.FAILED
+    sys.stdout.flush()
+    leave_at_once(result)

@@ -1,0 +1,50 @@
+"""Starts the workers of one node, where another program has started one process for each node, by torchrun.
+
+    python -m ddp_hpc.job.node.join_node RUN_DIR --stop-signal USR2 -- OPTIONS OF TORCHRUN ...
+
+torchrun, in turn, starts `ddp_hpc.job.node.join` for each worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
+from ddp_hpc.base.patience import known
+from ddp_hpc.job.node.torchrun_node import see_through
+from ddp_hpc.run_dir.paths import RunDir
+
+_OF_TORCHRUN = "PET_"
+"""Beginning of the variables that torchrun takes for its options; here, all of them stand on its command line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun to its end; return the exit code that the program which started this node's process is to see."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.join_node", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
+    parser.add_argument("options", nargs="+", help="torchrun's options, and the module that it starts")
+    arguments = parser.parse_args(argv)
+    processes.block_awaited_signals()
+    torchrun = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments.options],
+        env={name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)},
+        start_new_session=True,
+        preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
+    )
+    code, was_signalled = see_through(torchrun, arguments.stop_signal)
+    done = RunDir(arguments.run).done
+    if code == exit_codes.FINISHED and was_signalled and not known(done, done.exists, unknown=False):
+        return exit_codes.STOPPED  # there is more to do: whoever started this node may start it again
+    return exit_codes.FAILED if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Runs that another program has started: two nodes as two process groups on loopback, by the variables of each launcher."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_hpc.rendezvous.ports import candidate_ports, is_free
+from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run_dir.records import read_progress
+from tests.distributed.whole_runs import Workplace, make_workplace
+
+TEXT = """
+recipe: {target: "trial_recipe:build", args: {num_samples: 24}}
+train: {max_steps: 12, global_batch_size: 4}
+checkpoint: {every_steps: 3}
+"""
+PATIENCE_S = 120.0
+LOOPBACK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+JOIN = [sys.executable, "-m", "ddp_hpc", "join", "trial.yaml"]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "this should have come about by now"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path, TEXT)
+
+
+@pytest.fixture
+def port() -> str:
+    return str(next(port for port in candidate_ports(str(time.monotonic_ns())) if is_free("127.0.0.1", port)))
+
+
+def start(workplace: Workplace, argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        argv,
+        cwd=workplace.path,
+        env={**workplace.environ, **LOOPBACK, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a node of its own, as far as a process can be one
+    )
+
+
+def ends(processes: Sequence[subprocess.Popen[str]]) -> list[int]:
+    """Wait for the end of all; return their exit codes, and print what they have printed."""
+    for process in processes:
+        sys.stdout.write(process.communicate(timeout=PATIENCE_S)[0])
+    return [process.returncode for process in processes]
+
+
+def attempts(workplace: Workplace, name: str = "trial") -> list[Attempt]:
+    return list(Ledger.read(workplace.run(name)).attempts)
+
+
+def alone(workplace: Workplace) -> str:
+    """Return the digest of the same training by two workers that ddp-hpc itself has started."""
+    return workplace.finish("alone", "resources.workers_per_node=2", "--cluster", "local")
+
+
+def skypilot(node: int, port: str) -> dict[str, str]:
+    ips = "127.0.0.1\n127.0.0.1"
+    return {
+        "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NODE_IPS": ips,
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+        "MASTER_PORT": port,
+    }
+
+
+def kubeflow(node: int, port: str) -> dict[str, str]:
+    return {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": str(node),
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": port,
+    }
+
+
+def dstack(node: int, port: str) -> dict[str, str]:
+    return {
+        "DSTACK_NODE_RANK": str(node),
+        "DSTACK_NODES_NUM": "2",
+        "DSTACK_MASTER_NODE_IP": "127.0.0.1",
+        "DSTACK_GPUS_PER_NODE": "0",
+        "MASTER_PORT": port,
+    }
+
+
+def open_mpi(rank: int, port: str) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+@pytest.mark.parametrize(
+    "environ_of",
+    [
+        skypilot,
+        pytest.param(kubeflow, marks=pytest.mark.long),
+        pytest.param(dstack, marks=pytest.mark.long),
+        pytest.param(open_mpi, marks=pytest.mark.long),
+    ],
+)
+def test_two_nodes_of_another_launcher_train_as_two_workers_of_ours(
+    environ_of: Callable[[int, str], dict[str, str]], workplace: Workplace, port: str
+) -> None:
+    codes = ends([start(workplace, JOIN, environ_of(node, port)) for node in (1, 0)])
+
+    assert codes == [0, 0]
+    (attempt,) = attempts(workplace)
+    assert (attempt.ending, attempt.last_step) == ("finished", 12)
+    assert workplace.digest("trial") == alone(workplace)
+
+
+@pytest.mark.long
+def test_all_processes_of_a_run_that_has_finished_are_told_so(workplace: Workplace, port: str) -> None:
+    for _ in range(2):
+        assert ends([start(workplace, JOIN, open_mpi(rank, port)) for rank in (0, 1)]) == [0, 0]
+
+    assert len(attempts(workplace)) == 1
+
+
+@pytest.mark.long
+def test_nodes_named_by_hand_stop_at_a_signal_and_go_on_when_they_are_started_again(
+    workplace: Workplace, port: str
+) -> None:
+    def node(number: int, *more: str) -> subprocess.Popen[str]:
+        place = ("--nnodes=2", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}")
+        return start(workplace, [*JOIN, *place, *more], {})
+
+    slow = "recipe.args.load_s=0.2"
+    nodes = [node(0, slow), node(1, slow)]
+    until(lambda: (progress := read_progress(workplace.run("trial"))) is not None and progress.step >= 1)
+    nodes[1].send_signal(signal.SIGTERM)  # one node is taken away; all ranks agree to stop
+    nodes[0].send_signal(signal.SIGTERM)
+
+    assert ends(nodes) == [99, 99]
+    (stopped,) = attempts(workplace)
+    assert stopped.ending == "stopped"
+    assert 0 < (stopped.last_step or 0) < 12
+
+    assert ends([node(0), node(1)]) == [0, 0]
+    assert attempts(workplace)[-1].first_step == stopped.last_step
+    assert workplace.digest("trial") == alone(workplace)
+
+
+@pytest.mark.long
+def test_torchrun_restarts_a_killed_worker_and_the_run_resumes(workplace: Workplace, port: str) -> None:
+    slow = "recipe.args.load_s=0.1"
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+    ]
+    argv += ["--nproc-per-node=1", "--max-restarts=1"]
+    nodes = [
+        start(workplace, [*argv, f"--node-rank={n}", "-m", "ddp_hpc", "join", "trial.yaml", slow], {}) for n in (0, 1)
+    ]
+    until(
+        lambda: (progress := read_progress(workplace.run("trial"))) is not None and (progress.last_checkpoint or 0) >= 3
+    )
+    (worker,) = psutil.Process(nodes[1].pid).children()
+    worker.kill()
+
+    assert ends(nodes) == [0, 0]
+    first, second = attempts(workplace)
+    assert (first.ending, second.ending) == ("failed", "finished")
+    assert second.first_step >= 3
+    assert workplace.digest("trial") == alone(workplace)
+
+
+@pytest.mark.long
+def test_a_users_own_script_runs_on_two_nodes_of_another_launcher(workplace: Workplace, port: str) -> None:
+    (workplace.path / "sum.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "ranks = torch.tensor([dist.get_rank() + 1])\n"
+        "dist.all_reduce(ranks)\n"
+        "print('the sum is', int(ranks), flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    argv = [sys.executable, "-m", "ddp_hpc", "join", "--", "python", "sum.py"]
+
+    assert ends([start(workplace, argv, skypilot(node, port)) for node in (0, 1)]) == [0, 0]
+    for rank in (0, 1):
+        assert "the sum is 3" in workplace.run("sum").rank_log(0, rank).read_text()
+
+
+PBSDSH = """#!/bin/bash
+# A stand-in for pbsdsh on one host: starts the command once for each line of PBS_NODEFILE, with next to no environment, as PBS does.
+shift
+for number in 0 1; do
+  env -i PATH=/usr/bin:/bin HOME="$HOME" OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PBS_NODENUM=$number PBS_JOBID="$PBS_JOBID" "$@" &
+done
+wait
+"""
+
+
+@pytest.mark.long
+def test_the_job_script_of_pbs_trains_on_two_nodes_with_a_stand_in_for_pbsdsh(workplace: Workplace) -> None:
+    bin_dir = workplace.path / "bin"
+    bin_dir.mkdir()
+    (bin_dir / "pbsdsh").write_text(PBSDSH)
+    (bin_dir / "pbsdsh").chmod(0o755)
+    (workplace.path / "nodes").write_text("localhost\nlocalhost.\n")
+    rendered = workplace.command("render", "trial.yaml", "--target", "pbs", "resources.nodes=2")
+    assert rendered.returncode == 0, rendered.stderr
+    environ = {
+        "PATH": f"{bin_dir}:/usr/bin:/bin",
+        "PBS_NODEFILE": str(workplace.path / "nodes"),
+        "PBS_JOBID": f"{time.monotonic_ns() % 20000}.server",
+    }
+
+    assert ends([start(workplace, ["/bin/bash", str(workplace.run("trial").pbs_script)], environ)]) == [0]
+
+    (attempt,) = attempts(workplace)
+    assert (attempt.ending, attempt.last_step) == ("finished", 12)
+
+
+def test_a_process_that_nobody_has_placed_is_refused_with_what_to_do(workplace: Workplace) -> None:
+    done = workplace.command("join", "trial.yaml")
+
+    assert done.returncode == 2
+    assert "--nnodes" in done.stderr
+    assert "ddp-hpc submit" in done.stderr
+
+
+def test_env_says_which_launcher_it_recognises(workplace: Workplace) -> None:
+    named = Workplace(workplace.path, {**workplace.environ, **LOOPBACK, **skypilot(1, "29500")})
+
+    printed = named.command("env")
+
+    assert printed.returncode == 0, printed.stderr
+    assert "node 1 of 2, started by SkyPilot (recognised by SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS)" in printed.stdout
