@@ -30,6 +30,7 @@ VERBS = {
     "cancel": "kill a run at once, without a new checkpoint",
     "delete": "delete a run: its checkpoints, metrics and logs",
     "drill": "test this cluster: inject a fault into a short run, and check that the run recovers from it",
+    "certify": "prove that your own script comes back: stop it, kill it at chosen moments, and compare the ends",
     "checkpoints": "list a run's checkpoints; verify their files; print a hash of the newest",
     "export": "write a run's weights to a safetensors file",
     "config": "print every key of the configuration: its type, default and meaning",
@@ -41,7 +42,7 @@ VERBS = {
 """Verb -> what it does; each is a module of `verbs`, imported when the user calls it."""
 
 _NEGATIVE = re.compile(r"-\.?\d")
-OF_SCRIPTS = frozenset({"submit", "join", "render"})
+OF_SCRIPTS = frozenset({"certify", "join", "render", "submit"})
 """Verbs that take the command of a script after `--`, as `args.command`."""
 _DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
 INTERRUPTED = 130

@@ -30,6 +30,7 @@ DOORS: dict[str, set[str]] = {
         "script/worker.py",
     },
     "subprocess": {
+        "certify/trial.py",
         "job/wire/subprocesses.py",
         "job/node/join_node.py",
         "job/node/torchrun_node.py",

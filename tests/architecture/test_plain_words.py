@@ -16,6 +16,7 @@ from tests.architecture.test_doors import PACKAGE
 
 PLAIN = (
     "base",
+    "certify",
     "checkpoints",
     "cli",
     "config",

@@ -1,0 +1,236 @@
+"""The whole of a certification: undisturbed, then under each fault, compared and judged."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ddp_hpc.certify.evidence import Baseline, evidence_of
+from ddp_hpc.certify.faults import FAULTS, Fault, Trigger, trigger_of
+from ddp_hpc.certify.records import RunRecord
+from ddp_hpc.certify.sandbox import copy_of, files_in
+from ddp_hpc.certify.saved_files import is_saved_state
+from ddp_hpc.certify.source_reading import facts_of, sources_of
+from ddp_hpc.certify.trial import Order, Place, Trial, plain
+from ddp_hpc.certify.verdicts import Finding, judge, needs_second_run
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.spec.script import program_of
+
+RANKS = 2
+"""How many ranks run, where the settings do not say: what ranks must agree on needs two."""
+SILENCES = 3.0
+"""A silence of this many times the longest one of the undisturbed run does not count as a hang yet."""
+_NEVER_OUTPUTS = ("/dev", "/proc", "/sys")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One certification, as the user asks for it."""
+
+    command: Sequence[str]
+    settings: Sequence[str]
+    faults: Sequence[str]
+    work_dir: Path
+    folder: Path
+    """Where its runs take place."""
+    left_out: tuple[Path, ...] = ()
+    """What is not copied: the directory of the runs."""
+    cluster: str
+    seed: int
+    patience_s: float
+    is_kept: bool = False
+    """Whether the directories of runs without a complaint stay."""
+
+
+@dataclass(kw_only=True)
+class Certificate:
+    """The result; the fields are keys of `certify --json`."""
+
+    command: list[str]
+    seed: int
+    folder: str
+    seconds: float = 0.0
+    """Of the undisturbed run."""
+    unit: str = ""
+    """What its output counts: `step` or `epoch`."""
+    num_positions: int = 0
+    saves: list[str] = field(default_factory=list)
+    """The saved states that it writes, each once."""
+    final_files: list[str] = field(default_factory=list)
+    is_deterministic: bool | None = None
+    notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it came back from every fault."""
+        return all(one.is_good for one in self.findings)
+
+
+def certify(
+    plan: Plan,
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
+    on_finding: Callable[[Finding], None] = lambda _: None,
+) -> Certificate:
+    """Run the script undisturbed and under each fault; return the verdicts.
+
+    Raises:
+        ConfigError: where the script does not finish undisturbed, or writes its results outside of its directory.
+    """
+    certification = _Certification(plan, environ, say)
+    certificate = certification.begin()
+    dice = random.Random(plan.seed)
+    for name in plan.faults:
+        finding = certification.try_fault(name, dice)
+        certificate.findings.append(finding)
+        on_finding(finding)
+    certificate.is_deterministic = certification.baseline.is_deterministic
+    return certificate
+
+
+@dataclass
+class _Certification:
+    plan: Plan
+    environ: Mapping[str, str]
+    say: Callable[[str], None]
+    baseline: Baseline = field(init=False)
+    _left_out: set[Path] = field(default_factory=set)
+    _save_names: frozenset[str] = frozenset()
+    _outside: tuple[str, ...] = ()
+    _patience_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def begin(self) -> Certificate:
+        """Run the script undisturbed; return what it does."""
+        plan = self.plan
+        self._left_out, self._patience_s = {*plan.left_out}, plan.patience_s
+        program = program_of(plan.command)
+        source = facts_of(sources_of(program, plan.work_dir))
+        named = [word.partition("=")[2] if word.startswith("-") else word for word in plan.command[1:]]
+        paths = {str(Path(one).expanduser()) for one in (*named, *source.absolute_paths) if one.startswith(("/", "~/"))}
+        self._outside = tuple(sorted(one for one in paths if len(one) > 2 and not one.startswith(_NEVER_OUTPUTS)))
+        self.say("running the script undisturbed")
+        record = self._undisturbed("undisturbed")
+        self.baseline = Baseline(record=record, source=source)
+        self._patience_s = max(plan.patience_s, SILENCES * record.longest_silence_s)
+        attempt = self.baseline.attempt
+        saves = list(dict.fromkeys(one.path for one in attempt.saves))
+        scale = self.baseline.scale
+        certificate = Certificate(
+            command=list(plan.command),
+            seed=plan.seed,
+            folder=str(plan.folder),
+            seconds=round(record.seconds, 1),
+            unit=scale.unit,
+            num_positions=len({scale.position(line) for line in attempt.lines} - {None}),
+            saves=saves,
+            final_files=sorted(record.final),
+            notes=self.notes,
+        )
+        self._note_limits(certificate, attempt.num_ranks)
+        return certificate
+
+    def _note_limits(self, certificate: Certificate, num_ranks: int) -> None:
+        if not certificate.unit:
+            self.notes.append(
+                "no line of its output names a step or an epoch, so nothing says how much work was done again"
+            )
+        if not certificate.saves:
+            self.notes.append(
+                "it saved no file that looks like a saved state; if it does save, name the files with `script.progress=PATTERN`"
+            )
+        if num_ranks < 2:
+            self.notes.append(
+                "it ran with one rank, so nothing says whether ranks agree (`resources.workers_per_node=2`)"
+            )
+
+    def _undisturbed(self, name: str) -> RunRecord:
+        trial, record = self._trial(name)
+        if record.outcome != "finished":
+            last = record.attempts[-1]
+            text = next(iter(last.failed_ranks.values()), "") or last.reason or record.outcome
+            raise ConfigError(
+                f"The script does not finish without a fault, so nothing can be said about faults: {text.strip()[-600:]} "
+                f"Read {trial.place.runs_dir}."
+            )
+        if record.outside:
+            raise ConfigError(
+                f"The script wrote {record.outside[0]}, which is outside of its working directory, so the runs would overwrite each "
+                "other's results. Give it a relative path for its output."
+            )
+        known = {plain(Path(path).name) for path, contents in record.final.items() if contents.kind == "text"}
+        self._save_names = frozenset(trial.begun_names - known) if record.attempts[-1].saves else frozenset()
+        return record
+
+    def try_fault(self, name: str, dice: random.Random) -> Finding:
+        """Run the script under one fault; return the verdict."""
+        fault = FAULTS[name]
+        trigger = trigger_of(fault, self.baseline.record, dice)
+        if isinstance(trigger, str):
+            return Finding(
+                fault=name, description=fault.description, verdict="not tried", words=f"not tried: {trigger}"
+            )
+        self.say(f"{name}: {fault.description}")
+        trial, record = self._trial(name, fault, trigger)
+        evidence = evidence_of(fault, record, self.baseline)
+        if self.baseline.second is None and needs_second_run(evidence):
+            self.say(
+                "its result differs; running the script undisturbed once more, to learn whether it always ends the same"
+            )
+            self.baseline = replace(self.baseline, second=self._undisturbed("undisturbed-2"))
+        evidence = evidence_of(fault, record, self.baseline)
+        finding = judge(name, evidence, self.baseline)
+        finding.run = str(trial.place.run.path)
+        if finding.is_good and not self.plan.is_kept:
+            shutil.rmtree(trial.place.work_dir, ignore_errors=True)
+        return finding
+
+    def _trial(self, name: str, fault: Fault | None = None, trigger: Trigger | None = None) -> tuple[Trial, RunRecord]:
+        place = Place(work_dir=self.plan.folder / name, runs_dir=self.plan.folder / "runs", name=name)
+        place.runs_dir.mkdir(parents=True, exist_ok=True)
+        place.work_dir.mkdir()
+        copy_of(self.plan.work_dir, place.work_dir, left_out=self._left_out)
+        before = files_in(place.work_dir)
+        order = self._order(fault, trigger)
+        trial = Trial(place, order)
+        record = trial.run()
+        old = [path for path in record.final if path in before and is_saved_state(Path(path))]
+        if fault is None and old and not self._left_out.issuperset(self.plan.work_dir / path for path in old):
+            self._left_out.update(self.plan.work_dir / path for path in old)
+            self.notes.append(
+                f"{', '.join(old)} of an earlier run was left out of the copies, so that each run begins anew"
+            )
+            self.say(f"{old[0]} is there from an earlier run; running the script again without it")
+            return self._trial(f"{name}-anew")
+        return trial, record
+
+    def _order(self, fault: Fault | None, trigger: Trigger | None) -> Order:
+        mine = {
+            "resources.workers_per_node": str(RANKS),
+            "script.stop_within_s": str(int(3 * self._patience_s) + 1),
+            "script.stop_signal": fault.stop_signal if fault else "TERM",
+        }
+        user = {setting.partition("=")[0]: setting.partition("=")[2] for setting in self.plan.settings}
+        has_resources = any(key.startswith("resources.") for key in user)
+        keys = {key: value for key, value in mine.items() if not (key.startswith("resources.") and has_resources)}
+        if "script.stop_within_s" in user:
+            del keys["script.stop_within_s"]
+        others = [
+            f"{key}={value}" for key, value in user.items() if key not in {"name", "runs_dir", "script.stop_signal"}
+        ]
+        return Order(
+            command=self.plan.command,
+            settings=[*others, *(f"{key}={value}" for key, value in keys.items())],
+            cluster=self.plan.cluster,
+            patience_s=self._patience_s,
+            environ=self.environ,
+            fault=fault,
+            trigger=trigger,
+            save_names=self._save_names,
+            progress=user.get("script.progress"),
+            outside=self._outside,
+        )

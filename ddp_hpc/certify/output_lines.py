@@ -1,0 +1,123 @@
+"""What the lines say that a training script prints: its steps, epochs, losses and evaluations. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
+_BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*"
+_STEP = re.compile(
+    rf"(?<![a-zA-Z])(?:global[ _])?(?:step|iter|iteration|batch|it|update)\b{_BETWEEN}(\d+)", re.IGNORECASE
+)
+_EPOCH = re.compile(rf"(?<![a-zA-Z])epoch\b{_BETWEEN}(\d+)", re.IGNORECASE)
+_LOSS = re.compile(rf"loss{_BETWEEN}({_NUMBER})", re.IGNORECASE)
+_LR = re.compile(rf"(?<![a-zA-Z])(?:lr|learning[ _]rate){_BETWEEN}({_NUMBER})", re.IGNORECASE)
+_EVAL = re.compile(
+    r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
+)
+
+Position = tuple[int, ...]
+"""Where a line says that the training is: its step, or its epoch; with both where steps begin anew in each epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line that rank zero printed."""
+
+    text: str
+    at: float = 0.0
+    """When it was seen, in seconds since the run began."""
+    step: int | None = None
+    epoch: int | None = None
+    loss: float | None = None
+    lr: float | None = None
+    is_evaluation: bool = False
+
+
+def parse(text: str, at: float = 0.0) -> Line:
+    """Read one line."""
+    return Line(
+        text=text,
+        at=at,
+        step=_whole(_STEP, text),
+        epoch=_whole(_EPOCH, text),
+        loss=_real(_LOSS, text),
+        lr=_real(_LR, text),
+        is_evaluation=_EVAL.search(text) is not None,
+    )
+
+
+def _whole(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
+    return int(match[1]) if match else None
+
+
+def _real(pattern: re.Pattern[str], text: str) -> float | None:
+    match = pattern.search(text)
+    return float(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a script's lines say where it is, as the undisturbed run shows."""
+
+    unit: str = ""
+    """`step` or `epoch`; empty where no line says either."""
+    has_epochs: bool = False
+    """Whether a position needs the epoch beside the step, because steps begin anew in each epoch."""
+    stride: int = 1
+    """How many steps lie between two lines."""
+
+    def position(self, line: Line) -> Position | None:
+        """Return where a line says that the training is; None where it does not say."""
+        if line.is_evaluation and line.step is None and self.unit == "step":
+            return None
+        if self.unit == "step" and line.step is not None:
+            if not self.has_epochs:
+                return (line.step,)
+            return None if line.epoch is None else (line.epoch, line.step)
+        if self.unit == "epoch" and line.epoch is not None:
+            return (line.epoch,)
+        return None
+
+
+def scale_of(lines: Iterable[Line]) -> Scale:
+    """Return how these lines say where the training is."""
+    lines = list(lines)
+    steps = [line.step for line in lines if line.step is not None]
+    if not steps:
+        epochs = [line.epoch for line in lines if line.epoch is not None]
+        return Scale("epoch") if epochs else Scale()
+    restarts = any(later < earlier for earlier, later in pairwise(steps))
+    gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
+    return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1)
+
+
+def positions(lines: Sequence[Line], scale: Scale) -> list[Position]:
+    """Return the positions in the order of the lines, each once."""
+    found = (scale.position(line) for line in lines)
+    return list(dict.fromkeys(one for one in found if one is not None))
+
+
+def losses(lines: Iterable[Line], scale: Scale) -> dict[Position, float]:
+    """Return the first loss that was printed at each position."""
+    found: dict[Position, float] = {}
+    for line in lines:
+        position = scale.position(line)
+        if position is not None and line.loss is not None:
+            found.setdefault(position, line.loss)
+    return found
+
+
+def learning_rates(lines: Iterable[Line], scale: Scale) -> dict[Position, float]:
+    """Return the first learning rate that was printed at each position."""
+    found: dict[Position, float] = {}
+    for line in lines:
+        position = scale.position(line)
+        if position is not None and line.lr is not None:
+            found.setdefault(position, line.lr)
+    return found

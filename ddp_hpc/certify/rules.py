@@ -1,0 +1,377 @@
+"""The table of diagnoses: which evidence names which defect, in which words, and which line mends it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_hpc.certify.evidence import Evidence
+
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A defect that a run has shown."""
+
+    name: str
+    what: str
+    """What is wrong."""
+    evidence: str
+    """What has shown it."""
+    mend: str
+    """Lines of code that mend it."""
+    is_sure: bool = True
+    """Whether the evidence fits this defect only."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table."""
+
+    name: str
+    what: str
+    mend: str
+    shows: Callable[[Evidence], str]
+    """Returns what in the evidence shows the defect; nothing where it does not."""
+    is_sure: Callable[[Evidence], bool] = lambda _: True
+    """Tells whether that evidence fits no other defect."""
+    covers: frozenset[str] = frozenset()
+    """Defects whose evidence follows from this one."""
+
+
+def diagnose(evidence: Evidence) -> list[Defect]:
+    """Return the defects that the evidence shows: the sure ones, or else all that are possible."""
+    found = [
+        Defect(rule.name, rule.what, shown, rule.mend, rule.is_sure(evidence))
+        for rule in RULES
+        if (shown := rule.shows(evidence))
+    ]
+    covered = {name for rule in RULES if any(one.name == rule.name for one in found) for name in rule.covers}
+    found = [one for one in found if one.name not in covered]
+    sure = [one for one in found if one.is_sure]
+    return sure or found
+
+
+def _saves_in_handler(seen: Evidence) -> str:
+    if not seen.fault.is_stop or not seen.source.saving_handler or seen.signal_action == "default":
+        return ""
+    effect = (
+        "a file was saved after the signal, in the middle of a step" if seen.saved_after_signal else "the signal came"
+    )
+    return f"the handler at {seen.source.saving_handler} saves; {effect}"
+
+
+def _loaders_die(seen: Evidence) -> str:
+    if not seen.fault.is_stop or not seen.loader_died or (seen.has_stopped and not seen.failed_ranks):
+        return ""
+    return f"after the signal, the script ended with: {seen.loader_died}"
+
+
+def _ranks_disagree(seen: Evidence) -> str:
+    if not seen.fault.is_stop or seen.signal_action != "caught" or seen.loader_died or seen.source.saving_handler:
+        return ""
+    if seen.hung_in == "collective":
+        return "after the stop signal, a rank waits in a collective for one that has left"
+    if seen.lost_ranks:
+        ranks = ", ".join(map(str, sorted(seen.lost_ranks)))
+        return f"the ranks got the signal at different moments; rank {ranks} lost the connection to one that had left earlier"
+    return ""
+
+
+def _uses_half_written(seen: Evidence) -> str:
+    if not seen.half_written:
+        return ""
+    if seen.load_error:
+        return f"{seen.half_written[0]} was cut off in a save under its final name; the next attempt failed with: {seen.load_error}"
+    if seen.outcome == "failed" or seen.resumed_at is None:
+        return f"{seen.half_written[0]} was cut off in a save under its final name, and the script did not come back"
+    return ""
+
+
+def _is_not_atomic(seen: Evidence) -> str:
+    """The same, where the kill came too early or too late to cut the file off, but the next attempt could not read it."""
+    if seen.half_written or not seen.load_error or seen.fault.is_stop:
+        return ""
+    return f"the attempt after the fault failed with: {seen.load_error}"
+
+
+def _differs(seen: Evidence) -> bool:
+    """Tell whether the run came back to another end, which is its own fault."""
+    if not seen.came_back or seen.outcome == "untouched":
+        return False
+    return bool(seen.differences) or bool(seen.first_loss_differs) or bool(seen.later_loss_differs)
+
+
+def _resumes_wrong_file(seen: Evidence) -> str:
+    if not seen.came_back and not seen.starts_over:
+        return ""
+    if seen.starts_over and not seen.read_states:
+        return ""
+    if seen.resumed_at is None or seen.should_resume_at is None or seen.num_too_early < 1:
+        return ""
+    if not seen.read_states or seen.newest_state in seen.read_states:
+        return ""
+    which = f"it read {', '.join(seen.read_states)}, but the newest is {seen.newest_state}"
+    sort = (
+        f"; {seen.source.sorts_names} compares the names as text, so that `10` comes before `9`"
+        if seen.source.sorts_names
+        else ""
+    )
+    best = "; a `best` is not the last" if any("best" in path.lower() for path in seen.read_states) else ""
+    at, should = _text(seen.resumed_at), _text(seen.should_resume_at)
+    return f"it went on at {seen.unit} {at} instead of {should}: {which}{sort or best}"
+
+
+def _starts_over(seen: Evidence) -> str:
+    if not seen.starts_over or seen.read_states:
+        return ""
+    return f"{seen.newest_state} was there, but the script read no saved state and began at its first {seen.unit}"
+
+
+def _has_other_lr(seen: Evidence) -> str:
+    """Return which value of a learning rate scheduler is another one."""
+    off = [one for one in seen.differences if one.path.rpartition(".")[2] in {"last_epoch", "_step_count"}]
+    if off:
+        return f"{off[0].path} in {off[0].file} is {off[0].here} at the end, undisturbed {off[0].undisturbed}"
+    if seen.lr_differs is not None:
+        position, here, other = seen.lr_differs
+        return f"the learning rate at {seen.unit} {_text(position)} is {here:g}, undisturbed {other:g}"
+    rates = [one for one in seen.differences if one.path.rpartition(".")[2] == "lr"]
+    if rates and _is_optimizer_whole(seen):
+        return f"{rates[0].path} in {rates[0].file} is {rates[0].here} at the end, undisturbed {rates[0].undisturbed}"
+    return ""
+
+
+def _is_optimizer_whole(seen: Evidence) -> bool:
+    return seen.checkpoint is not None and seen.checkpoint.has_optimizer
+
+
+def _is_all_saved(seen: Evidence) -> bool:
+    """Tell whether the saved states have all that a first loss depends on, so that only the order of the data is left."""
+    saved = seen.checkpoint
+    return saved is not None and saved.has_optimizer and (saved.has_rng or not seen.source.draws_random)
+
+
+def _scheduler_off(seen: Evidence) -> str:
+    if not _differs(seen) or (seen.checkpoint is not None and not seen.checkpoint.has_lr_scheduler):
+        return ""
+    return _has_other_lr(seen)
+
+
+def _scheduler_unsaved(seen: Evidence) -> str:
+    if not _differs(seen) or seen.checkpoint is None or seen.checkpoint.has_lr_scheduler:
+        return ""
+    shown = _has_other_lr(seen)
+    return f"its saved states have no `last_epoch` of a scheduler; {shown}" if shown else ""
+
+
+def _optimizer_unsaved(seen: Evidence) -> str:
+    if not _differs(seen) or seen.checkpoint is None or seen.checkpoint.has_optimizer:
+        return ""
+    if seen.first_loss_differs and not seen.source.stateful_optimizer:
+        return ""
+    same = (
+        "the first loss after it came back is the same, the later ones are not; "
+        if seen.first_loss_differs is False
+        else ""
+    )
+    return f"{same}its saved states have no `param_groups`, which every optimizer's state has"
+
+
+def _optimizer_unloaded(seen: Evidence) -> str:
+    has_moments = _is_optimizer_whole(seen) and bool(seen.source.stateful_optimizer) and not seen.source.loads_optimizer
+    if not _differs(seen) or not has_moments or seen.first_loss_differs is not False or not seen.later_loss_differs:
+        return ""
+    return "the first loss after it came back is the same, the later ones are not; the optimizer's state is saved, but no `optimizer.load_state_dict` was found"
+
+
+def _rng_unsaved(seen: Evidence) -> str:
+    if not _differs(seen) or not seen.source.draws_random or (seen.checkpoint is not None and seen.checkpoint.has_rng):
+        return ""
+    if _has_other_lr(seen) or not _is_optimizer_whole(seen):
+        return ""
+    return f"{seen.source.draws_random} draws random numbers in each step, and its saved states have no state of a generator"
+
+
+def _reshuffled(seen: Evidence) -> str:
+    if seen.first_losses_differ and seen.source.seeded_by_clock:
+        return f"two undisturbed runs differ at their first loss already; {seen.source.seeded_by_clock} takes its seed from a clock"
+    if not _differs(seen) or seen.first_loss_differs is False or _has_other_lr(seen):
+        return ""
+    if seen.source.seeded_by_clock:
+        return f"the first loss after it came back differs; {seen.source.seeded_by_clock} takes its seed from a clock"
+    where = seen.source.shuffles or seen.source.distributed_sampler
+    if not where:
+        return ""
+    epoch = "" if seen.source.sets_epoch else ", and no `set_epoch` was found"
+    return f"the first loss after it came back differs; {where} shuffles{epoch}"
+
+
+def _doubles_metrics(seen: Evidence) -> str:
+    if not seen.came_back or not seen.doubled:
+        return ""
+    return f"{seen.doubled[0]} has lines of the same {seen.unit} twice, the undisturbed run's has them once"
+
+
+def _ignores_signal(seen: Evidence) -> str:
+    if not seen.fault.is_stop:
+        return ""
+    name = f"SIG{seen.fault.stop_signal}"
+    if seen.signal_action == "ignored":
+        return f"the kernel says that the script ignores {name}; it printed {seen.num_after_signal} more {seen.unit}s"
+    if seen.ran_on and seen.signal_action == "caught":
+        return f"the script catches {name}, and went on for {seen.num_after_signal} {seen.unit}s, to its end or until it was killed"
+    return ""
+
+
+def _hangs_in_teardown(seen: Evidence) -> str:
+    if seen.hung_in != "teardown":
+        return ""
+    return f"a rank does not exit; its stack: {innermost(seen.stacks)}"
+
+
+def _hangs(seen: Evidence) -> str:
+    if seen.hung_in not in {"collective", "elsewhere"} or _ranks_disagree(seen):
+        return ""
+    return f"it printed and computed nothing any more; a rank's stack: {innermost(seen.stacks)}"
+
+
+def innermost(stacks: Mapping[int, str]) -> str:
+    """Return the innermost frames of the first rank's main thread, whose stack faulthandler writes last, in one line."""
+    for rank, text in sorted(stacks.items()):
+        *_, main = _THREAD.split(text)
+        frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
+        if frames:
+            return f"rank {rank}: " + " < ".join(frame.replace('File "', "").replace('"', "") for frame in frames[:3])
+    return "none could be read"
+
+
+def _text(position: Sequence[int]) -> str:
+    return "/".join(map(str, position))
+
+
+def _is_only(*others: Callable[[Evidence], str]) -> Callable[[Evidence], bool]:
+    """Tell that none of the others fits."""
+    return lambda seen: not any(other(seen) for other in others)
+
+
+_AGREE = "flag = torch.tensor(int(stop_asked)); dist.all_reduce(flag, dist.ReduceOp.MAX)  # each step, on all ranks\nif flag.item(): save(); break"
+_ATOMIC = "torch.save(state, path + '.tmp'); os.replace(path + '.tmp', path)"
+
+RULES: Sequence[Rule] = (
+    Rule(
+        "save in the signal handler",
+        "The signal handler saves. It runs between any two lines of Python, so it may save weights in the middle of an update, and "
+        "each rank saves at another step.",
+        f"def on_signal(*_): global stop_asked; stop_asked = True   # the handler only sets a flag\n{_AGREE}",
+        _saves_in_handler,
+        covers=frozenset(
+            {"scheduler off by one", "optimizer not saved", "RNG not saved", "data reshuffled", "metrics doubled"}
+        ),
+    ),
+    Rule(
+        "loader workers die first",
+        "The signal reaches the processes of the DataLoader, too. It kills them, and the training fails before it has saved.",
+        "DataLoader(..., worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN))",
+        _loaders_die,
+    ),
+    Rule(
+        "ranks do not agree on the step of the stop",
+        "Each rank stops when it sees the signal itself, so one leaves while the others wait for it in a collective.",
+        _AGREE,
+        _ranks_disagree,
+    ),
+    Rule(
+        "half-written file used",
+        "The script saves directly under the name that it loads from, so a kill in a save leaves a file that cannot be read.",
+        _ATOMIC,
+        _uses_half_written,
+    ),
+    Rule(
+        "half-written file used",
+        "The script comes back to a saved state that it cannot read.",
+        _ATOMIC,
+        _is_not_atomic,
+        is_sure=lambda _: False,
+    ),
+    Rule(
+        "starts over",
+        "The script does not load what it has saved.",
+        "if os.path.exists(path): state = torch.load(path); model.load_state_dict(state['model']); start = state['step']",
+        _starts_over,
+    ),
+    Rule(
+        "resumes from the wrong file",
+        "The script comes back from another file than the newest.",
+        "newest = max(Path('checkpoints').glob('epoch_*.pt'), key=lambda p: int(re.search(r'\\d+', p.name)[0]))",
+        _resumes_wrong_file,
+    ),
+    Rule(
+        "scheduler off by one",
+        "The learning rate scheduler goes on at another step than the training.",
+        "lr_scheduler.load_state_dict(state['lr_scheduler'])   # and no `lr_scheduler.step()` that was counted already",
+        _scheduler_off,
+    ),
+    Rule(
+        "scheduler not saved",
+        "The learning rate scheduler begins anew.",
+        "state['lr_scheduler'] = lr_scheduler.state_dict(); ...; lr_scheduler.load_state_dict(state['lr_scheduler'])",
+        _scheduler_unsaved,
+        is_sure=_is_only(_optimizer_unsaved),
+    ),
+    Rule(
+        "optimizer not saved",
+        "The optimizer begins anew: its momentum and its moments are lost.",
+        "state['optimizer'] = optimizer.state_dict(); ...; optimizer.load_state_dict(state['optimizer'])",
+        _optimizer_unsaved,
+    ),
+    Rule(
+        "optimizer not saved",
+        "The optimizer's state is saved, but not loaded.",
+        "optimizer.load_state_dict(state['optimizer'])",
+        _optimizer_unloaded,
+        is_sure=_is_only(_has_other_lr),
+    ),
+    Rule(
+        "RNG not saved",
+        "The random generators begin anew, so that dropout and augmentation draw other numbers.",
+        "state['rng'] = torch.get_rng_state(); ...; torch.set_rng_state(state['rng'])   # of each rank",
+        _rng_unsaved,
+        is_sure=_is_only(_reshuffled),
+    ),
+    Rule(
+        "data reshuffled",
+        "After it came back, the script trains on the samples in another order.",
+        "sampler = DistributedSampler(data, seed=0); sampler.set_epoch(epoch)   # in each epoch; then skip the batches that are done",
+        _reshuffled,
+        is_sure=lambda seen: bool(seen.source.seeded_by_clock) or _is_all_saved(seen),
+    ),
+    Rule(
+        "metrics doubled",
+        "The script appends to its log again what it had written before the fault.",
+        "lines = [line for line in open(log) if step_of(line) <= state['step']]; open(log, 'w').writelines(lines)   # when it resumes",
+        _doubles_metrics,
+    ),
+    Rule(
+        "ignores the stop signal",
+        "The script does not stop when it is asked to, so it is killed when its time is over and loses what it has not saved.",
+        f"signal.signal(signal.SIGTERM, lambda *_: globals().update(stop_asked=True))\n{_AGREE}",
+        _ignores_signal,
+    ),
+    Rule(
+        "hangs in teardown",
+        "The training is over, but a process does not exit: it waits for a thread, a queue or another rank.",
+        "threading.Thread(target=..., daemon=True)   # or end it in a `finally`; `dist.destroy_process_group()` on all ranks",
+        _hangs_in_teardown,
+    ),
+    Rule(
+        "hangs",
+        "The script waits without an end.",
+        "dist.init_process_group('nccl', timeout=timedelta(minutes=10))   # so that a wait for a lost rank ends",
+        _hangs,
+    ),
+)
+"""The most specific first."""

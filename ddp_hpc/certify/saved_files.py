@@ -1,0 +1,263 @@
+"""What a file of a script holds, value by value, so that two files can be compared. Free of torch; runs no code of the file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+SAVED_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".pkl", ".npz", ".npy", ".state"})
+"""Of files in which scripts save their state."""
+MOST_BYTES = 512 << 20
+"""The largest file that is read."""
+_RNG_SIZES = frozenset({16, 816, 5056})
+"""Bytes of the states of PyTorch's generators: CUDA's, and the CPU's."""
+_MOST_LINES = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a file holds."""
+
+    kind: Literal["values", "text", "bytes"]
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Of a saved state: the path of each value in it -> its text, or a hash of a tensor's bytes."""
+    lines: tuple[str, ...] = ()
+    digest: str = ""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer's state dict is in it."""
+        return any("param_groups" in path for path in self.values)
+
+    @property
+    def has_rng(self) -> bool:
+        """Whether the state of a random generator is in it."""
+        return any(text.startswith("rng ") or "rng" in path.lower() for path, text in self.values.items())
+
+    @property
+    def has_lr_scheduler(self) -> bool:
+        """Whether a learning rate scheduler's state dict is in it."""
+        return any(path.rpartition(".")[2] == "last_epoch" for path in self.values)
+
+
+def is_saved_state(path: Path) -> bool:
+    """Tell by its name whether a file holds a saved state."""
+    return path.suffix in SAVED_SUFFIXES
+
+
+def is_half_written(path: Path) -> bool:
+    """Tell whether a saved state ends before its end; False where the format does not say."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+    except FileNotFoundError:
+        return False
+    if not size:
+        return True
+    if start.startswith(b"PK"):
+        return not _is_whole_zip(path)
+    if path.suffix == ".safetensors":
+        return not _is_whole_safetensors(path, size)
+    return path.suffix in {".pt", ".pth", ".ckpt"} and not start.strip(b"\0")
+
+
+def _is_whole_zip(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path):
+            return True
+    except (zipfile.BadZipFile, OSError):
+        return False
+
+
+def _is_whole_safetensors(path: Path, size: int) -> bool:
+    try:
+        header, begin = _safetensors_header(path)
+    except ValueError:
+        return False
+    return begin + max((end for _, _, (_, end) in header.values()), default=0) <= size
+
+
+def read(path: Path) -> Contents:
+    """Return what a file holds; the hash of its bytes where the format is not known."""
+    if path.stat().st_size > MOST_BYTES:
+        status = path.stat()
+        return Contents(kind="bytes", digest=f"{status.st_size} bytes")
+    data = path.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    try:
+        if data.startswith(b"PK"):
+            return Contents(kind="values", values=dict(_of_zip(data)), digest=digest)
+        if path.suffix == ".safetensors":
+            return Contents(kind="values", values=_of_safetensors(path, data), digest=digest)
+    except Exception:  # noqa: BLE001  a file of another format than its name says: any error of a parser
+        return Contents(kind="bytes", digest=digest)
+    if b"\0" not in data[:4096]:
+        lines = data.decode("utf-8", errors="replace").splitlines()
+        if len(lines) <= _MOST_LINES:
+            return Contents(kind="text", lines=tuple(lines), digest=digest)
+    return Contents(kind="bytes", digest=digest)
+
+
+def _safetensors_header(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, int]]], int]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length < MOST_BYTES else b""
+    if len(text) < length or not length:
+        raise ValueError(path)
+    header = json.loads(text)
+    entries = {
+        name: (str(one["dtype"]), tuple(one["shape"]), (int(one["data_offsets"][0]), int(one["data_offsets"][1])))
+        for name, one in header.items()
+        if name != "__metadata__"
+    }
+    return entries, 8 + length
+
+
+def _of_safetensors(path: Path, data: bytes) -> dict[str, str]:
+    header, begin = _safetensors_header(path)
+    return {
+        name: f"tensor {dtype} {list(shape)} {_hash(data[begin + first : begin + last])}"
+        for name, (dtype, shape, (first, last)) in header.items()
+    }
+
+
+def _of_zip(data: bytes) -> Iterator[tuple[str, str]]:
+    """Yield the values of a file of `torch.save`, or the members of another archive."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = archive.namelist()
+        pickled = next((name for name in names if name.endswith("/data.pkl") or name == "data.pkl"), None)
+        if pickled is None:
+            yield from ((name, _hash(archive.read(name))) for name in names)
+            return
+        folder = pickled[: -len("data.pkl")]
+        storages: dict[str, str] = {}
+
+        def storage(key: str) -> str:
+            if key not in storages:
+                storages[key] = _hash(archive.read(f"{folder}data/{key}"))
+            return storages[key]
+
+        tree = _Unpickler(io.BytesIO(archive.read(pickled))).load()
+        yield from _leaves("", tree, storage)
+
+
+def _leaves(path: str, value: Any, storage: Any) -> Iterator[tuple[str, str]]:
+    """Yield each value below `value` with its path: `optimizer.param_groups.0.lr`."""
+    if isinstance(value, _Tensor):
+        is_rng = value.kind == "ByteStorage" and len(value.shape) == 1 and value.shape[0] in _RNG_SIZES
+        yield (
+            path,
+            f"{'rng' if is_rng else 'tensor'} {value.kind} {list(value.shape)} {value.place} {storage(value.key)}",
+        )
+        return
+    items: Any = None
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif isinstance(value, _Object):
+        items = value.parts()
+    if items is None:
+        yield path, repr(value)
+        return
+    for key, item in items:
+        yield from _leaves(f"{path}.{key}" if path else str(key), item, storage)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    key: str
+    kind: str
+    """Of its storage: `FloatStorage`."""
+    place: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Storage:
+    key: str
+    kind: str
+
+
+class _Object:
+    """Stands for an object of any class: its arguments, its state and its items, and none of its code."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Object:  # noqa: PYI034  stubs are made by name
+        new = super().__new__(cls)
+        new.__dict__["_parts"] = [*enumerate(args), *kwargs.items()]
+        return new
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take everything: `__new__` has kept it."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["_parts"].append(("state", state))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__dict__["_parts"].append((key, value))
+
+    def append(self, value: Any) -> None:
+        """Keep an item of a list."""
+        self.__dict__["_parts"].append(("item", value))
+
+    def extend(self, values: Any) -> None:
+        """Keep items of a list."""
+        for value in values:
+            self.append(value)
+
+    def __hash__(self) -> int:
+        return hash(type(self).__name__)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+    def parts(self) -> list[tuple[Any, Any]]:
+        """Return what it was made of."""
+        return [("class", type(self).__name__), *self.__dict__["_parts"]]
+
+
+def _rebuild_tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> _Tensor:
+    return _Tensor(storage.key, storage.kind, (offset, tuple(stride)), tuple(size))
+
+
+def _rebuild_parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+_KNOWN: Mapping[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("builtins", "set"): set,
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds what a file of `torch.save` holds out of stand-ins, so that no code that the file names is run."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        known = _KNOWN.get((module_name, global_name))
+        return known or type(f"{module_name}.{global_name}", (_Object,), {})
+
+    def persistent_load(self, pid: Any) -> Any:
+        _, kind, key, *_ = pid
+        return _Storage(str(key), str(getattr(kind, "__name__", kind)).rpartition(".")[2])
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,476 @@
+"""One run of the script, watched: started as a user starts it, struck by a fault, and started again until it ends."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from ddp_hpc.base import processes
+from ddp_hpc.certify.faults import Fault, Trigger
+from ddp_hpc.certify.file_events import FileEvent, FileEvents
+from ddp_hpc.certify.output_lines import Line, parse, scale_of
+from ddp_hpc.certify.records import AttemptRecord, RunRecord, Save, SignalAction, Strike
+from ddp_hpc.certify.sandbox import LEFT_OUT, files_in
+from ddp_hpc.certify.saved_files import Contents, is_half_written, is_saved_state, read
+from ddp_hpc.drill.injector import NodeProcess, processes_by_kind
+from ddp_hpc.run_dir.failure_reports import read_failures
+from ddp_hpc.run_dir.ledger import Attempt, Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import ask_to_stop
+from ddp_hpc.script.life import LEAST_SHARE, cpu_seconds
+
+TICK_S = 0.01
+LOOK_S = 0.5
+"""How often to look for the processes, before the fault."""
+MOST_ATTEMPTS = 4
+MOST_STRIKES = 3
+"""How often all is killed until a save was hit in its middle."""
+STACKS_S = 3.0
+"""How long the ranks get to write their stacks."""
+_TAIL = 60_000
+_ABORTED = "Fatal Python error: Aborted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one run takes place."""
+
+    work_dir: Path
+    """Its own copy of the user's working directory."""
+    runs_dir: Path
+    name: str
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.runs_dir / self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to run."""
+
+    command: Sequence[str]
+    settings: Sequence[str]
+    cluster: str
+    patience_s: float
+    environ: Mapping[str, str]
+    fault: Fault | None = None
+    trigger: Trigger | None = None
+    save_names: frozenset[str] = frozenset()
+    """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
+    progress: str | None = None
+    """The user's own pattern of saved files."""
+    outside: tuple[str, ...] = ()
+    """Paths outside of the working directory that the script may write to: they stand in its command or in its source."""
+
+
+def _folders_of(names: Sequence[str]) -> list[Path]:
+    """Return the directories to watch for what is written at these paths."""
+    paths = [Path(name) for name in names]
+    return sorted({folder for path in paths for folder in (path, path.parent) if folder.is_dir()})
+
+
+def plain(name: str) -> str:
+    """Return a file's name without what changes from save to save: `epoch_#.pt`."""
+    return re.sub(r"[0-9]+", "#", name)
+
+
+@dataclass
+class Trial:
+    """One run."""
+
+    place: Place
+    order: Order
+    began: float = field(default_factory=time.monotonic)
+    strike: Strike | None = None
+    _lines: list[Line] = field(default_factory=list)
+    _saves: list[Save] = field(default_factory=list)
+    _reads: list[str] = field(default_factory=list)
+    _outside: set[str] = field(default_factory=set)
+    _open: set[Path] = field(default_factory=set)
+    _begun: int = 0
+    _done: int = 0
+    _due_at: float | None = None
+    _strikes: int = 0
+    _has_struck: bool = False
+    """In this attempt."""
+    _log_size: int = 0
+    _partial: str = ""
+    _scripts: list[int] = field(default_factory=list)
+    _others: list[int] = field(default_factory=list)
+    _looked_at: float = 0.0
+    _alive_at: float = 0.0
+    _cpu: tuple[float, float] = (0.0, 0.0)
+    _longest_silence_s: float = 0.0
+    begun_names: set[str] = field(default_factory=set)
+    """Of all files that were begun in directories that have saved states."""
+
+    @property
+    def is_armed(self) -> bool:
+        return self.order.trigger is not None and not self._has_struck and self._may_strike
+
+    @property
+    def _may_strike(self) -> bool:
+        if self.strike is None:
+            return True
+        fault = self.order.fault
+        in_save = fault is not None and fault.moment == "in a save"
+        return in_save and not self.strike.was_in_save and self._strikes < MOST_STRIKES
+
+    def run(self) -> RunRecord:
+        """Run the script to its end; return what was seen."""
+        before = files_in(self.place.work_dir)
+        attempts: list[AttemptRecord] = []
+        stacks: Mapping[int, str] = {}
+        outcome = "failed"
+        self._events = FileEvents(self.place.work_dir, skipped=LEFT_OUT)
+        self._outer = [FileEvents(folder, deep=False) for folder in _folders_of(self.order.outside)]
+        try:
+            while len(attempts) < MOST_ATTEMPTS:
+                attempt, stacks = self._attempt(len(attempts))
+                attempts.append(attempt)
+                if attempt.ending in {"finished", "hung", "refused", ""} or self.strike is None:
+                    outcome = attempt.ending
+                    break
+        finally:
+            self._events.close()
+            for each in self._outer:
+                each.close()
+        is_untouched = self.order.trigger is not None and self.strike is None and outcome == "finished"
+        return RunRecord(
+            outcome="untouched"
+            if is_untouched
+            else "finished"
+            if outcome == "finished"
+            else "hung"
+            if stacks
+            else "failed",
+            attempts=tuple(attempts),
+            strike=self.strike,
+            final=self._final(before),
+            stacks=stacks,
+            seconds=time.monotonic() - self.began,
+            longest_silence_s=self._longest_silence_s,
+            outside=tuple(sorted(self._outside)),
+        )
+
+    def _final(self, before: Mapping[str, tuple[int, int]]) -> dict[str, Contents]:
+        after = files_in(self.place.work_dir)
+        return {path: read(self.place.work_dir / path) for path, look in after.items() if before.get(path) != look}
+
+    # --- one attempt -----------------------------------------------------------------------------------------------
+
+    def _attempt(self, number: int) -> tuple[AttemptRecord, Mapping[int, str]]:
+        self._lines, self._saves, self._reads, self._open = [], [], [], set()
+        self._log_size, self._partial, self._due_at, self._has_struck = 0, "", None, False
+        self._begun = self._done = 0
+        self._scripts, self._others = [], []
+        now = time.monotonic()
+        self._alive_at, self._cpu = now, (now, 0.0)
+        output = self.place.runs_dir / f"{self.place.name}.submit.txt"
+        stacks: Mapping[int, str] = {}
+        with output.open("ab") as file:
+            submitted = subprocess.Popen(
+                self._argv(),
+                cwd=self.place.work_dir,
+                env={**self.order.environ, "PYTHONFAULTHANDLER": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+            try:
+                while submitted.poll() is None:
+                    self._tick(number)
+                    if self._is_silent():
+                        stacks = self._ask_for_stacks(number)
+                        self._cancel()
+                        submitted.wait()
+            finally:
+                if submitted.poll() is None:
+                    submitted.terminate()
+                    submitted.wait()
+                    self._cancel()
+        self._tick(number)
+        if self._has_struck and self.strike is not None:
+            self.strike = self._after_strike(self.strike)
+        record = self._record(number, output, is_hung=bool(stacks))
+        return record, stacks
+
+    def _argv(self) -> list[str]:
+        where = [f"--cluster={self.order.cluster}", "--wait"]
+        keys = [*self.order.settings, f"name={self.place.name}", f"runs_dir={self.place.runs_dir}"]
+        return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.order.command]
+
+    def _tick(self, number: int) -> None:
+        for event in self._events.wait(TICK_S):
+            self._note(event)
+        self._read_log(number)
+        for outer in self._outer:
+            self._outside.update(
+                str(event.path)
+                for event in outer.wait(0.0)
+                if event.kind in {"begun", "done"} and str(event.path).startswith(self.order.outside)
+            )
+        now = time.monotonic()
+        if now - self._looked_at > LOOK_S and not (self._has_struck and self._scripts):
+            self._looked_at = now
+            self._find_processes()
+        if self.is_armed and self._is_due():
+            self._strike(number)
+
+    def _is_due(self) -> bool:
+        trigger = self.order.trigger
+        if trigger is None or not self._scripts:
+            return False
+        if self._due_at is None:
+            counts = {"line": len(self._lines), "save begun": self._begun, "save done": self._done}
+            needed = trigger.number if self._strikes == 0 else 1
+            if counts[trigger.kind] < needed:
+                return False
+            self._due_at = time.monotonic() + trigger.then_s
+        return time.monotonic() >= self._due_at
+
+    def _note(self, event: FileEvent) -> None:
+        """Take a file's event; strike at once where the fault waits for it."""
+        if event.kind != "read":
+            self._alive_at = time.monotonic()
+        is_save = self._is_of_save(event.path)
+        if event.kind == "read" and is_save and not self._has_position():
+            self._reads.append(self._relative(event.path))
+        if event.kind == "begun":
+            self.begun_names.add(plain(event.path.name))
+            if is_save and event.path not in self._open:
+                self._open.add(event.path)
+                self._begun += 1
+        elif event.kind == "done":
+            self._open.discard(event.path)
+            if self._is_state(event.path):
+                self._done += 1
+                self._saves.append(self._save(event.path))
+        if self.is_armed and self._is_due():
+            self._strike(self._number())
+
+    def _is_state(self, path: Path) -> bool:
+        pattern = self.order.progress
+        if pattern is not None:
+            relative = self._relative(path)
+            return fnmatch.fnmatch(relative, pattern) or fnmatch.fnmatch(relative, f"{pattern}/*")
+        return is_saved_state(path)
+
+    def _is_of_save(self, path: Path) -> bool:
+        if self._is_state(path) or any(is_saved_state(Path(f"x{suffix}")) for suffix in path.suffixes):
+            return True
+        return plain(path.name) in self.order.save_names
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.place.work_dir).as_posix()
+
+    def _save(self, path: Path) -> Save:
+        contents = None
+        if self.order.fault is None:  # the undisturbed run: what it has saved is what others are compared with
+            with suppress(OSError):
+                contents = read(path)
+        at = time.monotonic() - self.began
+        self._read_log(self._number())
+        return Save(path=self._relative(path), num_lines=len(self._lines), at=at, contents=contents)
+
+    def _number(self) -> int:
+        newest = Ledger.read(self.place.run).newest
+        return 0 if newest is None else newest.attempt
+
+    def _has_position(self) -> bool:
+        return bool(scale_of(self._lines).unit)
+
+    def _read_log(self, number: int) -> None:
+        log = self.place.run.rank_log(number, 0)
+        with suppress(OSError):
+            if log.stat().st_size == self._log_size:
+                return
+            with log.open("rb") as file:
+                file.seek(self._log_size)
+                data = file.read()
+            self._log_size += len(data)
+            *whole, self._partial = (self._partial + data.decode("utf-8", errors="replace")).split("\n")
+            now = time.monotonic()
+            if self._lines:
+                self._longest_silence_s = max(self._longest_silence_s, now - self._alive_at)
+            self._alive_at = now
+            self._lines.extend(parse(text, now - self.began) for text in whole if text.strip())
+
+    # --- processes -------------------------------------------------------------------------------------------------
+
+    def _find_processes(self) -> None:
+        newest = Ledger.read(self.place.run).newest
+        if newest is None or newest.ending is not None:
+            return
+        listed, parents = [], {}
+        with suppress(psutil.Error):
+            for each in psutil.Process(newest.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    listed.append(NodeProcess(each.pid, each.ppid(), each.cmdline()))
+                    parents[each.pid] = each.ppid()
+        workers = processes_by_kind([one for one in listed if one.argv], str(self.place.run.path))["worker"]
+        children = [[pid for pid, parent in parents.items() if parent == worker] for worker in workers]
+        self._scripts = [min(pids) for pids in children if pids]
+        self._workers = workers
+        self._others = [pid for pid in parents if pid not in self._scripts and pid not in workers]
+
+    def _is_silent(self) -> bool:
+        """Tell whether the run has printed nothing, written nothing and computed nothing for too long."""
+        now = time.monotonic()
+        if now - self._cpu[0] > 1.0:
+            newest = Ledger.read(self.place.run).newest
+            pids = self._scripts or ([] if newest is None else [newest.pid])
+            used = sum(map(cpu_seconds, pids))
+            if abs(used - self._cpu[1]) > 2 * LEAST_SHARE * max(1, len(pids)) * (now - self._cpu[0]):
+                self._alive_at = now
+            self._cpu = (now, used)
+        return now - self._alive_at > self.order.patience_s
+
+    # --- the fault -------------------------------------------------------------------------------------------------
+
+    def _strike(self, number: int) -> None:
+        fault = self.order.fault
+        if fault is None:
+            return
+        self._has_struck = True
+        self._strikes += 1
+        action: SignalAction = ""
+        if fault.is_stop:
+            action = _signal_action(self._scripts[0], fault.stop_signal)
+        _ACTIONS[fault.action](self)
+        self.strike = Strike(
+            attempt=number,
+            description=fault.description,
+            at_line=len(self._lines),
+            at=time.monotonic() - self.began,
+            signal_action=action,
+        )
+
+    def stop(self) -> None:
+        """Ask the ranks to stop, the last one first and rank zero last, as signals arrive at different moments."""
+        gap_s = self._step_s()
+        for worker in reversed(self._workers):
+            processes.request_stop([worker])
+            time.sleep(gap_s)
+        ask_to_stop(self.place.run)
+
+    def stop_everything(self) -> None:
+        """Send SIGTERM to every process of the workers, the processes that they have started included."""
+        number = processes.signal_number("TERM")
+        below = []
+        for script in self._scripts:
+            with suppress(psutil.Error):
+                below += [one.pid for one in psutil.Process(script).children(recursive=True)]
+        processes.send([*below, *self._scripts, *self._workers], number)
+        ask_to_stop(self.place.run)
+
+    def kill_a_rank(self) -> None:
+        """Kill the script of the last rank."""
+        processes.kill(self._scripts[-1:])
+
+    def kill_all(self) -> None:
+        """Kill the scripts of all ranks, and the processes that have started them."""
+        processes.kill([*self._scripts, *self._workers, *self._others])
+
+    def _step_s(self) -> float:
+        """Return how long a step takes, and half a step more, as the newest lines show."""
+        newest = self._lines[-5:]
+        if len(newest) < 2:
+            return 0.05
+        return min(0.5, max(0.02, 1.5 * (newest[-1].at - newest[0].at) / (len(newest) - 1)))
+
+    def _after_strike(self, strike: Strike) -> Strike:
+        """Add what the saved files were when all processes of the attempt had gone."""
+        root = self.place.work_dir
+        found = sorted(files_in(root).items(), key=lambda item: item[1][1])
+        paths = [path for path, _ in found if self._is_of_save(root / path)]
+        half = tuple(path for path in paths if is_half_written(root / path))
+        whole = [path for path in paths if path not in half and self._is_state(root / path)]
+        contents = {path: read(root / path) for path in whole}
+        for event in self._events.wait(0.0):
+            if event.kind != "read":  # this process has read them
+                self._note(event)
+        return replace(
+            strike, half_written=half, present=tuple(whole), contents=contents, was_in_save=bool(half or self._open)
+        )
+
+    # --- the record ------------------------------------------------------------------------------------------------
+
+    def _record(self, number: int, output: Path, *, is_hung: bool) -> AttemptRecord:
+        run = self.place.run
+        entry = _entry(run, number)
+        logs = {}
+        for path in run.attempt_logs(number).glob("rank-*.log"):
+            rank = int(path.stem.partition("-")[2])
+            logs[rank] = path.read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
+        failures = read_failures(run, number)
+        said = output.read_text(encoding="utf-8", errors="replace").strip()
+        ending = "" if entry is None or entry.ending is None else str(entry.ending)
+        return AttemptRecord(
+            ending="hung" if is_hung else ending,
+            reason=said[-2000:] if entry is None else entry.reason,
+            lines=tuple(self._lines),
+            logs=logs,
+            failed_ranks={one.rank: one.exception for one in failures},
+            lost_ranks=frozenset(one.rank for one in failures if one.is_secondary),
+            reads=tuple(dict.fromkeys(self._reads)),
+            saves=tuple(self._saves),
+            num_ranks=len(logs),
+        )
+
+    def _ask_for_stacks(self, number: int) -> Mapping[int, str]:
+        """Have each rank print its Python stack, which ends it; return what they printed."""
+        self._find_processes()
+        processes.send(self._scripts, processes.signal_number("ABRT"))
+        deadline = time.monotonic() + STACKS_S
+        stacks: dict[int, str] = {}
+        while time.monotonic() < deadline and len(stacks) < max(1, len(self._scripts)):
+            time.sleep(0.1)
+            for path in self.place.run.attempt_logs(number).glob("rank-*.log"):
+                _, _, stack = path.read_text(encoding="utf-8", errors="replace").rpartition(_ABORTED)
+                if stack and stack != path.read_text(encoding="utf-8", errors="replace"):
+                    stacks[int(path.stem.partition("-")[2])] = stack
+        return stacks or {-1: "no stack could be read"}
+
+    def _cancel(self) -> None:
+        run = self.place.run
+        newest = Ledger.read(run).newest
+        if newest is None or newest.ending is not None:
+            return
+        argv = [sys.executable, "-m", "ddp_hpc", "cancel", str(run.path)]
+        subprocess.run(argv, env=dict(self.order.environ), capture_output=True, check=False)
+
+
+_ACTIONS: Mapping[str, Callable[[Trial], None]] = {
+    "stop": Trial.stop,
+    "stop everything": Trial.stop_everything,
+    "kill a rank": Trial.kill_a_rank,
+    "kill all": Trial.kill_all,
+}
+
+
+def _entry(run: RunDir, number: int) -> Attempt | None:
+    return next((one for one in Ledger.read(run).attempts if one.attempt == number), None)
+
+
+def _signal_action(pid: int, name: str) -> SignalAction:
+    """Return what a process does with a signal (proc(5), SigIgn and SigCgt)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    bit = processes.signal_number(name) - 1
+    if int(fields["SigIgn"], 16) >> bit & 1:
+        return "ignored"
+    return "caught" if int(fields["SigCgt"], 16) >> bit & 1 else "default"

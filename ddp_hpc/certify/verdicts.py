@@ -1,0 +1,115 @@
+"""From evidence to a verdict: exact, loses at most N steps, differs, does not come back, hangs. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ddp_hpc.certify.evidence import MOST_DIFFERENCES, Baseline, Evidence
+from ddp_hpc.certify.rules import Defect, diagnose
+
+Verdict = Literal["exact", "loses", "differs", "does not come back", "hangs", "not tried"]
+GOOD: frozenset[Verdict] = frozenset({"exact", "loses", "not tried"})
+
+
+@dataclass(kw_only=True)
+class Finding:
+    """What one fault has shown; the fields are keys of `certify --json`."""
+
+    fault: str
+    description: str
+    verdict: Verdict
+    words: str
+    """The verdict as text."""
+    at_most: int | None = None
+    """How many steps or epochs were done again, where that is the verdict."""
+    reason: str = ""
+    defects: list[Defect] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    run: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the script came back, and nothing is wrong with how."""
+        return self.verdict in GOOD and not self.defects
+
+
+def needs_second_run(evidence: Evidence) -> bool:
+    """Tell whether only a second undisturbed run shows what a difference means."""
+    if evidence.outcome not in {"finished", "untouched"}:
+        return False
+    return bool(evidence.differences or evidence.first_loss_differs or evidence.later_loss_differs)
+
+
+def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
+    """Return the verdict on one fault."""
+    defects = diagnose(evidence)
+    finding = Finding(fault=name, description=evidence.fault.description, verdict="exact", words="", defects=defects)
+    if evidence.outcome == "untouched":
+        finding.verdict, finding.words = "not tried", "not tried: the run finished before the moment of the fault"
+        return finding
+    if evidence.outcome == "hung":
+        finding.verdict, finding.words = "hangs", "hangs"
+    elif not evidence.came_back:
+        finding.verdict, finding.words = "does not come back", "does not come back"
+    elif _differs(evidence):
+        finding.verdict, finding.words = "differs", "differs: it came back to another result"
+    elif evidence.num_repeated:
+        finding.verdict, finding.at_most = "loses", max(evidence.num_repeated, _between_saves(evidence, baseline))
+        finding.words = f"loses at most {finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
+    else:
+        finding.words = "exact"
+    finding.reason = _reason(finding, evidence)
+    finding.notes = _notes(evidence)
+    return finding
+
+
+def _between_saves(evidence: Evidence, baseline: Baseline) -> int:
+    return 0 if evidence.fault.is_stop and evidence.signal_action == "caught" else baseline.steps_between_saves or 0
+
+
+def _differs(evidence: Evidence) -> bool:
+    if evidence.is_deterministic is False and not evidence.doubled:
+        return False  # nothing says what is the script's chance and what the fault's work
+    return bool(evidence.differences or evidence.doubled)
+
+
+def _reason(finding: Finding, evidence: Evidence) -> str:
+    if finding.defects:
+        names = " or ".join(dict.fromkeys(one.name for one in finding.defects))
+        sure = all(one.is_sure for one in finding.defects)
+        return names if sure else f"possibly {names}"
+    if finding.verdict == "does not come back":
+        return evidence.error or "it starts from its beginning again"
+    if finding.verdict == "differs":
+        return f"certify does not know why; what differs first: {first_difference(evidence)}"
+    return ""
+
+
+def first_difference(evidence: Evidence) -> str:
+    """Return what differs first, in the output or else in the files."""
+    if evidence.first_loss_differs:
+        return f"the first loss after it came back, at {evidence.unit} {'/'.join(map(str, evidence.resumed_at or ()))}"
+    files = [
+        f"{one.file}{f': {one.path}' if one.path else ''} is {one.here[:60]}, undisturbed {one.undisturbed[:60]}"
+        for one in evidence.differences[:MOST_DIFFERENCES]
+    ]
+    if evidence.later_loss_differs:
+        return f"a loss after the first one{f'; {files[0]}' if files else ''}"
+    return files[0] if files else "nothing that is known"
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    notes = []
+    fault = evidence.fault
+    if fault.is_stop and evidence.signal_action == "default":
+        notes.append(
+            f"the script sets no handler for SIG{fault.stop_signal}, so each such stop costs what it has done since its last save"
+        )
+    if fault.moment == "in a save" and not evidence.was_in_save:
+        notes.append("no kill came while a file was open; the saves are too short to be hit")
+    if evidence.is_deterministic is False:
+        notes.append("two undisturbed runs differ, so the bits of its results say nothing")
+    if evidence.num_skipped:
+        notes.append(f"{evidence.num_skipped} {evidence.unit}s are missing in its output")
+    return notes

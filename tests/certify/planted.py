@@ -1,0 +1,138 @@
+"""The planted defects: each is the good script with a few lines changed, the faults that show it, and the name it must get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+_STATE = '            "rng": all_ranks(torch.get_rng_state()),\n'
+_OPTIMIZER = '            "optimizer": optimizer.state_dict(),\n'
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One defect."""
+
+    name: str
+    """What certify must call it."""
+    fault: str
+    changes: Sequence[tuple[str, str]]
+
+    @property
+    def source(self) -> str:
+        """The script with the defect."""
+        text = (SCRIPTS / "good.py").read_text(encoding="utf-8")
+        for old, new in self.changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        return text
+
+
+_SAVE_IN_HANDLER = """    def save_and_exit(*_):
+        if rank == 0:
+            rng = [torch.get_rng_state()] * dist.get_world_size()
+            now = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng}
+            now |= {"lr_scheduler": lr_scheduler.state_dict(), "epoch": epoch, "batch": batch + 1, "step": step}
+            save(FOLDER / f"epoch_{epoch}.pt", now)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, save_and_exit)
+    path = newest()
+"""
+_WITH_THREAD = "import threading\nimport queue\n\nevents = queue.Queue()\nthreading.Thread(target=events.get).start()\n"
+
+PLANTED = (
+    Planted("save in the signal handler", "term", [("    path = newest()\n", _SAVE_IN_HANDLER)]),
+    Planted(
+        "loader workers die first",
+        "preempt",
+        [("generator=torch.Generator())", "generator=torch.Generator(), num_workers=1, persistent_workers=True)")],
+    ),
+    Planted(
+        "ranks do not agree on the step of the stop",
+        "term",
+        [
+            ("    return bool(flag)\n", "    return stop_asked\n"),
+            ("    dist.all_reduce(flag, dist.ReduceOp.MAX)\n", ""),
+        ],
+    ),
+    Planted(
+        "half-written file used",
+        "kill-in-save",
+        [
+            (
+                '    torch.save(state, f"{path}.tmp")\n    os.replace(f"{path}.tmp", path)\n',
+                "    torch.save(state, path)\n",
+            ),
+            ('            "step": step,\n', '            "step": step,\n            "ema": torch.zeros(2_000_000),\n'),
+        ],
+    ),
+    Planted(
+        "data reshuffled",
+        "kill-in-evaluation",
+        [
+            (
+                "    sampler = DistributedSampler(data)\n",
+                "    sampler = DistributedSampler(data, seed=int(time.time()))\n",
+            )
+        ],
+    ),
+    Planted(
+        "optimizer not saved",
+        "kill-in-evaluation",
+        [(_OPTIMIZER, ""), ('        optimizer.load_state_dict(saved["optimizer"])\n', "")],
+    ),
+    Planted(
+        "RNG not saved",
+        "kill-in-evaluation",
+        [(_STATE, ""), ('        torch.set_rng_state(saved["rng"][rank])\n', "")],
+    ),
+    Planted(
+        "scheduler off by one",
+        "kill-in-evaluation",
+        [
+            (
+                '        lr_scheduler.load_state_dict(saved["lr_scheduler"])\n',
+                '        lr_scheduler.load_state_dict(saved["lr_scheduler"])\n        lr_scheduler.step()\n',
+            )
+        ],
+    ),
+    Planted(
+        "ignores the stop signal",
+        "term",
+        [("    signal.signal(signal.SIGTERM, on_signal)\n", "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n")],
+    ),
+    Planted(
+        "hangs in teardown",
+        "term",
+        [
+            ("stop_asked = False\n\n", f"stop_asked = False\n{_WITH_THREAD}\n"),
+            (
+                "        save(RESULT, model.module.state_dict())\n    dist.",
+                "        save(RESULT, model.module.state_dict())\n    events.put(None)\n    dist.",
+            ),
+        ],
+    ),
+    Planted(
+        "resumes from the wrong file",
+        "kill-after-save",
+        [
+            (
+                '    return max(found, key=lambda path: int(path.stem.split("_")[1])) if found else None\n',
+                "    return max(FOLDER.glob('epoch_*.pt')) if found else None\n",
+            )
+        ],
+    ),
+    Planted(
+        "metrics doubled",
+        "kill-in-evaluation",
+        [
+            (
+                '        kept = [line for line in lines[1:] if int(line.split(",")[0]) <= step]\n',
+                "        kept = lines[1:]\n",
+            )
+        ],
+    ),
+)

@@ -1,0 +1,209 @@
+"""The parts of certify: it reads lines, saved files and sources, sees files being written, and chooses the moments of faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ddp_hpc.certify.faults import FAULTS, Trigger, trigger_of
+from ddp_hpc.certify.file_events import FileEvents
+from ddp_hpc.certify.output_lines import Scale, losses, parse, positions, scale_of
+from ddp_hpc.certify.sandbox import LARGEST_COPY_BYTES, copy_of
+from ddp_hpc.certify.saved_files import is_half_written, read
+from ddp_hpc.certify.source_reading import facts_of, sources_of
+from ddp_hpc.spec.script import program_of
+from tests.certify.made_records import lines_of, undisturbed
+from tests.certify.planted import PLANTED, SCRIPTS
+
+# --- lines -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "epoch", "step", "loss"),
+    [
+        ("step 12 loss 0.5", None, 12, 0.5),
+        ("[RANK 0] Epoch 3 | Batchsize: 32 | Steps: 8", 3, None, None),
+        ('{"iter": 40, "loss": 1.5e-3, "lr": 0.1}', None, 40, 1.5e-3),
+        ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.294", 1, None, 2.294),
+        ("Epoch [2/10], Step [100/600], Loss: 0.1234", 2, 100, 0.1234),
+        ("{'loss': nan, 'epoch': 0.5}", 0, None, None),
+        ("global_step=7 train_loss=inf", None, 7, float("inf")),
+        ("2026-01-01 12:00:00 INFO nothing to see", None, None, None),
+    ],
+)
+def test_a_line_says_where_the_training_is(text: str, epoch: int | None, step: int | None, loss: float | None) -> None:
+    line = parse(text)
+
+    assert (line.epoch, line.step) == (epoch, step)
+    assert line.loss == loss or (loss is None and str(line.loss) == "nan")
+
+
+def test_steps_that_begin_anew_in_each_epoch_are_told_apart_by_it() -> None:
+    lines = [parse(f"epoch {epoch} step {step} loss {epoch + step}") for epoch in range(2) for step in (0, 10, 20)]
+
+    assert scale_of(lines) == Scale("step", has_epochs=True, stride=10)
+    assert positions(lines, scale_of(lines))[2:4] == [(0, 20), (1, 0)]
+    assert losses(lines, scale_of(lines))[1, 10] == 11
+
+
+# --- saved files -------------------------------------------------------------------------------------------------------
+
+
+def test_two_files_with_the_same_tensors_hold_the_same_though_their_bytes_differ(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "opt": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "at": Path("x"),
+    }
+    torch.save(state, tmp_path / "one.pt")
+    torch.save(state, tmp_path / "another_name.pt")
+    state["opt"]["param_groups"][0]["lr"] = 0.5
+    torch.save(state, tmp_path / "other.pt")
+
+    one, another, other = (read(tmp_path / f"{name}.pt") for name in ("one", "another_name", "other"))
+
+    assert one.digest != another.digest
+    assert one.values == another.values
+    assert {path for path in one.values if one.values[path] != other.values[path]} == {"opt.param_groups.0.lr"}
+    assert (one.has_optimizer, one.has_rng, one.has_lr_scheduler) == (True, True, False)
+
+
+def test_reading_a_file_runs_none_of_its_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (exec, ("raise SystemExit",))
+
+    torch.save({"x": Evil()}, tmp_path / "evil.pt")
+
+    assert "x.class" in read(tmp_path / "evil.pt").values
+
+
+def test_a_file_that_was_cut_off_is_half_written(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(1000)}, tmp_path / "whole.pt")
+    save_file({"x": torch.zeros(1000)}, tmp_path / "whole.safetensors")
+    for name in ("whole.pt", "whole.safetensors"):
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / f"half-{name}").write_bytes(data[: len(data) // 2])
+    (tmp_path / "empty.pt").touch()
+
+    half = {path.name for path in tmp_path.iterdir() if is_half_written(path)}
+
+    assert half == {"half-whole.pt", "half-whole.safetensors", "empty.pt"}
+    assert read(tmp_path / "whole.safetensors").kind == "values"
+
+
+# --- directories -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_seen_from_its_first_byte_to_its_name(tmp_path: Path) -> None:
+    events = FileEvents(tmp_path)
+    (tmp_path / "new").mkdir()
+    with (tmp_path / "new" / "a.tmp").open("w") as file:
+        file.write("x")
+        file.flush()
+        begun = [event for event in events.wait(5.0) if event.kind == "begun"]
+    (tmp_path / "new" / "a.tmp").rename(tmp_path / "new" / "a.pt")
+    (tmp_path / "new" / "a.pt").read_text()
+    rest = [(event.kind, event.path.name) for event in events.wait(5.0)]
+    events.close()
+
+    assert begun[0].path.name == "a.tmp"
+    assert [one for one in rest if one[1] == "a.pt"] == [("done", "a.pt"), ("read", "a.pt")]
+
+
+def test_a_copy_has_the_small_files_and_links_to_the_large_ones(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "pkg").mkdir(parents=True)
+    (source / ".git").mkdir()
+    (source / "runs").mkdir()
+    (source / "pkg" / "mod.py").write_text("x = 1")
+    with (source / "large.bin").open("wb") as file:
+        file.truncate(LARGEST_COPY_BYTES + 1)
+    (source / "data").symlink_to("pkg")
+
+    linked = copy_of(source, target, left_out=[source / "runs"])
+
+    assert linked == ["large.bin"]
+    assert (target / "large.bin").resolve() == source / "large.bin"
+    assert (target / "data").resolve() == source / "pkg"
+    assert sorted(path.name for path in target.iterdir()) == ["data", "large.bin", "pkg"]
+
+
+# --- sources -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_source_says_how_a_script_saves_and_stops(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import saving\nimport signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n")
+    (tmp_path / "saving.py").write_text(
+        "import signal, time, torch\ndef keep(): torch.save({}, '/data/out.pt')\ndef on(*_): keep()\n"
+        "signal.signal(signal.SIGTERM, on)\ntorch.manual_seed(int(time.time()))\n"
+    )
+
+    facts = facts_of(sources_of(program_of(["python", "train.py"]), tmp_path))
+
+    assert facts.saving_handler == "saving.py:3"
+    assert facts.seeded_by_clock == "saving.py:5"
+    assert (set(facts.ignored_signals), set(facts.handled_signals)) == ({"SIGUSR1"}, {"SIGTERM"})
+    assert facts.absolute_paths == {"/data/out.pt"}
+
+
+def test_the_good_script_shows_nothing_to_complain_of(tmp_path: Path) -> None:
+    facts = facts_of([SCRIPTS / "good.py"])
+
+    assert not facts.saving_handler
+    assert not facts.seeded_by_clock
+    assert not facts.sorts_names
+    assert facts.sets_epoch
+    assert facts.draws_random
+    assert facts.loads_optimizer
+
+
+def test_each_planted_defect_changes_the_good_script() -> None:
+    sources = {planted.name: planted.source for planted in PLANTED}
+
+    assert len(sources) == 12
+    assert len(set(sources.values())) == 12
+    assert all(compile(source, name, "exec") for name, source in sources.items())
+
+
+# --- moments -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_chooses_the_same_moments() -> None:
+    baseline = undisturbed()
+
+    chosen = [[trigger_of(fault, baseline.record, random.Random(3)) for fault in FAULTS.values()] for _ in range(2)]
+
+    assert chosen[0] == chosen[1]
+
+
+def test_a_moment_that_a_run_has_not_is_said() -> None:
+    baseline = undisturbed()
+    no_saves = replace(baseline.record, attempts=(replace(baseline.attempt, saves=()),))
+
+    assert "names an evaluation" in str(trigger_of(FAULTS["kill-in-evaluation"], baseline.record, random.Random(0)))
+    assert "saved no file" in str(trigger_of(FAULTS["kill-in-save"], no_saves, random.Random(0)))
+    assert trigger_of(FAULTS["kill-after-save"], baseline.record, random.Random(0)) == Trigger("save done", 3)
+
+
+def test_a_kill_in_an_evaluation_comes_before_its_result_is_printed() -> None:
+    baseline = undisturbed()
+    lines = (*lines_of(1, 5), parse("validation accuracy 0.5", 9.0))
+    record = replace(baseline.record, attempts=(replace(baseline.attempt, lines=lines),))
+
+    trigger = trigger_of(FAULTS["kill-in-evaluation"], record, random.Random(0))
+
+    assert isinstance(trigger, Trigger)
+    assert trigger.number == 5
+    assert 0 < trigger.then_s < 4

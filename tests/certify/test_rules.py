@@ -1,0 +1,211 @@
+"""Evidence is turned into verdicts, and each rule names its defect and no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddp_hpc.certify.evidence import Baseline, evidence_of
+from ddp_hpc.certify.faults import FAULTS
+from ddp_hpc.certify.records import RunRecord
+from ddp_hpc.certify.rules import RULES
+from ddp_hpc.certify.source_reading import SourceFacts
+from ddp_hpc.certify.verdicts import Finding, judge, needs_second_run
+from tests.certify.made_records import lines_of, struck, text, undisturbed, values
+
+OTHER = {"step_10.pt": values({"model.weight": "tensor FloatStorage [1] other"})}
+
+
+def found(fault: str, record: RunRecord, baseline: Baseline) -> Finding:
+    return judge(fault, evidence_of(FAULTS[fault], record, baseline), baseline)
+
+
+def test_the_same_bits_without_a_repeated_step_are_exact() -> None:
+    finding = found(
+        "term", struck(then=lines_of(6, 10), signal_action="caught", attempt={"ending": "stopped"}), undisturbed()
+    )
+
+    assert (finding.verdict, finding.is_good, finding.defects, finding.notes) == ("exact", True, [], [])
+
+
+def test_repeated_steps_with_the_same_end_are_lost_ones_and_at_most_what_lies_between_two_saves() -> None:
+    finding = found("kill-at-random", struck(), undisturbed())
+
+    assert (finding.verdict, finding.words, finding.is_good) == ("loses", "loses at most 2 steps", True)
+
+
+def test_a_script_without_a_handler_is_not_at_fault_but_the_cost_is_noted() -> None:
+    finding = found("usr2", struck(signal_action="default"), undisturbed())
+
+    assert finding.is_good
+    assert "no handler for SIGUSR2" in finding.notes[0]
+
+
+def test_another_result_without_a_known_reason_says_what_differs_first() -> None:
+    finding = found("kill-at-random", struck(final=OTHER), undisturbed())
+
+    assert (finding.verdict, finding.is_good, finding.defects) == ("differs", False, [])
+    assert "certify does not know why; what differs first: step_10.pt: model.weight is tensor" in finding.reason
+
+
+def test_a_script_that_always_ends_otherwise_is_not_blamed_for_it() -> None:
+    baseline = undisturbed()
+    baseline = replace(
+        baseline, second=replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"})})
+    )
+
+    finding = found("kill-at-random", struck(final=OTHER), baseline)
+
+    assert finding.verdict == "loses"
+    assert "two undisturbed runs differ" in finding.notes[0]
+
+
+def test_a_time_of_day_in_a_result_is_no_difference_once_two_undisturbed_runs_differ_in_it() -> None:
+    baseline = undisturbed(values({"saved_at": "1"}))
+    record = struck(final={"step_10.pt": values({"saved_at": "2"})})
+
+    assert needs_second_run(evidence_of(FAULTS["kill-at-random"], record, baseline))
+    again = replace(baseline.record, final={"step_10.pt": values({"saved_at": "3"})})
+    assert found("kill-at-random", record, replace(baseline, second=again)).verdict == "loses"
+
+
+def test_another_file_of_a_stop_and_a_note_in_a_log_are_no_differences() -> None:
+    log = ["step,loss", "1,0.5", "2,0.4"]
+    baseline = undisturbed(final={"step_10.pt": values(), "log.csv": text(*log)})
+    record = struck(
+        final={"step_10.pt": values(), "step_5.pt": values(), "log.csv": text(*log[:2], "resumed at 1", log[2])}
+    )
+
+    assert found("kill-at-random", record, baseline).is_good
+
+
+LATER_DIFFER = (*lines_of(5, 5), *lines_of(6, 10, loss=2.0))
+ALL_DIFFER = lines_of(5, 10, loss=2.0)
+LOST = {"failed_ranks": {0: "Connection closed by peer"}, "lost_ranks": frozenset({0})}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "save in the signal handler": (
+        "term",
+        {"signal_action": "caught", "final": OTHER},
+        {"source": SourceFacts(saving_handler="train.py:3")},
+    ),
+    "loader workers die first": (
+        "preempt",
+        {
+            "signal_action": "caught",
+            "attempt": {
+                "failed_ranks": {0: "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. "}
+            },
+        },
+        {},
+    ),
+    "ranks do not agree on the step of the stop": ("term", {"signal_action": "caught", "attempt": LOST}, {}),
+    "half-written file used": (
+        "kill-in-save",
+        {
+            "half_written": ("step_4.pt",),
+            "then": (),
+            "later": {
+                "ending": "failed",
+                "failed_ranks": {0: "RuntimeError: PytorchStreamReader failed reading zip archive"},
+            },
+        },
+        {},
+    ),
+    "data reshuffled": (
+        "kill-at-random",
+        {"then": ALL_DIFFER, "final": OTHER},
+        {"source": SourceFacts(shuffles="train.py:9")},
+    ),
+    "optimizer not saved": (
+        "kill-at-random",
+        {"then": LATER_DIFFER, "final": OTHER},
+        {"saved": values(without="optimizer"), "source": SourceFacts(stateful_optimizer="train.py:5")},
+    ),
+    "RNG not saved": (
+        "kill-at-random",
+        {"then": ALL_DIFFER, "final": OTHER},
+        {"saved": values(without="rng"), "source": SourceFacts(draws_random="train.py:6")},
+    ),
+    "scheduler off by one": (
+        "kill-at-random",
+        {
+            "then": LATER_DIFFER,
+            "final": {"step_10.pt": values({"lr_scheduler.last_epoch": "11", "model.weight": "other"})},
+        },
+        {},
+    ),
+    "ignores the stop signal": ("term", {"signal_action": "ignored", "first": lines_of(1, 10), "at_line": 5}, {}),
+    "hangs in teardown": (
+        "term",
+        {
+            "signal_action": "caught",
+            "then": None,
+            "attempt": {"ending": "hung"},
+            "stacks": {0: '  File "/usr/lib/python3/threading.py", line 1583 in _shutdown'},
+        },
+        {},
+    ),
+    "resumes from the wrong file": (
+        "kill-after-save",
+        {"then": lines_of(3, 10), "later": {"reads": ("step_2.pt",)}},
+        {"source": SourceFacts(sorts_names="train.py:2")},
+    ),
+    "metrics doubled": (
+        "kill-at-random",
+        {"final": {"step_10.pt": values(), "log.csv": text("1,0.5", "2,0.4", "2,0.4")}},
+        {"final": {"step_10.pt": values(), "log.csv": text("1,0.5", "2,0.4")}},
+    ),
+    "starts over": ("kill-at-random", {"then": lines_of(1, 10)}, {}),
+    "scheduler not saved": (
+        "kill-at-random",
+        {"then": LATER_DIFFER, "final": {"step_10.pt": values({"optimizer.param_groups.0.lr": "0.2"}, without="lr_")}},
+        {"saved": values(without="lr_")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_defect_is_named_by_its_evidence_and_no_other_is(name: str) -> None:
+    fault, seen, base = CASES[name]
+    seen = dict(seen)
+    stacks = seen.pop("stacks", {})
+    baseline = undisturbed(base.get("saved"), source=base.get("source"), final=base.get("final"))
+    if "final" not in seen and "saved" in base:
+        seen["final"] = {"step_10.pt": base["saved"]}
+    record = replace(struck(**seen), stacks=stacks)
+
+    finding = found(fault, record, baseline)
+
+    assert {defect.name for defect in finding.defects} == {name}, finding
+    assert not finding.is_good
+    assert all(defect.evidence and defect.mend and defect.what for defect in finding.defects)
+
+
+def test_every_defect_of_the_table_has_a_case() -> None:
+    assert {rule.name for rule in RULES} - {"hangs"} == set(CASES)
+
+
+def test_two_defects_that_fit_equally_are_both_named_as_possible() -> None:
+    baseline = undisturbed(
+        values(without="rng"),
+        source=SourceFacts(draws_random="train.py:6", shuffles="train.py:9", sets_epoch="train.py:10"),
+    )
+
+    finding = found("kill-at-random", struck(then=ALL_DIFFER, final=OTHER), baseline)
+
+    assert {defect.name for defect in finding.defects} == {"RNG not saved", "data reshuffled"}
+    assert finding.reason == "possibly RNG not saved or data reshuffled"
+
+
+def test_a_hang_shows_the_rank_that_hangs() -> None:
+    record = struck(then=None, attempt={"ending": "hung"}, signal_action="default")
+    record = replace(
+        record, stacks={0: '  File "train.py", line 12 in wait_for_data\n  File "train.py", line 40 in main'}
+    )
+
+    finding = found("kill-at-random", record, undisturbed())
+
+    assert (finding.verdict, finding.reason) == ("hangs", "hangs")
+    assert "rank 0: train.py, line 12 in wait_for_data < train.py, line 40 in main" in finding.defects[0].evidence
