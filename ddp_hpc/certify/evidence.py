@@ -364,8 +364,18 @@ def _of_files(record: RunRecord, baseline: Baseline) -> dict[str, Any]:
         and one.file not in doubled
         and one.undisturbed != NO_FILE
         and not (one.here == NO_FILE and one.file in earlier)
+        and one.file not in _saved_for_the_stop(record)
     ]
     return {"differences": tuple(found), "doubled": tuple(doubled)}
+
+
+def _saved_for_the_stop(record: RunRecord) -> set[str]:
+    """Return saved states of the middle of an epoch, which have the name of one that the undisturbed run saved at its end."""
+    strike = record.strike
+    if strike is None:
+        return set()
+    there = {one.path for one in record.attempts[strike.attempt].saves if one.at >= strike.at}
+    return there - {one.path for attempt in record.attempts[strike.attempt + 1 :] for one in attempt.saves}
 
 
 def _hung_in(record: RunRecord) -> Literal["", "teardown", "collective", "elsewhere"]:

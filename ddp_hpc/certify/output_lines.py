@@ -13,14 +13,16 @@ _BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*"
 _STEP = re.compile(
     rf"(?<![a-zA-Z])(?:global[ _])?(?:step|iter|iteration|batch|it|update)\b{_BETWEEN}(\d+)", re.IGNORECASE
 )
-_EPOCH = re.compile(rf"(?<![a-zA-Z])epoch\b{_BETWEEN}(\d+)", re.IGNORECASE)
+_BAR = re.compile(r"(\d+)/\d+ \[\d+:\d\d")
+"""A progress bar of tqdm: `12/100 [00:01<00:09, 9.5it/s]`."""
+_EPOCH = re.compile(rf"(?<![a-zA-Z])epoch\b{_BETWEEN}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _LOSS = re.compile(rf"loss{_BETWEEN}({_NUMBER})", re.IGNORECASE)
 _LR = re.compile(rf"(?<![a-zA-Z])(?:lr|learning[ _]rate){_BETWEEN}({_NUMBER})", re.IGNORECASE)
 _EVAL = re.compile(
     r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
 )
 
-Position = tuple[int, ...]
+Position = tuple[float, ...]
 """Where a line says that the training is: its step, or its epoch; with both where steps begin anew in each epoch."""
 
 
@@ -32,7 +34,8 @@ class Line:
     at: float = 0.0
     """When it was seen, in seconds since the run began."""
     step: int | None = None
-    epoch: int | None = None
+    epoch: float | None = None
+    """Also a part of one: the Trainer of Transformers prints `'epoch': 0.5`."""
     loss: float | None = None
     lr: float | None = None
     is_evaluation: bool = False
@@ -43,8 +46,8 @@ def parse(text: str, at: float = 0.0) -> Line:
     return Line(
         text=text,
         at=at,
-        step=_whole(_STEP, text),
-        epoch=_whole(_EPOCH, text),
+        step=_whole(_STEP, text) if _STEP.search(text) else _whole(_BAR, text),
+        epoch=_epoch(text),
         loss=_real(_LOSS, text),
         lr=_real(_LR, text),
         is_evaluation=_EVAL.search(text) is not None,
@@ -54,6 +57,13 @@ def parse(text: str, at: float = 0.0) -> Line:
 def _whole(pattern: re.Pattern[str], text: str) -> int | None:
     match = pattern.search(text)
     return int(match[1]) if match else None
+
+
+def _epoch(text: str) -> float | None:
+    match = _EPOCH.search(text)
+    if match is None:
+        return None
+    return float(match[1]) if "." in match[1] else int(match[1])
 
 
 def _real(pattern: re.Pattern[str], text: str) -> float | None:

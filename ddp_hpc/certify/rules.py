@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ddp_hpc.certify.evidence import Evidence
 
-
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 
 
@@ -203,7 +202,9 @@ def _reshuffled(seen: Evidence) -> str:
         return ""
     if seen.source.seeded_by_clock:
         return f"the first loss after it came back differs; {seen.source.seeded_by_clock} takes its seed from a clock"
-    where = seen.source.shuffles or seen.source.distributed_sampler
+    # With `set_epoch`, a DistributedSampler's order depends on the epoch alone; so something else is likelier, if there is any.
+    is_fixed = bool(seen.source.sets_epoch) and not _is_all_saved(seen)
+    where = seen.source.shuffles or ("" if is_fixed else seen.source.distributed_sampler)
     if not where:
         return ""
     epoch = "" if seen.source.sets_epoch else ", and no `set_epoch` was found"
@@ -249,7 +250,7 @@ def innermost(stacks: Mapping[int, str]) -> str:
     return "none could be read"
 
 
-def _text(position: Sequence[int]) -> str:
+def _text(position: Sequence[float]) -> str:
     return "/".join(map(str, position))
 
 

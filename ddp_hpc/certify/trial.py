@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -31,7 +32,9 @@ from ddp_hpc.script.life import LEAST_SHARE, cpu_seconds
 TICK_S = 0.01
 LOOK_S = 0.5
 """How often to look for the processes, before the fault."""
-MOST_ATTEMPTS = 4
+MOST_ATTEMPTS = 5
+MOST_VAIN = 2
+"""How many attempts in a row may fail without a fault, before the script does not come back."""
 MOST_STRIKES = 3
 """How often all is killed until a save was hit in its middle."""
 STACKS_S = 3.0
@@ -131,29 +134,30 @@ class Trial:
         before = files_in(self.place.work_dir)
         attempts: list[AttemptRecord] = []
         stacks: Mapping[int, str] = {}
-        outcome = "failed"
+        outcome: Literal["finished", "failed", "hung", "untouched"] = "failed"
+        num_vain = 0
         self._events = FileEvents(self.place.work_dir, skipped=LEFT_OUT)
         self._outer = [FileEvents(folder, deep=False) for folder in _folders_of(self.order.outside)]
         try:
             while len(attempts) < MOST_ATTEMPTS:
                 attempt, stacks = self._attempt(len(attempts))
                 attempts.append(attempt)
-                if attempt.ending in {"finished", "hung", "refused", ""} or self.strike is None:
-                    outcome = attempt.ending
+                is_struck = self.strike is not None and self.strike.attempt == len(attempts) - 1
+                num_vain = 0 if is_struck or attempt.ending == "stopped" else num_vain + 1
+                is_over = attempt.ending in {"finished", "hung", "refused", ""} or num_vain >= MOST_VAIN
+                if is_over or self.strike is None:
+                    outcome = "finished" if attempt.ending == "finished" else "failed"
                     break
         finally:
             self._events.close()
             for each in self._outer:
                 each.close()
-        is_untouched = self.order.trigger is not None and self.strike is None and outcome == "finished"
+        if self.order.trigger is not None and self.strike is None and outcome == "finished":
+            outcome = "untouched"
+        elif outcome != "finished":
+            outcome = "hung" if stacks else "failed"
         return RunRecord(
-            outcome="untouched"
-            if is_untouched
-            else "finished"
-            if outcome == "finished"
-            else "hung"
-            if stacks
-            else "failed",
+            outcome=outcome,
             attempts=tuple(attempts),
             strike=self.strike,
             final=self._final(before),
@@ -299,7 +303,8 @@ class Trial:
                 file.seek(self._log_size)
                 data = file.read()
             self._log_size += len(data)
-            *whole, self._partial = (self._partial + data.decode("utf-8", errors="replace")).split("\n")
+            text = self._partial + data.decode("utf-8", errors="replace")
+            *whole, self._partial = text.replace("\r", "\n").split("\n")  # progress bars write over their line
             now = time.monotonic()
             if self._lines:
                 self._longest_silence_s = max(self._longest_silence_s, now - self._alive_at)

@@ -8,8 +8,10 @@ from typing import Literal
 from ddp_hpc.certify.evidence import MOST_DIFFERENCES, Baseline, Evidence
 from ddp_hpc.certify.rules import Defect, diagnose
 
-Verdict = Literal["exact", "loses", "differs", "does not come back", "hangs", "not tried"]
-GOOD: frozenset[Verdict] = frozenset({"exact", "loses", "not tried"})
+Verdict = Literal[
+    "exact", "loses", "comes back", "does not stop", "differs", "does not come back", "hangs", "not tried"
+]
+GOOD: frozenset[Verdict] = frozenset({"exact", "loses", "comes back", "not tried"})
 
 
 @dataclass(kw_only=True)
@@ -52,11 +54,15 @@ def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
         finding.verdict, finding.words = "hangs", "hangs"
     elif not evidence.came_back:
         finding.verdict, finding.words = "does not come back", "does not come back"
+    elif evidence.signal_action == "ignored" or evidence.ran_on:
+        finding.verdict, finding.words = "does not stop", "does not stop"
     elif _differs(evidence):
         finding.verdict, finding.words = "differs", "differs: it came back to another result"
     elif evidence.num_repeated:
         finding.verdict, finding.at_most = "loses", max(evidence.num_repeated, _between_saves(evidence, baseline))
         finding.words = f"loses at most {finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
+    elif evidence.is_deterministic is False:
+        finding.verdict, finding.words = "comes back", "comes back"
     else:
         finding.words = "exact"
     finding.reason = _reason(finding, evidence)

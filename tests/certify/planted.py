@@ -127,7 +127,7 @@ PLANTED = (
     ),
     Planted(
         "metrics doubled",
-        "kill-in-evaluation",
+        "kill-at-random",
         [
             (
                 '        kept = [line for line in lines[1:] if int(line.split(",")[0]) <= step]\n',

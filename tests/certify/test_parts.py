@@ -32,12 +32,15 @@ from tests.certify.planted import PLANTED, SCRIPTS
         ('{"iter": 40, "loss": 1.5e-3, "lr": 0.1}', None, 40, 1.5e-3),
         ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.294", 1, None, 2.294),
         ("Epoch [2/10], Step [100/600], Loss: 0.1234", 2, 100, 0.1234),
-        ("{'loss': nan, 'epoch': 0.5}", 0, None, None),
+        ("{'loss': nan, 'epoch': 0.5}", 0.5, None, None),
+        (" 12%|#2        | 12/100 [00:01<00:09,  9.51it/s, loss=0.25]", None, 12, 0.25),
         ("global_step=7 train_loss=inf", None, 7, float("inf")),
         ("2026-01-01 12:00:00 INFO nothing to see", None, None, None),
     ],
 )
-def test_a_line_says_where_the_training_is(text: str, epoch: int | None, step: int | None, loss: float | None) -> None:
+def test_a_line_says_where_the_training_is(
+    text: str, epoch: float | None, step: int | None, loss: float | None
+) -> None:
     line = parse(text)
 
     assert (line.epoch, line.step) == (epoch, step)

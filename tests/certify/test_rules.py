@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hpc.certify.evidence import Baseline, evidence_of
 from ddp_hpc.certify.faults import FAULTS
-from ddp_hpc.certify.records import RunRecord
+from ddp_hpc.certify.records import RunRecord, Save
 from ddp_hpc.certify.rules import RULES
 from ddp_hpc.certify.source_reading import SourceFacts
 from ddp_hpc.certify.verdicts import Finding, judge, needs_second_run
@@ -79,6 +79,20 @@ def test_another_file_of_a_stop_and_a_note_in_a_log_are_no_differences() -> None
     )
 
     assert found("kill-at-random", record, baseline).is_good
+
+
+def test_a_save_in_the_middle_of_an_epoch_under_the_name_of_its_end_is_no_difference() -> None:
+    middle = values({"lr_scheduler.last_epoch": "5"})
+    baseline = undisturbed(final={"step_4.pt": values(), "step_10.pt": values()})
+    saves = (Save(path="step_4.pt", num_lines=4, at=4.0), Save(path="step_4.pt", num_lines=5, at=6.0))
+    record = struck(
+        then=lines_of(6, 10),
+        signal_action="caught",
+        attempt={"ending": "stopped", "saves": saves},
+        final={"step_4.pt": middle, "step_10.pt": values()},
+    )
+
+    assert found("term", record, baseline).verdict == "exact"
 
 
 LATER_DIFFER = (*lines_of(5, 5), *lines_of(6, 10, loss=2.0))
