@@ -73,7 +73,7 @@ def trigger_of(fault: Fault, undisturbed: RunRecord, dice: random.Random) -> Tri
     if fault.moment in {"in a save", "after a save"}:
         return _at_save(fault, saves)
     if not lines:
-        return Trigger("line", 0, undisturbed.seconds * dice.uniform(EARLIEST, LATEST))
+        return Trigger("line", 0, undisturbed.attempts[-1].script_s * dice.uniform(EARLIEST, LATEST))
     if fault.moment == "first steps":
         return Trigger("line", min(FIRST_LINES, len(lines)), 0.0)
     if fault.moment == "in evaluation":

@@ -44,6 +44,8 @@ class AttemptRecord:
     """Saved states that were read before the first position was printed."""
     saves: tuple[Save, ...] = ()
     num_ranks: int = 0
+    script_s: float = 0.0
+    """How long the script's processes were there."""
 
 
 @dataclass(frozen=True, kw_only=True)

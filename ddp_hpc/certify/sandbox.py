@@ -11,9 +11,7 @@ from pathlib import Path
 LARGEST_COPY_BYTES = 10 << 20
 """Larger files are not copied; the copy has a link to them."""
 MOST_COPIES = 20_000
-LEFT_OUT = frozenset(
-    {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-)
+LEFT_OUT = frozenset({"__pycache__", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
 """Directories that no script reads as data."""
 
 
@@ -25,7 +23,7 @@ def copy_of(work_dir: Path, target: Path, *, left_out: Collection[Path] = ()) ->
     skipped, linked = {path.absolute() for path in left_out}, []
     for number, (source, place) in enumerate(_entries(work_dir, target, skipped)):
         place.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
+        if source.is_symlink() or _is_only_linked(source):
             place.symlink_to(source.resolve())
         elif source.is_dir():
             place.mkdir(exist_ok=True)
@@ -45,8 +43,13 @@ def _entries(folder: Path, target: Path, skipped: Collection[Path]) -> Iterator[
         if not is_kind:  # a socket or a pipe
             continue
         yield entry, target / entry.name
-        if entry.is_dir() and not entry.is_symlink():
+        if entry.is_dir() and not entry.is_symlink() and not _is_only_linked(entry):
             yield from _entries(entry, target / entry.name, skipped)
+
+
+def _is_only_linked(folder: Path) -> bool:
+    """Tell whether a directory is one that scripts use and do not write to: a repository's, or a virtual environment."""
+    return folder.name == ".git" or (folder / "pyvenv.cfg").is_file()
 
 
 def files_in(root: Path) -> dict[str, tuple[int, int]]:

@@ -30,7 +30,7 @@ from ddp_hpc.run_dir.records import ask_to_stop
 from ddp_hpc.script.life import LEAST_SHARE, cpu_seconds
 
 TICK_S = 0.01
-LOOK_S = 0.5
+LOOK_S = 0.2
 """How often to look for the processes, before the fault."""
 MOST_ATTEMPTS = 5
 MOST_VAIN = 2
@@ -110,6 +110,7 @@ class Trial:
     _partial: str = ""
     _scripts: list[int] = field(default_factory=list)
     _others: list[int] = field(default_factory=list)
+    _scripts_since: float | None = None
     _looked_at: float = 0.0
     _alive_at: float = 0.0
     _cpu: tuple[float, float] = (0.0, 0.0)
@@ -177,7 +178,7 @@ class Trial:
         self._lines, self._saves, self._reads, self._open = [], [], [], set()
         self._log_size, self._partial, self._due_at, self._has_struck = 0, "", None, False
         self._begun = self._done = 0
-        self._scripts, self._others = [], []
+        self._scripts, self._others, self._scripts_since = [], [], None
         now = time.monotonic()
         self._alive_at, self._cpu = now, (now, 0.0)
         output = self.place.runs_dir / f"{self.place.name}.submit.txt"
@@ -326,6 +327,8 @@ class Trial:
         workers = processes_by_kind([one for one in listed if one.argv], str(self.place.run.path))["worker"]
         children = [[pid for pid, parent in parents.items() if parent == worker] for worker in workers]
         self._scripts = [min(pids) for pids in children if pids]
+        if self._scripts and self._scripts_since is None:
+            self._scripts_since = time.monotonic()
         self._workers = workers
         self._others = [pid for pid in parents if pid not in self._scripts and pid not in workers]
 
@@ -431,6 +434,7 @@ class Trial:
             reads=tuple(dict.fromkeys(self._reads)),
             saves=tuple(self._saves),
             num_ranks=len(logs),
+            script_s=0.0 if self._scripts_since is None else time.monotonic() - self._scripts_since,
         )
 
     def _ask_for_stacks(self, number: int) -> Mapping[int, str]:

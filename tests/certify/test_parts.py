@@ -134,13 +134,16 @@ def test_a_copy_has_the_small_files_and_links_to_the_large_ones(tmp_path: Path) 
     with (source / "large.bin").open("wb") as file:
         file.truncate(LARGEST_COPY_BYTES + 1)
     (source / "data").symlink_to("pkg")
+    (source / "env").mkdir()
+    (source / "env" / "pyvenv.cfg").touch()
 
     linked = copy_of(source, target, left_out=[source / "runs"])
 
     assert linked == ["large.bin"]
     assert (target / "large.bin").resolve() == source / "large.bin"
     assert (target / "data").resolve() == source / "pkg"
-    assert sorted(path.name for path in target.iterdir()) == ["data", "large.bin", "pkg"]
+    assert sorted(path.name for path in target.iterdir()) == [".git", "data", "env", "large.bin", "pkg"]
+    assert [path.name for path in target.iterdir() if not path.is_symlink()] == ["pkg"]
 
 
 # --- sources -----------------------------------------------------------------------------------------------------------

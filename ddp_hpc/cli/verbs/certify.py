@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="local",
         help="where to run: this machine (local), which is all there is yet",
     )
-    parser.add_argument("--seed", type=int, help="chooses the random moments; printed, so that a run can be repeated")
+    parser.add_argument(
+        "--random-seed",
+        type=int,
+        metavar="N",
+        help="chooses the random moments; printed, so that a run can be repeated",
+    )
     parser.add_argument(
         "--patience",
         type=float,
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     def show(finding: Finding) -> None:
         print(f"    {finding.words}{f' ({finding.reason})' if finding.reason else ''}", file=out, flush=True)
 
-    say(f"seed {plan.seed}, runs in {plan.folder}")
+    say(f"random seed {plan.seed}, runs in {plan.folder}")
     certificate = certify(plan, environment, say, show)
     print(as_json(asdict(certificate) | {"is_good": certificate.is_good}) if args.json else as_text(certificate))
     return FINISHED if certificate.is_good else FAILED
@@ -107,7 +112,7 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
         folder=runs_dir / f"certify-{name}-{time.strftime('%m%d-%H%M%S')}",
         left_out=(runs_dir,),
         cluster=args.cluster,
-        seed=secrets.randbelow(LONGEST_SEED) if args.seed is None else args.seed,
+        seed=secrets.randbelow(LONGEST_SEED) if args.random_seed is None else args.random_seed,
         patience_s=args.patience,
         is_kept=args.keep,
     )
