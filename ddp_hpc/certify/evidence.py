@@ -353,6 +353,7 @@ def _of_files(record: RunRecord, baseline: Baseline) -> dict[str, Any]:
     if record.outcome not in {"finished", "untouched"}:
         return {}
     volatile = baseline.volatile
+    changing_texts = {file for file, path in volatile if path.startswith("line ")}
     doubled = doubled_files(record.final, baseline.record.final)
     # A stop makes one more file, and a directory of the newest files then has other ones: the last file counts.
     last = baseline.attempt.saves[-1].path if baseline.attempt.saves else ""
@@ -361,6 +362,7 @@ def _of_files(record: RunRecord, baseline: Baseline) -> dict[str, Any]:
         one
         for one in differences(record.final, baseline.record.final)
         if (one.file, one.path) not in volatile
+        and one.file not in changing_texts
         and one.file not in doubled
         and one.undisturbed != NO_FILE
         and not (one.here == NO_FILE and one.file in earlier)

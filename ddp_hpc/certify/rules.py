@@ -55,7 +55,8 @@ def diagnose(evidence: Evidence) -> list[Defect]:
 
 
 def _saves_in_handler(seen: Evidence) -> str:
-    if not seen.fault.is_stop or not seen.source.saving_handler or seen.signal_action == "default":
+    is_of_signal = bool({f"SIG{seen.fault.stop_signal}", "SIG*"} & seen.source.saving_signals)
+    if not seen.fault.is_stop or not is_of_signal or seen.signal_action != "caught":
         return ""
     effect = (
         "a file was saved after the signal, in the middle of a step" if seen.saved_after_signal else "the signal came"
@@ -70,7 +71,7 @@ def _loaders_die(seen: Evidence) -> str:
 
 
 def _ranks_disagree(seen: Evidence) -> str:
-    if not seen.fault.is_stop or seen.signal_action != "caught" or seen.loader_died or seen.source.saving_handler:
+    if not seen.fault.is_stop or seen.signal_action != "caught" or seen.loader_died or _saves_in_handler(seen):
         return ""
     if seen.hung_in == "collective":
         return "after the stop signal, a rank waits in a collective for one that has left"

@@ -32,6 +32,8 @@ class SourceFacts:
 
     saving_handler: str = ""
     """A signal handler that saves."""
+    saving_signals: frozenset[str] = frozenset()
+    """Names of the signals of such a handler; `SIG*` where the source does not name one."""
     ignored_signals: frozenset[str] = frozenset()
     """Names of signals that the script ignores (SIG_IGN)."""
     handled_signals: frozenset[str] = frozenset()
@@ -67,6 +69,7 @@ class _Finder:
     found: dict[str, str] = field(default_factory=dict)
     ignored: set[str] = field(default_factory=set)
     handled: set[str] = field(default_factory=set)
+    saving: set[str] = field(default_factory=set)
     absolute: set[str] = field(default_factory=set)
 
     def note(self, fact: str, file: Path, node: ast.AST) -> None:
@@ -129,6 +132,7 @@ class _Finder:
         self.handled.add(signal_name)
         body: ast.AST | None = handler if isinstance(handler, ast.Lambda) else functions.get(_name(handler))
         if body is not None and _saves(body, functions, depth=3):
+            self.saving.add(signal_name)
             self.note("saving_handler", file, body)
 
 
@@ -232,6 +236,7 @@ def facts_of(files: Iterable[Path]) -> SourceFacts:
             finder.read(file, tree)
     return SourceFacts(
         **finder.found,
+        saving_signals=frozenset(finder.saving),
         ignored_signals=frozenset(finder.ignored),
         handled_signals=frozenset(finder.handled),
         absolute_paths=frozenset(finder.absolute),

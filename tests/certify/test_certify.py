@@ -56,7 +56,15 @@ def test_a_planted_defect_is_named(planted: Planted, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "faults", "arguments", "verdicts"),
     [
-        pytest.param("good.py", ["term", "kill-in-save"], [], {"term": "exact"}, id="good"),
+        pytest.param("good.py", ["term"], [], {"term": "exact"}, id="good"),
+        pytest.param(
+            "good.py",
+            ["usr2", "kill-in-save", "kill-in-evaluation"],
+            [],
+            {"usr2": "exact"},
+            id="good-killed",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "steps.py",
             ["preempt", "usr2", "kill-at-random"],

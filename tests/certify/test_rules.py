@@ -11,6 +11,7 @@ from ddp_hpc.certify.evidence import Baseline, evidence_of
 from ddp_hpc.certify.faults import FAULTS
 from ddp_hpc.certify.records import RunRecord, Save
 from ddp_hpc.certify.rules import RULES
+from ddp_hpc.certify.saved_files import Contents
 from ddp_hpc.certify.source_reading import SourceFacts
 from ddp_hpc.certify.verdicts import Finding, judge, needs_second_run
 from tests.certify.made_records import lines_of, struck, text, undisturbed, values
@@ -102,7 +103,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "save in the signal handler": (
         "term",
         {"signal_action": "caught", "final": OTHER},
-        {"source": SourceFacts(saving_handler="train.py:3")},
+        {"source": SourceFacts(saving_handler="train.py:3", saving_signals=frozenset({"SIGTERM"}))},
     ),
     "loader workers die first": (
         "preempt",
@@ -211,6 +212,23 @@ def test_two_defects_that_fit_equally_are_both_named_as_possible() -> None:
 
     assert {defect.name for defect in finding.defects} == {"RNG not saved", "data reshuffled"}
     assert finding.reason == "possibly RNG not saved or data reshuffled"
+
+
+def test_a_handler_of_another_signal_may_save() -> None:
+    source = SourceFacts(saving_handler="train.py:3", saving_signals=frozenset({"SIGUSR1"}))
+    record = struck(then=lines_of(6, 10), signal_action="caught", attempt={"ending": "stopped"})
+
+    assert found("term", record, undisturbed(source=source)).is_good
+
+
+def test_a_log_with_times_of_day_is_not_compared() -> None:
+    def final(hour: int, *more: str) -> dict[str, Contents]:
+        return {"step_10.pt": values(), "train.log": text(*(f"{hour}:0{second} step" for second in range(3)), *more)}
+
+    baseline = undisturbed(final=final(1))
+    baseline = replace(baseline, second=replace(baseline.record, final=final(2)))
+
+    assert found("kill-at-random", struck(final=final(3, "resumed")), baseline).verdict == "loses"
 
 
 def test_a_hang_shows_the_rank_that_hangs() -> None:

@@ -100,7 +100,11 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
         raise ConfigError(f"`--faults` names {unknown[0]!r}, but the faults are {', '.join(FAULTS)}.")
     if args.patience <= 0:
         raise ConfigError(f"`--patience` is {args.patience:g}, but it must be more than 0 seconds.")
-    site = [] if args.site is None else [f"site={args.site}"]
+    site = (
+        []
+        if args.site is None
+        else [f"--site={Path(args.site).absolute() if Path(args.site).is_file() else args.site}"]
+    )
     runs_dir = chosen_runs_dir(args.runs_dir, environment).absolute()
     resolve(None, [*args.settings, f"runs_dir={runs_dir}"], environment, site=args.site, command=args.command)
     name = program_of(args.command).name
@@ -122,7 +126,9 @@ def as_text(certificate: Certificate) -> str:
     """Return the verdicts as text: what the script does, a table, and each defect with the lines that mend it."""
     files = ", ".join(certificate.saves[:3]) + (", ..." if len(certificate.saves) > 3 else "")
     counted = (
-        f"{certificate.num_positions} lines with a {certificate.unit}" if certificate.unit else "no line with a step"
+        f"{certificate.num_positions} {certificate.unit}s in its output"
+        if certificate.unit
+        else "no step in its output"
     )
     does = f"undisturbed: {certificate.seconds:g} s, {counted}; saves {files or 'nothing'}"
     rows = [(one.fault, one.words, one.reason) for one in certificate.findings]
