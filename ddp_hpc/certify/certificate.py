@@ -83,6 +83,9 @@ def certify(
     """
     certification = _Certification(plan, environ, say)
     certificate = certification.begin()
+    if certificate.findings:  # it hangs undisturbed
+        on_finding(certificate.findings[0])
+        return certificate
     dice = random.Random(plan.seed)
     for name in plan.faults:
         finding = certification.try_fault(name, dice)
@@ -132,6 +135,9 @@ class _Certification:
             notes=self.notes,
         )
         self._note_limits(certificate, attempt.num_ranks)
+        if record.outcome == "hung":
+            fault = Fault(description="no fault", action="stop", moment="stop")
+            certificate.findings.append(judge("undisturbed", evidence_of(fault, record, self.baseline), self.baseline))
         return certificate
 
     def _note_limits(self, certificate: Certificate, num_ranks: int) -> None:
@@ -150,6 +156,8 @@ class _Certification:
 
     def _undisturbed(self, name: str) -> RunRecord:
         trial, record = self._trial(name)
+        if record.outcome == "hung":
+            return record
         if record.outcome != "finished":
             last = record.attempts[-1]
             text = next(iter(last.failed_ranks.values()), "") or last.reason or record.outcome

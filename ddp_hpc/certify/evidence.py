@@ -124,6 +124,8 @@ class Evidence:
     half_written: tuple[str, ...] = ()
     """Files under their final names that ended before their end."""
     was_in_save: bool = False
+    in_place: tuple[str, ...] = ()
+    """Saved states that the script came back from, and that it writes under their own names."""
     load_error: str = ""
     """The line that says why a saved state could not be read, in an attempt after the fault."""
     error: str = ""
@@ -146,6 +148,8 @@ class Evidence:
     """The first loss after the fault against the undisturbed run's at the same position; None where there is none to compare."""
     later_loss_differs: bool | None = None
     lr_differs: tuple[Position, float, float] | None = None
+    first_lr: float | None = None
+    """The first learning rate that the undisturbed run printed."""
     differences: tuple[Difference, ...] = ()
     doubled: tuple[str, ...] = ()
     """Text files in which lines stand twice that the undisturbed run has once."""
@@ -228,7 +232,14 @@ def evidence_of(fault: Fault, record: RunRecord, baseline: Baseline) -> Evidence
     """Compare a run under a fault with the undisturbed one."""
     strike = record.strike
     if strike is None:
-        return Evidence(fault=fault, outcome=record.outcome, source=baseline.source, scale=baseline.scale)
+        return Evidence(
+            fault=fault,
+            outcome=record.outcome,
+            source=baseline.source,
+            scale=baseline.scale,
+            stacks=record.stacks,
+            hung_in=_hung_in(record, baseline),
+        )
     struck = record.attempts[strike.attempt]
     later = record.attempts[strike.attempt + 1 :]
     return Evidence(
@@ -239,7 +250,7 @@ def evidence_of(fault: Fault, record: RunRecord, baseline: Baseline) -> Evidence
         checkpoint=baseline.checkpoint,
         is_deterministic=baseline.is_deterministic,
         stacks=record.stacks,
-        hung_in=_hung_in(record),
+        hung_in=_hung_in(record, baseline),
         half_written=tuple(path for path in strike.half_written if path in _final_names(baseline)),
         was_in_save=strike.was_in_save,
         load_error=_load_error(later),
@@ -271,7 +282,7 @@ def _of_stop(fault: Fault, strike: Strike, struck: AttemptRecord, baseline: Base
     was_killed = any("killed it" in text for text in struck.failed_ranks.values())
     num_after = len(there) - len(before)
     return {
-        "ran_on": was_killed or (reached_end and num_after >= max(3, len(all_positions) // 4)),
+        "ran_on": was_killed or (reached_end and num_after >= max(2, len(all_positions) // 4)),
         "num_after_signal": num_after,
         "saved_after_signal": any(one.at >= strike.at for one in struck.saves),
         "has_stopped": struck.ending == "stopped",
@@ -296,6 +307,8 @@ def _of_resume(record: RunRecord, strike: Strike, baseline: Baseline) -> dict[st
     if resumed_at in all_positions and expected in all_positions:
         too_early = max(0, all_positions.index(expected) - all_positions.index(resumed_at))
     whole = bool(strike.present)
+    read = tuple(path for path in (later[0].reads if later else ()) if path in strike.present)
+    written_in_place = {one.path for one in record.attempts[strike.attempt].saves if one.in_place}
     is_start = resumed_at is not None and bool(all_positions) and resumed_at == all_positions[0]
     starts_over = whole and is_start and len(before) > 1 and expected != all_positions[0]
     return {
@@ -303,7 +316,8 @@ def _of_resume(record: RunRecord, strike: Strike, baseline: Baseline) -> dict[st
         "should_resume_at": expected,
         "starts_over": starts_over,
         "newest_state": strike.present[-1] if strike.present else "",
-        "read_states": tuple(path for path in (later[0].reads if later else ()) if path in strike.present),
+        "read_states": read,
+        "in_place": tuple(path for path in read if path in written_in_place),
         "num_repeated": repeated * scale.stride + (scale.stride - 1 if repeated else 0),
         "num_too_early": too_early,
         "num_skipped": skipped * scale.stride,
@@ -342,6 +356,7 @@ def _of_losses(record: RunRecord, strike: Strike, baseline: Baseline) -> dict[st
     return {
         "first_loss_differs": compared[0][1] != compared[0][2] if compared else None,
         "later_loss_differs": any(one != other for _, one, other in compared[1:]) if len(compared) > 1 else None,
+        "first_lr": next(iter(rates.values()), None),
         "lr_differs": other_rates[0] if other_rates else None,
         "first_losses_differ": bool(firsts)
         and bool(undisturbed)
@@ -380,14 +395,22 @@ def _saved_for_the_stop(record: RunRecord) -> set[str]:
     return there - {one.path for attempt in record.attempts[strike.attempt + 1 :] for one in attempt.saves}
 
 
-def _hung_in(record: RunRecord) -> Literal["", "teardown", "collective", "elsewhere"]:
+def _hung_in(record: RunRecord, baseline: Baseline) -> Literal["", "teardown", "collective", "elsewhere"]:
     if record.outcome != "hung":
         return ""
     # The main thread's stack stands last: faulthandler begins with the thread that got the signal, which is any of them.
     texts = list(record.stacks.values())
-    if any(_TEARDOWN.search(text) for text in texts):
+    if any(_TEARDOWN.search(text) for text in texts) or _has_trained(record, baseline):
         return "teardown"
     return "collective" if any(_COLLECTIVE.search(text) for text in texts) else "elsewhere"
+
+
+def _has_trained(record: RunRecord, baseline: Baseline) -> bool:
+    """Tell whether the last attempt has printed the last position of the training, and so has only its end before it."""
+    if baseline.record.outcome != "finished":
+        return False
+    wanted, there = (positions(one.lines, baseline.scale) for one in (baseline.attempt, record.attempts[-1]))
+    return bool(wanted) and bool(there) and there[-1] == wanted[-1]
 
 
 def _load_error(attempts: Sequence[AttemptRecord]) -> str:

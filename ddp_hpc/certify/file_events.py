@@ -19,7 +19,7 @@ _MOVED_TO, _CREATED, _DELETED, _OVERFLOW, _FOLDER = 0x80, 0x100, 0x200, 0x4000, 
 _MASK = _MODIFIED | _WRITTEN | _READ | _MOVED_TO | _CREATED | _DELETED
 _HEADER = struct.Struct("iIII")
 _BUFFER_BYTES = 1 << 16
-Kind = Literal["begun", "done", "read", "gone"]
+Kind = Literal["begun", "done", "named", "read", "gone"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class FileEvent:
     """Something happened to a file."""
 
     kind: Kind
-    """Its writing has begun or goes on; it was written, or got its name; it was read; it was deleted."""
+    """Its writing has begun or goes on; it was written to its end; it got this name; it was read; it was deleted."""
     path: Path
 
 
@@ -86,7 +86,7 @@ class FileEvents:
         if mask & (_CREATED | _MODIFIED):
             return FileEvent("begun", path)
         if mask & (_WRITTEN | _MOVED_TO):
-            return FileEvent("done", path)
+            return FileEvent("named" if mask & _MOVED_TO else "done", path)
         return FileEvent("gone", path) if mask & _DELETED else None
 
     def _add(self, folder: Path) -> Iterator[FileEvent]:

@@ -23,6 +23,8 @@ class Save:
     at: float
     contents: Contents | None = None
     """None where it was gone again when it was to be read."""
+    in_place: bool = False
+    """Whether it was written under its own name, and not under another one and renamed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,10 +92,14 @@ def _uses_half_written(seen: Evidence) -> str:
 
 
 def _is_not_atomic(seen: Evidence) -> str:
-    """The same, where the kill came too early or too late to cut the file off, but the next attempt could not read it."""
-    if seen.half_written or not seen.load_error or seen.fault.is_stop:
+    """The same, where no kill has cut a file off."""
+    if seen.half_written or seen.fault.is_stop:
         return ""
-    return f"the attempt after the fault failed with: {seen.load_error}"
+    if seen.load_error:
+        return f"the attempt after the fault failed with: {seen.load_error}"
+    if seen.fault.moment == "in a save" and seen.in_place and not seen.was_in_save:
+        return f"{seen.in_place[0]} is written under the name that it is read by; no kill came while it was open, but one may"
+    return ""
 
 
 def _differs(seen: Evidence) -> bool:
@@ -105,6 +109,10 @@ def _differs(seen: Evidence) -> bool:
     return bool(seen.differences) or bool(seen.first_loss_differs) or bool(seen.later_loss_differs)
 
 
+_FAR = 3
+"""So many positions too early cannot come from output that was seen late."""
+
+
 def _resumes_wrong_file(seen: Evidence) -> str:
     if not seen.came_back and not seen.starts_over:
         return ""
@@ -112,9 +120,10 @@ def _resumes_wrong_file(seen: Evidence) -> str:
         return ""
     if seen.resumed_at is None or seen.should_resume_at is None or seen.num_too_early < 1:
         return ""
-    if not seen.read_states or seen.newest_state in seen.read_states:
+    others = [path for path in seen.read_states if path != seen.newest_state]
+    if not others or (len(others) < len(seen.read_states) and seen.num_too_early < _FAR):
         return ""
-    which = f"it read {', '.join(seen.read_states)}, but the newest is {seen.newest_state}"
+    which = f"it read {', '.join(others)}, but the newest is {seen.newest_state}"
     sort = (
         f"; {seen.source.sorts_names} compares the names as text, so that `10` comes before `9`"
         if seen.source.sorts_names
@@ -155,14 +164,23 @@ def _is_all_saved(seen: Evidence) -> bool:
     return saved is not None and saved.has_optimizer and (saved.has_rng or not seen.source.draws_random)
 
 
+def _has_unsaved_scheduler(seen: Evidence) -> bool:
+    return seen.checkpoint is not None and not seen.checkpoint.has_lr_scheduler
+
+
+def _begins_anew(seen: Evidence) -> bool:
+    """Tell whether the first learning rate that differs is the first one of the training."""
+    return seen.lr_differs is not None and seen.lr_differs[1] == seen.first_lr
+
+
 def _scheduler_off(seen: Evidence) -> str:
-    if not _differs(seen) or (seen.checkpoint is not None and not seen.checkpoint.has_lr_scheduler):
+    if not _differs(seen) or (_has_unsaved_scheduler(seen) and _begins_anew(seen)):
         return ""
     return _has_other_lr(seen)
 
 
 def _scheduler_unsaved(seen: Evidence) -> str:
-    if not _differs(seen) or seen.checkpoint is None or seen.checkpoint.has_lr_scheduler:
+    if not _differs(seen) or not _has_unsaved_scheduler(seen) or (seen.lr_differs and not _begins_anew(seen)):
         return ""
     shown = _has_other_lr(seen)
     return f"its saved states have no `last_epoch` of a scheduler; {shown}" if shown else ""
@@ -196,6 +214,12 @@ def _rng_unsaved(seen: Evidence) -> str:
     return f"{seen.source.draws_random} draws random numbers in each step, and its saved states have no state of a generator"
 
 
+def _weights_unloaded(seen: Evidence) -> str:
+    if not _differs(seen) or not seen.first_loss_differs or not seen.source.loads_loosely:
+        return ""
+    return f"the first loss after it came back differs; {seen.source.loads_loosely} loads with `strict=False`"
+
+
 def _reshuffled(seen: Evidence) -> str:
     if seen.first_losses_differ and seen.source.seeded_by_clock:
         return f"two undisturbed runs differ at their first loss already; {seen.source.seeded_by_clock} takes its seed from a clock"
@@ -209,7 +233,8 @@ def _reshuffled(seen: Evidence) -> str:
     if not where:
         return ""
     epoch = "" if seen.source.sets_epoch else ", and no `set_epoch` was found"
-    return f"the first loss after it came back differs; {where} shuffles{epoch}"
+    what = "the first loss after it came back" if seen.first_loss_differs else "its result"
+    return f"{what} differs; {where} shuffles{epoch}"
 
 
 def _doubles_metrics(seen: Evidence) -> str:
@@ -310,19 +335,31 @@ RULES: Sequence[Rule] = (
         "The script comes back from another file than the newest.",
         "newest = max(Path('checkpoints').glob('epoch_*.pt'), key=lambda p: int(re.search(r'\\d+', p.name)[0]))",
         _resumes_wrong_file,
+        is_sure=lambda seen: seen.newest_state not in seen.read_states,
+    ),
+    Rule(
+        "weights not loaded",
+        "The names in the saved state are not those of the model, for instance because one of them is wrapped in DDP, and "
+        "`strict=False` says nothing about it.",
+        "model.module.load_state_dict(state['model'])   # without `strict=False`",
+        _weights_unloaded,
+        covers=frozenset({"data reshuffled", "RNG not saved"}),
     ),
     Rule(
         "scheduler off by one",
         "The learning rate scheduler goes on at another step than the training.",
         "lr_scheduler.load_state_dict(state['lr_scheduler'])   # and no `lr_scheduler.step()` that was counted already",
         _scheduler_off,
+        is_sure=lambda seen: (
+            not _optimizer_unsaved(seen) and (not _has_unsaved_scheduler(seen) or seen.lr_differs is not None)
+        ),
     ),
     Rule(
         "scheduler not saved",
         "The learning rate scheduler begins anew.",
         "state['lr_scheduler'] = lr_scheduler.state_dict(); ...; lr_scheduler.load_state_dict(state['lr_scheduler'])",
         _scheduler_unsaved,
-        is_sure=_is_only(_optimizer_unsaved),
+        is_sure=lambda seen: not _optimizer_unsaved(seen) and seen.lr_differs is not None,
     ),
     Rule(
         "optimizer not saved",
@@ -349,7 +386,7 @@ RULES: Sequence[Rule] = (
         "After it came back, the script trains on the samples in another order.",
         "sampler = DistributedSampler(data, seed=0); sampler.set_epoch(epoch)   # in each epoch; then skip the batches that are done",
         _reshuffled,
-        is_sure=lambda seen: bool(seen.source.seeded_by_clock) or _is_all_saved(seen),
+        is_sure=lambda seen: bool(seen.source.seeded_by_clock) or (_is_all_saved(seen) and not seen.source.sets_epoch),
     ),
     Rule(
         "metrics doubled",

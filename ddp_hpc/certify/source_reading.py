@@ -50,6 +50,8 @@ class SourceFacts:
     distributed_sampler: str = ""
     sets_epoch: str = ""
     loads_optimizer: str = ""
+    loads_loosely: str = ""
+    """`load_state_dict(..., strict=False)`, which takes a state with other names for an empty one."""
     sorts_names: str = ""
     """Names of files are sorted as text."""
     renames: str = ""
@@ -100,7 +102,9 @@ class _Finder:
         if seeds:
             inner = {_name(one.func) for arg in seeds for one in ast.walk(arg) if isinstance(one, ast.Call)}
             self.note("seeded_by_clock" if inner & _CLOCKS else "seeds", file, node)
-        if name in {"RandomSampler", "randperm", "shuffle", "permutation"} or _has_true(node, "shuffle"):
+        if name in {"RandomSampler", "randperm", "shuffle", "permutation"} or _has_constant(
+            node, "shuffle", value=True
+        ):
             self.note("shuffles", file, node)
         if name == "DistributedSampler":
             self.note("distributed_sampler", file, node)
@@ -108,6 +112,8 @@ class _Finder:
             self.note("sets_epoch", file, node)
         if name == "load_state_dict" and any("opt" in word for word in words):
             self.note("loads_optimizer", file, node)
+        if name == "load_state_dict" and _has_constant(node, "strict", value=False):
+            self.note("loads_loosely", file, node)
         if name in {"sorted", "sort", "max"} and _of_names(node):
             self.note("sorts_names", file, node)
         if (name == "replace" and len(node.args) <= 2 and ("os" in words or len(node.args) == 1)) or name == "rename":
@@ -168,10 +174,9 @@ def _saves(body: ast.AST, functions: dict[str, ast.FunctionDef], depth: int) -> 
     return False
 
 
-def _has_true(node: ast.Call, keyword: str) -> bool:
-    return any(
-        one.arg == keyword and isinstance(one.value, ast.Constant) and one.value.value is True for one in node.keywords
-    )
+def _has_constant(node: ast.Call, keyword: str, *, value: bool) -> bool:
+    found = [one.value for one in node.keywords if one.arg == keyword]
+    return any(isinstance(one, ast.Constant) and one.value is value for one in found)
 
 
 def _of_names(node: ast.Call) -> bool:

@@ -223,7 +223,7 @@ class Trial:
             self._outside.update(
                 str(event.path)
                 for event in outer.wait(0.0)
-                if event.kind in {"begun", "done"} and str(event.path).startswith(self.order.outside)
+                if event.kind in {"begun", "done", "named"} and str(event.path).startswith(self.order.outside)
             )
         now = time.monotonic()
         if now - self._looked_at > LOOK_S and not (self._has_struck and self._scripts):
@@ -256,11 +256,11 @@ class Trial:
             if is_save and event.path not in self._open:
                 self._open.add(event.path)
                 self._begun += 1
-        elif event.kind == "done":
+        elif event.kind in {"done", "named"}:
             self._open.discard(event.path)
             if self._is_state(event.path):
                 self._done += 1
-                self._saves.append(self._save(event.path))
+                self._saves.append(self._save(event.path, in_place=event.kind == "done"))
         if self.is_armed and self._is_due():
             self._strike(self._number())
 
@@ -279,14 +279,14 @@ class Trial:
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.place.work_dir).as_posix()
 
-    def _save(self, path: Path) -> Save:
+    def _save(self, path: Path, *, in_place: bool) -> Save:
         contents = None
         if self.order.fault is None:  # the undisturbed run: what it has saved is what others are compared with
             with suppress(OSError):
                 contents = read(path)
         at = time.monotonic() - self.began
         self._read_log(self._number())
-        return Save(path=self._relative(path), num_lines=len(self._lines), at=at, contents=contents)
+        return Save(path=self._relative(path), num_lines=len(self._lines), at=at, contents=contents, in_place=in_place)
 
     def _number(self) -> int:
         newest = Ledger.read(self.place.run).newest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddp_hpc.certify.evidence import MOST_DIFFERENCES, Baseline, Evidence
+from ddp_hpc.certify.evidence import MOST_DIFFERENCES, Baseline, Difference, Evidence
 from ddp_hpc.certify.rules import Defect, diagnose
 
 Verdict = Literal[
@@ -96,13 +96,17 @@ def first_difference(evidence: Evidence) -> str:
     """Return what differs first, in the output or else in the files."""
     if evidence.first_loss_differs:
         return f"the first loss after it came back, at {evidence.unit} {'/'.join(map(str, evidence.resumed_at or ()))}"
-    files = [
-        f"{one.file}{f': {one.path}' if one.path else ''} is {one.here[:60]}, undisturbed {one.undisturbed[:60]}"
-        for one in evidence.differences[:MOST_DIFFERENCES]
-    ]
+    files = [_text(one) for one in evidence.differences[:MOST_DIFFERENCES]]
     if evidence.later_loss_differs:
         return f"a loss after the first one{f'; {files[0]}' if files else ''}"
     return files[0] if files else "nothing that is known"
+
+
+def _text(difference: Difference) -> str:
+    where = f"{difference.path} in {difference.file}" if difference.path else difference.file
+    if difference.here.startswith("tensor") and difference.undisturbed.startswith("tensor"):
+        return f"the tensor {where} has other values"
+    return f"{where} is {difference.here[:60]!r}, undisturbed {difference.undisturbed[:60]!r}"
 
 
 def _notes(evidence: Evidence) -> list[str]:

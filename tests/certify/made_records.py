@@ -19,9 +19,11 @@ WHOLE = {
 }
 
 
-def lines_of(first: int, last: int, *, loss: float = 1.0) -> tuple[Line, ...]:
+def lines_of(first: int, last: int, *, loss: float = 1.0, lr_first: int = 1) -> tuple[Line, ...]:
+    """Return the lines of some steps; the learning rate is the highest at step `lr_first`."""
     return tuple(
-        parse(f"step {step} loss {loss / step:.6f}", float(step - first + 1)) for step in range(first, last + 1)
+        parse(f"step {step} loss {loss / step:.6f} lr {0.1 * 0.9 ** (step - lr_first):.6f}", float(step - first + 1))
+        for step in range(first, last + 1)
     )
 
 

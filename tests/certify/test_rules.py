@@ -48,7 +48,7 @@ def test_another_result_without_a_known_reason_says_what_differs_first() -> None
     finding = found("kill-at-random", struck(final=OTHER), undisturbed())
 
     assert (finding.verdict, finding.is_good, finding.defects) == ("differs", False, [])
-    assert "certify does not know why; what differs first: step_10.pt: model.weight is tensor" in finding.reason
+    assert "certify does not know why; what differs first: the tensor model.weight in step_10.pt has" in finding.reason
 
 
 def test_a_script_that_always_ends_otherwise_is_not_blamed_for_it() -> None:
@@ -172,10 +172,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"final": {"step_10.pt": values(), "log.csv": text("1,0.5", "2,0.4", "2,0.4")}},
         {"final": {"step_10.pt": values(), "log.csv": text("1,0.5", "2,0.4")}},
     ),
+    "weights not loaded": (
+        "kill-at-random",
+        {"then": ALL_DIFFER, "final": OTHER},
+        {"source": SourceFacts(distributed_sampler="train.py:9", loads_loosely="train.py:12")},
+    ),
     "starts over": ("kill-at-random", {"then": lines_of(1, 10)}, {}),
     "scheduler not saved": (
         "kill-at-random",
-        {"then": LATER_DIFFER, "final": {"step_10.pt": values({"optimizer.param_groups.0.lr": "0.2"}, without="lr_")}},
+        {
+            "then": lines_of(5, 10, lr_first=5),
+            "final": {"step_10.pt": values({"optimizer.param_groups.0.lr": "0.2"}, without="lr_")},
+        },
         {"saved": values(without="lr_")},
     ),
 }
@@ -212,6 +220,35 @@ def test_two_defects_that_fit_equally_are_both_named_as_possible() -> None:
 
     assert {defect.name for defect in finding.defects} == {"RNG not saved", "data reshuffled"}
     assert finding.reason == "possibly RNG not saved or data reshuffled"
+
+
+def test_a_scheduler_that_is_not_saved_and_made_up_for_wrongly_is_off_by_one() -> None:
+    record = struck(
+        then=lines_of(5, 10, lr_first=2),
+        final={"step_10.pt": values({"optimizer.param_groups.0.lr": "0.2"}, without="lr_")},
+    )
+
+    (defect,) = found("kill-at-random", record, undisturbed(values(without="lr_"))).defects
+
+    assert (defect.name, defect.is_sure) == ("scheduler off by one", True)
+    assert "the learning rate at step 5 is 0.0729, undisturbed 0.06561" in defect.evidence
+
+
+def test_a_file_that_is_written_in_place_is_possibly_used_half_written_though_no_kill_has_cut_it_off() -> None:
+    saves = (Save(path="step_4.pt", num_lines=4, at=4.0, in_place=True),)
+    record = struck(attempt={"saves": saves}, later={"reads": ("step_4.pt",)})
+
+    finding = found("kill-in-save", record, undisturbed())
+
+    assert finding.reason == "possibly half-written file used"
+    assert "no kill came while it was open" in finding.defects[0].evidence
+
+
+def test_a_script_that_prints_its_last_step_and_never_ends_hangs_in_teardown() -> None:
+    record = struck(then=lines_of(6, 10), later={"ending": "hung"})
+    record = replace(record, stacks={0: '  File "train.py", line 12 in upload'})
+
+    assert found("kill-at-random", record, undisturbed()).reason == "hangs in teardown"
 
 
 def test_a_handler_of_another_signal_may_save() -> None:
