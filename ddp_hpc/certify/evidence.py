@@ -136,6 +136,8 @@ class Evidence:
     should_resume_at: Position | None = None
     """The first position after the newest saved state."""
     starts_over: bool = False
+    ended_at: Position | None = None
+    """The last position, where the script ended well before the last one of the undisturbed run."""
     newest_state: str = ""
     read_states: tuple[str, ...] = ()
     """Saved states that the script read when it came back."""
@@ -157,7 +159,7 @@ class Evidence:
     @property
     def came_back(self) -> bool:
         """Whether the run went on from what it had saved, to its end."""
-        return self.outcome in {"finished", "untouched"} and not self.starts_over
+        return self.outcome in {"finished", "untouched"} and not self.starts_over and self.ended_at is None
 
     @property
     def unit(self) -> str:
@@ -301,8 +303,10 @@ def _of_resume(record: RunRecord, strike: Strike, baseline: Baseline) -> dict[st
     expected = _position_after_newest(record, strike, baseline)
     skipped = 0
     if resumed_at in all_positions and before:
-        reached = max((all_positions.index(one) for one in before if one in all_positions), default=-1)
-        skipped = max(0, all_positions.index(resumed_at) - reached - 1)
+        newest = max((all_positions.index(one) for one in before if one in all_positions), default=-1)
+        skipped = max(0, all_positions.index(resumed_at) - newest - 1)
+    reached = [one for one in all_positions if one in before or one in after]
+    is_short = record.outcome == "finished" and bool(reached) and reached[-1] != all_positions[-1]
     too_early = 0
     if resumed_at in all_positions and expected in all_positions:
         too_early = max(0, all_positions.index(expected) - all_positions.index(resumed_at))
@@ -315,6 +319,7 @@ def _of_resume(record: RunRecord, strike: Strike, baseline: Baseline) -> dict[st
         "resumed_at": resumed_at,
         "should_resume_at": expected,
         "starts_over": starts_over,
+        "ended_at": reached[-1] if is_short else None,
         "newest_state": strike.present[-1] if strike.present else "",
         "read_states": read,
         "in_place": tuple(path for path in read if path in written_in_place),

@@ -140,6 +140,29 @@ def _starts_over(seen: Evidence) -> str:
     return f"{seen.newest_state} was there, but the script read no saved state and began at its first {seen.unit}"
 
 
+def _ends_early(seen: Evidence) -> str:
+    if seen.ended_at is None:
+        return ""
+    return f"it ended with exit code 0 and had printed {seen.unit} {_text(seen.ended_at)} as its last, which the undisturbed run goes beyond"
+
+
+_COUNTERS = {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done"}
+
+
+def _miscounts(seen: Evidence) -> str:
+    """Return a counter of the script's own that ends elsewhere; a scheduler that is off by one leaves it alone."""
+    if not _differs(seen):
+        return ""
+    own = [
+        one
+        for one in seen.differences
+        if one.path.rpartition(".")[2] in _COUNTERS and one.here.isdigit() and one.undisturbed.isdigit()
+    ]
+    if not own:
+        return ""
+    return f"{own[0].path} in {own[0].file} is {own[0].here} at the end, undisturbed {own[0].undisturbed}"
+
+
 def _has_other_lr(seen: Evidence) -> str:
     """Return which value of a learning rate scheduler is another one."""
     off = [one for one in seen.differences if one.path.rpartition(".")[2] in {"last_epoch", "_step_count"}]
@@ -225,6 +248,8 @@ def _reshuffled(seen: Evidence) -> str:
         return f"two undisturbed runs differ at their first loss already; {seen.source.seeded_by_clock} takes its seed from a clock"
     if not _differs(seen) or seen.first_loss_differs is False or _has_other_lr(seen):
         return ""
+    if seen.resumed_at is None and seen.scale.unit:
+        return ""  # nothing was trained
     if seen.source.seeded_by_clock:
         return f"the first loss after it came back differs; {seen.source.seeded_by_clock} takes its seed from a clock"
     # With `set_epoch`, a DistributedSampler's order depends on the epoch alone; so something else is likelier, if there is any.
@@ -331,11 +356,24 @@ RULES: Sequence[Rule] = (
         _starts_over,
     ),
     Rule(
+        "ends too early",
+        "The script ends as if it had finished, with work left to do: a file says that it is done, or its counter is wrong.",
+        "open('done', 'w').close()   # as the very last line, after the results are saved",
+        _ends_early,
+    ),
+    Rule(
         "resumes from the wrong file",
         "The script comes back from another file than the newest.",
         "newest = max(Path('checkpoints').glob('epoch_*.pt'), key=lambda p: int(re.search(r'\\d+', p.name)[0]))",
         _resumes_wrong_file,
         is_sure=lambda seen: seen.newest_state not in seen.read_states,
+    ),
+    Rule(
+        "goes on at the wrong step",
+        "After it came back, the script does a step again that is in its weights already, or leaves one out.",
+        "state['step'] = step + 1   # the step to go on with: the one after the step that the weights have seen",
+        _miscounts,
+        covers=frozenset({"scheduler off by one", "scheduler not saved", "data reshuffled", "RNG not saved"}),
     ),
     Rule(
         "weights not loaded",

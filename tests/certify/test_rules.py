@@ -177,6 +177,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"then": ALL_DIFFER, "final": OTHER},
         {"source": SourceFacts(distributed_sampler="train.py:9", loads_loosely="train.py:12")},
     ),
+    "ends too early": ("kill-at-random", {"then": (), "final": {}}, {}),
+    "goes on at the wrong step": (
+        "term",
+        {
+            "signal_action": "caught",
+            "final": {"step_10.pt": values({"step": "11", "lr_scheduler.last_epoch": "11"})},
+        },
+        {"saved": values({"step": "10"})},
+    ),
     "starts over": ("kill-at-random", {"then": lines_of(1, 10)}, {}),
     "scheduler not saved": (
         "kill-at-random",
