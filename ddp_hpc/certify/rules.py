@@ -321,7 +321,15 @@ RULES: Sequence[Rule] = (
         f"def on_signal(*_): global stop_asked; stop_asked = True   # the handler only sets a flag\n{_AGREE}",
         _saves_in_handler,
         covers=frozenset(
-            {"scheduler off by one", "optimizer not saved", "RNG not saved", "data reshuffled", "metrics doubled"}
+            {
+                "data reshuffled",
+                "goes on at the wrong step",
+                "metrics doubled",
+                "optimizer not saved",
+                "RNG not saved",
+                "scheduler not saved",
+                "scheduler off by one",
+            }
         ),
     ),
     Rule(
