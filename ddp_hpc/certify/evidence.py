@@ -17,6 +17,8 @@ from ddp_hpc.certify.source_reading import SourceFacts
 
 MOST_DIFFERENCES = 8
 NO_FILE = "no such file"
+_MOST_LEFT = 2
+"""So many positions may be missing at the end where a step was counted twice: the script did finish."""
 _LOAD_ERRORS = re.compile(
     r"PytorchStreamReader|EOFError|unexpected EOF|UnpicklingError|truncated|zip archive|Ran out of input|"
     r"HeaderTooSmall|InvalidHeader|SafetensorError|unexpected end|BadZipFile|JSONDecodeError",
@@ -306,7 +308,8 @@ def _of_resume(record: RunRecord, strike: Strike, baseline: Baseline) -> dict[st
         newest = max((all_positions.index(one) for one in before if one in all_positions), default=-1)
         skipped = max(0, all_positions.index(resumed_at) - newest - 1)
     reached = [one for one in all_positions if one in before or one in after]
-    is_short = record.outcome == "finished" and bool(reached) and reached[-1] != all_positions[-1]
+    num_left = len(all_positions) - 1 - all_positions.index(reached[-1]) if reached else 0
+    is_short = record.outcome == "finished" and num_left > (_MOST_LEFT if after else 0)
     too_early = 0
     if resumed_at in all_positions and expected in all_positions:
         too_early = max(0, all_positions.index(expected) - all_positions.index(resumed_at))

@@ -323,6 +323,7 @@ RULES: Sequence[Rule] = (
         covers=frozenset(
             {
                 "data reshuffled",
+                "ends too early",
                 "goes on at the wrong step",
                 "metrics doubled",
                 "optimizer not saved",
