@@ -48,6 +48,8 @@ def type_in_words(annotation: Any) -> str:
         return f"one of {', '.join(arms)}"
     if origin is tuple:
         count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
+        if get_origin(arms[0]) is Literal:
+            return f"a list of {count}words, each {type_in_words(arms[0])}"
         return f"a list of {count}{_NAMES[arms[0]][1]}"
     if is_dataclass(annotation):
         return f"a {getattr(annotation, '__name__', annotation)}"

@@ -45,6 +45,11 @@ class Monitor:
     _looked_at: float | None = None
     _has_asked: bool = False
 
+    @property
+    def silence_s(self) -> float:
+        """For how long no worker has written anything, at the last look."""
+        return self._silence_s
+
     def look(self, number: int | None, now: float) -> Literal["", "stop", "end"]:
         """Return what to do with the workers now; `number` is the signal that came, if one did."""
         had_time = not self.is_out_of_time

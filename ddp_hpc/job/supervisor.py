@@ -34,6 +34,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
+from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
@@ -280,13 +281,16 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
         stale_attempts.close_stale(context.records, workload, context.job)
     staged = stage(context.spec, run, context.allocation, context.environ)
     workers = _workers(context, moved(wrapper, staged, context.environ), lock_fds)
+    notifier = Notifier(context=context)
     try:
         while True:
             attempt = _begin(context, wrapper.image)
-            outcome = _see_through(context, workers, attempt)
+            notifier.begun(attempt)
+            outcome = _see_through(context, workers, attempt, notifier)
             if context.allocation is not None:
                 outcome = node_probe.blame(context, wrapper, attempt, outcome)
             conclusion = last_resort.conclude(context, attempt, outcome)
+            notifier.ended(conclusion)
             if conclusion.decision.next != Next.IN_PLACE:
                 break
             sys.stderr.write(f"note: {conclusion.reason}; ddp-hpc starts the workers again\n")
@@ -295,6 +299,7 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
     finally:
         workers.close()
         unstage(staged, context.allocation, context.environ)
+    notifier.leave(goes_on=bool(conclusion.decision.next))
     last_resort.leave(context, conclusion)
     return conclusion.exit_code
 
@@ -341,14 +346,14 @@ def _slurm_job(allocation: Allocation) -> SlurmJob:
     return SlurmJob(allocation=allocation, environ=os.environ)
 
 
-def _see_through(context: JobContext, workers: Workers, attempt: int) -> Outcome:
+def _see_through(context: JobContext, workers: Workers, attempt: int, notifier: Notifier) -> Outcome:
     """Start the workers and wait for their end; where another process uses the port, try the next one."""
     try:
         ledger = context.records.ledger()
         begun = ledger.attempt(attempt)
         assert begun is not None  # noqa: S101  its start has just been written
         if not context.is_for_slurm:
-            return _watch_over(context, workers, begun, None)
+            return _watch_over(context, workers, begun, None, notifier)
         job = _fitting(context)
         avoided = stale_attempts.nodes_to_avoid(job, context.spec, ledger)
         if avoided:
@@ -356,7 +361,7 @@ def _see_through(context: JobContext, workers: Workers, attempt: int) -> Outcome
             return Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=avoided)
         preferred = context.spec.network.interfaces
         for meeting in meetings(job.allocation, attempt=attempt, environ=context.environ, preferred=preferred):
-            outcome = _watch_over(context, workers, begun, meeting)
+            outcome = _watch_over(context, workers, begun, meeting, notifier)
             if outcome.code != exit_codes.PORT_TAKEN:
                 return outcome
             sys.stderr.write(f"note: another process listens at {meeting.endpoint}; ddp-hpc tries another port\n")
@@ -386,7 +391,9 @@ def _fitting(context: JobContext) -> SlurmJob:
     return job
 
 
-def _watch_over(context: JobContext, workers: Workers, begun: Attempt, meeting: Meeting | None) -> Outcome:
+def _watch_over(
+    context: JobContext, workers: Workers, begun: Attempt, meeting: Meeting | None, notifier: Notifier
+) -> Outcome:
     """Start the workers and wait for their end; ask them to stop, or kill them, when it is time."""
     monitor = _monitor(context, begun)
     workers.begin(begun.attempt, meeting)
@@ -397,6 +404,8 @@ def _watch_over(context: JobContext, workers: Workers, begun: Attempt, meeting: 
                 workers.stop()
             case "end":
                 workers.end()
+        if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
+            notifier.silent(begun.attempt, monitor.silence_s)
     if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
         code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
     return Outcome(

@@ -128,6 +128,11 @@ class RunDir:
         return self.path / "supervisor-gave-up"
 
     @property
+    def notified(self) -> Path:
+        """The events for which the user's command (`notify.command`) was started: one line for each."""
+        return self.path / "notified.jsonl"
+
+    @property
     def done(self) -> Path:
         """If it exists, the run has finished; it holds the last step."""
         return self.path / "DONE"

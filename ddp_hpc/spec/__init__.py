@@ -8,6 +8,7 @@ from ddp_hpc.spec.container import ContainerSpec
 from ddp_hpc.spec.launch import (
     LaunchSpec,
     NetworkSpec,
+    NotifySpec,
     ResourcesSpec,
     RestartSpec,
     SlurmSpec,
@@ -39,6 +40,7 @@ __all__ = [
     "LogSpec",
     "LrScheduleSpec",
     "NetworkSpec",
+    "NotifySpec",
     "OnNonfinite",
     "OptimizerSpec",
     "Program",

@@ -243,6 +243,28 @@ class NetworkSpec(Checked, section="network"):
     """Interfaces to prefer on rank zero's node, the best first (`hsn*`). Unset: the fastest network that all nodes share."""
 
 
+NotifyEvent = Literal["start", "end", "failure", "no_progress"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotifySpec(Checked, section="notify"):
+    """A command of yours that the run starts when something happens to it."""
+
+    command: tuple[str, ...] = ()
+    """The command, one item a word (`[./tell-me.sh]`); it gets DDP_HPC_EVENT and other variables (docs/survival.md). It is killed
+    after 30 s, and the run goes on whatever becomes of it."""
+    on: tuple[NotifyEvent, ...] = ("start", "end", "failure", "no_progress")
+    """When to start it: at the run's first attempt, when the run has finished or was stopped, when an attempt fails, and when no
+    worker has made progress for half of `restart.hang_timeout_s`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not any("\0" in word for word in self.command) and (not self.command or bool(self.command[0])),
+            f"`notify.command` is {list(self.command)!r}, but its first word must name a program, and no word may have a NUL character.",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec(Checked):
     """What launching knows of a run: its name, its machines, and how its workers are started and restarted."""
@@ -262,6 +284,7 @@ class LaunchSpec(Checked):
     container: ContainerSpec = field(default_factory=ContainerSpec)
     stage: StageSpec = field(default_factory=StageSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
+    notify: NotifySpec = field(default_factory=NotifySpec)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables for the run's processes; they win over those of the shell that submits (`env.NCCL_DEBUG=INFO`)."""
 

@@ -35,6 +35,8 @@ DOORS: dict[str, set[str]] = {
         "job/node/join_node.py",
         "job/node/torchrun_node.py",
         "job/node/unpack.py",
+        "job/notifier.py",
+        "job/notify.py",
         "slurm/client.py",
         "submission/image_build.py",
         "diagnose/image_probe.py",

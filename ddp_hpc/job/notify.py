@@ -1,0 +1,123 @@
+"""Starts the user's own command at events of a run (`notify.command`): once for each event, and never waits long for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ddp_hpc.base.durable import append_json_line, read_json_lines
+from ddp_hpc.job.ending.attempt_end import Conclusion
+from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.job.notifier import TIMEOUT_S
+from ddp_hpc.run_dir.ledger import Ending
+from ddp_hpc.run_dir.records import read_progress
+from ddp_hpc.spec.launch import NotifyEvent
+
+PATIENCE_S = 5.0
+"""How long a job that goes back into the queue waits for the command: Slurm ends the job, and so the command, when it is requeued."""
+_SLACK_S = 5.0
+_ENDED_WELL = frozenset({Ending.FINISHED, Ending.STOPPED, Ending.CANCELLED})
+
+
+@dataclass(kw_only=True)
+class Notifier:
+    """Of one job."""
+
+    context: JobContext
+    _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _seen: set[tuple[str, int]] = field(default_factory=set)
+
+    def begun(self, attempt: int) -> None:
+        """Note the start of an attempt: the first of the user's submission is the run's start."""
+        queued = self.context.records.queued()
+        since = queued.since if queued is not None and self.context.allocation is not None else attempt
+        self._tell("start", since, state="running", attempt=attempt)
+
+    def silent(self, attempt: int, silence_s: float) -> None:
+        """Note that no worker has made progress for some time."""
+        reason = (
+            f"no worker has made progress for {silence_s:.0f} s; after `restart.hang_timeout_s`, ddp-hpc restarts them"
+        )
+        self._tell("no_progress", attempt, state="running", attempt=attempt, reason=reason)
+
+    def ended(self, conclusion: Conclusion) -> None:
+        """Note the end of an attempt. One that was stopped and goes on does not count."""
+        ending, follows = conclusion.decision.ending, conclusion.decision.next
+        state, reason = str(ending), conclusion.reason
+        if ending == Ending.FENCED:
+            return  # a newer start of the run says what becomes of it
+        if ending not in _ENDED_WELL:
+            self._tell(
+                "failure",
+                conclusion.attempt,
+                state=state,
+                attempt=conclusion.attempt,
+                reason=reason,
+                follows=str(follows),
+            )
+        elif not follows:
+            self._tell("end", conclusion.attempt, state=state, attempt=conclusion.attempt, reason=reason)
+
+    def leave(self, *, goes_on: bool) -> None:
+        """Wait for the commands that still run, before this process ends or gives its job back."""
+        deadline = time.monotonic() + (PATIENCE_S if goes_on else TIMEOUT_S + _SLACK_S)
+        for process in self._running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(deadline - time.monotonic(), 0.0))
+
+    def _tell(  # noqa: PLR0913  what a command can learn of an event
+        self, event: NotifyEvent, number: int, *, state: str, attempt: int, reason: str = "", follows: str = ""
+    ) -> None:
+        spec = self.context.spec.notify
+        if not spec.command or event not in spec.on or (event, number) in self._seen:
+            return
+        self._seen.add((event, number))
+        try:
+            if not self._record(event, number):
+                return
+            environ = {
+                **self.context.environ,
+                **self._variables(event, state=state, attempt=attempt, reason=reason, follows=follows),
+            }
+            self._running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "ddp_hpc.job.notifier", *spec.command],
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # a stop signal for this process group is not for the command
+                )
+            )
+        except Exception as error:  # noqa: BLE001  no command of the user's may end the run
+            sys.stderr.write(f"note: ddp-hpc could not start `notify.command` for the event {event}: {error}\n")
+
+    def _record(self, event: str, number: int) -> bool:
+        """Write down that the command is started for an event; return False where it was before, also in an earlier job."""
+        # First the record, then the command: it is never started twice, and not at all if this process dies in between.
+        file = self.context.run.notified
+        key = {"event": event, "number": number}
+        if any({name: line.get(name) for name in key} == key for line in read_json_lines(file, on_odd=lambda _: None)):
+            return False
+        append_json_line(file, {**key, "at": time.time()})
+        return True
+
+    def _variables(self, event: str, *, state: str, attempt: int, reason: str, follows: str) -> Mapping[str, str]:
+        context = self.context
+        progress = read_progress(context.run)
+        values = {
+            "EVENT": event,
+            "RUN": context.run.name,
+            "RUN_DIR": str(context.run.path),
+            "STATE": state,
+            "REASON": reason,
+            "NEXT": follows,
+            "ATTEMPT": str(attempt),
+            "STEP": "" if progress is None else str(progress.step),
+            "JOB_ID": "" if context.allocation is None else context.allocation.job_id,
+        }
+        told = {f"DDP_HPC_{name}": value.replace("\0", "") for name, value in values.items()}
+        return {**told, "DDP_HPC_JSON": json.dumps({name.lower(): value for name, value in values.items()})}

@@ -1,0 +1,141 @@
+"""Which events of a run the user's command is started for, and that no event starts it twice, also not in the job after a requeue."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.job.ending.attempt_end import Conclusion
+from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.job.notify import Notifier
+from ddp_hpc.requeue import Decision
+from ddp_hpc.run_dir.ledger import Cause, Ending, Next
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
+from ddp_hpc.slurm.allocation import read_allocation
+from ddp_hpc.spec import NotifySpec, RunSpec
+from ddp_hpc.workload.table import workload_of
+from ddp_hpc.world import World
+from tests.unit.made_network import batch
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "run").mkdir()
+    return RunDir(tmp_path / "run")
+
+
+def notifier(run: RunDir, *, on_slurm: bool = False, **notify: Any) -> Notifier:
+    tell = ["bash", "-c", f'echo "$DDP_HPC_JSON" >> {run.path}/told']
+    spec = RunSpec(name="run", runs_dir=str(run.path.parent), notify=NotifySpec(**{"command": tell, **notify}))
+    return Notifier(
+        context=JobContext(
+            run=run,
+            spec=spec,
+            workload=workload_of(spec),
+            world=World(num_nodes=1, workers_per_node=1),
+            allocation=read_allocation(batch()) if on_slurm else None,
+            is_for_slurm=on_slurm,
+            environ={"PATH": "/usr/bin:/bin"},
+        )
+    )
+
+
+def told(run: RunDir, of: Notifier) -> list[dict[str, str]]:
+    of.leave(goes_on=False)
+    path = run.path / "told"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def end(ending: Ending, follows: Next = Next.NOTHING, attempt: int = 0) -> Conclusion:
+    decision = Decision(ending=ending, next=follows)
+    return Conclusion(attempt=attempt, cause=Cause.WORKER_CRASHED, decision=decision, reason="rank 1: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("ending", "follows", "expected"),
+    [
+        (Ending.FINISHED, Next.NOTHING, ["end"]),
+        (Ending.STOPPED, Next.NOTHING, ["end"]),
+        (Ending.CANCELLED, Next.NOTHING, ["end"]),
+        (Ending.STOPPED, Next.REQUEUE, []),
+        (Ending.FAILED, Next.IN_PLACE, ["failure"]),
+        (Ending.FAILED, Next.NOTHING, ["failure"]),
+        (Ending.REFUSED, Next.NOTHING, ["failure"]),
+        (Ending.FENCED, Next.NOTHING, []),
+    ],
+)
+def test_an_end_that_the_cluster_or_the_user_brought_and_that_goes_on_is_no_event(
+    ending: Ending, follows: Next, expected: list[str], run: RunDir
+) -> None:
+    of = notifier(run)
+
+    of.ended(end(ending, follows))
+
+    assert [(one["event"], one["next"]) for one in told(run, of)] == [(event, str(follows)) for event in expected]
+
+
+def test_a_requeued_job_does_not_tell_the_start_again_and_a_new_submission_does(run: RunDir) -> None:
+    write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0))
+    for attempt in (0, 1):  # the second is that of the requeued job, with a supervisor of its own
+        of = notifier(run, on_slurm=True)
+        of.begun(attempt)
+        of.leave(goes_on=False)
+    write_queued_job(run, QueuedJob(job_id="8", attempt=2, at=0.0, since=2))
+    of = notifier(run, on_slurm=True)
+    of.begun(2)
+
+    assert [(one["event"], one["attempt"], one["job_id"]) for one in told(run, of)] == [
+        ("start", "0", "7"),
+        ("start", "2", "7"),
+    ]
+
+
+def test_another_supervisor_after_one_that_died_tells_no_event_twice(run: RunDir) -> None:
+    first, second = notifier(run), notifier(run)
+    for of in (first, second):
+        of.ended(end(Ending.FAILED))
+        of.silent(0, 450.0)
+        of.silent(0, 455.0)
+        of.leave(goes_on=False)
+
+    assert sorted(one["event"] for one in told(run, second)) == ["failure", "no_progress"]
+
+
+def test_only_the_events_that_the_user_names_start_the_command(run: RunDir) -> None:
+    of = notifier(run, on=("failure",))
+
+    of.begun(0)
+    of.ended(end(Ending.FINISHED))
+
+    assert told(run, of) == []
+
+
+def test_where_the_record_cannot_be_written_the_run_goes_on_without_the_command(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.notified.mkdir()
+    of = notifier(run)
+
+    of.begun(0)
+
+    assert told(run, of) == []
+    assert "could not start `notify.command` for the event start" in capsys.readouterr().err
+
+
+def test_a_job_that_goes_back_into_the_queue_waits_only_a_moment(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_hpc.job.notify.PATIENCE_S", 0.2)
+    of = notifier(run, command=("sleep", "20"))
+    of.ended(end(Ending.FAILED, Next.REQUEUE))
+    began = time.monotonic()
+
+    of.leave(goes_on=True)
+
+    assert time.monotonic() - began < 15
+    for process in of._running:
+        process.terminate()
+        process.wait()
