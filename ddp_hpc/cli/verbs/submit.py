@@ -60,6 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start over from step 0; the existing run of that name is renamed to NAME.old-1",
     )
+    parser.add_argument(
+        "--after",
+        action="append",
+        default=[],
+        metavar="RUN[:ok|notok|any]",
+        help="on Slurm: start when another run has finished (ok, the default), failed (notok) or ended (any); may be repeated",
+    )
+    parser.add_argument(
+        "--singleton",
+        action="store_true",
+        help="on Slurm: start when no other job of yours with the same name runs or waits",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_site(parser)
     add_runs_dir(parser)
@@ -77,14 +89,14 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path, settings = sorted_words(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
-    resolved = resolve(
-        path,
-        [*settings, *here],
-        environment,
-        site=args.site,
-        is_for_slurm=backend.HAS_QUEUE,
-        command=args.command or (),
-    )
+
+    def resolved_with(more: Sequence[str]) -> Resolved:
+        words, command = [*settings, *here, *more], args.command or ()
+        return resolve(path, words, environment, site=args.site, is_for_slurm=backend.HAS_QUEUE, command=command)
+
+    resolved = resolved_with([])
+    if args.after or args.singleton:
+        resolved = resolved_with(_chain(args, backend, resolved, environment))
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
     if args.dry_run:
@@ -117,6 +129,19 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     file, command = [] if path is None else [str(path)], ["--", *args.command] if args.command else []
     again = shlex.join(["ddp-hpc", "submit", *file, *map(_shown, settings), *here, *command])
     return _print_status(submission.run, environment, word=word, again=None if args.json else again)
+
+
+def _chain(args: argparse.Namespace, backend: Backend, resolved: Resolved, environment: Mapping[str, str]) -> list[str]:
+    """Return the setting by which the job waits for others."""
+    from ddp_hpc.submission.chain import Before, dependency, split_when
+    from ddp_hpc.watch.find import find_run
+
+    runs_dir = resolved.spec.path.parent
+    named = [split_when(text) for text in args.after]
+    befores = [Before(find_run(name, runs_dir), when) for name, when in named] if backend.HAS_QUEUE else []
+    users = resolved.spec.slurm.dependency
+    found = dependency(befores, backend, environment, is_single=args.singleton, users=users)
+    return [] if found is None else [f"slurm.dependency={found}"]
 
 
 def _note_stopping(run_dir: RunDir, backend: Backend) -> None:

@@ -1,0 +1,71 @@
+"""What a new job waits for, where other runs have ended, or wait, or are no jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.config import load_resolved
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.ledger import Ending, record_end, record_start
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import write_done
+from ddp_hpc.submission import slurm
+from ddp_hpc.submission.chain import Before, dependency, split_when
+from ddp_hpc.workload.table import workload_of
+from tests.made_run import make_run
+
+
+def ended(run: RunDir, ending: Ending) -> None:
+    record_start(run, attempt=0, job_id="7")
+    record_end(run, attempt=0, ending=ending, exit_code=1)
+    if ending == Ending.FINISHED:
+        write_done(run, workload_of(load_resolved(run.config)).goal)
+
+
+def wait_for(run: RunDir, when: str, *, is_single: bool = False, users: str | None = None) -> str | None:
+    return dependency([Before(run, when)], slurm, {"PATH": ""}, is_single=is_single, users=users)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a", ("a", "ok")), ("a:notok", ("a", "notok")), ("a:any", ("a", "any")), ("/runs/b:c", ("/runs/b:c", "ok"))],
+)
+def test_a_run_is_named_with_how_it_has_to_end(text: str, expected: tuple[str, str]) -> None:
+    assert split_when(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("ending", "when"), [("finished", "ok"), ("finished", "any"), ("failed", "notok"), ("failed", "any")]
+)
+def test_a_run_that_has_ended_as_asked_for_is_not_waited_for(ending: str, when: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    ended(run, Ending(ending))
+
+    assert wait_for(run, when) is None
+    assert wait_for(run, when, is_single=True, users="afterany:3") == "afterany:3,singleton"
+
+
+@pytest.mark.parametrize(
+    ("ending", "when", "how"), [("finished", "notok", "has finished"), ("failed", "ok", "is failed")]
+)
+def test_a_run_that_has_ended_otherwise_is_refused(ending: str, when: str, how: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    ended(run, Ending(ending))
+
+    with pytest.raises(ConfigError, match=how):
+        wait_for(run, when)
+
+
+def test_on_one_machine_a_chain_is_refused_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("recipe: {target: 'ddp_hpc.train.recipes.drill:build'}\n")
+
+    assert main(["submit", "a.yaml", "--cluster", "local", "--after", "b"]) == 2
+
+    assert "`ddp-hpc submit A --wait && ddp-hpc submit B`" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
