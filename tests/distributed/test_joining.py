@@ -153,8 +153,7 @@ def test_nodes_named_by_hand_stop_at_a_signal_and_go_on_when_they_are_started_ag
     slow = "recipe.args.load_s=0.2"
     nodes = [node(0, slow), node(1, slow)]
     until(lambda: (progress := read_progress(workplace.run("trial"))) is not None and progress.step >= 1)
-    nodes[1].send_signal(signal.SIGTERM)  # one node is taken away; all ranks agree to stop
-    nodes[0].send_signal(signal.SIGTERM)
+    nodes[1].send_signal(signal.SIGTERM)  # one node is to be taken away: all ranks agree to stop, and both nodes say so
 
     assert ends(nodes) == [99, 99]
     (stopped,) = attempts(workplace)

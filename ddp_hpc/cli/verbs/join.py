@@ -83,7 +83,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     # The same process goes on, so that its launcher signals the right one, and as a new Python, which has nothing of a command.
-    os.execve(sys.executable, [sys.executable, *argv], dict(environ))  # noqa: S606  no shell is needed
+    # It does not import a json.py of this directory in place of Python's own.
+    os.execve(sys.executable, [sys.executable, *argv], {"PYTHONSAFEPATH": "ddp_hpc", **environ})  # noqa: S606  no shell is needed
 
 
 def _words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:

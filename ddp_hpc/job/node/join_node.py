@@ -11,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,11 @@ from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.patience import known
 from ddp_hpc.job.node.torchrun_node import see_through
+from ddp_hpc.run_dir.ledger import Cause, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 
+RECORD_PATIENCE_S = 15.0
+"""How long to wait for rank zero's record of the attempt's end."""
 _OF_TORCHRUN = "PET_"
 """Beginning of the variables that torchrun takes for its options; here, all of them stand on its command line."""
 
@@ -39,11 +43,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
-    code, was_signalled = see_through(torchrun, arguments.stop_signal)
-    done = RunDir(arguments.run).done
-    if code == exit_codes.FINISHED and was_signalled and not known(done, done.exists, unknown=False):
-        return exit_codes.STOPPED  # there is more to do: whoever started this node may start it again
-    return exit_codes.FAILED if code < 0 else code
+    code = see_through(torchrun, arguments.stop_signal)
+    if code != exit_codes.FINISHED:
+        return exit_codes.FAILED if code < 0 else code
+    return _meaning(RunDir(arguments.run))
+
+
+def _meaning(run: RunDir) -> int:
+    """Return what it means that all workers have ended well: the run has finished, its user has stopped it, or there is more to do.
+
+    The signal to stop may have come to another node; rank zero's node may be another one, too, so its record may be late.
+    """
+    deadline = time.monotonic() + RECORD_PATIENCE_S
+    while time.monotonic() < deadline:
+        if known(run.done, run.done.exists, unknown=False):
+            return exit_codes.FINISHED
+        newest = known(run.attempts, lambda: Ledger.read(run).newest, unknown=None)
+        if newest is not None and newest.ending is not None:
+            return exit_codes.FINISHED if newest.cause in {Cause.FINISHED, Cause.STOP_ASKED} else exit_codes.STOPPED
+        time.sleep(0.2)
+    return exit_codes.STOPPED  # to start a run that has finished once more does no harm
 
 
 if __name__ == "__main__":

@@ -65,13 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
-    return see_through(torchrun, arguments.stop_signal)[0]
+    return see_through(torchrun, arguments.stop_signal)
 
 
-def see_through(torchrun: subprocess.Popen[bytes], stop_signal: int) -> tuple[int, bool]:
+def see_through(torchrun: subprocess.Popen[bytes], stop_signal: int) -> int:
     """Wait for torchrun; send the workload's stop signal to the workers it has started, once they have handlers.
-
-    Returns torchrun's exit code, and whether a stop signal came.
 
     A worker whose Python has just started would be killed by the signal, and torchrun would report a failure.
     """
@@ -82,7 +80,7 @@ def see_through(torchrun: subprocess.Popen[bytes], stop_signal: int) -> tuple[in
         if is_stopping:
             listening = (pid for pid in _children(torchrun.pid) if processes.is_listening(pid, stop_signal))
             processes.send(listening, stop_signal)
-    return code, is_stopping
+    return code
 
 
 def _children(pid: int) -> list[int]:

@@ -1,0 +1,99 @@
+"""Users of other launchers: one node only, a module of the user's that is called as one of Python's, a start that never happens."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.errors import WorkerError
+from ddp_hpc.job.node.gather import Gathering, gather_at_port
+from ddp_hpc.rendezvous.launchers import Place, find_place
+from ddp_hpc.rendezvous.ports import candidate_ports, is_free
+from ddp_hpc.run_dir.ledger import Ledger
+from tests.distributed.whole_runs import make_workplace
+from tests.unit.made_network import LO, host
+
+TEXT = """
+recipe: {target: "trial_recipe:build", args: {num_samples: 24}}
+train: {max_steps: 2, global_batch_size: 4}
+"""
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "0",
+    "SKYPILOT_NODE_IPS": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def place_of(rank: int, world_size: int, port: int) -> Place:
+    environ = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    place = find_place(environ, None, host([LO]))
+    assert place is not None
+    return place
+
+
+@pytest.fixture
+def port() -> int:
+    return next(port for port in candidate_ports(str(time.monotonic_ns())) if is_free("127.0.0.1", port))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is new in Python 3.11")
+def test_one_node_with_one_worker_trains_beside_a_json_py_of_the_users(tmp_path: Path) -> None:
+    workplace = make_workplace(tmp_path, TEXT)
+    (tmp_path / "json.py").write_text("raise RuntimeError('this is not what was asked for')\n")
+    command = [
+        str(Path(sys.executable).parent / "ddp-hpc"),
+        "join",
+        "trial.yaml",
+    ]  # `python -m` would import that json.py itself
+
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**workplace.environ, **SKYPILOT}, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Ledger.read(workplace.run("trial")).attempts[-1].ending == "finished"
+
+
+def test_a_stranger_that_knocks_at_the_port_does_not_count_as_a_worker(port: int) -> None:
+    answers: list[Gathering] = []
+
+    def second() -> None:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        answers.append(gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, patience_s=30))
+
+    def second_when_the_first_listens() -> None:
+        while is_free("127.0.0.1", port):
+            time.sleep(0.01)
+        second()
+
+    thread = threading.Thread(target=second_when_the_first_listens)
+    thread.start()
+    first = gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, patience_s=30)
+    thread.join()
+
+    assert first.answer == answers[0].answer == {"attempt": 3}
+    assert first.listen_fd is not None
+    with socket.socket(fileno=first.listen_fd) as listening:
+        assert listening.getsockname() == ("127.0.0.1", port)
+        assert listening.getblocking()
+
+
+def test_a_rank_that_never_comes_is_named(port: int) -> None:
+    with pytest.raises(WorkerError, match="these ranks did not come: 1, 2"):
+        gather_at_port(place_of(0, 3, port), "127.0.0.1", lambda: json.loads("{}"), patience_s=0.2)
