@@ -320,7 +320,8 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
     if wanted in PLAIN:
         values: st.SearchStrategy[Any] = PLAIN[wanted]
     elif arms and arms[-1] is Ellipsis:
-        values = st.lists(PLAIN[arms[0]], max_size=3)
+        words = get_args(arms[0])
+        values = st.lists(st.sampled_from(words) if words else PLAIN[arms[0]], max_size=3)
     elif arms and isinstance(arms[0], str):
         values = st.sampled_from(arms)
     else:
