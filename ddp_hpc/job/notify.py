@@ -21,6 +21,8 @@ from ddp_hpc.spec.launch import NotifyEvent
 PATIENCE_S = 5.0
 """How long a job that goes back into the queue waits for the command: Slurm ends the job, and so the command, when it is requeued."""
 _SLACK_S = 5.0
+_MOST_REASON = 4000
+"""Characters: the kernel limits the length of a variable (execve(2), MAX_ARG_STRLEN)."""
 _ENDED_WELL = frozenset({Ending.FINISHED, Ending.STOPPED, Ending.CANCELLED})
 
 
@@ -34,8 +36,14 @@ class Notifier:
 
     def begun(self, attempt: int) -> None:
         """Note the start of an attempt: the first of the user's submission is the run's start."""
-        queued = self.context.records.queued()
-        since = queued.since if queued is not None and self.context.allocation is not None else attempt
+        records = self.context.records
+        queued, before = records.queued(), records.ledger().before(attempt)
+        if self.context.allocation is not None:
+            since = attempt if queued is None else queued.since
+        elif before is not None and before.next:
+            return  # it goes on after a supervisor that died
+        else:
+            since = attempt
         self._tell("start", since, state="running", attempt=attempt)
 
     def silent(self, attempt: int, silence_s: float) -> None:
@@ -113,7 +121,7 @@ class Notifier:
             "RUN": context.run.name,
             "RUN_DIR": str(context.run.path),
             "STATE": state,
-            "REASON": reason,
+            "REASON": reason[:_MOST_REASON],
             "NEXT": follows,
             "ATTEMPT": str(attempt),
             "STEP": "" if progress is None else str(progress.step),

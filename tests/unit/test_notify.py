@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.requeue import Decision
-from ddp_hpc.run_dir.ledger import Cause, Ending, Next
+from ddp_hpc.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.slurm.allocation import read_allocation
@@ -95,6 +96,16 @@ def test_a_requeued_job_does_not_tell_the_start_again_and_a_new_submission_does(
     ]
 
 
+def test_an_attempt_after_a_supervisor_that_died_on_this_machine_is_no_new_start(run: RunDir) -> None:
+    record_start(run, attempt=0, job_id="1")
+    record_end(run, attempt=0, ending=Ending.FAILED, exit_code=-9, end=End(next=Next.IN_PLACE))
+    of = notifier(run)
+
+    of.begun(1)
+
+    assert told(run, of) == []
+
+
 def test_another_supervisor_after_one_that_died_tells_no_event_twice(run: RunDir) -> None:
     first, second = notifier(run), notifier(run)
     for of in (first, second):
@@ -104,6 +115,14 @@ def test_another_supervisor_after_one_that_died_tells_no_event_twice(run: RunDir
         of.leave(goes_on=False)
 
     assert sorted(one["event"] for one in told(run, second)) == ["failure", "no_progress"]
+
+
+def test_a_reason_that_is_longer_than_a_variable_may_be_is_cut(run: RunDir) -> None:
+    of = notifier(run)
+
+    of.ended(replace(end(Ending.FAILED), reason="x" * 10**6 + "\0"))
+
+    assert told(run, of)[0]["reason"] == "x" * 4000
 
 
 def test_only_the_events_that_the_user_names_start_the_command(run: RunDir) -> None:
