@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ddp_hpc.run_dir.ledger import Ledger
@@ -11,11 +13,26 @@ from tests.slurm.runs import SMALL, LoginNode
 pytestmark = pytest.mark.long
 
 
+TELL = """#!/bin/bash
+echo "$DDP_HPC_EVENT $DDP_HPC_STATE $DDP_HPC_JOB_ID" >> told.txt
+"""
+
+
 def test_a_run_waits_for_the_end_of_another_over_its_requeue_and_a_third_for_its_failure_never_starts(
-    login: LoginNode,
+    login: LoginNode, tmp_path: Path
 ) -> None:
+    (tmp_path / "tell.sh").write_text(TELL)
+    (tmp_path / "tell.sh").chmod(0o755)
+    login.add_recipe(tmp_path / "tell.sh")
     one, few = ("resources.workers_per_node=1",), SMALL
-    login.submit("first", *one, "train.max_steps=400", "train.epochs=100", "checkpoint.every_steps=20")
+    login.submit(
+        "first",
+        *one,
+        "train.max_steps=400",
+        "train.epochs=100",
+        "checkpoint.every_steps=20",
+        "notify.command=[./tell.sh]",
+    )
     login.await_state("first", "running")
     said = login.submit("then", *one, *few, "--after", "first")
     login.submit("else", *one, *few, "--after=first:notok")
@@ -33,6 +50,8 @@ def test_a_run_waits_for_the_end_of_another_over_its_requeue_and_a_third_for_its
     login.await_state("then", "finished")
     first, then = (Ledger.read(login.run(name)).attempts[-1] for name in ("first", "then"))
     assert then.started_at >= (first.ended_at or 0.0)
+    told = (login.folder / "told.txt").read_text().splitlines()
+    assert told == [f"start running {job.job_id}", f"end finished {job.job_id}"], "two attempts, one start"
     assert Ledger.read(login.run("else")).newest is None
     assert login.type("cancel", "else").returncode == 0
 
