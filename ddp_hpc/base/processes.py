@@ -230,6 +230,14 @@ def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
         os.close(fd)
 
 
+def show_as_listening() -> None:
+    """Have `is_listening` recognise this process, which blocks stop signals and takes them by `await_signal`."""
+    # While a process waits in sigtimedwait, the kernel shows the awaited signals as not blocked. These handlers are never
+    # called, because the signals are blocked at all other times: https://man7.org/linux/man-pages/man2/sigtimedwait.2.html
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+
+
 def is_listening(pid: int, number: int = signal.SIGUSR2) -> bool:
     """Tell whether a process blocks or catches a stop signal; the signal would kill any other process."""
     try:

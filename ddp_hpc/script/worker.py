@@ -151,6 +151,7 @@ class _Worker:
 
     def run_script(self, environ: Mapping[str, str], log_fd: int, listen_fd: int | None) -> int:
         """Start the script, and wait for its end."""
+        processes.show_as_listening()
         processes.adopt_orphans()  # so that processes that the script leaves behind are found
         seen = patiently(str(self.run.script_progress), lambda: read_seen(self.run))
         watcher = _Watcher(worker=self, seen=seen, echo=Echo(self.log) if self.rank == 0 else None)

@@ -197,6 +197,21 @@ def test_a_script_that_a_stop_signal_of_slurms_reaches_first_has_been_stopped(
         assert found == code
 
 
+def test_torchruns_node_process_sees_at_any_time_that_the_process_beside_a_script_awaits_signals(
+    tmp_path: Path,
+) -> None:
+    """It sends a stop signal to such workers only: others would die of it."""
+    seen = "import sys, time\nfrom ddp_hpc.base.processes import is_listening\nimport os\nfound = []\n"
+    seen += (
+        "for _ in range(20):\n    time.sleep(0.02)\n    found += [is_listening(os.getppid(), n) for n in (12, 15)]\n"
+    )
+    (tmp_path / "looks.py").write_text(f"{seen}print(len(found), all(found))\n")
+
+    _, run = work(tmp_path, "python", "looks.py")
+
+    assert run.rank_log(0, 0).read_text() == "40 True\n"
+
+
 @pytest.mark.parametrize(("is_secondary", "code"), [("false", exit_codes.FAILED), ("true", exit_codes.STOPPED)])
 def test_a_rank_that_is_stopped_because_another_has_failed_has_not_been_asked_to_come_back(
     is_secondary: str, code: int, tmp_path: Path
