@@ -31,6 +31,7 @@ from tests.slurm.faulty_runs import (
     await_step,
     slow_file,
 )
+from tests.slurm.lab.settings import ROOT
 from tests.slurm.runs import SMALL, LoginNode, world
 
 
@@ -83,6 +84,19 @@ def test_a_run_in_an_image_is_preempted_and_comes_to_the_bits_of_one_in_none(
     assert f"the workers run in the image {images[kind]}, started by apptainer" in login.console("housed")
     assert second.image == first.image == identity_of(str(images[kind]))
     assert_unbroken(login, "housed", world_size=4)
+
+
+@pytest.mark.long
+def test_a_users_script_runs_in_an_image(login: LoginNode, program: Apptainer, images: dict[str, Path]) -> None:
+    login.add_recipe(ROOT / "tests" / "distributed" / "scripts" / "multinode.py")
+    keys = [*world(2, 1), "script.progress=snapshot.pt", *housed(program, images["sandbox"])]
+
+    done = login.type("submit", "--cluster", "slurm", "--wait", *keys, "--", "python", "multinode.py", "2")
+
+    assert done.returncode == 0, done.stdout + done.stderr + login.console("multinode")
+    assert "[RANK 1] Epoch 1" in login.run("multinode").rank_log(0, 1).read_text()
+    assert f"the workers run in the image {images['sandbox']}" in login.console("multinode")
+    assert "saved" in done.stdout
 
 
 @pytest.mark.campaign

@@ -1,0 +1,161 @@
+"""A user's script on two nodes, as it is: by each launcher, preempted, killed, and trained to its end."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.slurm.cluster import USER, Cluster
+from tests.slurm.faulty_runs import attempts, await_done, await_first_end, job_id
+from tests.slurm.lab.settings import ROOT
+from tests.slurm.runs import LoginNode, world
+
+SCRIPTS = ROOT / "tests" / "distributed" / "scripts"
+EPOCHS, HELD_AT = 4, 2
+KILL_ONE = """
+import psutil, sys
+def is_rank(one):  # the last of a chain of processes that name the run: srun's task or agent, the rank's process, its script
+    return sys.argv[1] in one.info["cmdline"] and not one.children() and one != psutil.Process()
+ranks = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and is_rank(one)]
+ranks[-1].kill()
+"""
+State = dict[str, torch.Tensor]
+
+
+def epochs_of(snapshot: Path) -> int:
+    """Return how many epochs the script has trained, by what it has saved."""
+    return int(torch.load(snapshot)["EPOCHS_RUN"]) if snapshot.exists() else 0
+
+
+def weights_of(snapshot: Path) -> State:
+    state: State = torch.load(snapshot)["MODEL_STATE"]
+    return state
+
+
+def are_equal(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def trainer(login: LoginNode) -> LoginNode:
+    """Return the head, with the tutorial's script in the directory that is submitted from."""
+    login.add_recipe(SCRIPTS / "multinode.py")
+    return login
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(cluster: Cluster) -> tuple[State, State]:
+    """Return the weights that the same script comes to under torchrun, four workers on one machine: at once, and resumed.
+
+    They may differ in their last bits: DDP builds its buckets anew after the first step of each process, so four ranks add the
+    same numbers in another order.
+    """
+    folder = cluster.shared / "by-torchrun"
+    folder.mkdir(exist_ok=True)
+    shutil.chown(folder, USER, USER)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    alone = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    found = []
+    for name, parts in (("at-once.pt", (EPOCHS,)), ("resumed.pt", (HELD_AT, EPOCHS))):
+        for epochs in parts:
+            words = [str(SCRIPTS / "multinode.py"), str(epochs), "--snapshot", name]
+            cluster.run(*torchrun, *words, cwd=folder, env=alone)
+        found.append(weights_of(folder / name))
+    at_once, resumed = found
+    return at_once, resumed
+
+
+def submit(login: LoginNode, name: str, *settings: str, hold: bool = False) -> Path:
+    """Submit the script on two nodes with two workers each; return the file that it saves to."""
+    keys = [f"name={name}", f"script.progress={name}.pt", "resources.cpus_per_worker=1", *world(2, 2), *settings]
+    command = ["python", "multinode.py", str(EPOCHS), "--snapshot", f"{name}.pt"]
+    command += ["--hold-at", str(HELD_AT)] if hold else []
+    done = login.type("submit", "--cluster", "slurm", *keys, "--", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return login.folder / f"{name}.pt"
+
+
+def await_attempt(login: LoginNode, name: str, number: int) -> None:
+    """Return once the ranks of an attempt have resumed, and wait."""
+
+    def has_resumed() -> bool:
+        logs = [login.run(name).rank_log(number, rank) for rank in range(4)]
+        return all(
+            log.exists() and f"Resuming training from snapshot at Epoch {HELD_AT}" in log.read_text() for log in logs
+        )
+
+    try:
+        login.cluster.wait_for(has_resumed, 180)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{login.console(name)}") from error
+
+
+def disturb(login: LoginNode, name: str, snapshot: Path, ask: Callable[[], object]) -> None:
+    """Have a script that holds at an epoch asked to stop and come back, and one of its ranks killed; let it go on then."""
+    login.cluster.wait_for(lambda: epochs_of(snapshot) == HELD_AT, 180)
+    ask()
+    await_first_end(login, name)
+    await_attempt(login, name, 1)
+    login.cluster.run(sys.executable, "-c", KILL_ONE, str(login.run(name).path), node="node2", user="root")
+    await_attempt(login, name, 2)
+    (login.folder / "go").touch()
+    await_done(login, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
+def test_a_script_that_is_preempted_and_killed_ends_with_the_bits_that_torchrun_gives(
+    launcher: str, cluster: Cluster, trainer: LoginNode, by_torchrun: tuple[State, State]
+) -> None:
+    snapshot = submit(trainer, launcher, f"launcher={launcher}", "slurm.nodelist=node[1-2]", hold=True)
+
+    disturb(trainer, launcher, snapshot, lambda: cluster.run("scancel", "--signal=TERM", job_id(trainer, launcher)))
+
+    first, second, third = attempts(trainer, launcher)
+    assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped"), first.reason
+    assert (second.cause, second.next, second.ending) == ("worker crashed", "in place", "failed"), second.reason
+    assert "SIGKILL" in second.reason
+    assert third.cause == "finished"
+    assert first.first_step < second.first_step == third.first_step < (third.last_step or 0)
+    at_once, resumed = by_torchrun
+    assert are_equal(weights_of(snapshot), resumed)
+    assert all(torch.allclose(weights_of(snapshot)[name], at_once[name], rtol=1e-5, atol=1e-7) for name in at_once)
+
+
+@pytest.mark.long
+def test_an_undisturbed_script_on_two_nodes_comes_to_the_bits_that_torchrun_gives(
+    trainer: LoginNode, by_torchrun: tuple[State, State]
+) -> None:
+    snapshot = submit(trainer, "undisturbed")
+
+    await_done(trainer, "undisturbed")
+
+    assert are_equal(weights_of(snapshot), by_torchrun[0])
+
+
+@pytest.mark.parametrize(
+    "launcher", ["agent", *(pytest.param(launcher, marks=pytest.mark.long) for launcher in ("srun", "torchrun"))]
+)
+def test_a_script_gets_its_own_signal_where_slurm_and_ddp_hpc_have_another(
+    launcher: str, cluster: Cluster, login: LoginNode
+) -> None:
+    """Slurm's warning is SIGUSR2, which srun and the lab's slurmd send to all processes of a step."""
+    login.add_recipe(SCRIPTS / "signals.py")
+    keys = [f"name={launcher}", f"launcher={launcher}", "resources.cpus_per_worker=1", *world(2, 1)]
+    command = ["python", "signals.py", "handles", "TERM", "99"]
+    done = login.type("submit", "--cluster", "slurm", *keys, "--", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cluster.wait_for(lambda: all((login.folder / f"ready-{rank}").exists() for rank in range(2)), 180)
+
+    cluster.run("scancel", "--batch", "--signal=USR2", job_id(login, launcher))
+    await_first_end(login, launcher)
+
+    first = attempts(login, launcher)[0]
+    assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped"), first.reason
+    logs = [login.run(launcher).rank_log(0, rank).read_text() for rank in range(2)]
+    assert logs == ["signalled; my child runs\n"] * 2
