@@ -170,6 +170,47 @@ def test_a_script_that_must_come_before_torch_starts_as_a_new_process_and_the_lo
     assert "because line 2 of the script sets CUDA_VISIBLE_DEVICES before it imports torch" in place.console("early")
 
 
+COMPILED = """
+import sys, torch, torch.distributed as dist
+import nets
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(nets.made(torch.nn.Linear(4, 4), is_compiled="compiled" in sys.argv))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4) * dist.get_rank()).sum().backward()
+    optimizer.step()
+was_imported = "torch._" + "dynamo.eval_frame" in sys.modules
+print([value.hex() for weight in model.parameters() for value in weight.flatten().tolist()], was_imported, flush=True)
+dist.destroy_process_group()
+"""
+NETS = """
+import torch
+def made(net, is_compiled):
+    return torch.compile(net, backend="eager") if is_compiled else net
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_script_whose_module_compiles_finds_the_compiler_and_one_that_does_not_goes_without(
+    is_compiled: bool, place: Place
+) -> None:
+    (place.path / "compiled.py").write_text(COMPILED)
+    (place.path / "nets.py").write_text(NETS)
+    words = ["compiled.py", *(["compiled"] if is_compiled else [])]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
+    plain = subprocess.run(torchrun, cwd=place.path, env=ENVIRON, check=True, capture_output=True, text=True)
+
+    done = place.submit(TWO, "python", *words)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights, _, was_imported = place.log("compiled").splitlines()[-1].rpartition(" ")
+    assert was_imported == str(is_compiled)
+    assert f"{weights} True" in plain.stdout
+
+
 # --- stopping ----------------------------------------------------------------------------------------------------------
 
 
