@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ddp_hpc.api import Job, load, submit
+    from ddp_hpc.attached.run import attach
     from ddp_hpc.errors import ConfigError, DdpHpcError
     from ddp_hpc.spec import (
         CheckpointSpec,
@@ -62,6 +63,7 @@ __all__ = [
     "StageSpec",
     "TorchrunSpec",
     "TrainSpec",
+    "attach",
     "load",
     "submit",
 ]
@@ -70,6 +72,7 @@ _HOMES = {
     **dict.fromkeys(("Job", "load", "submit"), "ddp_hpc.api"),
     **dict.fromkeys(("ConfigError", "DdpHpcError"), "ddp_hpc.errors"),
     "Recipe": "ddp_hpc.train.recipe",
+    "attach": "ddp_hpc.attached.run",
 }
 """Name -> its module, where that is not `ddp_hpc.spec`."""
 

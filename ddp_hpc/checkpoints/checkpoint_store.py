@@ -45,6 +45,8 @@ from ddp_hpc.run_dir.paths import RunDir
 
 CHUNK_BYTES = 8 << 20
 """Each of these parts of a file has a checksum of its own, so that several ranks can share in reading one file."""
+FOREIGN = "foreign_files"
+"""The key in a manifest's state that says that a script wrote the files, of which nothing is known but the bytes."""
 _READ_BYTES = 1 << 20
 """How much is read before it is hashed: little enough to be still in the processor's cache then."""
 
@@ -371,10 +373,13 @@ def digest(path: Path) -> str:
     """Return one hex digest of the whole training state in the (verified) checkpoint at `path`.
 
     It covers weights, buffers, optimizer, scaler, averages, random generators and data position. It does not depend on which
-    shards hold the tensors, nor on when and by which attempt they were written.
+    shards hold the tensors, nor on when and by which attempt they were written. Of a script's own files, it covers the bytes.
     """
     manifest = read_manifest(path)
     seal = xxhash.xxh3_128()
+    if FOREIGN in manifest.state:
+        seal.update(_canonical([[shard.file, shard.size, shard.chunks] for shard in manifest.shards]))
+        return seal.hexdigest()
     for name, tensor in sorted(read_tensors(path, manifest).items()):
         described = [name, tensor.dtype, list(tensor.shape), xxhash.xxh3_128_hexdigest(tensor.data)]
         seal.update(_canonical(described))
@@ -398,7 +403,13 @@ def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
 
 def _weights(path: Path, prefix: str) -> tuple[list[TensorEntry], list[memoryview]]:
     """Return the weights as a shard holds them: the entries, and the bytes of each."""
-    found = read_tensors(path, read_manifest(path))
+    manifest = read_manifest(path)
+    if FOREIGN in manifest.state:
+        files = ", ".join(shard.file for shard in manifest.shards[:3])
+        raise ConfigError(
+            f"{path} holds files that a script wrote ({files}), so ddp-hpc cannot export weights. Read them as the script does."
+        )
+    found = read_tensors(path, manifest)
     chosen = {name.removeprefix(f"{prefix}/"): raw for name, raw in found.items() if name.startswith(f"{prefix}/")}
     if not chosen:
         present = sorted({name.partition("/")[0] for name in found})

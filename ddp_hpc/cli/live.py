@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_hpc.cli.formatting import number, numbers
-from ddp_hpc.cli.status_text import evaluation_line, rate, steps
+from ddp_hpc.cli.status_text import evaluation_line, knows_steps, rate, steps
 from ddp_hpc.cli.terminal import unguarded, visible
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import RunStatus
@@ -34,7 +34,7 @@ def view(status: RunStatus) -> Group:
     bar.add_row(
         _text(f"{status.run} {status.state}", style="bold"),
         ProgressBar(total=status.total_steps or 1, completed=status.step, width=30),
-        _text("" if status.saves is not None else f"step {steps(status)}"),
+        _text(f"step {steps(status)}" if knows_steps(status) else ""),
         _text("" if status.epoch is None else f"epoch {status.epoch} of {status.epochs}"),
     )
     now = "  ".join(filter(None, ["" if status.loss is None else f"loss {number(status.loss)}", rate(status)]))

@@ -16,7 +16,7 @@ def as_text(status: RunStatus, *, now: float) -> str:
         "starts": ""
         if status.starts_at is None
         else f"in about {duration(status.starts_at - now)}, by Slurm's estimate",
-        "step": "" if status.saves is not None else steps(status) + epoch(status),
+        "step": steps(status) + epoch(status) if knows_steps(status) else "",
         "saved": saved(status),
         "loss": "" if status.loss is None else number(status.loss),
         "rate": rate(status),
@@ -31,9 +31,14 @@ def as_text(status: RunStatus, *, now: float) -> str:
     return "\n".join(f"{word:<11} {text}" for word, text in rows.items() if text)
 
 
+def knows_steps(status: RunStatus) -> bool:
+    """Tell whether the run's steps are known: a script's are where it reports them (`attach`)."""
+    return status.saves is None or status.step > 0
+
+
 def steps(status: RunStatus) -> str:
-    """Return `120 of 450`; `-` for a script, whose steps are not known."""
-    if status.saves is not None:
+    """Return `120 of 450`; `-` for a script whose steps are not known."""
+    if not knows_steps(status):
         return "-"
     return f"{status.step}" if status.total_steps is None else f"{status.step} of {status.total_steps}"
 
@@ -89,9 +94,11 @@ def job(status: RunStatus) -> str:
 
 def progress_line(status: RunStatus) -> str:
     """Return a line on where the run stands."""
-    if status.state == "waiting" or status.total_steps is None:
+    is_of_script = status.saves is not None and status.step > 0
+    if status.state == "waiting" or (status.total_steps is None and not is_of_script):
         return "  ".join(filter(None, [status.state, status.reason]))
-    parts = [status.state, f"step {steps(status)}", f"epoch {status.epoch} of {status.epochs}"]
+    parts = [status.state, f"step {steps(status)}"]
+    parts += [] if status.epoch is None else [f"epoch {status.epoch} of {status.epochs}"]
     parts += [] if status.loss is None else [f"loss {number(status.loss)}"]
     return "  ".join([*parts, *filter(None, [rate(status)])])
 

@@ -6,7 +6,7 @@ import sys
 
 from ddp_hpc import exit_codes
 from ddp_hpc.cli.formatting import number, numbers
-from ddp_hpc.cli.status_text import saved, steps
+from ddp_hpc.cli.status_text import knows_steps, saved, steps
 from ddp_hpc.run_dir.failure_reports import WorkerFailure, first_failure
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.failure import last_lines, log_of
@@ -40,7 +40,9 @@ def headline(status: RunStatus) -> str:
     evaluation = f"evaluation: {numbers(status.metrics)}" if status.metrics else ""
     if status.saves is not None:
         ended = "stopped" if status.state == "stopped" else status.state
-        return "; ".join(filter(None, [f"{status.run} {ended}", f"saved {times}" if (times := saved(status)) else ""]))
+        step = f"step {steps(status)}" if knows_steps(status) else ""
+        times = f"saved {times}" if (times := saved(status)) else ""
+        return "; ".join(filter(None, [f"{status.run} {ended}", step, loss, evaluation, times]))
     return "; ".join(filter(None, [f"{status.run} {state}: step {steps(status)}", loss, evaluation]))
 
 
@@ -49,13 +51,16 @@ def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
     alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
     ended = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
     begin = "from the beginning" if status.last_checkpoint is None else f"from step {status.last_checkpoint}"
-    begin = begin if status.saves is None else "with the files that the script has saved"
+    is_script = status.saves is not None
+    if is_script and status.last_checkpoint is None:
+        begin = "with the files that the script has saved"
     resume = {} if status.state == "finished" else {"again": f"{again}  # continues {begin}"}
     weights = {
         "state": f"ddp-hpc checkpoints {word} --digest",
         "model": f"ddp-hpc export {word} -o {status.run}.safetensors",
     }
-    steps_ = alive if status.is_alive else {**resume, **ended, **(weights if status.last_checkpoint else {})}
+    has_weights = bool(status.last_checkpoint) and not is_script  # what a script's files hold is not known
+    steps_ = alive if status.is_alive else {**resume, **ended, **(weights if has_weights else {})}
     return [f"{purpose:<5} {command}" for purpose, command in steps_.items()]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ddp_hpc.rendezvous.choice import Refused
 from ddp_hpc.slurm.allocation import Allocation, StepTask
@@ -268,6 +269,16 @@ def contract_of_torchrun(
         "TORCHELASTIC_ERROR_FILE": error_file,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+
+
+ATTACHED = "_DDP_HPC_ATTACHED"
+"""The variable by which `ddp_hpc.attach` in a user's script finds its run."""
+
+
+def for_attach(run: Path, *, attempt: int, stop_signal: str, stop_exit_code: int) -> dict[str, str]:
+    """Return what `ddp_hpc.attach` reads: the run's directory, and how the script is asked to stop and says that it has."""
+    facts = {"run": str(run), "attempt": attempt, "stop_signal": stop_signal, "stop_exit_code": stop_exit_code}
+    return {ATTACHED: json.dumps(facts)}
 
 
 STORE_IS_HOSTED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}

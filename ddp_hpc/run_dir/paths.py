@@ -95,6 +95,11 @@ class RunDir:
         return self.path / "script_progress.json"
 
     @property
+    def script_report(self) -> Path:
+        """What a script says of itself by `attach`: newest step, loss and rate."""
+        return self.path / "script_report.json"
+
+    @property
     def metrics(self) -> Path:
         """One line for each log interval or evaluation; steps repeated after a resume are in it once."""
         return self.path / "metrics.jsonl"

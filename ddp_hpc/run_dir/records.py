@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,3 +195,20 @@ def read_progress(run: RunDir) -> Progress | None:
         return Progress(**{key: value for key, value in record.items() if key in Progress.__dataclass_fields__})
     except TypeError:
         return None
+
+
+REPORTED = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint", "last_checkpoint_at", "at")
+"""The fields of `Progress` that a script may report by `attach`."""
+
+
+def write_report(run: RunDir, report: Mapping[str, Any]) -> None:
+    """Replace what a script says of itself, some of `REPORTED`; the process beside the script adds it to its progress."""
+    replace_text(run.script_report, json.dumps(report), durable=False)
+
+
+def with_report(run: RunDir, progress: Progress) -> Progress:
+    """Return a script's progress with what the script says of itself, if it does."""
+    record = read_json(run.script_report) or {}
+    found = {key: record[key] for key in REPORTED if record.get(key) is not None}
+    found["at"] = progress.at
+    return replace(progress, **found)

@@ -28,7 +28,7 @@ from ddp_hpc.base.durable import make_directories, read_json
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import exit_code_of
-from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun
+from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun, for_attach
 from ddp_hpc.run_dir.failure_reports import (
     WorkerFailure,
     failure_of,
@@ -37,8 +37,9 @@ from ddp_hpc.run_dir.failure_reports import (
     report_killed,
     write_failure,
 )
+from ddp_hpc.run_dir.ownership import is_fenced
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, write_progress, write_remark
+from ddp_hpc.run_dir.records import Progress, with_report, write_progress, write_remark
 from ddp_hpc.script.ending import is_of_stop_signal, meaning
 from ddp_hpc.script.interpreter import run_as_main
 from ddp_hpc.script.life import Life
@@ -173,6 +174,9 @@ class _Worker:
         )
         if means == exit_codes.STOPPED and watcher.was_stopped_for_failure:
             means = exit_codes.FAILED  # the rank that has failed has written why
+        elif means == exit_codes.FAILED and is_fenced(self.run, self.attempt):
+            # `attach` has ended the script, or it could not write: a newer attempt has the run.
+            means = exit_codes.FENCED
         elif means == exit_codes.FAILED:
             self._report(code, was_killed=watcher.has_killed)
         left = self._care_for_leftovers(has_finished=means == exit_codes.FINISHED)
@@ -204,6 +208,13 @@ class _Worker:
             run_id=self.run.name,
             error_file=str(self.run.torch_error(self.attempt, self.rank)),
         )
+        script = self.spec.script
+        attached = for_attach(
+            self.run.path.absolute(),
+            attempt=self.attempt,
+            stop_signal=script.stop_signal,
+            stop_exit_code=next(iter(script.resume_exit_codes), 0),
+        )
         path = os.pathsep.join(users_python_path(environ))
         others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
         return {
@@ -211,6 +222,7 @@ class _Worker:
             **others,
             **({"PYTHONPATH": path} if path else {}),
             **contract,
+            **attached,
             **(STORE_IS_HOSTED if is_hosted else {}),
         }
 
@@ -413,7 +425,7 @@ class _Watcher:
                     last_checkpoint_at=None if newest is None else newest / 1e9,
                     at=time.time(),
                 )
-                write_progress(run, progress)
+                write_progress(run, with_report(run, progress))
             else:
                 sign = run.allowance(attempt)
                 make_directories(sign.parent)

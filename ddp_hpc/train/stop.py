@@ -13,16 +13,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import torch
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.base.processes import STOP_SIGNALS, unblock_signals
 from ddp_hpc.errors import FencedError, StopAskedError
-from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.process_group import Group, RankInfo
 
 CONSENSUS_INTERVAL_S = 0.5
 _EARLY_INTERVAL_S = 1.0
@@ -35,14 +36,15 @@ _FENCED_VOTE = 1 << 32
 class StopFlag:
     """Whether this process has been asked to stop."""
 
-    def __init__(self, stop_file: Path) -> None:
+    def __init__(self, stop_file: Path | None, signals: Collection[int] = STOP_SIGNALS) -> None:
         self._stop_file = stop_file
+        self._signals = signals
         self._pid = os.getpid()
         self._signalled = False
 
     def listen(self) -> None:
         """Install handlers by which the stop signals set the flag."""
-        for number in STOP_SIGNALS:
+        for number in self._signals:
             signal.signal(number, self._on_signal)
         unblock_signals()
 
@@ -54,7 +56,7 @@ class StopFlag:
             self._signalled = True
 
     def is_set(self, *, look_at_file: bool) -> bool:
-        if self._signalled or not look_at_file:
+        if self._signalled or not look_at_file or self._stop_file is None:
             return self._signalled
         return known(self._stop_file, self._stop_file.exists, unknown=False)
 
@@ -91,6 +93,17 @@ class EarlyStop:
             raise StopAskedError("The ranks were asked to stop before the first step.")
 
 
+class Ranks(Protocol):
+    """What the ranks' consensus needs of them: `process_group.Group`, and the ranks of a user's script."""
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Which one this is."""
+
+    def sum(self, values: torch.Tensor, /) -> torch.Tensor:
+        """Add up a tensor over the ranks, in place, and return it."""
+
+
 class StopConsensus:
     """Decides at which steps the ranks exchange their flags, and whether all of them stop.
 
@@ -98,7 +111,7 @@ class StopConsensus:
     after the same step, without communication in between.
     """
 
-    def __init__(self, group: Group, flag: StopFlag, *, is_fenced: Callable[[], bool]) -> None:
+    def __init__(self, group: Ranks, flag: StopFlag, *, is_fenced: Callable[[], bool]) -> None:
         self._group = group
         self._flag = flag
         self._is_fenced = is_fenced

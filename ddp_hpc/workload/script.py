@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.patience import patiently
+from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import UnreadableError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
@@ -47,14 +48,18 @@ class ScriptWorkload:
         return {"command": list(self.spec.script.command)}
 
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
-        """Return how often the files of `script.progress` have changed; 0 where it is not set."""
+        """Return how often the files of `script.progress` have changed, plus the newest step that the script has committed."""
+        # Each of them only grows, so their sum does.
         pattern = self.spec.script.progress
-        if pattern is None:
-            return 0
+
+        def count() -> int:
+            committed = max(checkpoint_names.committed_steps(run), default=0)
+            return committed + (0 if pattern is None else num_changes(read_seen(run), look(pattern, Path.cwd())))
+
         try:
             return patiently(
-                pattern,
-                lambda: num_changes(read_seen(run), look(pattern, Path.cwd())),
+                pattern or str(run.checkpoints),
+                count,
                 patience_s=LISTING_PATIENCE_S if is_patient else 0.0,
             )
         except UnreadableError as error:

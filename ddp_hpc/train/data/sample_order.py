@@ -66,10 +66,23 @@ class SampleOrder:
         left = max(self.num_samples - position.samples_in_epoch, 0)
         return left - (left % self.global_batch_size if self.drop_last else 0)
 
+    def steps_left(self, position: Position) -> int:
+        """Return how many steps of the epoch are left."""
+        return -(-self.samples_left(position) // self.global_batch_size)
+
+    def position_after(self, position: Position, num_steps: int) -> Position:
+        """Return the position `num_steps` after another one, as taking them one by one gives it."""
+        in_this_epoch = self.steps_left(position)
+        step = position.step + num_steps
+        if num_steps < in_this_epoch:
+            done = position.samples_in_epoch + num_steps * self.global_batch_size
+            return Position(step=step, epoch=position.epoch, samples_in_epoch=done)
+        epochs, steps = divmod(num_steps - in_this_epoch, self.steps_per_epoch)
+        return Position(step=step, epoch=position.epoch + 1 + epochs, samples_in_epoch=steps * self.global_batch_size)
+
     def last_step(self, position: Position, *, epochs: int) -> int:
         """Return the last step of `epochs` epochs for a run that is at `position`."""
-        in_this_epoch = -(-self.samples_left(position) // self.global_batch_size)
-        return position.step + in_this_epoch + (epochs - position.epoch - 1) * self.steps_per_epoch
+        return position.step + self.steps_left(position) + (epochs - position.epoch - 1) * self.steps_per_epoch
 
 
 @dataclass(frozen=True)
