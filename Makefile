@@ -11,6 +11,7 @@ SLOWEST := --durations 20 --durations-min 1
 
 BIN := .venv/bin
 BENCH_BIN := .venv-bench/bin
+ADAPTERS_BIN := .venv-adapters/bin
 DOCS_BIN := .venv-docs/bin
 PINS := pyproject.toml envs/constraints.txt
 NEXT_DEBIAN := .slurm-lab/rootfs/trixie
@@ -19,7 +20,7 @@ SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_te
 # Quiet but for errors.
 pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: help demo test test-long test-all check format docs pictures bench campaign campaign-slurm \
+.PHONY: help demo test test-long test-adapters test-all check format docs pictures bench campaign campaign-slurm \
 	campaign-storm campaign-pythons campaign-dockerfile clean distclean
 
 help: ## List the commands
@@ -38,7 +39,10 @@ test: check ## All checks, then the tests in random order, those on the Slurm cl
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -n 2 $(SLOWEST) -m 'long and not campaign' $(ARGS)
 
-test-all: test test-long ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
+test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers and Accelerate, stopped, killed and resumed
+	$(ADAPTERS_BIN)/python -m pytest -o addopts=-ra $(SLOWEST) tests/adapters $(ARGS)
+
+test-all: test test-long test-adapters ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)
 	$(BIN)/python -m tests.campaigns.other_slurm $(NEXT_DEBIAN) $(ARGS)
 
@@ -86,7 +90,7 @@ clean: ## Remove caches and build outputs; runs/ and environments stay
 	find ddp_hpc tests benchmarks examples envs -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the environments and Slurm's files too
-	rm -rf .venv .venv-bench .venv-docs .slurm-lab
+	rm -rf .venv .venv-adapters .venv-bench .venv-docs .slurm-lab
 
 # Environments. A stamp inside each says how far it has come; it is touched last, so an interrupted one goes on.
 
@@ -107,6 +111,11 @@ distclean: clean ## Remove the environments and Slurm's files too
 .venv-bench/.runtime: $(PINS) envs/bench.txt | .venv-bench/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning and Accelerate into .venv-bench (about 2 min, once) ...'
 	@$(call pip-install,$(BENCH_BIN)) -e . -r envs/bench.txt
+	@touch $@
+
+.venv-adapters/.tools: $(PINS) envs/bench.txt envs/adapters.txt | .venv-adapters/.made
+	@echo 'Installing ddp_hpc, PyTorch, Lightning, Transformers and Accelerate into .venv-adapters (about 2 min, once) ...'
+	@$(call pip-install,$(ADAPTERS_BIN)) -e . -r envs/adapters.txt
 	@touch $@
 
 .venv-docs/.tools: envs/docs.txt envs/constraints.txt | .venv-docs/.made

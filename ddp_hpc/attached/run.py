@@ -25,7 +25,7 @@ from ddp_hpc.attached.step_sampler import StepSampler
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.patience import is_there, patiently
 from ddp_hpc.base.processes import STOP_SIGNALS, signal_number
-from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.checkpoints.checkpoint_store import prune
 from ddp_hpc.checkpoints.foreign_files import commit_files, flush_files, newest, step_of
 from ddp_hpc.errors import CheckpointError, ConfigError, DdpHpcError, FencedError, UnreadableError
@@ -98,6 +98,7 @@ class AttachedRun:
     def __init__(self, run: RunDir, flag: StopFlag, facts: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         info = rank_info_of_script(environ)
         self._run = run
+        self._flag = flag
         self._is_managed = bool(facts)
         self.attempt: int = facts["attempt"] if facts else info.restart
         """How many attempts there were before this one."""
@@ -110,9 +111,28 @@ class AttachedRun:
         self._consensus = StopConsensus(self._ranks, flag, is_fenced=fenced)
         self._num_calls = 0
         self._is_stopping = False
-        self._report = Report(run=run) if self._is_managed and info.rank == 0 else None
+        self._report = Report(run=run) if self._is_managed else None
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._ranks.rank_info.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks this host has."""
+        return self._ranks.rank_info.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """How many hosts there are, with equally many ranks each."""
+        return max(1, self.world_size // self.local_world_size)
 
     # --- stopping ------------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Take the stop signals again, where a library has put handlers of its own in the place of `attach`'s."""
+        self._flag.listen()
 
     def should_stop(self, step: int) -> bool:
         """Tell, after the same step on all ranks, whether any of them was asked to stop; then save, commit and exit.
@@ -131,11 +151,10 @@ class AttachedRun:
         except FencedError as error:
             sys.stderr.write(f"{error}\n")
             sys.exit(FENCED)
-        if self._is_stopping:
+        if self._is_stopping and self._ranks.rank_info.is_rank_zero:
             if self._report:
                 self._report.say({"step": step}, now=True)
-            if self._ranks.rank_info.is_rank_zero:
-                sys.stderr.write(f"note: the ranks were asked to stop; all of them stop after step {step}\n")
+            sys.stderr.write(f"note: the ranks were asked to stop; all of them stop after step {step}\n")
         return self._is_stopping
 
     def exit_for_requeue(self) -> NoReturn:
@@ -192,7 +211,7 @@ class AttachedRun:
             ConfigError: on rank zero, if there is nothing to commit, or no step.
             CheckpointError: on the others, if a rank has failed.
         """
-        folder, info = Path(folder), self._ranks.rank_info
+        folder, info = Path(folder).resolve(), self._ranks.rank_info  # of a link, what it leads to
         step = step_of(folder) if step is None else step
         if step is None or step < 0:
             raise ConfigError(
@@ -232,7 +251,13 @@ class AttachedRun:
                 attempt = next_attempt(run)
                 claim_again(run, attempt)
             commit_files(run, folder, step, attempt=attempt, world_size=world_size, keeps_folder=keeps_folder)
-            if keep_last is not None:
+            later = [one for one in committed_steps(run) if one > step]
+            if later:
+                sys.stderr.write(
+                    f"note: step {step} is committed, but {run.checkpoints} has a checkpoint of step {later[-1]}, which `latest` returns. "
+                    "If this training starts over, give it a directory of its own\n"
+                )
+            elif keep_last is not None:
                 prune(run, attempt=attempt, keep_last=keep_last, keep_best=0, metric="", lowest_is_best=True)
             if not self._is_managed:
                 release(run, attempt)
@@ -251,7 +276,7 @@ class AttachedRun:
         `samples` is how many samples the step has used, over all ranks. `metrics` are numbers of an evaluation. A call between two writes, two
         seconds apart, costs about a microsecond, and does not read a tensor's value from its device.
         """
-        if self._report is not None:
+        if self._report is not None and self._ranks.rank_info.is_rank_zero:
             self._report.say({"step": step, "loss": loss, "metrics": metrics or None}, samples=samples)
 
     def order(self, dataset: Sized | int, *, batch_size: int, seed: int = 0, drop_last: bool = False) -> StepSampler:

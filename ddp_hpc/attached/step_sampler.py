@@ -35,11 +35,11 @@ class StepSampler(Sampler[list[int]]):
         return self._next.step
 
     def __len__(self) -> int:
-        """Return the number of steps of the next iteration."""
-        return self.order.steps_left(self._next)
+        """Return the number of steps of a whole epoch, also where the first one begins in its middle."""
+        return self.order.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        begin, num_steps = self._next, len(self)
+        begin, num_steps = self._next, self.order.steps_left(self._next)
         self._next = self.order.position_after(begin, num_steps)  # now: a loader may read ahead, or not to the end
         return self._batches(begin, num_steps)
 
@@ -50,9 +50,9 @@ class StepSampler(Sampler[list[int]]):
             position = batch.after
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iteration be of this epoch, as `DistributedSampler` has it; one that goes on in its middle stays there."""
-        if epoch != self._next.epoch:
-            self._next = Position(step=epoch * self.order.steps_per_epoch, epoch=epoch)
+        """Have the next iteration be of this epoch, as `DistributedSampler` has it; of the first one, what is left of it."""
+        begin = Position(step=epoch * self.order.steps_per_epoch, epoch=epoch)
+        self._next = self._origin if epoch == self._origin.epoch else begin
 
     def state_dict(self, step: int) -> dict[str, int]:
         """Return the position after `step` steps; save it with the model."""

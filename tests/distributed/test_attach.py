@@ -94,6 +94,7 @@ def test_the_example_stopped_with_a_rank_that_hears_late_ends_in_the_bits_that_t
     assert are_equal(checkpoints / LAST, undisturbed)
 
 
+@pytest.mark.long
 def test_under_torchrun_all_ranks_stop_after_one_step_where_one_is_asked_and_find_the_checkpoint_before_they_have_a_group(
     tmp_path: Path,
 ) -> None:
