@@ -18,7 +18,9 @@ EPOCHS, BATCH_SIZE, SAVE_EVERY = 6, 4, 20
 
 def main() -> None:
     set_seed(0)
-    accelerator = Accelerator()
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available()
+    )  # without `cpu`, ranks without GPUs would each train alone
     run = attach()  # ddp_hpc
     inputs = torch.randn(400, 20)
     data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))

@@ -48,11 +48,15 @@ class AgreedStop(Callback):  # type: ignore[misc]  # Lightning is not installed 
         path = self._run.latest()
         return None if path is None else str(path / FILE)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        del pl_module
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        del trainer, pl_module
         # Lightning has wrapped the handler of SIGTERM into its own, which runs a collective at the moment when the signal
         # comes: at another one on each rank, between any two of the training's own.
         self._run.listen()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        del pl_module
+        self._run.listen()  # where there was no sanity check
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

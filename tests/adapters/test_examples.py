@@ -13,6 +13,12 @@ from ddp_hpc.run_dir.paths import RunDir
 from tests.distributed.test_scripts import TWO, Place, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES_OF_RANKS = {
+    "lightning": [],
+    "transformers": ["rng_state_0.pth", "rng_state_1.pth"],
+    "accelerate": ["random_states_0.pkl", "random_states_1.pkl"],
+}
+"""What each rank adds to a checkpoint. If both were rank zero of a world of their own, one would be missing."""
 LOSS = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
 
 
@@ -36,7 +42,7 @@ def losses(place: Place, name: str, rank: int) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate"])
+@pytest.mark.parametrize("library", FILES_OF_RANKS)
 def test_an_example_that_is_stopped_and_killed_comes_back_once_each_with_the_losses_of_an_undisturbed_run(
     library: str, place: Place
 ) -> None:
@@ -73,4 +79,6 @@ def test_an_example_that_is_stopped_and_killed_comes_back_once_each_with_the_los
     for rank in range(2):
         assert losses(place, "it", rank) == losses(calm, "calm", rank)
     assert len(losses(calm, "calm", 0)) >= 150
+    newest = run.checkpoints / f"step-{committed(run)[-1]:08d}"
+    assert [name for name in FILES_OF_RANKS[library] if not (newest / name).exists()] == []
     assert committed(run)[-1] == committed(calm.run("calm"))[-1] == max(losses(calm, "calm", 0))
