@@ -44,6 +44,8 @@ class ScriptRanks:
     def __init__(self, rank_info: RankInfo, token: str = "") -> None:
         self._launched = rank_info
         self._token = token
+        self._info = rank_info
+        self._info_of: object = None
         self._world: object = None
         self._group: Any = None
         self._store: SealedStore | None = None
@@ -54,7 +56,11 @@ class ScriptRanks:
         """This rank; the script's process group counts where it has one, as with `torch.multiprocessing.spawn`."""
         if not _has_group():
             return self._launched
-        return replace(self._launched, rank=dist.get_rank(), world_size=dist.get_world_size())
+        world = dist.group.WORLD
+        if self._info_of is not world:  # asked at each step
+            self._info = replace(self._launched, rank=dist.get_rank(), world_size=dist.get_world_size())
+            self._info_of = world
+        return self._info
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up a tensor over the ranks, in place, and return it; all ranks call this in the same order.

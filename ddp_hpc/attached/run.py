@@ -274,7 +274,7 @@ class AttachedRun:
         """Say how far the training is: `ddp-hpc status` shows it. Rank zero's word counts; others may call it, too.
 
         `samples` is how many samples the step has used, over all ranks. `metrics` are numbers of an evaluation. A call between two writes, two
-        seconds apart, costs about a microsecond, and does not read a tensor's value from its device.
+        seconds apart, costs some microseconds, and does not read a tensor's value from its device.
         """
         if self._report is not None and self._ranks.rank_info.is_rank_zero:
             self._report.say({"step": step, "loss": loss, "metrics": metrics or None}, samples=samples)

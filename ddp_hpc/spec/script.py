@@ -83,7 +83,7 @@ class ScriptSpec(Checked, section="script"):
     """Exit codes by which the script says that it has saved its state and that there is more to do."""
     progress: str | None = None
     """The files that the script saves its state to, as a pattern (`checkpoints/*.pt`). An attempt that wrote one of them has made
-    progress, and failures count only until the next progress (`restart.max_no_progress`). Unset: each failure counts."""
+    progress, and failures count only until the next progress (`restart.max_no_progress`). Unset: what `ddp_hpc.attach` commits counts."""
     preload: tuple[str, ...] = ()
     """Modules to import before the workers are forked, besides PyTorch (`torchvision`)."""
 
