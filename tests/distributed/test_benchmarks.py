@@ -10,7 +10,11 @@ import torch
 from benchmarks import launch, loop
 
 
-@pytest.mark.parametrize("way", [launch.agent, launch.submit], ids=["agent", "submit"])
+@pytest.mark.parametrize(
+    "way",
+    [launch.agent, launch.submit, pytest.param(launch.submit_script, marks=pytest.mark.long)],
+    ids=["agent", "submit", "script"],
+)
 def test_two_workers_start_meet_and_leave(
     way: Callable[[], Mapping[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
