@@ -17,6 +17,7 @@ from ddp_hpc.job.workers import ByAgents
 from ddp_hpc.rendezvous.worker_env import (
     RANKS,
     TABLE,
+    USERS_CODE,
     Fact,
     WorkerEnv,
     endpoint_of_run,
@@ -178,7 +179,7 @@ def main(run, environ, *, attempt, listen_fd):
 """
 TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_RDZV_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """What torchrun gives a worker beside its ranks and endpoint."""
-NOBODYS = {"LC_CTYPE", "COLUMNS", "LINES", "PYTHONSAFEPATH"}
+NOBODYS = {"LC_CTYPE", "COLUMNS", "LINES", "PYTHONSAFEPATH", USERS_CODE}
 """Python sets the first, pytest the next two; the last is set to nothing, which is as unset."""
 
 

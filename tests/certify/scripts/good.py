@@ -114,7 +114,9 @@ def main():
             with torch.no_grad():
                 model.eval()
                 time.sleep(STEP_S)
-                print(f"epoch {epoch} val_loss {nn.functional.mse_loss(model.module(data.tensors[0]), data.tensors[1]).item():.6f}")
+                print(
+                    f"epoch {epoch} val_loss {nn.functional.mse_loss(model.module(data.tensors[0]), data.tensors[1]).item():.6f}"
+                )
                 model.train()
             save(FOLDER / f"epoch_{epoch + 1}.pt", now)
         dist.barrier()
