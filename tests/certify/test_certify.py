@@ -77,7 +77,7 @@ def test_a_planted_defect_is_named(planted: Planted, tmp_path: Path) -> None:
             "multinode.py",
             ["term", "kill-after-save", "kill-first-steps"],
             ["8", "--epoch-s", "0.15"],
-            {"kill-after-save": "loses"},
+            {},
             id="tutorial",
             marks=pytest.mark.long,
         ),
