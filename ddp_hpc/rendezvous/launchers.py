@@ -12,11 +12,12 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.rendezvous.address import Host, find_address
-from ddp_hpc.rendezvous.ports import candidate_ports
+from ddp_hpc.rendezvous.ports import LOWEST, candidate_ports
 from ddp_hpc.rendezvous.worker_env import (
     OURS,
     USERS,
@@ -357,7 +358,8 @@ def _port(environ: Mapping[str, str], name: str, job: str, attempt: int = 0) -> 
     return Fact(
         value=str(first),
         source=OURS,
-        rule="computed from the job's id, so that all processes get the same; set MASTER_PORT for another",
+        rule="computed from the job's id, and by `ddp-hpc join` from the run's path, too, so that all processes get the same; set "
+        "MASTER_PORT for another",
     )
 
 
@@ -405,6 +407,18 @@ def with_workers(place: Place, num_workers: int) -> Place:
     return replace(
         place, local_world_size=known, rank=place.rank if place.scope == "worker" else place.node_rank * known
     )
+
+
+def of_run(place: Place, run: Path) -> Place:
+    """Return the place with the run's own port, where nobody has named one: a job may have several runs, and some have no job.
+
+    `run` is the run's absolute path: all processes of the run have the same.
+    """
+    if place.port.source != OURS:
+        return place
+    num_ports = _LOWEST_EPHEMERAL - LOWEST
+    port = LOWEST + (int(place.port.value or 0) - LOWEST + zlib.crc32(bytes(run))) % num_ports
+    return replace(place, port=replace(place.port, value=str(port)))
 
 
 def numeric_address(place: Place, host: Host) -> str:

@@ -32,6 +32,9 @@ SKYPILOT = {
 }
 
 
+RUN = Path("/runs/one")
+
+
 def place_of(rank: int, world_size: int, port: int) -> Place:
     environ = {
         "RANK": str(rank),
@@ -75,7 +78,7 @@ def test_a_stranger_that_knocks_at_the_port_does_not_count_as_a_worker(port: int
     def second() -> None:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        answers.append(gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, patience_s=30))
+        answers.append(gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, run=RUN, patience_s=30))
 
     def second_when_the_first_listens() -> None:
         while is_free("127.0.0.1", port):
@@ -84,7 +87,7 @@ def test_a_stranger_that_knocks_at_the_port_does_not_count_as_a_worker(port: int
 
     thread = threading.Thread(target=second_when_the_first_listens)
     thread.start()
-    first = gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, patience_s=30)
+    first = gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, run=RUN, patience_s=30)
     thread.join()
 
     assert first.answer == answers[0].answer == {"attempt": 3}
@@ -96,4 +99,22 @@ def test_a_stranger_that_knocks_at_the_port_does_not_count_as_a_worker(port: int
 
 def test_a_rank_that_never_comes_is_named(port: int) -> None:
     with pytest.raises(WorkerError, match="these ranks did not come: 1, 2"):
-        gather_at_port(place_of(0, 3, port), "127.0.0.1", lambda: json.loads("{}"), patience_s=0.2)
+        gather_at_port(place_of(0, 3, port), "127.0.0.1", lambda: json.loads("{}"), run=RUN, patience_s=0.2)
+
+
+def test_a_rank_of_another_run_that_was_given_the_same_port_is_refused_and_told_why(port: int) -> None:
+    refusals: list[str] = []
+
+    def of_another_run() -> None:
+        with pytest.raises(WorkerError) as refused:
+            gather_at_port(place_of(1, 2, port), "127.0.0.1", dict, run=Path("/runs/other"), patience_s=2)
+        refusals.append(str(refused.value))
+
+    thread = threading.Thread(target=of_another_run)
+    thread.start()
+    with pytest.raises(WorkerError, match="these ranks did not come: 1"):
+        gather_at_port(place_of(0, 2, port), "127.0.0.1", lambda: {"attempt": 3}, run=RUN, patience_s=4)
+    thread.join()
+
+    assert "another run" in refusals[0]
+    assert "MASTER_PORT" in refusals[0]

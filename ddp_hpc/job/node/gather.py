@@ -6,6 +6,7 @@ there itself, and the run's own store uses the same socket afterwards.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ddp_hpc.errors import ConfigError, WorkerError
@@ -29,6 +31,8 @@ PORT_PATIENCE_S = 60.0
 """How long the port may still be in use by the workers before these."""
 _RETRY_S = 0.2
 _MOST_BYTES = 1 << 16
+_REFUSED = "another run"
+"""What rank zero answers to a worker of another run."""
 Answer = Mapping[str, Any]
 
 
@@ -46,9 +50,11 @@ class Gathering:
 
 
 def gather_at_port(
-    place: Place, address: str, begin: Callable[[], Answer], *, patience_s: float = PATIENCE_S
+    place: Place, address: str, begin: Callable[[], Answer], *, run: Path, patience_s: float = PATIENCE_S
 ) -> Gathering:
     """Meet at rank zero's socket; `begin` is called on rank zero when all are there.
+
+    `run` is the run's absolute path. Rank zero refuses workers of another run, which may have been given the same port.
 
     Raises:
         WorkerError: where a worker is missing for too long.
@@ -56,11 +62,12 @@ def gather_at_port(
     """
     meeting = Meeting(address, int(place.port.value or 0))
     deadline = time.monotonic() + patience_s
+    identity = hashlib.sha256(f"{place.world_size} {run}".encode(errors="surrogateescape")).hexdigest()[:16]
     if place.rank != 0:
-        return Gathering(answer=_ask(meeting, place.rank, deadline))
+        return Gathering(answer=_ask(meeting, place.rank, identity, deadline))
     server = _listen(_own(meeting, is_alone=place.num_nodes == 1), place)
     try:
-        others = _await_others(server, place.world_size, deadline)
+        others = _await_others(server, place.world_size, identity, deadline)
         try:
             answer = begin()
             text = json.dumps(answer).encode() + b"\n"
@@ -98,7 +105,7 @@ def _listen(meeting: Meeting, place: Place) -> socket.socket:
             time.sleep(_RETRY_S)
 
 
-def _await_others(server: socket.socket, world_size: int, deadline: float) -> dict[int, socket.socket]:
+def _await_others(server: socket.socket, world_size: int, identity: str, deadline: float) -> dict[int, socket.socket]:
     """Return a connection to each other rank; one that connects again has restarted."""
     others: dict[int, socket.socket] = {}
     while len(others) < world_size - 1:
@@ -113,9 +120,14 @@ def _await_others(server: socket.socket, world_size: int, deadline: float) -> di
             ) from None
         connection.settimeout(5.0)
         try:
-            rank = int(connection.makefile("rb").readline(32))
+            number, theirs = connection.makefile("rb").readline(64).decode().split()
+            rank = int(number)
         except (OSError, ValueError):  # a port scanner, or a worker that has died
             connection.close()
+            continue
+        if theirs != identity:
+            with connection, suppress(OSError):
+                connection.sendall(json.dumps(_REFUSED).encode() + b"\n")
             continue
         if not 0 < rank < world_size:
             connection.close()
@@ -126,19 +138,27 @@ def _await_others(server: socket.socket, world_size: int, deadline: float) -> di
     return others
 
 
-def _ask(meeting: Meeting, rank: int, deadline: float) -> Answer:
-    """Connect to rank zero, say which rank this is, and wait for the answer."""
+def _ask(meeting: Meeting, rank: int, identity: str, deadline: float) -> Answer:
+    """Connect to rank zero, say which rank of which run this is, and wait for the answer."""
+    is_refused = False
     while True:
         with (
             suppress(OSError, ValueError),
             socket.create_connection((meeting.address, meeting.port), timeout=10.0) as line,
         ):
-            line.sendall(f"{rank}\n".encode())
+            line.sendall(f"{rank} {identity}\n".encode())
             line.settimeout(max(deadline - time.monotonic(), 1.0))
             answer = json.loads(line.makefile("rb").readline(_MOST_BYTES))
             if isinstance(answer, dict):
                 return answer
+            is_refused = answer == _REFUSED
         if time.monotonic() > deadline:
+            if is_refused:
+                raise WorkerError(
+                    f"Rank {rank} has met rank zero of another run at {meeting.endpoint}: its run has another directory, or another "
+                    "number of workers. Set MASTER_PORT to another free port for all processes of this run, and give all of them the "
+                    "run's directory by the same path."
+                )
             raise WorkerError(
                 f"Rank {rank} could not meet rank zero at {meeting.endpoint}. Check that rank zero runs, and that this node reaches that "
                 "address."

@@ -31,7 +31,7 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
 )
 from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.launchers import Place, find_place, numeric_address, variables_of
+from ddp_hpc.rendezvous.launchers import Place, find_place, numeric_address, of_run, variables_of
 from ddp_hpc.rendezvous.worker_env import import_path
 from ddp_hpc.run_dir.failure_reports import report
 from ddp_hpc.run_dir.ledger import Cause, End, Ending
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(
             "No launcher that ddp-hpc knows has started this process as a worker. Start it with `ddp-hpc join`."
         )
-    joining = _Joining(run=RunDir(arguments.run), place=place)
+    run = RunDir(arguments.run)
+    joining = _Joining(run=run, place=of_run(place, run.path.absolute()))
     gathering, attempt = joining.gather(is_finished=arguments.finished)
     if attempt == _FINISHED:
         return exit_codes.FINISHED
@@ -102,7 +103,8 @@ class _Joining:
         if self.place.is_store_hosted:
             gathering = gather_in_store(self.place, begin)
         else:
-            gathering = gather_at_port(self.place, numeric_address(self.place, this_host()), begin)
+            address = numeric_address(self.place, this_host())
+            gathering = gather_at_port(self.place, address, begin, run=self.run.path.absolute())
         return gathering, int(gathering.answer["attempt"])
 
     def _begin(self) -> int:
