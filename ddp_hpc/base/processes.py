@@ -16,6 +16,8 @@ from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """The signals that a cluster sends before it takes the nodes away. Both mean: commit a checkpoint and exit."""
+INTERRUPTIONS = (signal.SIGINT, signal.SIGHUP)
+"""Ctrl-C, and the end of a terminal."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -94,10 +96,18 @@ def block_awaited_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
 
 
+def block_interruptions() -> list[signal.Signals]:
+    """Block and return those of INTERRUPTIONS that are not ignored, for `await_signal`; to be called before any thread starts."""
+    # `nohup` ignores SIGHUP, and a shell ignores SIGINT for what it starts with `&`. An ignored signal that is blocked would come.
+    numbers = [number for number in INTERRUPTIONS if signal.getsignal(number) is not signal.SIG_IGN]
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    return numbers
+
+
 def unblock_signals() -> None:
     """Receive these signals again; to be called in a child after it set its handlers."""
     # A forked process inherits the mask, and exec keeps it. A signal that waited meanwhile arrives within this call.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_AWAITED, *INTERRUPTIONS})
 
 
 def wake_on_input(fd: int) -> None:
@@ -120,13 +130,13 @@ def sigchld_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def await_signal(timeout_s: float) -> signal.Signals | None:
-    """Wait for a stop signal, the exit of a child, or input; return the signal, or None after `timeout_s`."""
+def await_signal(timeout_s: float, also: Iterable[int] = ()) -> signal.Signals | None:
+    """Wait for a stop signal, the exit of a child, input, or one of `also`; return the signal, or None after `timeout_s`."""
     # Through the C library: Python's `signal.sigtimedwait` returns a signal that was not sent if the process was stopped
     # while it waited (SIGSTOP, SIGCONT) and the time passed meanwhile.
     libc, awaited = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_SIGSET_BYTES)
     libc.sigemptyset(awaited)
-    for each in _AWAITED:
+    for each in {*_AWAITED, *also}:
         libc.sigaddset(awaited, each)
     deadline = time.monotonic() + timeout_s
     while True:

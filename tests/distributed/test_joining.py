@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ddp_hpc.base import processes
 from ddp_hpc.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run_dir.records import read_progress
@@ -56,11 +58,11 @@ def start(workplace: Workplace, argv: Sequence[str], environ: Mapping[str, str])
     )
 
 
-def ends(processes: Sequence[subprocess.Popen[str]]) -> list[int]:
+def ends(started: Sequence[subprocess.Popen[str]]) -> list[int]:
     """Wait for the end of all; return their exit codes, and print what they have printed."""
-    for process in processes:
+    for process in started:
         sys.stdout.write(process.communicate(timeout=PATIENCE_S)[0])
-    return [process.returncode for process in processes]
+    return [process.returncode for process in started]
 
 
 def attempts(workplace: Workplace, name: str = "trial") -> list[Attempt]:
@@ -208,6 +210,27 @@ def test_a_users_own_script_runs_on_two_nodes_of_another_launcher(workplace: Wor
     assert ends([start(workplace, argv, skypilot(node, port)) for node in (0, 1)]) == [0, 0]
     for rank in (0, 1):
         assert "the sum is 3" in workplace.run("sum").rank_log(0, rank).read_text()
+
+
+@pytest.mark.parametrize("name", ["INT", pytest.param("HUP", marks=pytest.mark.long), "KILL"])
+def test_no_process_outlives_a_join_whose_terminal_or_user_ends_it(name: str, workplace: Workplace, port: str) -> None:
+    place = ("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}")
+    script = ("sh", "-c", "echo $$ > started.part; mv started.part started; exec sleep 600")
+    node = start(workplace, [sys.executable, "-m", "ddp_hpc", "join", "name=waits", *place, "--", *script], {})
+    until((workplace.path / "started").exists)
+    below = psutil.Process(node.pid).children(recursive=True)
+
+    node.send_signal(processes.signal_number(name))
+
+    try:
+        assert node.wait(timeout=PATIENCE_S) == (-9 if name == "KILL" else 99)
+        assert int((workplace.path / "started").read_text()) in {one.pid for one in below}
+        assert psutil.wait_procs(below, timeout=PATIENCE_S)[1] == []
+    finally:
+        for one in below:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        ends([node])
 
 
 PBSDSH = """#!/bin/bash

@@ -247,6 +247,23 @@ print(before, await_signal(10.0).name, of_a_child())
     assert _output(script) == "SIG_IGN SIGUSR2 SIG_DFL\n"
 
 
+def test_an_interruption_is_awaited_unless_it_is_ignored_and_children_receive_it() -> None:
+    script = """
+import os, signal, subprocess, sys
+from ddp_hpc.base.processes import await_signal, block_awaited_signals, block_interruptions, unblock_signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+block_awaited_signals()
+numbers = block_interruptions()
+os.kill(os.getpid(), signal.SIGHUP)
+os.kill(os.getpid(), signal.SIGINT)
+print(await_signal(5.0, numbers) == signal.SIGINT, await_signal(0.0, numbers))
+print(subprocess.run(["sh", "-c", "kill -INT $$"], preexec_fn=unblock_signals).returncode)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["True", "None", "-2"]
+
+
 def test_helpers_leave_stop_signals_to_their_parent() -> None:
     script = """
 import os, signal

@@ -31,7 +31,7 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
 )
 from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.launchers import Place, find_place, numeric_address, of_run, variables_of
+from ddp_hpc.rendezvous.launchers import TORCHRUN, Place, find_place, numeric_address, of_run, variables_of
 from ddp_hpc.rendezvous.worker_env import import_path
 from ddp_hpc.run_dir.failure_reports import report
 from ddp_hpc.run_dir.ledger import Cause, End, Ending
@@ -64,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(
             "No launcher that ddp-hpc knows has started this process as a worker. Start it with `ddp-hpc join`."
         )
+    if place.launcher == TORCHRUN.name:
+        processes.die_with_parent(
+            os.getppid()
+        )  # a killed torchrun ends no worker, and this one would hold the run and its GPU
     run = RunDir(arguments.run)
     joining = _Joining(run=run, place=of_run(place, run.path.absolute()))
     gathering, attempt = joining.gather(is_finished=arguments.finished)

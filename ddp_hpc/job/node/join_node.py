@@ -37,13 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("options", nargs="+", help="torchrun's options, and the module that it starts")
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
+    interruptions = processes.block_interruptions()  # a terminal may have started this process
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments.options],
         env={name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)},
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
-    code = see_through(torchrun, arguments.stop_signal)
+    code = see_through(torchrun, arguments.stop_signal, interruptions)
     if code != exit_codes.FINISHED:
         return exit_codes.FAILED if code < 0 else code
     return _meaning(RunDir(arguments.run))

@@ -21,7 +21,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -68,15 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return see_through(torchrun, arguments.stop_signal)
 
 
-def see_through(torchrun: subprocess.Popen[bytes], stop_signal: int) -> int:
+def see_through(torchrun: subprocess.Popen[bytes], stop_signal: int, interruptions: Collection[int] = ()) -> int:
     """Wait for torchrun; send the workload's stop signal to the workers it has started, once they have handlers.
+
+    `interruptions` are blocked signals that mean the same as stop signals here.
 
     A worker whose Python has just started would be killed by the signal, and torchrun would report a failure.
     """
     is_stopping = False
     while (code := torchrun.poll()) is None:
-        number = processes.await_signal(REPEAT_S if is_stopping else 3600.0)
-        is_stopping = is_stopping or number in processes.STOP_SIGNALS
+        number = processes.await_signal(REPEAT_S if is_stopping else 3600.0, interruptions)
+        is_stopping = is_stopping or number in {*processes.STOP_SIGNALS, *interruptions}
         if is_stopping:
             listening = (pid for pid in _children(torchrun.pid) if processes.is_listening(pid, stop_signal))
             processes.send(listening, stop_signal)
