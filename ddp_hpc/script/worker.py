@@ -157,7 +157,9 @@ class _Worker:
         seen = patiently(str(self.run.script_progress), lambda: read_seen(self.run))
         watcher = _Watcher(worker=self, seen=seen, echo=Echo(self.log) if self.rank == 0 else None)
         watcher.count_saves()  # of the attempts before: what this one adds is counted from there
-        is_hosted = find_spec("torch") is not None
+        # A worker that is alone may have no socket. Then its script hosts the store, unless torchrun does.
+        has_store = listen_fd is not None or environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items()
+        is_hosted = has_store and find_spec("torch") is not None
         pid = self._start(self._environ(environ, is_hosted=is_hosted), log_fd, listen_fd)
         os.close(log_fd)
         # After the fork, because the store has threads. The socket listens already: ranks that connect meanwhile wait.

@@ -212,6 +212,22 @@ def test_a_users_own_script_runs_on_two_nodes_of_another_launcher(workplace: Wor
         assert "the sum is 3" in workplace.run("sum").rank_log(0, rank).read_text()
 
 
+def test_a_script_that_is_the_only_worker_forms_its_group(workplace: Workplace, port: str) -> None:
+    (workplace.path / "alone.py").write_text(
+        "import datetime, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=10))\n"
+        "print('the group has', dist.get_world_size(), flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": port}
+    argv = [sys.executable, "-m", "ddp_hpc", "join", "--", "python", "alone.py"]
+
+    codes = ends([start(workplace, argv, {**alone, "MASTER_ADDR": "127.0.0.1"})])
+
+    assert codes == [0], workplace.run("alone").rank_log(0, 0).read_text()
+    assert "the group has 1" in workplace.run("alone").rank_log(0, 0).read_text()
+
+
 @pytest.mark.parametrize("name", ["INT", pytest.param("HUP", marks=pytest.mark.long), "KILL"])
 def test_no_process_outlives_a_join_whose_terminal_or_user_ends_it(name: str, workplace: Workplace, port: str) -> None:
     place = ("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}")
