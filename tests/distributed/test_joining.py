@@ -228,6 +228,25 @@ def test_a_script_that_is_the_only_worker_forms_its_group(workplace: Workplace, 
     assert "the group has 1" in workplace.run("alone").rank_log(0, 0).read_text()
 
 
+@pytest.mark.long
+def test_a_script_that_asks_to_be_started_again_has_its_node_exit_with_99_until_it_has_finished(
+    workplace: Workplace, port: str
+) -> None:
+    script = ("sh", "-c", "test -e saved || { touch saved; exit 7; }")
+    settings = ("name=again", "script.resume_exit_codes=[7]")
+    argv = [sys.executable, "-m", "ddp_hpc", "join", *settings, "--", *script]
+
+    codes = [
+        ends(
+            [start(workplace, argv, {**skypilot(0, port), "SKYPILOT_NODE_IPS": "127.0.0.1", "SKYPILOT_NUM_NODES": "1"})]
+        )
+        for _ in range(3)
+    ]
+
+    assert codes == [[99], [0], [0]]
+    assert len(attempts(workplace, "again")) == 2
+
+
 @pytest.mark.parametrize("name", ["INT", pytest.param("HUP", marks=pytest.mark.long), "KILL"])
 def test_no_process_outlives_a_join_whose_terminal_or_user_ends_it(name: str, workplace: Workplace, port: str) -> None:
     place = ("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}")
