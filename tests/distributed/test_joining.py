@@ -18,6 +18,7 @@ from ddp_hpc.rendezvous.ports import candidate_ports, is_free
 from ddp_hpc.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run_dir.records import read_progress
 from tests.distributed.whole_runs import Workplace, make_workplace
+from tests.unit.made_network import task
 
 TEXT = """
 recipe: {target: "trial_recipe:build", args: {num_samples: 24}}
@@ -305,6 +306,17 @@ def test_a_process_that_nobody_has_placed_is_refused_with_what_to_do(workplace: 
     assert done.returncode == 2
     assert "--nnodes" in done.stderr
     assert "ddp-hpc submit" in done.stderr
+
+
+def test_a_place_given_by_hand_counts_in_a_task_of_srun(workplace: Workplace) -> None:
+    in_task = Workplace(
+        workplace.path, {**workplace.environ, **task(0, 0, 0, on="node1", nodes="node[1-2]", tasks="1(x2)")}
+    )
+
+    done = in_task.command("join", "trial.yaml", "--nnodes=3", "--node-rank=3", "--master-addr=127.0.0.1")
+
+    assert done.returncode == 2
+    assert "PET_NODE_RANK is 3, but the job has 3 nodes" in done.stderr
 
 
 def test_env_says_which_launcher_it_recognises(workplace: Workplace) -> None:

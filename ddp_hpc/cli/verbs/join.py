@@ -66,7 +66,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     environ = _with_options(args, environment)
     first_node = first_node_of(environ)
-    place = find_place(environ, read_allocation(environ), this_host(), first_node=first_node)
+    allocation = (
+        read_allocation(environ) if args.nnodes is None else None
+    )  # the user's word counts, in a task of srun, too
+    place = find_place(environ, allocation, this_host(), first_node=first_node)
     if place is None:
         raise ConfigError(
             "No launcher that ddp-hpc knows has started this process, so its place among the others is not known. Start it by torchrun, "
