@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -13,7 +14,7 @@ _BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*"
 _STEP = re.compile(
     rf"(?<![a-zA-Z])(?:global[ _])?(?:step|iter|iteration|batch|it|update)\b{_BETWEEN}(\d+)", re.IGNORECASE
 )
-_BAR = re.compile(r"(\d+)/\d+ \[\d+:\d\d")
+_BAR = re.compile(r"(\d+)/(\d+) \[\d+:\d\d")
 """A progress bar of tqdm: `12/100 [00:01<00:09, 9.5it/s]`."""
 _EPOCH = re.compile(rf"(?<![a-zA-Z])epoch\b{_BETWEEN}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _LOSS = re.compile(rf"loss{_BETWEEN}({_NUMBER})", re.IGNORECASE)
@@ -39,14 +40,18 @@ class Line:
     loss: float | None = None
     lr: float | None = None
     is_evaluation: bool = False
+    bar_total: int | None = None
+    """The total of the progress bar that the step is from."""
 
 
 def parse(text: str, at: float = 0.0) -> Line:
     """Read one line."""
+    bar = None if _STEP.search(text) else _BAR.search(text)
     return Line(
         text=text,
         at=at,
-        step=_whole(_STEP, text) if _STEP.search(text) else _whole(_BAR, text),
+        step=_whole(_STEP, text) if bar is None else int(bar[1]),
+        bar_total=None if bar is None else int(bar[2]),
         epoch=_epoch(text),
         loss=_real(_LOSS, text),
         lr=_real(_LR, text),
@@ -81,10 +86,14 @@ class Scale:
     """Whether a position needs the epoch beside the step, because steps begin anew in each epoch."""
     stride: int = 1
     """How many steps lie between two lines."""
+    bar_total: int | None = None
+    """The total of its progress bars. A bar with another total counts something else: an evaluation, or what is left after a resume."""
 
     def position(self, line: Line) -> Position | None:
         """Return where a line says that the training is; None where it does not say."""
         if line.is_evaluation and line.step is None and self.unit == "step":
+            return None
+        if line.bar_total is not None and line.bar_total != self.bar_total and self.unit == "step":
             return None
         if self.unit == "step" and line.step is not None:
             if not self.has_epochs:
@@ -98,13 +107,29 @@ class Scale:
 def scale_of(lines: Iterable[Line]) -> Scale:
     """Return how these lines say where the training is."""
     lines = list(lines)
-    steps = [line.step for line in lines if line.step is not None]
+    totals = Counter(line.bar_total for line in lines if line.bar_total is not None)
+    total = totals.most_common(1)[0][0] if totals else None
+    steps = [line.step for line in lines if line.step is not None and line.bar_total in {None, total}]
     if not steps:
         epochs = [line.epoch for line in lines if line.epoch is not None]
         return Scale("epoch") if epochs else Scale()
     restarts = any(later < earlier for earlier, later in pairwise(steps))
+    is_bar = all(line.bar_total is not None for line in lines if line.step is not None)
+    named = {line.epoch for line in lines if line.epoch is not None}
+    if is_bar and not restarts and len(named) > 1 and all(isinstance(epoch, int) for epoch in named):
+        return Scale("epoch")  # the bar counts the epochs, and after a resume those that are left
     gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
-    return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1)
+    return Scale("step", has_epochs=restarts, stride=max(1, round(median(gaps))) if gaps else 1, bar_total=total)
+
+
+def with_epochs(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the lines; a step whose line names no epoch gets the one that was printed last, as a header above the steps."""
+    found, epoch = [], None
+    for line in lines:
+        epoch = epoch if line.epoch is None else line.epoch
+        needs_epoch = line.epoch is None and line.step is not None and epoch is not None
+        found.append(replace(line, epoch=epoch) if needs_epoch else line)
+    return tuple(found)
 
 
 def positions(lines: Sequence[Line], scale: Scale) -> list[Position]:

@@ -86,8 +86,12 @@ def _uses_half_written(seen: Evidence) -> str:
         return ""
     if seen.load_error:
         return f"{seen.half_written[0]} was cut off in a save under its final name; the next attempt failed with: {seen.load_error}"
-    if seen.outcome == "failed" or seen.resumed_at is None:
+    if seen.outcome == "failed" or (seen.outcome == "hung" and seen.resumed_at is None):
         return f"{seen.half_written[0]} was cut off in a save under its final name, and the script did not come back"
+    if seen.starts_over and seen.read_half_written:
+        return (
+            f"{seen.read_half_written} was cut off in a save under its final name; the script read it and began again"
+        )
     return ""
 
 
@@ -106,6 +110,8 @@ def _differs(seen: Evidence) -> bool:
     """Tell whether the run came back to another end, which is its own fault."""
     if not seen.came_back or seen.outcome == "untouched":
         return False
+    if seen.is_deterministic is False or seen.has_same_weights:
+        return False  # undisturbed runs differ, too; or only printed losses differ, as those of a running mean do
     return bool(seen.differences) or bool(seen.first_loss_differs) or bool(seen.later_loss_differs)
 
 
@@ -135,8 +141,10 @@ def _resumes_wrong_file(seen: Evidence) -> str:
 
 
 def _starts_over(seen: Evidence) -> str:
-    if not seen.starts_over or seen.read_states:
+    if not seen.starts_over or seen.read_states or seen.read_half_written:
         return ""
+    if seen.resumed_at is None:
+        return f"{seen.newest_state} was there, but the script read no saved state and saved as often as undisturbed"
     return f"{seen.newest_state} was there, but the script read no saved state and began at its first {seen.unit}"
 
 
@@ -320,6 +328,7 @@ RULES: Sequence[Rule] = (
         "each rank saves at another step.",
         f"def on_signal(*_): global stop_asked; stop_asked = True   # the handler only sets a flag\n{_AGREE}",
         _saves_in_handler,
+        is_sure=lambda seen: seen.saved_after_signal,
         covers=frozenset(
             {
                 "data reshuffled",

@@ -13,13 +13,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-SAVED_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".pkl", ".npz", ".npy", ".state"})
-"""Of files in which scripts save their state."""
+SAVED_SUFFIXES = frozenset(
+    {
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".bin",
+        ".safetensors",
+        ".tar",
+        ".pkl",
+        ".npz",
+        ".npy",
+        ".state",
+        ".distcp",
+        ".h5",
+        ".hdf5",
+        ".msgpack",
+    }
+)
+"""Of files in which scripts save their state; `.distcp` is torch.distributed.checkpoint's."""
 MOST_BYTES = 512 << 20
 """The largest file that is read."""
 _RNG_SIZES = frozenset({16, 816, 5056})
 """Bytes of the states of PyTorch's generators: CUDA's, and the CPU's."""
 _MOST_LINES = 200_000
+COUNTERS = frozenset(
+    {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done", "epoch", "epochs"}
+)
+"""Names under which scripts save where the training is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +52,19 @@ class Contents:
     """Of a saved state: the path of each value in it -> its text, or a hash of a tensor's bytes."""
     lines: tuple[str, ...] = ()
     digest: str = ""
+    """Of the bytes; empty where the file is too large to read."""
+    num_bytes: int | None = None
+    """Of such a file."""
 
     @property
     def has_optimizer(self) -> bool:
         """Whether an optimizer's state dict is in it."""
         return any("param_groups" in path for path in self.values)
+
+    @property
+    def has_counter(self) -> bool:
+        """Whether a step or an epoch of the training is in it."""
+        return any(path.rpartition(".")[2] in COUNTERS for path in self.values)
 
     @property
     def has_rng(self) -> bool:
@@ -89,12 +118,12 @@ def _is_whole_safetensors(path: Path, size: int) -> bool:
 def read(path: Path) -> Contents:
     """Return what a file holds; the hash of its bytes where the format is not known."""
     if path.stat().st_size > MOST_BYTES:
-        status = path.stat()
-        return Contents(kind="bytes", digest=f"{status.st_size} bytes")
+        return Contents(kind="bytes", num_bytes=path.stat().st_size)
     data = path.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     try:
-        if data.startswith(b"PK"):
+        # `.distcp` is many archives in one file, of which a reader of archives sees the last.
+        if data.startswith(b"PK") and path.suffix != ".distcp":
             return Contents(kind="values", values=dict(_of_zip(data)), digest=digest)
         if path.suffix == ".safetensors":
             return Contents(kind="values", values=_of_safetensors(path, data), digest=digest)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from ddp_hpc.spec.script import Program
 
-_SAVES = {"save", "save_checkpoint", "save_state", "save_file", "save_snapshot", "save_model", "dump"}
+_SAVES = {"save", "save_checkpoint", "save_state", "save_file", "save_snapshot", "save_model"}
+_DUMPERS = {"pickle", "cpickle", "joblib", "dill", "cloudpickle", "msgpack"}
+"""Modules whose `dump` saves a state; that of `json` writes a note."""
 _DRAWS = {
     "Dropout",
     "Dropout1d",
@@ -120,7 +122,7 @@ class _Finder:
             self.note("renames", file, node)
         if name == "open" and _is_appending(node):
             self.note("appends", file, node)
-        if name in _SAVES:
+        if _is_save(node):
             self.note("saves", file, node)
         if name in {"load", "load_file", "load_checkpoint"}:
             self.note("loads", file, node)
@@ -167,11 +169,17 @@ def _saves(body: ast.AST, functions: dict[str, ast.FunctionDef], depth: int) -> 
         if not isinstance(node, ast.Call):
             continue
         name = _name(node.func)
-        if name in _SAVES:
+        if _is_save(node):
             return True
         if depth and name in functions and _saves(functions[name], functions, depth - 1):
             return True
     return False
+
+
+def _is_save(node: ast.Call) -> bool:
+    """Tell whether a call saves a state."""
+    name = _name(node.func)
+    return name in _SAVES or (name == "dump" and any(part.lower() in _DUMPERS for part in _owner(node.func)))
 
 
 def _has_constant(node: ast.Call, keyword: str, *, value: bool) -> bool:

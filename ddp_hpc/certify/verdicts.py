@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,9 +10,19 @@ from ddp_hpc.certify.evidence import MOST_DIFFERENCES, Baseline, Difference, Evi
 from ddp_hpc.certify.rules import Defect, diagnose
 
 Verdict = Literal[
-    "exact", "loses", "comes back", "does not stop", "differs", "does not come back", "hangs", "not tried"
+    "exact",
+    "loses",
+    "comes back",
+    "saves nothing",
+    "does not stop",
+    "differs",
+    "does not come back",
+    "hangs",
+    "not tried",
+    "untouched",
 ]
 GOOD: frozenset[Verdict] = frozenset({"exact", "loses", "comes back", "not tried"})
+"""`not tried`, where the script has no such moment, does no harm beside others; alone it says nothing (`are_good`)."""
 
 
 @dataclass(kw_only=True)
@@ -36,11 +47,19 @@ class Finding:
         return self.verdict in GOOD and not self.defects
 
 
+def are_good(findings: Iterable[Finding]) -> bool:
+    """Tell whether at least one fault was tried, and the script came back from all that were."""
+    findings = list(findings)
+    return all(one.is_good for one in findings) and any(one.verdict != "not tried" for one in findings)
+
+
 def needs_second_run(evidence: Evidence) -> bool:
     """Tell whether only a second undisturbed run shows what a difference means."""
     if evidence.outcome not in {"finished", "untouched"}:
         return False
-    return bool(evidence.differences or evidence.first_loss_differs or evidence.later_loss_differs)
+    if evidence.differences:
+        return True
+    return not evidence.has_same_weights and bool(evidence.first_loss_differs or evidence.later_loss_differs)
 
 
 def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
@@ -48,7 +67,7 @@ def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
     defects = diagnose(evidence)
     finding = Finding(fault=name, description=evidence.fault.description, verdict="exact", words="", defects=defects)
     if evidence.outcome == "untouched":
-        finding.verdict, finding.words = "not tried", "not tried: the run finished before the moment of the fault"
+        finding.verdict, finding.words = "untouched", "not tried: the run finished before the moment of the fault"
         return finding
     if evidence.outcome == "hung":
         finding.verdict, finding.words = "hangs", "hangs"
@@ -58,15 +77,18 @@ def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
         finding.verdict, finding.words = "does not stop", "does not stop"
     elif _differs(evidence):
         finding.verdict, finding.words = "differs", "differs: it came back to another result"
+    elif evidence.saves_nothing:
+        finding.verdict, finding.words = "saves nothing", "saves nothing"
+        finding.reason = "it saved no file that certify knows as a saved state, and began again"
     elif evidence.num_repeated:
         finding.verdict, finding.at_most = "loses", max(evidence.num_repeated, _between_saves(evidence, baseline))
         finding.words = f"loses at most {finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
-    elif evidence.is_deterministic is False:
+    elif evidence.is_deterministic is False or not evidence.is_measured or not evidence.num_compared:
         finding.verdict, finding.words = "comes back", "comes back"
     else:
         finding.words = "exact"
-    finding.reason = _reason(finding, evidence)
-    finding.notes = _notes(evidence)
+    finding.reason = _reason(finding, evidence) or finding.reason
+    finding.notes = _notes(finding, evidence)
     return finding
 
 
@@ -109,7 +131,7 @@ def _text(difference: Difference) -> str:
     return f"{where} is {difference.here[:60]!r}, undisturbed {difference.undisturbed[:60]!r}"
 
 
-def _notes(evidence: Evidence) -> list[str]:
+def _notes(finding: Finding, evidence: Evidence) -> list[str]:
     notes = []
     fault = evidence.fault
     if fault.is_stop and evidence.signal_action == "default":
@@ -120,6 +142,18 @@ def _notes(evidence: Evidence) -> list[str]:
         notes.append("no kill came while a file was open; the saves are too short to be hit")
     if evidence.is_deterministic is False:
         notes.append("two undisturbed runs differ, so the bits of its results say nothing")
+    if finding.verdict == "comes back" and not evidence.is_measured:
+        notes.append("its output does not say where it went on, so nothing says how much work was done again")
+    if evidence.num_compared == 0:
+        notes.append(
+            "no file was compared: it leaves none, or their names or all their values differ between undisturbed runs"
+        )
+    if evidence.logged_otherwise is not None:
+        notes.append(f"the saved states are the same, but {_text(evidence.logged_otherwise)}")
+    if evidence.has_same_weights and (evidence.first_loss_differs or evidence.later_loss_differs):
+        notes.append(
+            "its losses after it came back differ, as those of a running mean do, but its saved states are the same"
+        )
     if evidence.num_skipped:
         notes.append(f"{evidence.num_skipped} {evidence.unit}s are missing in its output")
     return notes

@@ -157,7 +157,7 @@ def test_bad_input_is_refused_before_anything_runs(words: list[str], expected: s
 
 
 @pytest.mark.long
-def test_a_module_that_prints_nothing_and_saves_nothing_is_certified_by_its_result(tmp_path: Path) -> None:
+def test_a_module_that_saves_nothing_is_not_certified(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
     (tmp_path / "pkg" / "train.py").write_text(
@@ -166,7 +166,7 @@ def test_a_module_that_prints_nothing_and_saves_nothing_is_certified_by_its_resu
 
     code, found, output = certificate(tmp_path, ["kill-at-random", "kill-in-save"], "python", "-m", "pkg.train")
 
-    assert code == 0, output
-    assert [one["verdict"] for one in found["findings"]] == ["exact", "not tried"]
+    assert code == 1, output
+    assert [one["verdict"] for one in found["findings"]] == ["saves nothing", "not tried"]
     assert "nothing says how much work was done again" in found["notes"][0]
     assert found["final_files"] == ["result.txt"]

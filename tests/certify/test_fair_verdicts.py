@@ -1,0 +1,425 @@
+"""Certify accuses no good script, and praises none of which it has seen nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_hpc.certify.evidence import Baseline, evidence_of
+from ddp_hpc.certify.faults import FAULTS
+from ddp_hpc.certify.output_lines import Line, parse
+from ddp_hpc.certify.records import RunRecord, Save
+from ddp_hpc.certify.saved_files import MOST_BYTES, Contents, is_saved_state, read
+from ddp_hpc.certify.source_reading import SourceFacts, facts_of
+from ddp_hpc.certify.verdicts import Finding, are_good, judge, needs_second_run
+from tests.certify.made_records import lines_of, struck, text, undisturbed, values
+
+OTHER = {"step_10.pt": values({"model.weight": "tensor FloatStorage [1] other"})}
+LOADED = {"reads": ("step_4.pt",)}
+WEIGHTS = Contents(kind="values", values={"weight": "tensor FloatStorage [1] x"}, digest="w")
+
+
+def found(fault: str, record: RunRecord, baseline: Baseline) -> Finding:
+    return judge(fault, evidence_of(FAULTS[fault], record, baseline), baseline)
+
+
+def names(finding: Finding) -> set[str]:
+    return {one.name for one in finding.defects}
+
+
+def printed(*texts: str) -> tuple[Line, ...]:
+    return tuple(parse(one, float(number)) for number, one in enumerate(texts, start=1))
+
+
+def baseline_of(
+    lines: Sequence[Line], *, saves: Sequence[Save] | None = None, final: Mapping[str, Contents] | None = None
+) -> Baseline:
+    """Return an undisturbed run with other lines, or other saves."""
+    base = undisturbed(final=final)
+    attempt = replace(base.attempt, lines=tuple(lines), saves=base.attempt.saves if saves is None else tuple(saves))
+    return replace(base, record=replace(base.record, attempts=(attempt,)))
+
+
+def bars(total: int) -> tuple[Line, ...]:
+    return printed(
+        *(
+            f"{100 * step // total:3d}%|##   | {step}/{total} [00:0{step % 10}<00:09, 1.00it/s]"
+            for step in range(total + 1)
+        )
+    )
+
+
+# --- progress bars (4) -------------------------------------------------------------------------------------------------
+
+
+def test_a_progress_bar_over_what_is_left_is_not_taken_for_a_start_from_the_beginning() -> None:
+    record = struck(bars(10)[:6], bars(6), later=LOADED)
+
+    finding = found("kill-at-random", record, baseline_of(bars(10)))
+
+    assert (finding.verdict, finding.is_good, names(finding)) == ("comes back", True, set())
+    assert "nothing says how much work was done again" in finding.notes[0]
+
+
+def test_a_progress_bar_that_begins_anew_with_its_whole_total_is_a_start_from_the_beginning() -> None:
+    finding = found("kill-at-random", struck(bars(10)[:6], bars(10)), baseline_of(bars(10)))
+
+    assert (finding.verdict, names(finding)) == ("does not come back", {"starts over"})
+
+
+@pytest.mark.parametrize(("first", "verdict"), [(6, "exact"), (4, "loses")])
+def test_a_progress_bar_that_goes_on_where_it_was_says_how_many_steps_were_done_again(first: int, verdict: str) -> None:
+    whole = bars(12)
+    drawn = [line for line in whole if line.step is not None and line.step % 3 == 0]  # a bar is not drawn at each step
+
+    finding = found("kill-at-random", struck(drawn[:3], whole[first:], later=LOADED), baseline_of(drawn))
+
+    assert finding.verdict == verdict
+
+
+def test_a_progress_bar_over_epochs_leaves_it_to_the_lines_to_say_the_epoch() -> None:
+    lines = [
+        printed(f"epoch {epoch} loss {1 / (epoch + 1):.3f}", f" 10%|# | {epoch + 1}/6 [00:01<00:05]")
+        for epoch in range(6)
+    ]
+    left = [
+        printed(f"epoch {epoch} loss {1 / (epoch + 1):.3f}", f" 10%|# | {epoch - 2}/3 [00:01<00:05]")
+        for epoch in (3, 4, 5)
+    ]
+    record = struck(sum(lines[:4], ()), sum(left, ()), later=LOADED)
+
+    finding = found("kill-at-random", record, baseline_of(sum(lines, ())))
+
+    assert finding.words == "loses at most 1 epoch"
+
+
+def test_steps_that_are_counted_from_the_resume_on_are_no_start_from_the_beginning() -> None:
+    finding = found("kill-at-random", struck(then=lines_of(1, 6), later=LOADED), undisturbed())
+
+    assert (finding.verdict, names(finding)) == ("comes back", set())
+
+
+def test_a_script_that_reads_its_state_and_does_all_steps_again_starts_over() -> None:
+    finding = found("kill-at-random", struck(then=lines_of(1, 10), later=LOADED), undisturbed())
+
+    assert (finding.verdict, finding.is_good) == ("does not come back", False)
+
+
+# --- losses (5) --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["printed", "logged"])
+def test_a_running_mean_that_begins_anew_is_a_note_where_the_weights_are_the_same(log: bool) -> None:
+    rows = [f"{step},{1 / step:.3f}" for step in range(1, 11)]
+    smoothed = [*rows[:6], "7,0.111", *rows[7:]]
+    ends = [{"step_10.pt": values(), **({"log.csv": text(*lines)} if log else {})} for lines in (rows, smoothed)]
+    baseline = undisturbed(source=SourceFacts(shuffles="train.py:9"), final=ends[0])
+    record = struck(then=lines_of(5, 10, loss=2.0), final=ends[1], later=LOADED)
+
+    finding = found("kill-at-random", record, baseline)
+
+    assert (finding.verdict, finding.is_good, names(finding)) == ("loses", True, set())
+    assert any("as those of a running mean do" in note for note in finding.notes)
+    assert not needs_second_run(evidence_of(FAULTS["kill-at-random"], record, baseline))
+
+
+def test_another_result_beside_the_same_weights_is_a_difference() -> None:
+    ends = [{"step_10.pt": values(), "result.json": text(f'{{"best accuracy": {best}}}')} for best in (0.9, 0.8)]
+
+    assert found("kill-at-random", struck(final=ends[1]), undisturbed(final=ends[0])).verdict == "differs"
+
+
+def test_a_script_that_never_ends_the_same_gets_no_defect_by_its_bits() -> None:
+    baseline = undisturbed(source=SourceFacts(shuffles="train.py:9"))
+    other = replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"})})
+    record = struck(then=lines_of(5, 10, loss=2.0), final=OTHER, later=LOADED)
+
+    finding = found("kill-at-random", record, replace(baseline, second=other))
+
+    assert (finding.is_good, names(finding)) == (True, set())
+    assert any("two undisturbed runs differ" in note for note in finding.notes)
+
+
+# --- exports beside the state (6) --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("export", ["best.pt", "ema.pt", "model_4.pt"])
+def test_an_export_that_is_newer_than_the_state_is_not_the_file_to_resume_from(export: str) -> None:
+    saves = [
+        Save(path="last.pt", num_lines=2, at=2.0, contents=values()),
+        Save(path=export, num_lines=4, at=4.0, contents=WEIGHTS),
+    ]
+    record = struck(
+        then=lines_of(3, 10),
+        attempt={"saves": tuple(saves)},
+        later={"reads": ("last.pt",)},
+        present=("last.pt", export),
+    )
+
+    finding = found("kill-at-random", record, baseline_of(lines_of(1, 10), saves=saves))
+
+    assert (finding.verdict, names(finding)) == ("loses", set())
+
+
+def test_a_script_that_has_saved_only_an_export_does_not_start_over_wrongly() -> None:
+    best = Save(path="best.pt", num_lines=2, at=2.0, contents=WEIGHTS)
+    last = Save(path="last.pt", num_lines=8, at=8.0, contents=values())
+    record = struck(then=lines_of(1, 10), attempt={"saves": (best,)}, present=("best.pt",))
+
+    finding = found("kill-at-random", record, baseline_of(lines_of(1, 10), saves=[best, last]))
+
+    assert (finding.verdict, names(finding)) == ("loses", set())
+
+
+def test_data_and_pretrained_weights_in_the_directory_are_no_states_of_the_script() -> None:
+    record = struck(
+        then=lines_of(1, 10),
+        attempt={"saves": ()},
+        later={"reads": ("pretrained.pt",)},
+        present=("data.npy", "pretrained.pt"),
+    )
+
+    assert found("kill-first-steps", record, undisturbed()).verdict == "loses"
+
+
+def test_a_script_that_resumes_from_its_best_weights_resumes_from_the_wrong_file() -> None:
+    best = Save(path="best.pt", num_lines=1, at=1.0, contents=WEIGHTS)
+    last = Save(path="last.pt", num_lines=4, at=4.0, contents=values())
+    record = struck(
+        then=lines_of(2, 10),
+        attempt={"saves": (best, last)},
+        later={"reads": ("best.pt",)},
+        present=("best.pt", "last.pt"),
+    )
+
+    assert names(found("kill-at-random", record, baseline_of(lines_of(1, 10), saves=[best, last]))) == {
+        "resumes from the wrong file"
+    }
+
+
+# --- scripts that never load (7) ---------------------------------------------------------------------------------------
+
+QUIET = printed("loading data", "training", "done")
+TUTORIAL = printed(
+    *(
+        line
+        for epoch in (1, 2, 3)
+        for line in (f"Epoch {epoch}", *(f"batch {batch} loss 0.{epoch}{batch}" for batch in (1, 2, 3)))
+    )
+)
+
+
+@pytest.mark.parametrize(("lines", "cut"), [(QUIET, 2), (TUTORIAL, 7)], ids=["quiet", "steps begin anew in each epoch"])
+def test_a_script_that_never_loads_starts_over_whatever_it_prints(lines: tuple[Line, ...], cut: int) -> None:
+    baseline = baseline_of(lines)
+    record = struck(lines[:cut], lines, later={"saves": baseline.attempt.saves})
+
+    finding = found("kill-at-random", record, baseline)
+
+    assert (finding.verdict, names(finding)) == ("does not come back", {"starts over"})
+
+
+def test_a_quiet_script_that_loads_comes_back_and_nothing_is_said_of_its_steps() -> None:
+    baseline = baseline_of(QUIET)
+    finding = found("kill-at-random", struck(QUIET[:2], QUIET, later=LOADED), baseline)
+
+    assert (finding.verdict, finding.is_good) == ("comes back", True)
+
+
+def test_a_quiet_script_that_had_all_done_may_end_without_reading_its_state() -> None:
+    finding = found("kill-at-random", struck(QUIET, ()), baseline_of(QUIET))
+
+    assert (finding.verdict, names(finding)) == ("comes back", set())
+
+
+def test_steps_that_begin_anew_without_an_epoch_say_nothing_of_where_it_went_on() -> None:
+    lines = printed(*(f"batch {batch} loss 0.{batch}" for _ in range(3) for batch in (1, 2, 3)))
+    named = printed("epoch 2 batch 1 loss 0.1", "epoch 3 batch 1 loss 0.2")
+
+    assert found("kill-at-random", struck(lines[:4], named, later=LOADED), baseline_of(lines)).verdict == "comes back"
+
+
+def test_an_epoch_above_its_steps_says_where_the_training_is() -> None:
+    baseline = baseline_of(TUTORIAL)
+
+    assert len({baseline.scale.position(line) for line in baseline.attempt.lines} - {None}) == 9
+    finding = found("kill-at-random", struck(TUTORIAL[:7], TUTORIAL[4:], later=LOADED), baseline)
+    assert (finding.verdict, finding.at_most is not None and finding.at_most >= 2) == ("loses", True)
+
+
+def test_a_script_that_saves_nothing_and_begins_again_is_not_good() -> None:
+    baseline = baseline_of(lines_of(1, 10), saves=[])
+    record = struck(then=lines_of(1, 10), attempt={"saves": ()}, present=())
+
+    finding = found("kill-at-random", record, baseline)
+
+    assert (finding.verdict, finding.words, finding.is_good) == ("saves nothing", "saves nothing", False)
+
+
+def test_a_script_that_goes_on_from_a_file_of_an_unknown_kind_is_not_said_to_save_nothing() -> None:
+    baseline = baseline_of(lines_of(1, 10), saves=[])
+    record = struck(then=lines_of(5, 10), attempt={"saves": ()}, present=())
+
+    assert found("kill-at-random", record, baseline).verdict == "loses"
+
+
+def test_without_a_fault_that_was_tried_nothing_is_good() -> None:
+    untried = Finding(fault="kill-in-save", description="", verdict="not tried", words="not tried: no save")
+    exact = Finding(fault="term", description="", verdict="exact", words="exact")
+    missed = found("term", replace(struck(), strike=None, outcome="untouched"), undisturbed())
+
+    assert (are_good([untried, exact]), are_good([untried]), are_good([])) == (True, False, False)
+    assert (missed.verdict, missed.is_good) == ("untouched", False)
+    assert missed.words == "not tried: the run finished before the moment of the fault"
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "weights.h5", "state.msgpack"])
+def test_files_of_other_libraries_are_saved_states(name: str) -> None:
+    assert is_saved_state(Path(name))
+
+
+def test_a_file_of_many_archives_is_compared_by_its_bytes_and_one_too_large_to_read_is_not(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "__0_0.distcp"
+    with file.open("wb") as both:
+        for number in range(2):
+            torch.save(torch.full((4,), float(number)), both)
+    assert read(file).kind == "bytes"
+    with (tmp_path / "large.pt").open("wb") as large:
+        large.truncate(MOST_BYTES + 1)
+    end = {"large.pt": read(tmp_path / "large.pt")}
+
+    finding = found("kill-at-random", struck(final=end), undisturbed(final=end))
+
+    assert any("no file was compared" in note for note in finding.notes)
+
+
+# --- logs (8) ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("train.log", "INFO step {} loss 0.5", set()),
+        ("train.txt", "2026-01-01 12:00:{:02d} step {} loss 0.5", set()),
+        ("metrics.csv", "{},0.5", {"metrics doubled"}),
+        ("metrics.jsonl", '{{"step": {}, "loss": 0.5}}', {"metrics doubled"}),
+    ],
+)
+def test_a_log_for_readers_may_have_a_step_twice_but_a_table_may_not(file: str, line: str, expected: set[str]) -> None:
+    rows = [line.format(step, step) for step in range(1, 6)]
+    ends = [{"step_10.pt": values(), file: text(*lines)} for lines in (rows, [*rows[:4], rows[3], rows[4]])]
+
+    assert names(found("kill-at-random", struck(final=ends[1]), undisturbed(final=ends[0]))) == expected
+
+
+# --- files cut off (10) ------------------------------------------------------------------------------------------------
+
+
+def test_an_export_that_was_cut_off_and_written_again_is_no_defect() -> None:
+    saves = (*undisturbed().attempt.saves, Save(path="final.pt", num_lines=10, at=11.0, contents=WEIGHTS))
+    end = {"step_10.pt": values(), "final.pt": WEIGHTS}
+    record = struck(
+        lines_of(1, 10), (), final=end, later={"reads": ("step_10.pt",)}, half_written=("final.pt",), was_in_save=True
+    )
+
+    finding = found("kill-in-save", record, baseline_of(lines_of(1, 10), saves=saves, final=end))
+
+    assert (finding.verdict, names(finding)) == ("exact", set())
+
+
+def test_a_script_that_reads_a_half_written_state_and_begins_again_in_silence_has_used_it() -> None:
+    saves = (Save(path="last.pt", num_lines=4, at=4.0, contents=values(), in_place=True),)
+    record = struck(
+        then=lines_of(1, 10),
+        attempt={"saves": saves},
+        later={"reads": ("last.pt",)},
+        present=(),
+        half_written=("last.pt",),
+    )
+
+    finding = found("kill-in-save", record, baseline_of(lines_of(1, 10), saves=saves))
+
+    assert (finding.verdict, names(finding)) == ("does not come back", {"half-written file used"})
+
+
+# --- handlers (11) -----------------------------------------------------------------------------------------------------
+
+
+def test_a_handler_that_saves_is_a_sure_defect_only_where_a_file_was_saved_after_the_signal() -> None:
+    source = SourceFacts(saving_handler="train.py:3", saving_signals=frozenset({"SIGTERM"}))
+    saves = (Save(path="step_4.pt", num_lines=4, at=4.0), Save(path="step_5.pt", num_lines=5, at=6.0))
+    changes: list[dict[str, Any]] = [{}, {"attempt": {"saves": saves}}]
+
+    sure = [
+        [
+            one.is_sure
+            for one in found(
+                "term", struck(signal_action="caught", final=OTHER, **each), undisturbed(source=source)
+            ).defects
+        ]
+        for each in changes
+    ]
+
+    assert sure == [[False], [True]]
+
+
+@pytest.mark.parametrize(("call", "saves"), [("json.dump", False), ("pickle.dump", True)])
+def test_a_handler_that_writes_a_note_does_not_save(call: str, saves: bool, tmp_path: Path) -> None:
+    source = f"import signal\ndef on(*_): {call}({{}}, open('x', 'wb'))\nsignal.signal(signal.SIGTERM, on)\n"
+    (tmp_path / "train.py").write_text(source)
+
+    assert bool(facts_of([tmp_path / "train.py"]).saving_handler) is saves
+
+
+# --- names with times (12) ---------------------------------------------------------------------------------------------
+
+
+def stamped(folder: str, weight: str) -> dict[str, Contents]:
+    return {f"{folder}/last.pt": values({"model.weight": f"tensor FloatStorage [1] {weight}"})}
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("run-20260101-1200", "run-20260101-1201", "run-20260101-1205"),
+        ("0b8c41d2-77aa", "9f0c11e7-12bd", "5e0a7b3c-99f1"),
+    ],
+)
+def test_directories_with_a_time_or_an_id_in_their_names_are_compared(folders: tuple[str, str, str]) -> None:
+    one, two, mine = folders
+    baseline = undisturbed(final=stamped(one, "x"))
+    baseline = replace(baseline, second=replace(baseline.record, final=stamped(two, "x")))
+
+    same, other = (found("kill-at-random", struck(final=stamped(mine, weight)), baseline) for weight in ("x", "y"))
+
+    assert (same.verdict, same.is_good) == ("loses", True)
+    assert (other.verdict, other.is_good) == ("differs", False)
+
+
+def test_of_two_such_directories_the_one_that_was_written_last_is_compared() -> None:
+    baseline = undisturbed(final=stamped("run-11", "x"))
+    baseline = replace(baseline, second=replace(baseline.record, final=stamped("run-12", "x")))
+    later = {"saves": (Save(path="run-13/last.pt", num_lines=5, at=9.0),)}
+    record = struck(later=later, final={**stamped("run-13", "x"), **stamped("run-14", "old")})
+
+    assert found("kill-at-random", record, baseline).is_good
+
+
+def test_it_is_said_where_no_file_could_be_compared() -> None:
+    baseline = undisturbed(final=stamped("wise-otter", "x"))
+    baseline = replace(baseline, second=replace(baseline.record, final=stamped("calm-fox", "x")))
+    record = struck(
+        then=lines_of(6, 10), signal_action="caught", attempt={"ending": "stopped"}, final=stamped("red-kite", "y")
+    )
+
+    finding = found("term", record, baseline)
+
+    assert finding.verdict == "comes back"
+    assert "no file was compared" in finding.notes[0]
