@@ -326,6 +326,7 @@ def evidence_of(fault: Fault, record: RunRecord, baseline: Baseline) -> Evidence
     struck = record.attempts[strike.attempt]
     later = record.attempts[strike.attempt + 1 :]
     of_files = _of_files(record, baseline)
+    is_same = bool(of_files.get("has_same_weights")) or (bool(of_files) and baseline.is_deterministic is False)
     return Evidence(
         fault=fault,
         outcome=record.outcome,
@@ -347,7 +348,7 @@ def evidence_of(fault: Fault, record: RunRecord, baseline: Baseline) -> Evidence
         lost_ranks=struck.lost_ranks,
         signal_action=strike.signal_action,
         **_of_stop(fault, strike, struck, baseline),
-        **_of_resume(record, strike, baseline, is_same_end=bool(of_files.get("has_same_weights"))),
+        **_of_resume(record, strike, baseline, can_be_same=is_same),
         **_of_losses(record, strike, baseline),
         **of_files,
     )
@@ -433,7 +434,7 @@ def _richness(path: str, contents: Contents | None) -> int:
     return 2 if contents.has_optimizer else int(contents.has_counter)
 
 
-def _of_resume(record: RunRecord, strike: Strike, baseline: Baseline, *, is_same_end: bool) -> dict[str, Any]:
+def _of_resume(record: RunRecord, strike: Strike, baseline: Baseline, *, can_be_same: bool) -> dict[str, Any]:
     """Where the run went on, and where it should have."""
     scale = baseline.scale
     all_positions = positions(baseline.attempt.lines, scale)
@@ -443,7 +444,7 @@ def _of_resume(record: RunRecord, strike: Strike, baseline: Baseline, *, is_same
     before = {one for attempt in record.attempts[: strike.attempt + 1] for one in positions(attempt.lines, scale)}
     is_start = after[:1] == all_positions[:1] != []
     is_whole = after[-1:] == all_positions[-1:] != []
-    if is_start and not is_whole and states.has_read_any and is_same_end:
+    if is_start and not is_whole and states.has_read_any and can_be_same:
         after = []  # it counts its steps from the resume on
     is_foreign = _counts_otherwise(later, baseline)
     resumed_at = after[0] if after else None
@@ -554,6 +555,7 @@ def _of_files(record: RunRecord, baseline: Baseline) -> dict[str, Any]:
     written = frozenset(one.path for one in record.attempts[-1].saves)
     mine, other = baseline.lasting_names(record.final, written), baseline.lasting_names(baseline.record.final)
     doubled = doubled_files(mine, other)
+    mine = _with_next_folders(mine, other, frozenset(map(baseline.lasting_name, written)))
     # A stop makes one more file, and a directory of the newest files then has other ones: the last file counts.
     saves = [baseline.lasting_name(one.path) for one in baseline.attempt.saves]
     earlier = {*saves} - {*saves[-1:]}
@@ -583,6 +585,28 @@ def _of_files(record: RunRecord, baseline: Baseline) -> dict[str, Any]:
         "has_same_weights": has_same_weights,
         "logged_otherwise": found[0] if has_same_weights and found else None,
     }
+
+
+def _with_next_folders(
+    mine: Mapping[str, Contents], other: Mapping[str, Contents], newest: frozenset[str]
+) -> dict[str, Contents]:
+    """Return the files with those that the undisturbed run has in a directory of an earlier number, as `version_0`.
+
+    Loggers make such a directory for each attempt: a log whose first lines stand in the old one goes on in the new one.
+    """
+    found = dict(mine)
+    extra = [path for path in mine if path not in other]
+    for path, contents in other.items():
+        here = mine.get(path)
+        if here is not None and (contents.kind != "text" or len(here.lines) >= len(contents.lines)):
+            continue
+        name = PurePosixPath(path).name
+        alike = [one for one in extra if PurePosixPath(one).name == name and _mask(one) == _mask(path)]
+        if not alike:
+            continue
+        there = mine[max(alike, key=lambda one: (one in newest, one))]
+        found[path] = there if here is None else replace(there, lines=(*here.lines, *there.lines))
+    return found
 
 
 def _is_comparable(file: str, contents: Contents, volatile: frozenset[tuple[str, str]]) -> bool:

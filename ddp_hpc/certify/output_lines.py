@@ -12,7 +12,7 @@ from statistics import median
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
 _BETWEEN = r"[\"']?\s*[:=#|]?\s*[\[(]?\s*"
 _STEP = re.compile(
-    rf"(?<![a-zA-Z])(?:global[ _])?(?:step|iter|iteration|batch|it|update)\b{_BETWEEN}(\d+)", re.IGNORECASE
+    rf"(?<![a-zA-Z])(?:global[ _])?(?:step|iter|iteration|batch|it|update)\b(?!\s*\[\d+:){_BETWEEN}(\d+)", re.IGNORECASE
 )
 _BAR = re.compile(r"(\d+)/(\d+) \[\d+:\d\d")
 """A progress bar of tqdm: `12/100 [00:01<00:09, 9.5it/s]`."""

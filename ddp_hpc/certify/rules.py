@@ -88,6 +88,9 @@ def _uses_half_written(seen: Evidence) -> str:
         return f"{seen.half_written[0]} was cut off in a save under its final name; the next attempt failed with: {seen.load_error}"
     if seen.outcome == "failed" or (seen.outcome == "hung" and seen.resumed_at is None):
         return f"{seen.half_written[0]} was cut off in a save under its final name, and the script did not come back"
+    broken = [one.file for one in seen.differences if one.file in seen.half_written and not one.path]
+    if broken:
+        return f"{broken[0]} was cut off in a save under its final name, and is not whole at the end either"
     if seen.starts_over and seen.read_half_written:
         return (
             f"{seen.read_half_written} was cut off in a save under its final name; the script read it and began again"

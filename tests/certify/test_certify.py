@@ -157,6 +157,19 @@ def test_bad_input_is_refused_before_anything_runs(words: list[str], expected: s
 
 
 @pytest.mark.long
+def test_a_script_that_prints_no_step_and_never_loads_starts_over(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import time, torch\nfor step in range(1, 6):\n    time.sleep(0.3)\n    torch.save({'step': step}, 'last.pt')\n"
+    )
+
+    code, found, output = certificate(tmp_path, ["kill-after-save"], "python", "train.py", settings=ONE_RANK)
+
+    assert code == 1, output
+    assert [one["verdict"] for one in found["findings"]] == ["does not come back"], output
+    assert [defect["name"] for defect in found["findings"][0]["defects"]] == ["starts over"], output
+
+
+@pytest.mark.long
 def test_a_module_that_saves_nothing_is_not_certified(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()

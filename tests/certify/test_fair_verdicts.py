@@ -104,6 +104,20 @@ def test_steps_that_are_counted_from_the_resume_on_are_no_start_from_the_beginni
     assert (finding.verdict, names(finding)) == ("comes back", set())
 
 
+def test_steps_that_are_counted_from_the_resume_on_end_no_random_script_too_early() -> None:
+    baseline = undisturbed()
+    second = replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"})})
+    record = struck(then=lines_of(1, 4), final=OTHER, later=LOADED)
+
+    finding = found("kill-at-random", record, replace(baseline, second=second))
+
+    assert (finding.verdict, names(finding)) == ("comes back", set())
+
+
+def test_a_progress_bar_without_a_total_says_no_step() -> None:
+    assert parse("12it [00:01,  9.51it/s, loss=0.5]").step is None
+
+
 def test_a_script_that_reads_its_state_and_does_all_steps_again_starts_over() -> None:
     finding = found("kill-at-random", struck(then=lines_of(1, 10), later=LOADED), undisturbed())
 
@@ -334,6 +348,19 @@ def test_an_export_that_was_cut_off_and_written_again_is_no_defect() -> None:
     assert (finding.verdict, names(finding)) == ("exact", set())
 
 
+def test_an_export_that_stays_cut_off_is_a_half_written_file_that_was_used() -> None:
+    saves = (*undisturbed().attempt.saves, Save(path="final.pt", num_lines=10, at=11.0, contents=WEIGHTS))
+    cut_off = Contents(kind="bytes", digest="half")
+    record = struck(
+        lines_of(1, 10), (), final={"step_10.pt": values(), "final.pt": cut_off}, half_written=("final.pt",)
+    )
+    baseline = baseline_of(lines_of(1, 10), saves=saves, final={"step_10.pt": values(), "final.pt": WEIGHTS})
+
+    finding = found("kill-in-save", record, baseline)
+
+    assert (finding.verdict, names(finding)) == ("differs", {"half-written file used"})
+
+
 def test_a_script_that_reads_a_half_written_state_and_begins_again_in_silence_has_used_it() -> None:
     saves = (Save(path="last.pt", num_lines=4, at=4.0, contents=values(), in_place=True),)
     record = struck(
@@ -401,6 +428,22 @@ def test_directories_with_a_time_or_an_id_in_their_names_are_compared(folders: t
 
     assert (same.verdict, same.is_good) == ("loses", True)
     assert (other.verdict, other.is_good) == ("differs", False)
+
+
+def test_a_logger_that_makes_another_directory_for_each_attempt_is_compared_over_both() -> None:
+    rows = [f"{step},{1 / step:.3f}" for step in range(1, 11)]
+    whole = {"version_0/last.ckpt": values(), "version_0/metrics.csv": text(*rows)}
+    split = {
+        "version_0/metrics.csv": text(*rows[:4]),
+        "version_1/last.ckpt": values(),
+        "version_1/metrics.csv": text(*rows[4:]),
+    }
+    baseline = undisturbed(final=whole)
+
+    same = found("kill-at-random", struck(final=split), baseline)
+    other = found("kill-at-random", struck(final={**split, "version_1/last.ckpt": OTHER["step_10.pt"]}), baseline)
+
+    assert (same.verdict, other.verdict) == ("loses", "differs")
 
 
 def test_of_two_such_directories_the_one_that_was_written_last_is_compared() -> None:
