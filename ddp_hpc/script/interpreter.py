@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import gc
 import io
 import os
 import runpy
@@ -11,6 +12,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
 from ddp_hpc.script.plan import Plan
@@ -31,7 +33,28 @@ def run_as_main(
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
+    _close_files()
     return code
+
+
+def _close_files() -> None:
+    """Write out the files that the script has left open, as Python does at its end; `os._exit` follows here, which does not."""
+    # In this order: a file of text, or one that compresses, writes to the one below it and closes it.
+    # By `type`, because `isinstance` asks proxies for what they stand for, which may be gone.
+    files = [one for one in gc.get_objects() if issubclass(type(one), (io.TextIOWrapper, io.BufferedIOBase))]
+    lowest = (io.BufferedWriter, io.BufferedRandom)
+    for file in sorted(files, key=lambda one: (not isinstance(one, io.TextIOWrapper), isinstance(one, lowest))):
+        try:
+            if file in (sys.__stdout__, sys.__stderr__) or file.closed or not file.writable():
+                continue
+            if file.readable():  # another thread may wait in a read, and holds the lock that `close` needs
+                file.flush()
+            else:
+                file.close()
+        except Exception as error:  # noqa: BLE001  a class of the script's own may raise anything
+            text = f"note: closing {getattr(file, 'name', file)!r} at the script's end has failed: {error}\n"
+            with suppress(OSError):
+                os.write(2, text.encode(errors="replace"))
 
 
 def _prepare(plan: Plan, environ: Mapping[str, str], python_path: Sequence[str]) -> None:
@@ -48,6 +71,7 @@ def _prepare(plan: Plan, environ: Mapping[str, str], python_path: Sequence[str])
     sys.argv[:] = [plan.argv0, *plan.program.arguments]
     sys.orig_argv[:] = plan.command
     _unbuffer()
+    gc.freeze()  # `_close_files` does not find what was there before the script
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()  # a fork has copied its state, so all ranks would draw the same; Python's own seeds itself anew
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import subprocess
@@ -136,6 +137,42 @@ def test_a_script_prints_and_ends_as_with_a_plain_python(what: str, tmp_path: Pa
     assert found.decode(errors="replace") == expected.stdout.decode(errors="replace")
     failure = first_failure(run, 0)
     assert (failure is not None) == (expected.returncode != 0)
+
+
+LEAVES_OPEN = """
+import gzip, io, sys, weakref, kept
+gone = weakref.proxy(set())
+rows = open('rows.csv', 'w')
+packed = gzip.open('packed.gz', 'wt')
+raw = open('raw', 'wb')
+kept.file = open('kept.txt', 'w', encoding='utf-16')
+both = open('both.txt', 'w+')
+sys.stdout = open('printed.txt', 'w')
+for number in range(500):
+    print(number)
+    for file in (rows, packed, both, kept.file):
+        file.write(f'{number}\\n')
+    raw.write(b'x')
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "1 / 0"])
+def test_files_that_a_script_never_closes_are_written_as_with_a_plain_python(end: str, tmp_path: Path) -> None:
+    folders = [tmp_path / "plain", tmp_path / "ours"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "kept.py").touch()
+        (folder / "train.py").write_text(LEAVES_OPEN.replace("{end}", end))
+    subprocess.run([sys.executable, "train.py"], cwd=folders[0], stderr=subprocess.DEVNULL, check=False)
+
+    work(folders[1], "python", "train.py")
+
+    texts = ("rows.csv", "raw", "kept.txt", "both.txt", "printed.txt")
+    plain, ours = ([(f / name).read_bytes() for name in texts] for f in folders)
+    assert ours == plain
+    assert len(plain[0]) == 1890
+    assert gzip.decompress((folders[1] / "packed.gz").read_bytes()) == plain[0]
 
 
 # --- what status says of an end ----------------------------------------------------------------------------------------
