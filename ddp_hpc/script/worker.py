@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -345,30 +345,60 @@ class _Watcher:
 
     def see_through(self, pid: int) -> int:
         """Return the script's exit code, or minus the number of the signal that killed it."""
+        [code] = self._await_end([pid])
+        self._hear_of_stop(code)
+        return self._stop_below(code)
+
+    def _await_end(self, pids: Sequence[int]) -> list[int]:
+        """Wait until these children have ended; return their exit codes."""
         spec = self.worker.spec
         interval_s = min(LONGEST_LOOK_S, max(1.0, spec.restart.hang_timeout_s / 10))
-        life = Life(pid=pid, log=self.worker.log, interval_s=interval_s)
+        life = Life(pid=pids[0], log=self.worker.log, interval_s=interval_s)
         self._note_life()
         patience_s = ECHO_S if self.echo else STOP_LOOK_S
         ended: dict[int, int] = {}
-        while pid not in ended:
+        while left := [pid for pid in pids if pid not in ended]:
             left_s = max(self._kill_at - time.monotonic(), 0.0)
             number = processes.await_signal(min(patience_s, left_s))
             if self.sent_signal is None and (number in processes.STOP_SIGNALS or self._is_stop_asked()):
                 self.was_stopped_for_failure = number is not None and self._has_another_failed()
-                self._ask_to_stop(pid)
+                self._ask_to_stop(left)
             if time.monotonic() >= self._kill_at:
                 self.has_killed, self._kill_at = True, float("inf")
-                processes.kill([pid])
+                processes.kill(left)
             ended.update(processes.reap())
             if self.echo:
                 self.echo.copy()
-            if pid in ended or life.is_due():
+            if ended.keys() >= {*pids} or life.is_due():
                 is_alive = life.look()
                 if self.count_saves() or is_alive:
                     self._note_life()
-        self._hear_of_stop(ended[pid])
-        return ended[pid]
+        return [ended[pid] for pid in pids]
+
+    def _stop_below(self, code: int) -> int:
+        """Stop the training that a shell or a launcher has started, where the stop signal has ended that one.
+
+        Return the exit code of all: of the first that has failed, or `code`.
+        """
+        script = self.worker.spec.script
+        if self.worker.plan.program.python is not None or self.sent_signal is None:
+            return code  # what a Python script leaves are its helpers
+        if not is_of_stop_signal(code, self.sent_signal):
+            return code
+        self._kill_at = min(self._kill_at, time.monotonic() + script.stop_within_s)
+        codes: list[int] = []
+        while not self.has_killed and (adopted := _adopted()):
+            # `tee` in `python train.py | tee log` ends with the training, which could not print any more without it.
+            if asked := [pid for pid in adopted if not _reads_pipe(pid)]:
+                processes.send(asked, processes.signal_number(script.stop_signal))
+                codes += self._await_end(asked)
+            else:
+                self._await_end(adopted)
+        failed = (one for one in codes if self._means(one) == exit_codes.FAILED)
+        return next(failed, code)
+
+    def _means(self, code: int) -> int:
+        return meaning(code, stop_signal=self.sent_signal, resume_codes=self.worker.spec.script.resume_exit_codes)
 
     def _hear_of_stop(self, code: int) -> None:
         """Find out whether this process was sent a stop signal, too, where one has perhaps ended the script before."""
@@ -397,13 +427,13 @@ class _Watcher:
         request = self.worker.run.stop_request
         return known(request, request.exists, unknown=False)
 
-    def _ask_to_stop(self, pid: int) -> None:
+    def _ask_to_stop(self, pids: Iterable[int]) -> None:
         """Send the stop signal to the script's own process, and to no process that it has started."""
         # PyTorch's loader processes die of SIGTERM, so a script whose loaders get it cannot finish its step.
         script = self.worker.spec.script
         self.sent_signal = processes.signal_number(script.stop_signal)
         self._kill_at = time.monotonic() + script.stop_within_s
-        processes.send([pid], self.sent_signal)
+        processes.send(pids, self.sent_signal)
 
     def count_saves(self) -> bool:
         """Record that the script has saved its state, if it has; rank zero does that for all."""
@@ -432,6 +462,24 @@ class _Watcher:
                 sign = run.allowance(attempt)
                 make_directories(sign.parent)
                 sign.touch()
+
+
+def _adopted() -> list[int]:
+    """Return the running children of this process: once the script has ended, those whose parent was the script."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+    return found
+
+
+def _reads_pipe(pid: int) -> bool:
+    """Tell whether a process reads what another one prints; it then ends with that one."""
+    with suppress(OSError):
+        source = str(Path(f"/proc/{pid}/fd/0").readlink())
+        return source.startswith("pipe:") and source != str(Path("/proc/self/fd/0").readlink())
+    return False
 
 
 def _host_store(environ: Mapping[str, str], listen_fd: int) -> object | None:

@@ -234,6 +234,43 @@ def test_a_script_that_a_stop_signal_of_slurms_reaches_first_has_been_stopped(
         assert found == code
 
 
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: None)
+Path("runs/run/STOP").touch()
+signal.pause()
+time.sleep(0.5)
+print("saving", flush=True)
+{end}
+Path("saved").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("shell", "end", "code", "failure"),
+    [
+        ("python save.py; true", "", exit_codes.STOPPED, ""),
+        ("sh -c 'python save.py | tee shown; true'; true", "", exit_codes.STOPPED, ""),
+        ("python save.py; true", "sys.exit(5)", exit_codes.FAILED, "code 5; its last line: saving"),
+        ("python save.py; true", "time.sleep(60)", exit_codes.FAILED, "did not exit within 3 s after SIGTERM"),
+    ],
+)
+def test_a_training_that_a_shell_has_started_gets_the_stop_signal_that_ends_the_shell(
+    shell: str, end: str, code: int, failure: str, tmp_path: Path
+) -> None:
+    (tmp_path / "save.py").write_text(SAVES.replace("{end}", end))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    found, run = work(tmp_path, "/bin/sh", "-c", shell, settings=("script.stop_within_s=3",), PATH=path)
+
+    assert found == code
+    assert (tmp_path / "saved").exists() == (not failure)
+    assert failure in getattr(first_failure(run, 0), "exception", "")
+    if "tee" in shell:
+        assert (tmp_path / "shown").read_text() == "saving\n"
+
+
 def test_torchruns_node_process_sees_at_any_time_that_the_process_beside_a_script_awaits_signals(
     tmp_path: Path,
 ) -> None:
