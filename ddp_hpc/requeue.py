@@ -37,6 +37,7 @@ TABLE: Mapping[Cause, Row] = {
     Cause.FENCED: Row(Ending.FENCED, Next.NOTHING),
     Cause.STOP_ASKED: Row(Ending.STOPPED, Next.NOTHING),
     Cause.REQUEUE_ASKED: Row(Ending.STOPPED, Next.REQUEUE),
+    Cause.SCRIPT_ASKED: Row(Ending.STOPPED, Next.REQUEUE, is_failure=True),
     Cause.PREEMPTED: Row(Ending.STOPPED, Next.REQUEUE),
     Cause.TIME_LIMIT: Row(Ending.STOPPED, Next.REQUEUE, is_failure=True),
     Cause.WORKER_CRASHED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
@@ -48,7 +49,7 @@ TABLE: Mapping[Cause, Row] = {
     Cause.SUSPENDED: Row(Ending.FAILED, Next.IN_PLACE),
 }
 """A preemption is not a failure of the run, so it does not count. A time limit counts: a run that cannot commit between two
-time limits never will."""
+time limits never will. A script that asks to be started again counts for the same reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class Situation:
     without_progress: str = "ended without a new checkpoint"
     """What those failures have in common, as a text."""
     is_on_slurm: bool = True
+    is_supervised: bool = False
+    """Whether a supervisor is there to start another attempt without Slurm."""
     is_requeued_by_slurm: bool = False
     """Whether Slurm has requeued the job without an order of this program."""
     failed_nodes: Sequence[str] = ()
@@ -93,9 +96,11 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     ending = Ending.STOPPED if situation.is_committed and row.next == Next.REQUEUE else row.ending
     if situation.is_requeued_by_slurm and row.next:
         return Decision(ending=ending, next=Next.SLURM, exclude=tuple(situation.bad_nodes))
-    if not row.next or not situation.is_on_slurm:
-        has_failed = situation.cause != Cause.SUSPENDED  # a suspension needs nothing from the user
-        return Decision(ending=row.ending, next=Next.NOTHING if has_failed else Next.IN_PLACE)
+    goes_on_here = situation.cause == Cause.SUSPENDED or (
+        situation.cause == Cause.SCRIPT_ASKED and situation.is_supervised
+    )  # these two need nothing from the user
+    if not row.next or not (situation.is_on_slurm or goes_on_here):
+        return Decision(ending=row.ending)
     if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
         count = situation.num_without_progress
         attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
@@ -105,7 +110,8 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
         )
         return Decision(ending=Ending.FAILED, why=why)
     is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1
-    if row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying:
+    is_right_here = row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying
+    if is_right_here or not situation.is_on_slurm:
         return Decision(ending=ending, next=Next.IN_PLACE)
     if policy.by == "requeue" and not situation.may_requeue:
         return Decision(

@@ -27,6 +27,8 @@ class JobContext:
     """None without Slurm, or where a job script was started outside of a job."""
     is_for_slurm: bool
     environ: Mapping[str, str]
+    is_supervised: bool = False
+    """Whether a supervisor starts the attempts, without Slurm, too; under `ddp-hpc join`, another program's launcher does."""
 
     @property
     def records(self) -> RunRecords:

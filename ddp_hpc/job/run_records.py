@@ -49,6 +49,10 @@ class RunRecords:
         """Return what the workers have remarked on a run that has finished."""
         return read_remarks(self.run, attempt, world_size)
 
+    def has_script_asked(self, attempt: int, world_size: int) -> bool:
+        """Tell whether a script asked for another attempt without having been asked to stop."""
+        return any(self.run.script_asked(attempt, rank).exists() for rank in range(world_size))
+
     def is_fenced(self, attempt: int) -> bool:
         """Tell whether a newer attempt has claimed the run."""
         return ownership.is_fenced(self.run, attempt)

@@ -145,6 +145,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         allocation=allocation,
         is_for_slurm=is_for_slurm,
         environ=dict(os.environ),
+        is_supervised=True,
     )
     try:
         paths = _host_paths(context, arguments.import_path)

@@ -69,6 +69,7 @@ class Cause(_TextEnum):
     FENCED = "fenced"
     STOP_ASKED = "stop asked"
     REQUEUE_ASKED = "requeue asked"
+    SCRIPT_ASKED = "script asked"
     PREEMPTED = "preempted"
     TIME_LIMIT = "time limit"
     WORKER_CRASHED = "worker crashed"

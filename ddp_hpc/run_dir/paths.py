@@ -159,6 +159,10 @@ class RunDir:
         """What a rank has to say of a run that has finished."""
         return self.attempt_logs(attempt) / f"rank-{rank}.remark"
 
+    def script_asked(self, attempt: int, rank: int) -> Path:
+        """There if this rank's script exited with a code that asks for another attempt, and had not been asked to stop."""
+        return self.attempt_logs(attempt) / f"rank-{rank}.asked"
+
     def torch_error(self, attempt: int, rank: int) -> Path:
         """Where `torch.distributed.elastic` writes the exception of a script (TORCHELASTIC_ERROR_FILE)."""
         return self.attempt_logs(attempt) / f"rank-{rank}.error.json"

@@ -181,6 +181,9 @@ class _Worker:
             means = exit_codes.FENCED
         elif means == exit_codes.FAILED:
             self._report(code, was_killed=watcher.has_killed)
+        if code in self.spec.script.resume_exit_codes and watcher.sent_signal is None:
+            with suppress(OSError):  # without it, the supervisor takes the code for the answer to a signal
+                self.run.script_asked(self.attempt, self.rank).touch()
         left = self._care_for_leftovers(has_finished=means == exit_codes.FINISHED)
         if means == exit_codes.FINISHED:
             self._remark([self._what_was_short(watcher.seen, ran_s), left])
@@ -403,7 +406,8 @@ class _Watcher:
     def _hear_of_stop(self, code: int) -> None:
         """Find out whether this process was sent a stop signal, too, where one has perhaps ended the script before."""
         # Slurm signals the processes of a step one after the other.
-        ends_at = time.monotonic() + (SIGNAL_S if is_of_stop_signal(code) else 0.0)
+        may_have_obeyed = is_of_stop_signal(code) or code in self.worker.spec.script.resume_exit_codes
+        ends_at = time.monotonic() + (SIGNAL_S if may_have_obeyed else 0.0)
         while self.sent_signal is None:
             left_s = max(ends_at - time.monotonic(), 0.0)
             number = processes.await_signal(left_s)

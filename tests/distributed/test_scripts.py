@@ -285,7 +285,7 @@ sys.exit(int(how))
     [
         ("0", "finished", ""),
         ("2", "failed", "the script exited with code 2 and printed nothing"),
-        ("99", "stopped", ""),
+        ("99", "failed", "asked to be started again; 3 attempts in a row failed (each failure counts, because"),
         ("os._exit", "failed", "the script exited with code 97 and printed nothing"),
         ("text", "failed", "the script exited with code 1; its last line: no data here"),
         ("raises", "failed", "ValueError: the data are odd"),
@@ -304,6 +304,26 @@ def test_each_end_of_a_script_has_a_clear_word_in_status(how: str, state: str, e
         trace = place.log("ends").splitlines()
         assert trace[0] == "Traceback (most recent call last):"
         assert trace[1].strip() == f'File "{place.path}/ends.py", line 10, in <module>'  # none of ours before it
+
+
+IN_PARTS = """
+import sys
+from pathlib import Path
+parts = len([*Path().glob("part-*")])
+Path(f"part-{parts}").touch()
+sys.exit(99 if parts < 4 else 0)
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_asks_to_be_started_again_finishes_part_by_part_without_slurm(place: Place) -> None:
+    (place.path / "parts.py").write_text(IN_PARTS)
+
+    done = place.submit(("script.progress=part-*",), "python", "parts.py")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    ends = [(one.cause, one.next) for one in place.attempts("parts")]
+    assert ends == [*[("script asked", "in place")] * 4, ("finished", "")]
 
 
 @pytest.mark.long

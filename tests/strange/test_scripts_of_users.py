@@ -271,6 +271,19 @@ def test_a_training_that_a_shell_has_started_gets_the_stop_signal_that_ends_the_
         assert (tmp_path / "shown").read_text() == "saving\n"
 
 
+@pytest.mark.parametrize(
+    ("shell", "has_asked"),
+    [("exit 99", True), ("touch runs/run/STOP; trap 'exit 99' TERM; while :; do sleep 0.1; done", False)],
+)
+def test_a_script_that_asks_for_another_attempt_is_told_from_one_that_was_asked_to_stop(
+    shell: str, *, has_asked: bool, tmp_path: Path
+) -> None:
+    code, run = work(tmp_path, "/bin/sh", "-c", shell)
+
+    assert code == exit_codes.STOPPED
+    assert run.script_asked(0, 0).exists() == has_asked
+
+
 def test_torchruns_node_process_sees_at_any_time_that_the_process_beside_a_script_awaits_signals(
     tmp_path: Path,
 ) -> None:

@@ -49,6 +49,7 @@ def test_every_cause_has_its_row() -> None:
         ("fenced", "fenced", "", "fenced"),
         ("stop asked", "stopped", "", "stopped"),
         ("requeue asked", "stopped", "requeue", "stopped"),
+        ("script asked", "stopped", "requeue", "stopped"),
         ("preempted", "stopped", "requeue", "stopped"),
         ("time limit", "stopped", "requeue", "stopped"),
         ("worker crashed", "failed", "in place", "failed"),
@@ -66,6 +67,22 @@ def test_each_cause_has_its_ending_and_what_follows(
 
     assert on_slurm == Decision(ending=ending, next=following)
     assert here == Decision(ending=without_slurm)
+
+
+@pytest.mark.parametrize(
+    ("count", "ending", "following"), [(0, "stopped", "in place"), (2, "stopped", "in place"), (3, "failed", "")]
+)
+def test_a_script_that_asks_for_it_is_started_again_without_slurm_until_it_makes_no_progress(
+    count: int, ending: Ending, following: Next
+) -> None:
+    asked = Situation(cause=Cause.SCRIPT_ASKED, num_without_progress=count, is_on_slurm=False, is_supervised=True)
+
+    decision = decide(asked, POLICY)
+
+    assert (decision.ending, decision.next) == (ending, following)
+    assert ("3 attempts in a row" in decision.why) == (not following)
+    assert not decide(replace(asked, is_supervised=False), POLICY).next  # as under `ddp-hpc join`
+    assert decide(replace(asked, is_on_slurm=True), POLICY).next == ("requeue" if following else "")
 
 
 AWAY = [cause for cause, row in TABLE.items() if row.next == Next.REQUEUE]

@@ -22,6 +22,8 @@ class Evidence:
     owns_run: bool = True
     stop_request: Literal["end", "requeue"] | None = None
     """What the user asked for."""
+    has_script_asked: bool = False
+    """Whether a script asked for another attempt, though neither it nor the supervisor had been asked to stop."""
     is_out_of_time: bool = False
     """Whether the supervisor asked them to stop because the time limit was near."""
     is_unresponsive: bool = False
@@ -139,6 +141,8 @@ def _by_leave(evidence: Evidence) -> Cause | None:
     is_near_limit = ends_at is not None and evidence.now >= ends_at - evidence.lead_s - 2 * SLURMS_SLOP_S
     if evidence.is_out_of_time or is_near_limit:
         return Cause.TIME_LIMIT
+    if evidence.has_script_asked:
+        return Cause.SCRIPT_ASKED
     return Cause.REQUEUE_ASKED if evidence.code == exit_codes.STOPPED else Cause.UNEXPLAINED
 
 

@@ -52,10 +52,12 @@ def gather(context: JobContext, attempt: int, outcome: Outcome, ledger: Ledger) 
     owns_run = not records.is_fenced(attempt) and outcome.code != exit_codes.FENCED
     is_clear = outcome.code == exit_codes.FINISHED or not owns_run  # Slurm, which may not even answer, adds nothing
     job = None if is_clear or slurm_job is None else slurm_job.now()
+    may_ask = outcome.code == exit_codes.STOPPED and not outcome.was_signalled
     evidence = Evidence(
         code=outcome.code,
         owns_run=owns_run,
         stop_request=records.stop_request(),
+        has_script_asked=may_ask and records.has_script_asked(attempt, context.world.world_size),
         is_out_of_time=outcome.is_out_of_time,
         is_unresponsive=outcome.is_unresponsive,
         was_suspended=outcome.was_suspended,
