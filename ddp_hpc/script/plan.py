@@ -144,7 +144,9 @@ def _interpreter(word: str, environ: Mapping[str, str]) -> tuple[str, str]:
     path = Path(os.path.abspath(word))  # noqa: PTH100  links stay: a virtual environment's Python is one
     if not os.access(path, os.X_OK):
         raise ConfigError(f"`script.command` starts {word!r}, but {path} is not an executable file. Check the path.")
-    is_ours = path.parent == Path(sys.executable).parent
+    # Virtual environments link to the same file, and a directory may hold several Pythons.
+    ours = Path(sys.executable)
+    is_ours = path.parent == ours.parent and path.resolve() == ours.resolve()
     return str(path), "" if is_ours else f"{path} is not the Python that ddp-hpc runs in, {sys.executable}"
 
 

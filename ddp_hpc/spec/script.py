@@ -11,8 +11,9 @@ from typing import Literal
 from ddp_hpc.spec.checked import Checked, require, require_positive
 
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?")
-_WITH_VALUE = frozenset({"-X", "-W", "--check-hash-based-pycs"})
-"""Options of Python that take the next word as their value."""
+_CLUSTER = re.compile(r"-(?P<flags>[^-cmWX][^cmWX]*)?(?P<last>[cmWX])(?P<value>.*)", re.DOTALL)
+"""Options of Python in one word, of which the last has a value; where nothing follows it, the next word is the value."""
+_LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +49,26 @@ def program_of(command: Sequence[str]) -> Program:
     number = 1
     while number < len(words):
         word = words[number]
-        if word == "-m" and number + 1 < len(words):
-            return Program(
-                words=words,
-                python=words[0],
-                options=words[1:number],
-                module=words[number + 1],
-                arguments=words[number + 2 :],
-            )
-        if word in {"-c", "-m", "-", "--"}:
+        if word in {"-", "--"}:
             return other
         if not word.startswith("-"):
             options, arguments = words[1:number], words[number + 1 :]
             return Program(words=words, python=words[0], options=options, script=word, arguments=arguments)
-        number += 2 if word in _WITH_VALUE else 1
+        cluster = _CLUSTER.fullmatch(word)
+        takes_next = word == _LONG_WITH_VALUE if cluster is None else not cluster["value"]
+        following = number + (2 if takes_next else 1)
+        if cluster is not None and cluster["last"] in "cm":
+            if cluster["last"] == "c" or following > len(words):
+                return other
+            flags = (f"-{cluster['flags']}",) if cluster["flags"] else ()
+            return Program(
+                words=words,
+                python=words[0],
+                options=(*words[1:number], *flags),
+                module=cluster["value"] or words[number + 1],
+                arguments=words[following:],
+            )
+        number = following
     return other
 
 

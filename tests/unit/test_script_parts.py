@@ -46,6 +46,13 @@ SURROUNDINGS = Path(__file__).parents[1] / "distributed" / "scripts" / "surround
         ("/opt/env/bin/python train.py -m other", "train.py", None, "train"),
         ("python -m pkg.train --x", None, "pkg.train", "train"),
         ("python -m pkg.__main__", None, "pkg.__main__", "pkg"),
+        ("python -mpkg.train --epochs 3", None, "pkg.train", "train"),
+        ("python -um train data.csv", None, "train", "train"),
+        ("python -uXdev -Om train", None, "train", "train"),
+        ("python -uX dev train.py", "train.py", None, "train"),
+        ("python -Wmodule -uB train.py", "train.py", None, "train"),
+        ("python -bucpass train.py", None, None, "python"),
+        ("python -um", None, None, "python"),
         ("python -c pass", None, None, "python"),
         ("python", None, None, "python"),
         ("./train.sh python x.py", None, None, "train"),
@@ -174,9 +181,28 @@ def test_a_script_that_is_there_starts_in_a_fork_of_the_python_that_ddp_hpc_runs
         assert (plan.path, plan.folder) == (tmp_path / "train.py", str(tmp_path.resolve()))
 
 
+def test_a_python_beside_the_one_that_ddp_hpc_runs_in_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `/usr/bin`; links to the same one are not."""
+    (tmp_path / "train.py").touch()
+    for name, target in (("python3.12", sys.executable), ("python", "python3.12"), ("python3.9", "/bin/sh")):
+        (tmp_path / name).symlink_to(target)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3.12"))
+
+    same, other = (
+        plan_of(ScriptSpec(command=(str(tmp_path / name), "train.py")), None, {}, tmp_path)
+        for name in ("python", "python3.9")
+    )
+
+    assert same.why_exec == ""
+    assert "python3.9 is not the Python that ddp-hpc runs in" in other.why_exec
+
+
 @pytest.mark.parametrize(
     ("command", "why"),
     [
+        (["python", "-um", "train", "--x"], ""),
         (["python", "-X", "dev", "train.py"], "'-X' is an option for a new Python"),
         (["./run.sh"], "it is not a Python script"),
         (["/bin/sh", "run.sh"], "it is not a Python script"),
@@ -190,7 +216,8 @@ def test_other_commands_start_as_new_processes(command: list[str], why: str, tmp
     plan = plan_of(ScriptSpec(command=tuple(command)), None, {"PATH": os.environ["PATH"]}, tmp_path)
 
     assert plan.why_exec == why
-    assert plan.command == ([sys.executable, *command[1:]] if command[0] == "python" else command)
+    as_python_reads_it = ["-u", "-m", "train", "--x"] if "-um" in command else command[1:]
+    assert plan.command == ([sys.executable, *as_python_reads_it] if command[0] == "python" else command)
 
 
 @pytest.mark.parametrize(
