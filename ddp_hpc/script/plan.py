@@ -16,6 +16,13 @@ from ddp_hpc.script.source import may_compile, why_exec
 from ddp_hpc.spec import Program, ScriptSpec
 
 _UNBUFFERED = "-u"
+_FROM_COPY = (
+    "import runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; "
+    "sys.path[:1] = [folder] if sys.path[:1] == [''] else sys.path[:1]; "
+    "runpy._run_module_as_main(module)"
+)
+"""What `python -m` does, with another directory in place of the working directory. Python 3.10 and older have no option for it
+(`-P`), and a variable (PYTHONSAFEPATH) would count for all programs that the script starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +42,28 @@ class Plan:
     """The file that a new process executes."""
     why_exec: str
     """Why it starts as a new process; empty where it starts in a forked one."""
+    has_copy: bool = False
+    """Whether the folder is in the job's copy of the code."""
     may_compile: bool = True
     """Whether the script seems to use PyTorch's compiler; also where its source is not known."""
 
     @property
     def command(self) -> list[str]:
-        """The command line of a new process."""
+        """The command line of a Python that is started for it."""
         program = self.program
         if program.python is None:
             return list(program.words)
         what = ["-m", program.module] if program.module else [self.argv0]
         # By its path, as a Python finds its virtual environment by the word that it is called by (`sys.executable`).
         return [self.executable, *program.options, *what, *program.arguments]
+
+    @property
+    def command_of_process(self) -> list[str]:
+        """The command line of a new process: of a module, that of the job's copy of the code."""
+        program = self.program
+        if program.module is None or not self.has_copy:
+            return self.command
+        return [self.executable, *program.options, "-c", _FROM_COPY, self.folder, program.module, *program.arguments]
 
 
 def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], work_dir: Path) -> Plan:
@@ -84,6 +101,7 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
         folder=folder,
         executable=executable,
         why_exec=why or (why_exec(text) if text else ""),
+        has_copy=code is not None,
         may_compile=text is None or may_compile(text),
     )
 

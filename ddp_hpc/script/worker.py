@@ -264,7 +264,7 @@ class _Worker:
 
     def _exec(self, environ: Mapping[str, str]) -> int:
         try:
-            os.execve(self.plan.executable, self.plan.command, {**environ})  # noqa: S606  it is what the user asks for
+            os.execve(self.plan.executable, self.plan.command_of_process, {**environ})  # noqa: S606  it is what the user asks for
         except OSError as error:
             text = f"{self.plan.executable} cannot be executed: {error.strerror}"
             hint = ". Its first line must name the program that reads it, such as `#!/bin/bash`"

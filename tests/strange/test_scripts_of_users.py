@@ -36,7 +36,7 @@ RANK_ZERO = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1"
 def work(folder: Path, *command: str, settings: tuple[str, ...] = (), **environ: str) -> tuple[int, RunDir]:
     """Have one worker run a command in a directory; return its exit code, and the run."""
     run = RunDir(folder / "runs" / "run")
-    run.path.mkdir(parents=True)
+    run.path.mkdir(parents=True, exist_ok=True)
     keys = [f"runs_dir={folder / 'runs'}", "name=run", *settings]
     resolved = resolve(None, keys, {"DDP_HPC_SITE_PROFILE": ""}, command=[*command])
     run.config.write_text(render_resolved(resolved), encoding="utf-8")
@@ -173,6 +173,27 @@ def test_files_that_a_script_never_closes_are_written_as_with_a_plain_python(end
     assert ours == plain
     assert len(plain[0]) == 1890
     assert gzip.decompress((folders[1] / "packed.gz").read_bytes()) == plain[0]
+
+
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_a_module_of_the_jobs_copy_of_the_code_runs_and_not_the_one_that_was_edited_since(
+    start: str, tmp_path: Path
+) -> None:
+    copy = RunDir(tmp_path / "runs" / "run").snapshot
+    shows = "import sys, multiprocessing as m\nfrom pkg.value import value\ndef f(x): return value\n"
+    shows += (
+        "if __name__ == '__main__': print(value, sys.argv, __spec__.name, m.get_context('spawn').Pool(1).map(f, [0]))\n"
+    )
+    settings = (f"script.start={start}",)
+    for folder, value in ((tmp_path, "edited"), (copy, "submitted")):
+        (folder / "pkg").mkdir(parents=True)
+        (folder / "pkg" / "train.py").write_text(shows)
+        (folder / "pkg" / "value.py").write_text(f"value = {value!r}")
+
+    _, run = work(tmp_path, "python", "-m", "pkg.train", "--lr", settings=settings, _DDP_HPC_USERS_CODE=str(copy))
+
+    expected = f"submitted ['{copy}/pkg/train.py', '--lr'] pkg.train ['submitted']\n"
+    assert run.rank_log(0, 0).read_text() == expected
 
 
 # --- what status says of an end ----------------------------------------------------------------------------------------

@@ -480,8 +480,14 @@ def test_a_worker_starts_its_script_asks_it_to_stop_and_says_what_its_end_means(
     assert (failure is None) == (not expected)
     assert failure is None or expected in failure.exception
     if (child := tmp_path / "child").exists():
-        left = int(child.read_text())
-        assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+        ends_at = time.monotonic() + 30  # a process runs for a moment after it was sent SIGKILL
+        while is_running(left := int(child.read_text())):
+            assert time.monotonic() < ends_at, f"{left} still runs"
+            time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
