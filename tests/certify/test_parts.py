@@ -122,7 +122,7 @@ def test_a_file_is_seen_from_its_first_byte_to_its_name(tmp_path: Path) -> None:
     events.close()
 
     assert begun[0].path.name == "a.tmp"
-    assert [one for one in rest if one[1] == "a.pt"] == [("done", "a.pt"), ("read", "a.pt")]
+    assert [one for one in rest if one[1] == "a.pt"] == [("named", "a.pt"), ("read", "a.pt")]
 
 
 def test_a_copy_has_the_small_files_and_links_to_the_large_ones(tmp_path: Path) -> None:
