@@ -16,7 +16,8 @@ from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """The signals that a cluster sends before it takes the nodes away. Both mean: commit a checkpoint and exit."""
-INTERRUPTIONS = (signal.SIGINT, signal.SIGHUP)
+CTRL_C = signal.SIGINT
+INTERRUPTIONS = (CTRL_C, signal.SIGHUP)
 """Ctrl-C, and the end of a terminal."""
 
 _PR_SET_PDEATHSIG = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddp_hpc.errors import WorkerError
@@ -118,3 +120,25 @@ def test_a_rank_of_another_run_that_was_given_the_same_port_is_refused_and_told_
 
     assert "another run" in refusals[0]
     assert "MASTER_PORT" in refusals[0]
+
+
+def test_ctrl_c_twice_ends_a_node_that_waits_for_one_that_never_comes(tmp_path: Path, port: int) -> None:
+    workplace = make_workplace(tmp_path, TEXT)
+    place = ("--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}")
+    node = subprocess.Popen(
+        [sys.executable, "-m", "ddp_hpc", "join", "trial.yaml", *place],
+        cwd=tmp_path,
+        env=workplace.environ,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert node.stderr is not None
+    with node, node.stderr:
+        while not psutil.Process(node.pid).children():  # torchrun
+            time.sleep(0.02)
+        node.send_signal(signal.SIGINT)
+        note = next(line for line in node.stderr if "Ctrl-C" in line)
+        node.send_signal(signal.SIGINT)
+
+        assert node.wait(timeout=60) == 1
+    assert "ends them at once" in note

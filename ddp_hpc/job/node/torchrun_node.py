@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -71,13 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def see_through(torchrun: subprocess.Popen[bytes], stop_signal: int, interruptions: Collection[int] = ()) -> int:
     """Wait for torchrun; send the workload's stop signal to the workers it has started, once they have handlers.
 
-    `interruptions` are blocked signals that mean the same as stop signals here.
+    `interruptions` are blocked signals that mean the same as stop signals here, but a second Ctrl-C kills torchrun, and the workers
+    with it: where torchrun waits for another node, there is no worker that would stop.
 
     A worker whose Python has just started would be killed by the signal, and torchrun would report a failure.
     """
-    is_stopping = False
+    is_stopping = is_interrupted = False
     while (code := torchrun.poll()) is None:
         number = processes.await_signal(REPEAT_S if is_stopping else 3600.0, interruptions)
+        if number == processes.CTRL_C and is_interrupted:
+            torchrun.kill()
+        elif number == processes.CTRL_C:
+            is_interrupted = True
+            with suppress(OSError):  # the terminal is gone
+                sys.stderr.write("note: the workers save and exit now; Ctrl-C once more ends them at once\n")
         is_stopping = is_stopping or number in {*processes.STOP_SIGNALS, *interruptions}
         if is_stopping:
             listening = (pid for pid in _children(torchrun.pid) if processes.is_listening(pid, stop_signal))
