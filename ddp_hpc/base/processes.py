@@ -83,6 +83,27 @@ def become_script(parent_pid: int, *, is_new_program: bool, ignores: Iterable[in
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt within the `with` block, as Ctrl-C does, so that `finally` is reached.
+
+    Signals after the first have no effect, so that they do not interrupt what `finally` does.
+    """
+    awaited = [one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+
+    def interrupt(number: int, _: object) -> None:
+        for each in awaited:
+            signal.signal(each, lambda *_: None)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, interrupt) for each in awaited}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 _SIGSET_BYTES = 128
 """Size of a `sigset_t`, in glibc and in musl."""
 _AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.certify.evidence import Baseline, evidence_of
 from ddp_hpc.certify.faults import FAULTS, Fault, Trigger, trigger_of
+from ddp_hpc.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, strays
 from ddp_hpc.certify.records import RunRecord
 from ddp_hpc.certify.sandbox import copy_of, files_in
 from ddp_hpc.certify.saved_files import is_saved_state
@@ -21,9 +24,9 @@ from ddp_hpc.spec.script import program_of
 
 RANKS = 2
 """How many ranks run, where the settings do not say: what ranks must agree on needs two."""
+HIDDEN = "..."
 SILENCES = 3.0
 """A silence of this many times the longest one of the undisturbed run does not count as a hang yet."""
-_NEVER_OUTPUTS = ("/dev", "/proc", "/sys")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class Plan:
     folder: Path
     """Where its runs take place."""
     left_out: tuple[Path, ...] = ()
-    """What is not copied: the directory of the runs."""
+    """What is not copied: the directory of the runs, and those of earlier certifications."""
     cluster: str
     seed: int
     patience_s: float
@@ -92,6 +95,8 @@ def certify(
         certificate.findings.append(finding)
         on_finding(finding)
     certificate.is_deterministic = certification.baseline.is_deterministic
+    if certificate.is_good:
+        certification.remove_copies()
     return certificate
 
 
@@ -102,20 +107,24 @@ class _Certification:
     say: Callable[[str], None]
     baseline: Baseline = field(init=False)
     _left_out: set[Path] = field(default_factory=set)
+    _names: set[str] = field(default_factory=set)
+    """Of the directories of its runs."""
     _save_names: frozenset[str] = frozenset()
-    _outside: tuple[str, ...] = ()
+    _command: Sequence[str] = ()
+    _outside: tuple[Path, ...] = ()
     _patience_s: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     def begin(self) -> Certificate:
         """Run the script undisturbed; return what it does."""
         plan = self.plan
-        self._left_out, self._patience_s = {*plan.left_out}, plan.patience_s
-        program = program_of(plan.command)
+        self._left_out, self._patience_s = {*plan.left_out, plan.folder}, plan.patience_s
+        self._command = command_in(plan.work_dir, plan.command)
+        program = program_of(self._command)
         source = facts_of(sources_of(program, plan.work_dir))
-        named = [word.partition("=")[2] if word.startswith("-") else word for word in plan.command[1:]]
-        paths = {str(Path(one).expanduser()) for one in (*named, *source.absolute_paths) if one.startswith(("/", "~/"))}
-        self._outside = tuple(sorted(one for one in paths if len(one) > 2 and not one.startswith(_NEVER_OUTPUTS)))
+        variables = [one for one in plan.settings if one.startswith("env.")]
+        self._outside = named_paths((*self._command[1:], *variables), source.absolute_paths)
+        refuse_saved_states(self._outside, apart_from=self._of_other_runs)
         self.say("running the script undisturbed")
         record = self._undisturbed("undisturbed")
         self.baseline = Baseline(record=record, source=source)
@@ -124,7 +133,7 @@ class _Certification:
         saves = list(dict.fromkeys(one.path for one in attempt.saves))
         scale = self.baseline.scale
         certificate = Certificate(
-            command=list(plan.command),
+            command=shown(plan.command),
             seed=plan.seed,
             folder=str(plan.folder),
             seconds=round(record.seconds, 1),
@@ -139,6 +148,12 @@ class _Certification:
             fault = Fault(description="no fault", action="stop", moment="stop")
             certificate.findings.append(judge("undisturbed", evidence_of(fault, record, self.baseline), self.baseline))
         return certificate
+
+    @property
+    def _of_other_runs(self) -> tuple[Path, ...]:
+        """Directories that certify and other runs write to, also where a path that the script names contains them."""
+        ours = (*self.plan.left_out, self.plan.folder)
+        return tuple(one for one in ours if not self.plan.work_dir.is_relative_to(one))
 
     def _note_limits(self, certificate: Certificate, num_ranks: int) -> None:
         if not certificate.unit:
@@ -161,14 +176,15 @@ class _Certification:
         if record.outcome != "finished":
             last = record.attempts[-1]
             text = next(iter(last.failed_ranks.values()), "") or last.reason or record.outcome
+            hint = (
+                f"Its runs have a copy of {self.plan.work_dir} alone, and nothing that lies beside it (`../data`): if a file there is missing, "
+                "certify the script from the directory above. "
+                if "No such file" in text
+                else ""
+            )
             raise ConfigError(
                 f"The script does not finish without a fault, so nothing can be said about faults: {text.strip()[-600:]} "
-                f"Read {trial.place.runs_dir}."
-            )
-        if record.outside:
-            raise ConfigError(
-                f"The script wrote {record.outside[0]}, which is outside of its working directory, so the runs would overwrite each "
-                "other's results. Give it a relative path for its output."
+                f"{hint}Read {trial.place.runs_dir}."
             )
         known = {plain(Path(path).name) for path, contents in record.final.items() if contents.kind == "text"}
         self._save_names = frozenset(trial.begun_names - known) if record.attempts[-1].saves else frozenset()
@@ -194,20 +210,27 @@ class _Certification:
         finding = judge(name, evidence, self.baseline)
         finding.run = str(trial.place.run.path)
         if finding.is_good and not self.plan.is_kept:
-            shutil.rmtree(trial.place.work_dir, ignore_errors=True)
+            shutil.rmtree(trial.place.work_dir.parent, ignore_errors=True)
         return finding
 
+    def remove_copies(self) -> None:
+        """Remove the copies of the undisturbed runs, too, as nothing is left to compare."""
+        for name in self._names if not self.plan.is_kept else ():
+            shutil.rmtree(self.plan.folder / name, ignore_errors=True)
+
     def _trial(self, name: str, fault: Fault | None = None, trigger: Trigger | None = None) -> tuple[Trial, RunRecord]:
-        place = Place(work_dir=self.plan.folder / name, runs_dir=self.plan.folder / "runs", name=name)
+        # A directory of its own around the copy: what the script writes to `../out` belongs to this run alone, and is seen.
+        parent = self.plan.folder / name
+        self._names.add(name)
+        place = Place(work_dir=parent / "work", runs_dir=self.plan.folder / "runs", name=name)
+        linked = copy_of(self.plan.work_dir, place.work_dir, left_out=self._left_out)
         place.runs_dir.mkdir(parents=True, exist_ok=True)
-        place.work_dir.mkdir()
-        copy_of(self.plan.work_dir, place.work_dir, left_out=self._left_out)
         before = files_in(place.work_dir)
-        order = self._order(fault, trigger)
-        trial = Trial(place, order)
+        trial = Trial(place, self._order(fault, trigger, linked))
         record = trial.run()
-        old = [path for path in record.final if path in before and is_saved_state(Path(path))]
-        if fault is None and old and not self._left_out.issuperset(self.plan.work_dir / path for path in old):
+        self._refuse_outputs_elsewhere(place, record)
+        old = [] if fault else earlier_states(before, place.work_dir, record)
+        if old and not self._left_out.issuperset(self.plan.work_dir / path for path in old):
             self._left_out.update(self.plan.work_dir / path for path in old)
             self.notes.append(
                 f"{', '.join(old)} of an earlier run was left out of the copies, so that each run begins anew"
@@ -216,7 +239,26 @@ class _Certification:
             return self._trial(f"{name}-anew")
         return trial, record
 
-    def _order(self, fault: Fault | None, trigger: Trigger | None) -> Order:
+    def _refuse_outputs_elsewhere(self, place: Place, record: RunRecord) -> None:
+        if record.outside:
+            raise ConfigError(
+                f"The script wrote {record.outside[0]}, which is outside of its working directory, so certify has ended it: the runs would "
+                "overwrite each other's results, and yours. Give it a relative path for its output, below the working directory and not "
+                "below a link to a directory elsewhere."
+            )
+        folder = place.work_dir.parent
+        beside = [
+            *strays(folder, {place.work_dir.name}),
+            *strays(self.plan.folder, {place.runs_dir.name, *self._names}),
+        ]
+        if beside:
+            raise ConfigError(
+                f"The script wrote `{os.path.relpath(beside[0], place.work_dir)}`, beside its working directory and not below it. Certify the script from the "
+                f"directory above: `cd ..`, then `ddp-hpc certify -- python {self.plan.work_dir.name}/...`. Or give it a path below the "
+                "working directory for its output."
+            )
+
+    def _order(self, fault: Fault | None, trigger: Trigger | None, linked: Sequence[Path]) -> Order:
         mine = {
             "resources.workers_per_node": str(RANKS),
             "script.stop_within_s": str(int(3 * self._patience_s) + 1),
@@ -230,8 +272,9 @@ class _Certification:
         others = [
             f"{key}={value}" for key, value in user.items() if key not in {"name", "runs_dir", "script.stop_signal"}
         ]
+        outside = (*self._outside, *linked)
         return Order(
-            command=self.plan.command,
+            command=self._command,
             settings=[*others, *(f"{key}={value}" for key, value in keys.items())],
             cluster=self.plan.cluster,
             patience_s=self._patience_s,
@@ -240,5 +283,36 @@ class _Certification:
             trigger=trigger,
             save_names=self._save_names,
             progress=user.get("script.progress"),
-            outside=self._outside,
+            outside=outside,
+            apart_from=tuple(
+                one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside)
+            ),
         )
+
+
+def shown(command: Sequence[str]) -> list[str]:
+    """Return a command as it may stand in a report: without the values of options that are named as secrets are."""
+    shown, is_secret = [], False
+    for word in command:
+        option, sign, value = word.partition("=")
+        key = option.lstrip("-")
+        if is_secret and not word.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{option}={HIDDEN}" if sign and not is_key_shown(key, value) else word)
+        is_secret = word.startswith("-") and not sign and not is_key_shown(key, "any text")
+    return shown
+
+
+def earlier_states(before: Mapping[str, tuple[int, int]], work_dir: Path, record: RunRecord) -> list[str]:
+    """Return saved states of an earlier run: this run has changed or deleted them, or saves under names of their kind.
+
+    Where it finished and saved nothing, an earlier run has finished already, and those that it read are such states.
+    """
+    after = files_in(work_dir)
+    saves = {path for attempt in record.attempts for path in (one.path for one in attempt.saves)}
+    if not saves and record.outcome == "finished":
+        saves = {one for attempt in record.attempts for one in attempt.reads if Path(one).suffix in STATE_SUFFIXES}
+    kinds = {plain(path) for path in saves}
+    states = [path for path in before if is_saved_state(Path(path))]
+    return sorted(path for path in states if after.get(path) != before[path] or plain(path) in kinds)

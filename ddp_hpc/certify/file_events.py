@@ -6,7 +6,7 @@ import ctypes
 import os
 import select
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Literal
 from ddp_hpc.errors import ConfigError
 
 _MODIFIED, _WRITTEN, _READ = 0x2, 0x8, 0x10
-_MOVED_TO, _CREATED, _DELETED, _OVERFLOW, _FOLDER = 0x80, 0x100, 0x200, 0x4000, 0x40000000
-_MASK = _MODIFIED | _WRITTEN | _READ | _MOVED_TO | _CREATED | _DELETED
+_MOVED_FROM, _MOVED_TO, _CREATED, _DELETED, _FOLDER = 0x40, 0x80, 0x100, 0x200, 0x40000000
+_CHANGES = _MODIFIED | _WRITTEN | _MOVED_FROM | _MOVED_TO | _CREATED | _DELETED
 _HEADER = struct.Struct("iIII")
 _BUFFER_BYTES = 1 << 16
 Kind = Literal["begun", "done", "named", "read", "gone"]
@@ -27,14 +27,24 @@ class FileEvent:
     """Something happened to a file."""
 
     kind: Kind
-    """Its writing has begun or goes on; it was written to its end; it got this name; it was read; it was deleted."""
+    """Its writing has begun or goes on; it was written to its end; it got this name; it was read; it was deleted or renamed."""
     path: Path
 
 
 class FileEvents:
-    """The events of all files below a directory, from now on; of those in it alone where it is not `deep`."""
+    """The events of all files below directories, from now on."""
 
-    def __init__(self, root: Path, *, skipped: frozenset[str] = frozenset(), deep: bool = True) -> None:
+    def __init__(
+        self,
+        *roots: Path,
+        skipped: frozenset[str] = frozenset(),
+        only: Collection[Path] | None = None,
+        apart_from: Collection[Path] = (),
+    ) -> None:
+        """Watch directories without those of the names `skipped`, and without `apart_from`.
+
+        With `only`, watch nothing but changes at and below these paths, which may not be there yet; the roots lie above them.
+        """
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
@@ -44,9 +54,12 @@ class FileEvents:
             )
         self._folders: dict[int, Path] = {}
         self._skipped = skipped
-        self._deep = deep
-        for _ in self._add(root):
-            pass
+        self._only = only
+        self._apart_from = apart_from
+        self._mask = _CHANGES | _READ if only is None else _CHANGES
+        for root in roots:
+            for _ in self._add(root):
+                pass
 
     def close(self) -> None:
         """Stop watching."""
@@ -72,9 +85,13 @@ class FileEvents:
             if folder is None or not name:
                 continue
             path = folder / os.fsdecode(name)
+            if not self._concerns(path, is_folder=bool(mask & _FOLDER)):
+                continue
             if mask & _FOLDER:
-                if self._deep and mask & (_CREATED | _MOVED_TO):
+                if mask & (_CREATED | _MOVED_TO):
                     yield from self._add(path)
+                elif mask & _MOVED_FROM and self._only is not None:
+                    yield FileEvent("gone", path)
                 continue
             event = self._event(mask, path)
             if event is not None:
@@ -87,21 +104,30 @@ class FileEvents:
             return FileEvent("begun", path)
         if mask & (_WRITTEN | _MOVED_TO):
             return FileEvent("named" if mask & _MOVED_TO else "done", path)
-        return FileEvent("gone", path) if mask & _DELETED else None
+        return FileEvent("gone", path) if mask & (_DELETED | _MOVED_FROM) else None
+
+    def _concerns(self, path: Path, *, is_folder: bool) -> bool:
+        """Tell whether a path is at or below one that is watched; a directory may also lie above one."""
+        if any(path.is_relative_to(one) for one in self._apart_from):
+            return False
+        if self._only is None:
+            return True
+        return any(path.is_relative_to(one) or (is_folder and one.is_relative_to(path)) for one in self._only)
 
     def _add(self, folder: Path) -> Iterator[FileEvent]:
         """Watch a directory and those in it; yield the files that are there already, which have no events of their own."""
         if folder.name in self._skipped:
             return
-        number = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _MASK)
+        number = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
         if number < 0:
             return
         self._folders[number] = folder
-        if not self._deep:
-            return
-        with suppress(OSError):
-            for path in folder.iterdir():
-                if path.is_dir() and not path.is_symlink():
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                path, is_folder = folder / entry.name, entry.is_dir(follow_symlinks=False)
+                if not self._concerns(path, is_folder=is_folder):
+                    continue
+                if is_folder:
                     yield from self._add(path)
                 else:
                     yield FileEvent("begun", path)

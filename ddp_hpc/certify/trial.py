@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +41,8 @@ MOST_STRIKES = 3
 """How often all is killed until a save was hit in its middle."""
 STACKS_S = 3.0
 """How long the ranks get to write their stacks."""
+VANISH_S = 10.0
+"""How long killed processes get to vanish."""
 _TAIL = 60_000
 _ABORTED = "Fatal Python error: Aborted"
 
@@ -72,14 +76,15 @@ class Order:
     """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
     progress: str | None = None
     """The user's own pattern of saved files."""
-    outside: tuple[str, ...] = ()
-    """Paths outside of the working directory that the script may write to: they stand in its command or in its source."""
+    outside: tuple[Path, ...] = ()
+    """Paths outside of the copy that the script must not change: its command, its source or a link in the copy names them."""
+    apart_from: tuple[Path, ...] = ()
+    """Directories below these paths that others change."""
 
 
-def _folders_of(names: Sequence[str]) -> list[Path]:
-    """Return the directories to watch for what is written at these paths."""
-    paths = [Path(name) for name in names]
-    return sorted({folder for path in paths for folder in (path, path.parent) if folder.is_dir()})
+def _folder_of(path: Path) -> Path:
+    """Return the directory to watch for what is written at or below a path: itself, or the nearest one that there is."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def plain(name: str) -> str:
@@ -138,7 +143,9 @@ class Trial:
         outcome: Literal["finished", "failed", "hung", "untouched"] = "failed"
         num_vain = 0
         self._events = FileEvents(self.place.work_dir, skipped=LEFT_OUT)
-        self._outer = [FileEvents(folder, deep=False) for folder in _folders_of(self.order.outside)]
+        outside = self.order.outside
+        folders = sorted({_folder_of(path) for path in outside})
+        self._outer = FileEvents(*folders, skipped=LEFT_OUT, only=outside, apart_from=self.order.apart_from)
         try:
             while len(attempts) < MOST_ATTEMPTS:
                 attempt, stacks = self._attempt(len(attempts))
@@ -146,13 +153,12 @@ class Trial:
                 is_struck = self.strike is not None and self.strike.attempt == len(attempts) - 1
                 num_vain = 0 if is_struck or attempt.ending == "stopped" else num_vain + 1
                 is_over = attempt.ending in {"finished", "hung", "refused", ""} or num_vain >= MOST_VAIN
-                if is_over or self.strike is None:
+                if is_over or self.strike is None or self._outside:
                     outcome = "finished" if attempt.ending == "finished" else "failed"
                     break
         finally:
             self._events.close()
-            for each in self._outer:
-                each.close()
+            self._outer.close()
         if self.order.trigger is not None and self.strike is None and outcome == "finished":
             outcome = "untouched"
         elif outcome != "finished":
@@ -184,6 +190,7 @@ class Trial:
         output = self.place.runs_dir / f"{self.place.name}.submit.txt"
         stacks: Mapping[int, str] = {}
         with output.open("ab") as file:
+            # In a session of its own: Ctrl-C on the terminal interrupts this process alone, which then ends the run.
             submitted = subprocess.Popen(
                 self._argv(),
                 cwd=self.place.work_dir,
@@ -191,19 +198,20 @@ class Trial:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
+                start_new_session=True,
+                preexec_fn=partial(processes.terminate_with_parent, os.getpid()),  # noqa: PLW1509  there are no threads here
             )
             try:
-                while submitted.poll() is None:
+                while submitted.poll() is None and not self._outside:
                     self._tick(number)
                     if self._is_silent():
                         stacks = self._ask_for_stacks(number)
                         self._cancel()
-                        submitted.wait()
+                        with suppress(subprocess.TimeoutExpired):
+                            submitted.wait(VANISH_S)
+                        break
             finally:
-                if submitted.poll() is None:
-                    submitted.terminate()
-                    submitted.wait()
-                    self._cancel()
+                self._end(submitted)
         self._tick(number)
         if self._has_struck and self.strike is not None:
             self.strike = self._after_strike(self.strike)
@@ -219,12 +227,7 @@ class Trial:
         for event in self._events.wait(TICK_S):
             self._note(event)
         self._read_log(number)
-        for outer in self._outer:
-            self._outside.update(
-                str(event.path)
-                for event in outer.wait(0.0)
-                if event.kind in {"begun", "done", "named"} and str(event.path).startswith(self.order.outside)
-            )
+        self._outside.update(str(event.path) for event in self._outer.wait(0.0))
         now = time.monotonic()
         if now - self._looked_at > LOOK_S and not (self._has_struck and self._scripts):
             self._looked_at = now
@@ -451,13 +454,36 @@ class Trial:
                     stacks[int(path.stem.partition("-")[2])] = stack
         return stacks or {-1: "no stack could be read"}
 
+    def _end(self, submitted: subprocess.Popen[bytes]) -> None:
+        """Leave no process of the run behind, however this attempt ends; most have ended already."""
+        # Not by `cancel` alone: it finds no run before the supervisor has taken the lock. A process that stands still starts
+        # no other, so what is found below is all that there is.
+        if submitted.poll() is None:
+            halted = _halted(submitted)
+            processes.kill(halted)
+            submitted.wait()
+            deadline = time.monotonic() + VANISH_S
+            while any(processes.start_ticks(pid) is not None for pid in halted) and time.monotonic() < deadline:
+                time.sleep(TICK_S)
+        self._cancel()
+
     def _cancel(self) -> None:
         run = self.place.run
         newest = Ledger.read(run).newest
-        if newest is None or newest.ending is not None:
+        if newest is not None and newest.is_last:
             return
+        with suppress(OSError):  # a file system without locks
+            if not processes.is_locked(run.lock):
+                return
         argv = [sys.executable, "-m", "ddp_hpc", "cancel", str(run.path)]
-        subprocess.run(argv, env=dict(self.order.environ), capture_output=True, check=False)
+        subprocess.run(
+            argv,
+            env=dict(self.order.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            start_new_session=True,
+        )
 
 
 _ACTIONS: Mapping[str, Callable[[Trial], None]] = {
@@ -466,6 +492,21 @@ _ACTIONS: Mapping[str, Callable[[Trial], None]] = {
     "kill a rank": Trial.kill_a_rank,
     "kill all": Trial.kill_all,
 }
+
+
+def _halted(process: subprocess.Popen[bytes]) -> list[int]:
+    """Stop a process of ours and all below it (SIGSTOP); return their pids, the upper ones first."""
+    number = processes.signal_number("STOP")
+    processes.send([process.pid], number)
+    halted = [process.pid]
+    while True:
+        with suppress(psutil.Error):
+            new = [one.pid for one in psutil.Process(process.pid).children(recursive=True) if one.pid not in halted]
+            if new:
+                processes.send(new, number)
+                halted += new
+                continue
+        return halted
 
 
 def _entry(run: RunDir, number: int) -> Attempt | None:

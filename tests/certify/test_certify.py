@@ -114,16 +114,29 @@ def test_a_saved_state_of_an_earlier_run_is_left_out_of_the_copies(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_script_that_writes_outside_of_its_directory_is_refused_by_the_path_it_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("--out={outside}", "The script wrote {outside}/deep/a.pt, which is outside of its working directory"),
+        ("..", "The script wrote `../deep`, beside its working directory and not below it. Certify the script from"),
+    ],
+    ids=["absolute", "above"],
+)
+def test_a_script_that_writes_outside_of_its_directory_is_refused_by_the_path_it_wrote(
+    output: str, expected: str, tmp_path: Path
+) -> None:
     place, outside = tmp_path / "work", tmp_path / "outside"
     place.mkdir()
-    outside.mkdir()
-    (place / "train.py").write_text("import sys, pathlib\nprint('step 1')\npathlib.Path(sys.argv[1], 'a.pt').touch()\n")
+    (outside / "deep").mkdir(parents=True)
+    (place / "train.py").write_text(
+        "import sys, pathlib\nprint('step 1')\nfolder = pathlib.Path(sys.argv[1].rpartition('=')[2], 'deep')\n"
+        "folder.mkdir(exist_ok=True)\n(folder / 'a.pt').touch()\n"
+    )
 
-    done = certify(place, "--", "python", "train.py", str(outside))
+    done = certify(place, "resources.workers_per_node=1", "--", "python", "train.py", output.format(outside=outside))
 
     assert done.returncode == 2
-    assert f"The script wrote {outside / 'a.pt'}, which is outside of its working directory" in done.stderr
+    assert expected.format(outside=outside) in done.stderr
 
 
 @pytest.mark.long

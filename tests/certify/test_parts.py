@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from ddp_hpc.certify.faults import FAULTS, Trigger, trigger_of
 from ddp_hpc.certify.file_events import FileEvents
 from ddp_hpc.certify.output_lines import Scale, losses, parse, positions, scale_of
-from ddp_hpc.certify.sandbox import LARGEST_COPY_BYTES, copy_of
 from ddp_hpc.certify.saved_files import is_half_written, read
 from ddp_hpc.certify.source_reading import facts_of, sources_of
 from ddp_hpc.spec.script import program_of
@@ -123,27 +122,6 @@ def test_a_file_is_seen_from_its_first_byte_to_its_name(tmp_path: Path) -> None:
 
     assert begun[0].path.name == "a.tmp"
     assert [one for one in rest if one[1] == "a.pt"] == [("named", "a.pt"), ("read", "a.pt")]
-
-
-def test_a_copy_has_the_small_files_and_links_to_the_large_ones(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    (source / "pkg").mkdir(parents=True)
-    (source / ".git").mkdir()
-    (source / "runs").mkdir()
-    (source / "pkg" / "mod.py").write_text("x = 1")
-    with (source / "large.bin").open("wb") as file:
-        file.truncate(LARGEST_COPY_BYTES + 1)
-    (source / "data").symlink_to("pkg")
-    (source / "env").mkdir()
-    (source / "env" / "pyvenv.cfg").touch()
-
-    linked = copy_of(source, target, left_out=[source / "runs"])
-
-    assert linked == ["large.bin"]
-    assert (target / "large.bin").resolve() == source / "large.bin"
-    assert (target / "data").resolve() == source / "pkg"
-    assert sorted(path.name for path in target.iterdir()) == [".git", "data", "env", "large.bin", "pkg"]
-    assert [path.name for path in target.iterdir() if not path.is_symlink()] == ["pkg"]
 
 
 # --- sources -----------------------------------------------------------------------------------------------------------

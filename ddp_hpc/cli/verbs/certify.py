@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hpc.base import processes
 from ddp_hpc.cli.formatting import as_json, table
 from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir
 from ddp_hpc.errors import ConfigError
@@ -81,7 +82,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(f"    {finding.words}{f' ({finding.reason})' if finding.reason else ''}", file=out, flush=True)
 
     say(f"random seed {plan.seed}, runs in {plan.folder}")
-    certificate = certify(plan, environment, say, show)
+    with processes.ended_by_signals():
+        certificate = certify(plan, environment, say, show)
     print(as_json(asdict(certificate) | {"is_good": certificate.is_good}) if args.json else as_text(certificate))
     return FINISHED if certificate.is_good else FAILED
 
@@ -114,7 +116,7 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
         faults=faults,
         work_dir=Path.cwd(),
         folder=runs_dir / f"certify-{name}-{time.strftime('%m%d-%H%M%S')}",
-        left_out=(runs_dir,),
+        left_out=(runs_dir, *runs_dir.glob("certify-*")),
         cluster=args.cluster,
         seed=secrets.randbelow(LONGEST_SEED) if args.random_seed is None else args.random_seed,
         patience_s=args.patience,
