@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import struct
@@ -119,7 +120,12 @@ class FileEvents:
         if folder.name in self._skipped:
             return
         number = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
-        if number < 0:
+        if number < 0 and ctypes.get_errno() == errno.ENOSPC:
+            raise ConfigError(
+                f"The kernel gives this user no more watches, so {folder} cannot be watched. Raise `fs.inotify.max_user_watches`, or "
+                "certify the script with fewer directories: in its working directory, and below the paths that its command names."
+            )
+        if number < 0:  # the directory is gone, or may not be read
             return
         self._folders[number] = folder
         with suppress(OSError), os.scandir(folder) as entries:

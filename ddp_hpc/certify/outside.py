@@ -32,6 +32,8 @@ def command_in(work_dir: Path, command: Sequence[str]) -> list[str]:
     if program.script is None:
         return words
     script = Path(os.path.abspath(work_dir / program.script))  # noqa: PTH100  as above
+    if not script.is_relative_to(work_dir):  # perhaps by another name of the directory: a home is a link at many sites
+        script = script.parent.resolve() / script.name
     if not script.is_relative_to(work_dir):
         raise ConfigError(
             f"The script {program.script!r} is not below the working directory, {work_dir}, so the copies of that directory would not "

@@ -242,6 +242,9 @@ def test_the_command_runs_the_copy_of_its_script_in_the_users_python(tmp_path: P
     assert here == [f"{work}/.venv/bin/python", "-u", "src/train.py", "--data=/abs"]
     assert command_in(work, ["python", "-m", "pkg.train"]) == ["python", "-m", "pkg.train"]
     assert command_in(work, ["./train.sh", "x"]) == ["./train.sh", "x"]
+    work.mkdir()
+    (tmp_path / "home").symlink_to("work")
+    assert command_in(work, ["python", f"{tmp_path}/home/train.py"]) == ["python", "train.py"]
     with pytest.raises(ConfigError, match=f"is not below the working directory.*Go to {tmp_path} first"):
         command_in(work, ["python", "../train.py"])
 
