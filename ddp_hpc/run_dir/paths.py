@@ -163,6 +163,10 @@ class RunDir:
         """There if this rank's script exited with a code that asks for another attempt, and had not been asked to stop."""
         return self.attempt_logs(attempt) / f"rank-{rank}.asked"
 
+    def script_ended(self, attempt: int, rank: int) -> Path:
+        """There when this rank's script has ended, so that it needs the store at rank zero no more."""
+        return self.attempt_logs(attempt) / f"rank-{rank}.ended"
+
     def torch_error(self, attempt: int, rank: int) -> Path:
         """Where `torch.distributed.elastic` writes the exception of a script (TORCHELASTIC_ERROR_FILE)."""
         return self.attempt_logs(attempt) / f"rank-{rank}.error.json"

@@ -185,9 +185,23 @@ class _Worker:
             with suppress(OSError):  # without it, the supervisor takes the code for the answer to a signal
                 self.run.script_asked(self.attempt, self.rank).touch()
         left = self._care_for_leftovers(has_finished=means == exit_codes.FINISHED)
+        if self.rank != 0:
+            with suppress(OSError):
+                self.run.script_ended(self.attempt, self.rank).touch()
+        elif store is not None and means in exit_codes.GOOD:
+            self._keep_store(environ)
         if means == exit_codes.FINISHED:
             self._remark([self._what_was_short(watcher.seen, ran_s), left])
         return means
+
+    def _keep_store(self, environ: Mapping[str, str]) -> None:
+        """Wait while scripts of other ranks are connected to the store, which ends with this process."""
+        # A process that a script has left behind may have inherited its connection, so the end of all scripts counts, too.
+        others = range(1, int(environ["WORLD_SIZE"]))
+        while _is_store_used(int(environ["MASTER_PORT"])):
+            if all(self.run.script_ended(self.attempt, rank).exists() for rank in others):
+                return
+            processes.await_signal(ECHO_S)  # the others get a stop signal themselves
 
     def _what_was_short(self, seen: Seen, ran_s: float) -> str:
         """Return why a user may doubt that a script that has finished has trained; rank zero does that for all."""
@@ -492,6 +506,20 @@ def _host_store(environ: Mapping[str, str], listen_fd: int) -> object | None:
     open_store = partial(distributed.TCPStore, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd)
     store: object = open_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     return store
+
+
+def _is_store_used(port: int) -> bool:
+    """Tell whether another process is connected to the store at a port of this process, which is connected to it itself."""
+    with suppress(psutil.Error, OSError):
+        found = psutil.Process().net_connections("tcp")
+        known = [(one.laddr, one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED and one.raddr]
+        ours = {_address(here.ip, here.port) for here, there in known if there.port == port}
+        return any(here.port == port and _address(there.ip, there.port) not in ours for here, there in known)
+    return True  # perhaps; the others say when they end
+
+
+def _address(ip: str, port: int) -> tuple[str, int]:
+    return ip.removeprefix("::ffff:"), port  # a socket for both families has its peers in that form
 
 
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe")

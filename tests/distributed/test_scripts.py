@@ -306,6 +306,45 @@ def test_each_end_of_a_script_has_a_clear_word_in_status(how: str, state: str, e
         assert trace[1].strip() == f'File "{place.path}/ends.py", line 10, in <module>'  # none of ours before it
 
 
+ENDS_LATER = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+if dist.get_rank() == 0:
+    Path("zero").write_text(str(os.getpid()))
+dist.barrier()
+if dist.get_rank() == 1:
+    zero = Path("/proc", Path("zero").read_text(), "cmdline")
+    while zero.exists() and zero.read_bytes():
+        time.sleep(0.02)
+    time.sleep(1)
+    store.set("late", "x")
+    dist.new_group([1], use_local_synchronization=True)
+    Path("done").touch()
+    if sys.argv[1:] and not os.fork():
+        Path("left").write_text(str(os.getpid()))
+        time.sleep(600)  # with the store's socket
+os._exit(0)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [(), ("leaves a process with the store's socket",)])
+def test_the_store_lives_until_the_last_rank_has_ended_as_under_torchrun(
+    arguments: Sequence[str], place: Place
+) -> None:
+    (place.path / "later.py").write_text(ENDS_LATER)
+
+    done = place.submit(TWO, "python", "later.py", *arguments)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (place.path / "done").exists()
+    if (left := place.path / "left").exists():
+        psutil.Process(int(left.read_text())).kill()
+
+
 IN_PARTS = """
 import sys
 from pathlib import Path
