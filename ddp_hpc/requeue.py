@@ -151,6 +151,18 @@ def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float |
     return None
 
 
+def script_problem(*, stop_within_s: float, lead_s: float) -> str | None:
+    """Return why a script does not get the time to save that it may need before a time limit; None where it does."""
+    left_s = lead_s - reserve_s(lead_s)
+    if stop_within_s <= left_s:
+        return None
+    return (
+        f"`script.stop_within_s` is {stop_within_s:g}, but before the time limit the script has only {left_s:g} s to save, because "
+        f"`slurm.signal_lead_s` is {lead_s:g}. If it may need longer, set that to {stop_within_s + _RESERVE_S:g}; otherwise lower "
+        "`script.stop_within_s`."
+    )
+
+
 def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: Cause) -> int:
     """Return how many failures in a row made no new checkpoint, the newest attempt, which ended of `cause`, included.
 

@@ -15,7 +15,7 @@ import pytest
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.queries import JobRecord, Partition
-from ddp_hpc.spec import CheckpointSpec, ResourcesSpec, RestartSpec, RunSpec, SlurmSpec, TrainSpec
+from ddp_hpc.spec import CheckpointSpec, ResourcesSpec, RestartSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
 from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.preflight.sbatch_errors import Cluster, chosen_partition, explain
 
@@ -337,6 +337,7 @@ def test_what_it_may_cost_is_told_in_gpu_hours(resources: dict[str, Any], told: 
     assert [line for line in said if "GPU-hours" in line] == ([] if told is None else [told])
 
 
+SCRIPT = ScriptSpec(command=("python", "train.py"))
 PREEMPTED_BARE = "preempts without GraceTime"
 PREEMPTED_FOR_GOOD = "cancels the jobs that it preempts"
 MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
@@ -365,6 +366,27 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         {},
         spec(),
         ["note: `resources.time_limit_min` is not set", "`resources.time_limit_min` is 1, but"],
+    ),
+    (
+        "a script that may need longer than it is given",
+        partition(),
+        {},
+        replace(spec(time_limit_min=60), script=SCRIPT),
+        ["note: `script.stop_within_s` is 300, but before the time limit the script has only 105 s to save"],
+    ),
+    (
+        "a script that has the time that it may need",
+        partition(),
+        {},
+        replace(spec(time_limit_min=60, slurm={"signal_lead_s": 315}), script=SCRIPT),
+        [],
+    ),
+    (
+        "a script without a time limit",
+        partition(),
+        {},
+        replace(spec(), script=SCRIPT),
+        [],
     ),
     (
         "cancelled when preempted",

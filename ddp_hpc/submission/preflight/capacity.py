@@ -125,6 +125,10 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
     problem = requeue.lead_problem(lead_s=spec.slurm.signal_lead_s, time_limit_min=effective_min, save_s=save_s)
     if problem is not None:
         yield f"warning: {problem}"
+    if spec.script.is_set and effective_min is not None:
+        problem = requeue.script_problem(stop_within_s=spec.script.stop_within_s, lead_s=spec.slurm.signal_lead_s)
+        if problem is not None:
+            yield f"note: {problem}"
     mode = (partition.preempt_mode or config.preempt_mode or "").upper()
     if "CANCEL" in mode and spec.restart.by != "successor":
         yield (
