@@ -18,7 +18,7 @@ from ddp_hpc.certify.sandbox import copy_of, files_in
 from ddp_hpc.certify.saved_files import is_saved_state
 from ddp_hpc.certify.source_reading import facts_of, sources_of
 from ddp_hpc.certify.trial import Order, Place, Trial, plain
-from ddp_hpc.certify.verdicts import Finding, judge, needs_second_run
+from ddp_hpc.certify.verdicts import Finding, are_good, judge, needs_second_run
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec.script import program_of
 
@@ -69,8 +69,8 @@ class Certificate:
 
     @property
     def is_good(self) -> bool:
-        """Whether it came back from every fault."""
-        return all(one.is_good for one in self.findings)
+        """Whether at least one fault was tried, and it came back from every one."""
+        return are_good(self.findings)
 
 
 def certify(

@@ -146,12 +146,13 @@ def as_text(certificate: Certificate) -> str:
             f"  seen under {finding.fault}: {defect.evidence}",
         ]
         lines += [f"  {line}" for line in ("mend it:", *(f"  {line}" for line in mend.splitlines()))]
-    good = (
-        "It comes back from every fault that was tried."
-        if certificate.is_good
-        else f"It has a defect. Its runs: {certificate.folder}"
-    )
-    return "\n".join([*lines, "", good])
+    if certificate.is_good:
+        end = "It comes back from every fault that was tried."
+    elif all(one.is_good for one in certificate.findings):
+        end = "No fault could be tried, so nothing is proved. Try other faults (`--faults`), or a longer training with more saves."
+    else:
+        end = f"It does not come back from every fault as it should. Its runs: {certificate.folder}"
+    return "\n".join([*lines, "", end])
 
 
 def _notes(certificate: Certificate) -> dict[str, list[str]]:
