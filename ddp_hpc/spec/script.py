@@ -84,8 +84,9 @@ class ScriptSpec(Checked, section="script"):
     process. Other programs always start as new processes."""
     stop_signal: Literal["TERM", "USR1", "USR2"] = "TERM"
     """The signal that asks the script to save its state and exit; its rank processes get it, and no other process."""
-    stop_within_s: int = 300
-    """How long the script may run on after that signal, in seconds, before it is killed."""
+    stop_within_s: int = 100
+    """How long the script may run on after that signal, in seconds, before it is killed. If it needs longer, raise `slurm.signal_lead_s`
+    as well: a job is asked to stop so long before its time limit."""
     resume_exit_codes: tuple[int, ...] = (99,)
     """Exit codes by which the script says that it has saved its state and that there is more to do."""
     progress: str | None = None

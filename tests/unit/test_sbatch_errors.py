@@ -371,14 +371,21 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         "a script that may need longer than it is given",
         partition(),
         {},
-        replace(spec(time_limit_min=60), script=SCRIPT),
+        replace(spec(time_limit_min=60), script=replace(SCRIPT, stop_within_s=300)),
         ["note: `script.stop_within_s` is 300, but before the time limit the script has only 105 s to save"],
     ),
     (
         "a script that has the time that it may need",
         partition(),
         {},
-        replace(spec(time_limit_min=60, slurm={"signal_lead_s": 315}), script=SCRIPT),
+        replace(spec(time_limit_min=60, slurm={"signal_lead_s": 315}), script=replace(SCRIPT, stop_within_s=300)),
+        [],
+    ),
+    (
+        "a script with the default times",
+        partition(),
+        {},
+        replace(spec(time_limit_min=60), script=SCRIPT),
         [],
     ),
     (
