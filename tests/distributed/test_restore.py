@@ -428,7 +428,7 @@ def test_a_truncated_shard_is_found_before_anything_is_read(run: RunDir, caplog:
 
     assert checkpointer.restore_newest(make_state(), seed=SEED) == OLDER
 
-    assert f"{truncated} has " in caplog.text
+    assert f"{truncated} is damaged: it has " in caplog.text
     assert "checksum" not in caplog.text
 
 

@@ -71,7 +71,7 @@ def test_a_profile_chooses_network_modules_and_variables_of_a_run(login: LoginNo
 
     assert done.returncode == 0, done.stdout + done.stderr + login.console("sited")
     run = login.run("sited")
-    assert "eth0, `network.interfaces` names it" in login.console("sited")
+    assert "eth0, `network.interfaces` names this interface" in login.console("sited")
     assert "not ib0: not preferred" in login.console("sited")
     assert "WANDB_API_KEY is set" in login.console("sited")
     assert "hush" not in login.console("sited")

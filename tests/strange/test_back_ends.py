@@ -90,5 +90,5 @@ def test_a_note_that_a_hand_has_spoilt_is_an_error_that_says_what_is_there(tmp_p
     run = make_run(tmp_path)
     run.submission.write_text(json.dumps({"job_id": "7", "attempt": 0, "at": 1.0, "backend": ["slurm"]}))
 
-    with pytest.raises(ConfigError, match="this version of ddp_hpc has local, slurm"):
+    with pytest.raises(ConfigError, match="this version of ddp-hpc knows only local, slurm"):
         backend_of(run)
