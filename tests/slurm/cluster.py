@@ -110,9 +110,13 @@ class Cluster:
             time.sleep(0.1)
 
     def cancel_all(self) -> None:
-        """Cancel every job; wait until none is left, not even one that is ending."""
-        self.run("scancel", "--user", USER)
-        self.wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 90)
+        """Cancel every job, also one that its own requeue brings back meanwhile; wait until none is left, not even one that is ending."""
+        self.wait_for(self._is_empty, 90)
+
+    def _is_empty(self) -> bool:
+        if self.run("squeue", "--noheader", "--states=PENDING,RUNNING").stdout.strip():
+            self.run("scancel", "--user", USER, check=False)
+        return not self.run("squeue", "--noheader").stdout.strip()
 
     def kill(self, node: str) -> None:
         """Cut a node's power."""
