@@ -12,6 +12,7 @@ import pytest
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.job.node.python_environ import IMPORT_PATH, SAFE_PATH, make_users_code_importable
+from ddp_hpc.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.recipe import load_builder
 
@@ -78,7 +79,7 @@ def test_the_copy_of_the_code_comes_before_what_the_user_exports_and_what_is_ins
     places = [sys.path.index(path) for path in (os.__file__.rpartition("/")[0], f"{tmp_path}/snapshot", "/users/own")]
     assert places == sorted(places)
     assert places[-1] < sys.path.index(installed[0])
-    assert environ == {"PYTHONPATH": f"{tmp_path}/snapshot:/users/own"}
+    assert environ == {"PYTHONPATH": f"{tmp_path}/snapshot:/users/own", USERS_CODE: f"{tmp_path}/snapshot"}
 
 
 @pytest.mark.parametrize("target", ["code:build", "sys:build"])
