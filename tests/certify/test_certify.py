@@ -56,7 +56,7 @@ def test_a_planted_defect_is_named(planted: Planted, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "faults", "arguments", "verdicts"),
     [
-        pytest.param("good.py", ["term"], [], {"term": "exact"}, id="good"),
+        pytest.param("good.py", ["term"], [], {"term": "exact"}, id="good", marks=pytest.mark.long),
         pytest.param(
             "good.py",
             ["usr2", "kill-in-save", "kill-in-evaluation"],

@@ -61,6 +61,7 @@ def write(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_ranks_that_the_script_spawns_itself_without_any_variable_agree(tmp_path: Path) -> None:
     (tmp_path / "spawns.py").write_text(SPAWNS_ITS_RANKS)
 
