@@ -11,6 +11,7 @@ import runpy
 import sys
 import threading
 import types
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
@@ -97,10 +98,10 @@ def _run(plan: Plan, on_error: Callable[[BaseException], object]) -> int:
     try:
         if plan.program.module is not None:
             runpy.run_module(plan.program.module, run_name="__main__", alter_sys=True)
-        elif plan.path is not None and plan.path.is_file():
+        elif plan.path is not None and plan.path.is_file() and not zipfile.is_zipfile(plan.path):
             _run_file(plan.file)
-        else:  # a directory or an archive with a `__main__.py`
-            runpy.run_path(plan.file, run_name="__main__")
+        else:
+            _run_archive(plan)
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as error:  # noqa: BLE001  all that a script may raise
@@ -122,6 +123,16 @@ def _run_file(path: str) -> None:
     with io.open_code(path) as file:
         source = file.read()
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102  this is what the user asks for
+
+
+def _run_archive(plan: Plan) -> None:
+    """Run the `__main__.py` of a directory or an archive as Python does, which imports from it first."""
+    # Not `runpy.run_path`: it sets `sys.argv[0]` to the absolute path.
+    if sys.path[:1] == [plan.folder]:
+        del sys.path[0]
+    sys.path.insert(0, plan.file)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001  Python calls it, too
 
 
 def _exit_code(end: SystemExit) -> int:

@@ -26,8 +26,9 @@ from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, read_json
 from ddp_hpc.base.patience import known, patiently
+from ddp_hpc.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import exit_code_of
+from ddp_hpc.errors import UnreadableError, exit_code_of
 from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun, for_attach
 from ddp_hpc.run_dir.failure_reports import (
     WorkerFailure,
@@ -199,19 +200,26 @@ class _Worker:
         # A process that a script has left behind may have inherited its connection, so the end of all scripts counts, too.
         others = range(1, int(environ["WORLD_SIZE"]))
         while _is_store_used(int(environ["MASTER_PORT"])):
-            if all(self.run.script_ended(self.attempt, rank).exists() for rank in others):
+            signs = (self.run.script_ended(self.attempt, rank) for rank in others)
+            if all(known(sign, sign.exists, unknown=False) for sign in signs):
                 return
             processes.await_signal(ECHO_S)  # the others get a stop signal themselves
 
     def _what_was_short(self, seen: Seen, ran_s: float) -> str:
         """Return why a user may doubt that a script that has finished has trained; rank zero does that for all."""
         pattern = self.spec.script.progress
-        if self.rank != 0 or seen.num_changes:
+        if self.rank != 0 or seen.num_changes or self._may_have_committed():
             return ""
         exited = f"the script exited with code 0 after {'less than a second' if ran_s < 1 else f'{ran_s:.0f} s'}"
         if pattern is not None:
             return f"{exited} and saved no file of `script.progress` ({pattern!r})"
         return exited if ran_s < SHORT_S else ""
+
+    def _may_have_committed(self) -> bool:
+        try:
+            return bool(committed_steps(self.run))
+        except UnreadableError:
+            return True
 
     def _remark(self, remarks: Iterable[str]) -> None:
         text = "; ".join(filter(None, remarks))
@@ -512,9 +520,9 @@ def _is_store_used(port: int) -> bool:
     """Tell whether another process is connected to the store at a port of this process, which is connected to it itself."""
     with suppress(psutil.Error, OSError):
         found = psutil.Process().net_connections("tcp")
-        known = [(one.laddr, one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED and one.raddr]
-        ours = {_address(here.ip, here.port) for here, there in known if there.port == port}
-        return any(here.port == port and _address(there.ip, there.port) not in ours for here, there in known)
+        pairs = [(one.laddr, one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED and one.raddr]
+        ours = {_address(here.ip, here.port) for here, there in pairs if there.port == port}
+        return any(here.port == port and _address(there.ip, there.port) not in ours for here, there in pairs)
     return True  # perhaps; the others say when they end
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -47,7 +49,18 @@ def work(folder: Path, *command: str, settings: tuple[str, ...] = (), **environ:
 
 # --- as a plain Python has them ----------------------------------------------------------------------------------------
 
+
+def archive(source: str) -> bytes:
+    """Return an archive that Python runs, as `python -m zipapp` makes it."""
+    with io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w") as packed:
+            packed.writestr("__main__.py", source)
+        return file.getvalue()
+
+
 SCRIPTS: dict[str, tuple[str, str | bytes]] = {
+    "an archive": ("train.pyz", archive("import os, sys\nprint(sys.argv, __name__, __file__, sys.path[0])\n")),
+    "a byte order mark and lines of Windows": ("train.py", b"\xef\xbb\xbf# mine\r\nprint('yes')\r\n"),
     "a syntax error": ("train.py", "import os\ndef f(:\n    pass\n"),
     "indentation by tabs and spaces": ("train.py", "if True:\n\tx = 1\n        y = 2\n"),
     "an encoding of its own": ("train.py", "# -*- coding: latin-1 -*-\nprint('\xe9')\n".encode("latin-1")),
@@ -205,6 +218,11 @@ def test_a_module_of_the_jobs_copy_of_the_code_runs_and_not_the_one_that_was_edi
         ("exit 0", (), "the script exited with code 0 after less than a second"),
         ("exit 0", ("script.progress=*.pt",), " second and saved no file of `script.progress` ('*.pt')"),
         ("touch a.pt", ("script.progress=*.pt",), ""),
+        (
+            "cd runs/run; mkdir -p checkpoints/step-00000003; touch checkpoints/step-00000003/manifest.json",
+            (),
+            "",
+        ),  # as `attach` commits
         ("setsid sleep 60 & echo $! > child", (), "processes that it started still run ("),
     ],
 )
