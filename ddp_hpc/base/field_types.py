@@ -27,11 +27,13 @@ def annotations_of(section: type) -> Mapping[str, Any]:
     return {field.name: hints[field.name] for field in fields(section)}
 
 
+@cache
 def is_optional(annotation: Any) -> bool:
     """Return whether None is a valid value. `X | None` is a `types.UnionType` or a `typing.Union`, by the version of Python."""
     return get_origin(annotation) is not Literal and type(None) in get_args(annotation)
 
 
+@cache
 def without_none(annotation: Any) -> Any:
     """Return `X` for `X | None`; other annotations are returned unchanged."""
     if not is_optional(annotation):

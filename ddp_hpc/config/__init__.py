@@ -1,5 +1,6 @@
 """Read YAML files, environment variables and the command line into one frozen spec, and keep each value's source."""
 
+from ddp_hpc.config.overlay import Overlay
 from ddp_hpc.config.resolve import (
     HIDDEN,
     Change,
@@ -15,6 +16,7 @@ from ddp_hpc.config.resolve import (
 __all__ = [
     "HIDDEN",
     "Change",
+    "Overlay",
     "Resolved",
     "changes",
     "flat",

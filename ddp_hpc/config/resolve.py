@@ -153,7 +153,7 @@ def _section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
         elif name in values:
             made[field.name] = values[name]
         elif all_keys()[name].is_open:
-            made[field.name] = _unflatten(name, values)
+            made[field.name] = unflatten(name, values)
         elif all_keys()[name].default is MISSING:
             raise ConfigError(
                 f"`{name}` is not set, and it has no default. Set it in the configuration file, or on the command line with `{name}=VALUE`."
@@ -161,7 +161,7 @@ def _section(section: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
     return section(**made)
 
 
-def _unflatten(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value of an open key, a mapping, from its leaves."""
     tree: dict[str, Any] = {}
     for key, value in values.items():

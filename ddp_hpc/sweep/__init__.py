@@ -1,0 +1,1 @@
+"""Sweeps: many runs that differ in a few keys, submitted together."""

@@ -1,0 +1,184 @@
+"""The points of a sweep: what each sets, and its name. Pure, except for `read_points`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from ddp_hpc.config.keys import is_section, key_of
+from ddp_hpc.config.values import parse_text
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.sweep.values import MOST_POINTS, Axis
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_LONGEST_VALUE = 24
+_LONGEST_NAME = 96
+_FEWEST_DIGITS = 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    number: int
+    """From 0 on, in the order of the sweep; it never changes."""
+    name: str
+    """The run's name."""
+    settings: Mapping[str, Any]
+    """Key -> value: keys of the configuration, and words that stand in braces in a script's command."""
+
+    def __str__(self) -> str:
+        """Return `point 3 (train.lr=0.1, seed=2)`."""
+        return f"point {self.number} ({', '.join(f'{key}={_as_text(value)}' for key, value in self.settings.items())})"
+
+
+def points_of(
+    axes: Sequence[Axis], listed: Sequence[Mapping[str, Any]] = (), *, is_zipped: bool = False
+) -> list[Point]:
+    """Return each combination of the axes' values, the last axis changing first.
+
+    With `is_zipped`: the first values of all axes together, then the second ones. `listed` are points of a file; each of them
+    is combined with all of the axes' points.
+
+    Raises:
+        ConfigError: where there are none, too many, two equal ones, or axes of unequal lengths are zipped.
+    """
+    _refuse_repeated(axes, listed)
+    chosen: list[dict[str, Any]] = [
+        {axis.key: _value(axis.key, text) for axis, text in zip(axes, texts, strict=True)}
+        for texts in _combined(axes, is_zipped=is_zipped)
+    ]
+    of_file = [dict(each) for each in listed] or [{}]
+    if len(of_file) * len(chosen) > MOST_POINTS:
+        raise ConfigError(
+            f"The sweep has {len(of_file) * len(chosen)} points, but at most {MOST_POINTS} are allowed. Sweep fewer values."
+        )
+    all_settings = [{**first, **second} for first in of_file for second in chosen]
+    names = _names(all_settings)
+    points = [
+        Point(number, name, {key: value for key, value in settings.items() if key != "name"})
+        for number, (name, settings) in enumerate(zip(names, all_settings, strict=True))
+    ]
+    _refuse_equal(points)
+    return points
+
+
+def _combined(axes: Sequence[Axis], *, is_zipped: bool) -> list[tuple[str, ...]]:
+    if not is_zipped:
+        if math.prod(len(axis.texts) for axis in axes) > MOST_POINTS:
+            raise ConfigError(f"The sweep has more than {MOST_POINTS} points. Sweep fewer values.")
+        return list(itertools.product(*(axis.texts for axis in axes)))
+    if len({len(axis.texts) for axis in axes}) > 1:
+        found = ", ".join(f"{axis.key} has {len(axis.texts)}" for axis in axes)
+        raise ConfigError(
+            f"`--zip` takes one value of each key for a point, but {found}. List as many values for each."
+        )
+    return list(zip(*(axis.texts for axis in axes), strict=True)) or [()]
+
+
+def _refuse_repeated(axes: Sequence[Axis], listed: Sequence[Mapping[str, Any]]) -> None:
+    keys = [axis.key for axis in axes]
+    twice = [key for number, key in enumerate(keys) if key in keys[:number] or any(key in each for each in listed)]
+    if twice:
+        raise ConfigError(
+            f"`{twice[0]}` is swept twice. List all of its values in one place: `--sweep {twice[0]}=A,B,C`."
+        )
+    if "name" in keys:
+        raise ConfigError("`name` cannot be swept: it is made from what the points set. A file of points may set it.")
+
+
+def _refuse_equal(points: Sequence[Point]) -> None:
+    for what, of in (("sets the same", lambda point: json.dumps(point.settings, sort_keys=True, default=str)),
+                     ("has the same name", lambda point: point.name)):  # fmt: skip
+        seen: dict[str, Point] = {}
+        for point in points:
+            first = seen.setdefault(of(point), point)
+            if first is not point:
+                raise ConfigError(
+                    f"{_capital(point)} {what} as {first}. Give each point values, and a name if it has one, of its own."
+                )
+
+
+def _capital(point: Point) -> str:
+    text = str(point)
+    return text[:1].upper() + text[1:]
+
+
+def _value(key: str, text: str) -> Any:
+    """Return a value of the command line as a file would have it; a script's word stays the text that it is."""
+    found = None if is_section(key) else key_of(key)
+    return text if found is None else parse_text(found, text, f"--sweep {key}")
+
+
+def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return `003-lr-0.1-seed-2` for each point: the number, and the settings that differ between points."""
+    labels = _labels(sorted({key for settings in all_settings for key in settings if key != "name"}))
+    varied = {
+        key for key in labels if len({json.dumps(settings.get(key), default=str) for settings in all_settings}) > 1
+    }
+    digits = max(_FEWEST_DIGITS, len(str(len(all_settings) - 1)))
+    names = []
+    for number, settings in enumerate(all_settings):
+        if "name" in settings:
+            names.append(str(settings["name"]))
+            continue
+        parts = [f"{labels[key]}-{_in_name(settings[key])}" for key in settings if key in varied]
+        text = _NOT_IN_NAMES.sub("-", "-".join([f"{number:0{digits}}", *parts]))
+        names.append(text[:_LONGEST_NAME].rstrip("-._"))
+    return names
+
+
+def _labels(keys: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each key, or the whole key where two have the same last part."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: label if last.count(label) == 1 else key for key, label in zip(keys, last, strict=True)}
+
+
+def _in_name(value: Any) -> str:
+    """Return a value in a name: a path's last part, `1e+3` as `1e3`."""
+    text = _as_text(value)
+    text = PurePath(text).name if "/" in text else text
+    return text.replace("+", "").strip("[]{}'\" ")[:_LONGEST_VALUE]
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Read a YAML list of points: `- {train.lr: 0.1, seed: 3}`, or with sections; `name` names the run.
+
+    Raises:
+        ConfigError: where it cannot be read, or is no list of mappings.
+    """
+    from ddp_hpc.config.yaml_text import read_yaml  # late: few sweeps have a file
+
+    try:
+        content = read_yaml(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"The file of points {str(path)!r} cannot be read: {error.strerror}.") from error
+    if not isinstance(content, list) or not content or not all(isinstance(each, dict) and each for each in content):
+        raise ConfigError(
+            f"The file of points {str(path)!r} must be a list with at least one point, each with keys and values, such as "
+            "`- {train.lr: 0.1, seed: 3}`."
+        )
+    return [_flattened(each, f"{path}, point {number}") for number, each in enumerate(content)]
+
+
+def _flattened(mapping: Mapping[Any, Any], location: str, section: str = "") -> dict[str, Any]:
+    """Return the settings of a point with whole keys, `train.lr` for `train: {lr: ...}`."""
+    leaves: dict[str, Any] = {}
+    for name, value in mapping.items():
+        key = f"{section}{name}"
+        more = _flattened(value, location, f"{key}.") if is_section(key) and isinstance(value, dict) else {key: value}
+        twice = leaves.keys() & more.keys()
+        if twice:
+            raise ConfigError(f"`{twice.pop()}` is set twice ({location}). Remove one.")
+        leaves |= more
+    return leaves

@@ -1,0 +1,99 @@
+"""The configuration of each point of a sweep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ddp_hpc.config import Overlay, Resolved
+from ddp_hpc.config.keys import is_section, key_of, unknown_key
+from ddp_hpc.config.paths import literal
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.sweep.points import Point
+
+POINT = "point"
+"""The word in braces that stands for the point's name in a script's command."""
+_BRACES = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+_OF_THE_ARRAY = ("slurm", "resources", "container", "stage", "snapshot", "site", "launcher", "runs_dir", "script.start")
+"""Sections and keys that the tasks of a job array share, as they have one script and one kind of allocation."""
+
+
+class Points:
+    """Makes the configuration of one point after another."""
+
+    def __init__(self, base: Resolved, environ: Mapping[str, str]) -> None:
+        """`base` is the sweep's own configuration: its name, and the directory of runs in which the sweep's directory lies."""
+        self._overlay = Overlay(base, environ)
+        self._command = base.spec.script.command
+        self._runs_dir = literal(base.spec.path)
+
+    def resolved(self, point: Point) -> Resolved:
+        """Return the configuration of a point.
+
+        Raises:
+            ConfigError: where it is not valid; the error names the point.
+        """
+        settings: dict[str, Any] = {key: value for key, value in point.settings.items() if _is_key(key)}
+        settings |= {"name": point.name, "runs_dir": self._runs_dir}
+        if self._command:
+            words = {**{key: _as_word(value) for key, value in point.settings.items()}, POINT: point.name}
+            settings["script.command"] = [_filled(word, words) for word in self._command]
+        try:
+            return self._overlay.resolved(settings, f"sweep, {point}")
+        except ConfigError as error:
+            raise type(error)(f"The sweep's {point} is not a valid configuration: {error}") from error
+
+
+def _is_key(key: str) -> bool:
+    return key_of(key) is not None or is_section(key)
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    """Return a word of a command with what stands in braces replaced, where a point has a value for it."""
+    return _BRACES.sub(lambda match: values.get(match[1], match[0]), word)
+
+
+def _as_word(value: Any) -> str:
+    import json  # late: only scripts take their values as words
+
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, str], *, is_array: bool) -> None:
+    """Resolve each point, and make nothing.
+
+    `is_array`: the points are to be tasks of one job array.
+
+    Raises:
+        ConfigError: for the first point that is not valid, or that sets what means nothing; it names the point.
+    """
+    in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
+    made = Points(base, environ)
+    refused: set[str] = set()
+    for point in points:
+        refused |= set(_refusals(point, refused, in_braces, is_array=is_array))
+        made.resolved(point)
+
+
+def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bool) -> Iterator[str]:
+    """Yield the keys that were looked at; each is looked at once.
+
+    Raises:
+        ConfigError: where a key may not be swept.
+    """
+    for key in point.settings.keys() - seen:
+        if key == POINT:
+            raise ConfigError(
+                f"`{POINT}` cannot be swept: {{{POINT}}} stands for the point's name. Choose another word."
+            )
+        if not _is_key(key) and key not in in_braces:
+            hint = f"or write {{{key}}} in the script's command, after `--`, where its value is to stand"
+            raise ConfigError(f"{unknown_key(key, f'the sweep, {point}')} Correct it, {hint}.")
+        shared = next((one for one in _OF_THE_ARRAY if key == one or key.startswith(f"{one}.")), None)
+        if key == "runs_dir" or (is_array and shared is not None):
+            raise ConfigError(
+                f"`{key}` cannot be swept: the points of a sweep are tasks of one job array with one script, so `{shared}` is the same "
+                f"for all of them. Submit a sweep for each value of `{key}`."
+            )
+        yield key

@@ -1,0 +1,172 @@
+"""The points of a sweep: what they set, how they are named, and which are refused before anything is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.config import Resolved, render_resolved, resolve
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.sweep.points import Point, points_of, read_points
+from ddp_hpc.sweep.resolving import Points, check_points
+from ddp_hpc.sweep.values import Axis, parse_axis
+
+ENVIRON = {"HOME": "/home/somebody"}
+
+
+def swept(*words: str, is_zipped: bool = False) -> list[Point]:
+    return points_of([parse_axis(word) for word in words], is_zipped=is_zipped)
+
+
+@pytest.mark.parametrize(
+    ("word", "texts"),
+    [
+        ("train.lr=0.1,0.01", ("0.1", "0.01")),
+        ("seed=0..4", ("0", "1", "2", "3", "4")),
+        ("seed=-1..1", ("-1", "0", "1")),
+        ("batch=32..128..32", ("32", "64", "96", "128")),
+        ("seed=1,5..6", ("1", "5", "6")),
+        ("betas=[0.9,0.99],[0.8,0.99]", ("[0.9,0.99]", "[0.8,0.99]")),
+        ("title='a,b',c", ("'a,b'", "c")),
+        ("note=it's,so", ("it's", "so")),
+        ("lr=0.1", ("0.1",)),
+        ("path=../a", ("../a",)),
+    ],
+)
+def test_a_word_lists_the_values_of_a_key(word: str, texts: tuple[str, ...]) -> None:
+    assert parse_axis(word) == Axis(word.partition("=")[0], texts)
+
+
+@pytest.mark.parametrize("word", ["seed", "=1", "seed=", "seed=1,,2", "seed=4..0", "seed=0..4..0", "seed=0..9999999"])
+def test_a_word_without_values_is_refused_with_the_form_that_is_meant(word: str) -> None:
+    with pytest.raises(ConfigError, match="--sweep"):
+        parse_axis(word)
+
+
+def test_a_product_changes_the_last_key_first_and_numbers_its_points() -> None:
+    points = swept("train.lr=0.1,1e-5", "seed=0..1")
+
+    assert [dict(point.settings) for point in points] == [
+        {"train.lr": 0.1, "seed": 0},
+        {"train.lr": 0.1, "seed": 1},
+        {"train.lr": 1e-5, "seed": 0},
+        {"train.lr": 1e-5, "seed": 1},
+    ]
+    assert [point.name for point in points] == [
+        "000-lr-0.1-seed-0",
+        "001-lr-0.1-seed-1",
+        "002-lr-1e-05-seed-0",
+        "003-lr-1e-05-seed-1",
+    ]
+
+
+def test_zip_takes_the_values_in_pairs_and_refuses_lists_of_unequal_lengths() -> None:
+    assert [dict(point.settings) for point in swept("a=x,y", "b=1,2", is_zipped=True)] == [
+        {"a": "x", "b": "1"},
+        {"a": "y", "b": "2"},
+    ]
+    with pytest.raises(ConfigError, match="a has 2, b has 3"):
+        swept("a=x,y", "b=1..3", is_zipped=True)
+
+
+def test_names_are_unique_short_and_valid_whatever_the_values_are() -> None:
+    strange = ["/data/a b/one.txt", "ü" * 50, "../..", "x" * 300, "1e+3", "-", "a'b"]
+    points = points_of([Axis("recipe.args.data", tuple(strange)), Axis("env.data", ("1", "2"))])
+
+    names = [point.name for point in points]
+    assert len(set(names)) == len(names)
+    for point in points:
+        assert resolve_base().resolved(point).spec.name == point.name  # the spec checks it
+    assert names[0] == "000-recipe.args.data-one.txt-env.data-1"
+
+
+def test_a_key_with_one_value_is_set_and_not_in_the_names() -> None:
+    assert swept("train.lr=0.1", "seed=0..1")[1].name == "001-seed-1"
+
+
+def test_a_thousand_points_have_numbers_of_equal_length_where_they_need_four_digits() -> None:
+    assert swept("seed=0..1000")[7].name == "0007-seed-7"
+    assert swept("seed=0..999")[7].name == "007-seed-7"
+
+
+def test_two_equal_points_and_a_key_that_is_swept_twice_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Point 1 \(seed=1\) sets the same as point 0"):
+        swept("seed=1,1")
+    with pytest.raises(ConfigError, match="swept twice"):
+        swept("seed=1", "seed=2")
+    with pytest.raises(ConfigError, match="more than"):
+        swept("seed=0..999", "train.epochs=1..1000")
+
+
+def test_a_file_lists_points_and_may_name_them(tmp_path: Path) -> None:
+    path = tmp_path / "points.yaml"
+    path.write_text("- {train.lr: 0.1, seed: 3, name: trial-7}\n- train: {lr: 0.2}\n  seed: 4\n")
+
+    points = points_of([parse_axis("train.epochs=1")], read_points(path))
+
+    assert [(point.name, dict(point.settings)) for point in points] == [
+        ("trial-7", {"train.lr": 0.1, "seed": 3, "train.epochs": 1}),
+        ("001-lr-0.2-seed-4", {"train.lr": 0.2, "seed": 4, "train.epochs": 1}),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{a: 1}", "[]", "- 1\n", "- {}\n", "- {train.lr: 1, train: {lr: 2}}\n"])
+def test_a_file_that_lists_no_points_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "points.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=r"points\.yaml"):
+        read_points(path)
+
+
+def resolve_base(*words: str, command: tuple[str, ...] = ()) -> Points:
+    return Points(base(*words, command=command), ENVIRON)
+
+
+def base(*words: str, command: tuple[str, ...] = ()) -> Resolved:
+    recipe = [] if command else ["recipe.target=ddp_hpc.train.recipes.digits:make"]
+    return resolve(None, ["name=mysweep", "runs_dir=/shared/runs", *recipe, *words], ENVIRON, command=command)
+
+
+def test_a_points_configuration_is_what_the_whole_command_line_would_give() -> None:
+    (point,) = points_of([Axis("train.lr", ("0.1",)), Axis("recipe.args.depth", ("3",)), Axis("seed", ("7",))])
+    words = ["train.lr=0.1", "recipe.args.depth=3", "seed=7", f"name={point.name}", "runs_dir=/shared/runs/mysweep"]
+
+    found = resolve_base("recipe.args.width=2").resolved(point)
+
+    assert found.spec == base("recipe.args.width=2", *words).spec
+    assert found.spec.path == Path("/shared/runs/mysweep", point.name)
+    assert "# sweep, point 0" in render_resolved(found)
+
+
+def test_a_scripts_words_in_braces_are_replaced_and_other_braces_stay() -> None:
+    command = ("python", "train.py", "--lr={lr}", "--seed", "{seed}", "--out", "out/{point}", "--json", '{"a": {b}}')
+    (point,) = points_of([Axis("lr", ("0.10",)), Axis("seed", ("7",))])
+
+    spec = resolve_base(command=command).resolved(point).spec
+
+    assert spec.script.command[2:] == ("--lr=0.10", "--seed", "7", "--out", f"out/{point.name}", "--json", '{"a": {b}}')
+    assert spec.seed == 7  # a key of the configuration is set as well
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.lr=0.1,-1"], r"point 1 \(train.lr=-1\)"),
+        (["train.lr=0.1,fast"], r"point 1 \(train.lr=fast\)"),
+        (["train.lrr=0.1"], r"point 0 \(train.lrr=0.1\)"),
+        (["lr=0.1"], r"write \{lr\} in the script's command"),
+        (["slurm.partition=a,b"], "`slurm.partition` cannot be swept"),
+        (["resources.nodes=1,2"], "a sweep for each value of `resources.nodes`"),
+        (["runs_dir=a"], "`runs_dir` cannot be swept"),
+        (["point=a"], "`point` cannot be swept"),
+    ],
+)
+def test_each_point_is_checked_and_an_error_names_it(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_points(base(), swept(*words), ENVIRON, is_array=True)
+
+
+def test_points_that_run_one_after_another_may_differ_in_their_resources() -> None:
+    check_points(base(), swept("resources.workers_per_node=1,2"), ENVIRON, is_array=False)
