@@ -125,7 +125,7 @@ class Notifier:
             "NEXT": follows,
             "ATTEMPT": str(attempt),
             "STEP": "" if progress is None else str(progress.step),
-            "JOB_ID": "" if context.allocation is None else context.allocation.job_id,
+            "JOB_ID": "" if context.allocation is None else context.allocation.scontrol_id,
         }
         told = {f"DDP_HPC_{name}": value.replace("\0", "") for name, value in values.items()}
         return {**told, "DDP_HPC_JSON": json.dumps({name.lower(): value for name, value in values.items()})}

@@ -33,7 +33,8 @@ class SlurmJob:
 
     @property
     def job_id(self) -> str:
-        return self.allocation.job_id
+        """`ARRAY_TASK` for a task of an array: the plain number of one task is that of the whole array, too."""
+        return self.allocation.scontrol_id
 
     def now(self) -> JobRecord | None:
         """Return what Slurm knows of the job now, if it answers."""

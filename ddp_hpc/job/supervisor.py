@@ -226,7 +226,7 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
         )
     if lock_fd is not None:
         return [lock_fd]
-    if newest is None or allocation is None or newest.job_id != allocation.job_id:
+    if newest is None or allocation is None or newest.job_id != allocation.scontrol_id:
         raise ConfigError(
             f"{run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
         )
@@ -245,7 +245,7 @@ def _user_decision(
     Slurm may requeue a job that is cancelled at the same moment. A request from before the user's newest submission is not
     for this job.
     """
-    if allocation is None or queued is None or queued.job_id != allocation.job_id:
+    if allocation is None or queued is None or queued.job_id != allocation.scontrol_id:
         return None
     if queued.cancelled_at is not None:
         return Cause.CANCELLED
@@ -335,7 +335,7 @@ def _begin(context: JobContext, image: str) -> int:
 
 
 def _job_id(allocation: Allocation | None) -> str:
-    return allocation.job_id if allocation else str(os.getpid())
+    return allocation.scontrol_id if allocation else str(os.getpid())
 
 
 def _facts(allocation: Allocation | None) -> JobFacts | None:

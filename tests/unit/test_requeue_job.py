@@ -29,7 +29,7 @@ def test_a_job_goes_back_under_its_number_and_the_next_attempt_is_announced(supe
     assert one.slurm.orders() == ["scontrol requeue 5_2"]
     noted = read_queued_job(one.run)
     assert noted is not None
-    assert (noted.job_id, noted.attempt, noted.since) == ("7", 1, 0)
+    assert (noted.job_id, noted.attempt, noted.since) == ("5_2", 1, 0)
 
 
 def test_a_successor_is_a_new_job_behind_this_one(supervised: Make) -> None:

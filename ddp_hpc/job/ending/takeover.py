@@ -145,7 +145,7 @@ def _asked(run: RunDir) -> tuple[LaunchSpec, Workload] | None:
 def _is_of_this_start(newest: Attempt, allocation: Allocation | None) -> bool:
     if allocation is None:
         return newest.cluster == "local"
-    return (newest.job_id, newest.restart) == (allocation.job_id, allocation.restart_count)
+    return (newest.job_id, newest.restart) == (allocation.scontrol_id, allocation.restart_count)
 
 
 def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mapping[str, str]) -> int | None:
@@ -154,7 +154,7 @@ def _leave(run: RunDir, newest: Attempt, allocation: Allocation, environ: Mappin
     if asked is None:
         return None
     spec, workload = asked
-    if newest.next == Next.REQUEUE or noted is None or noted.job_id == allocation.job_id:
+    if newest.next == Next.REQUEUE or noted is None or noted.job_id == allocation.scontrol_id:
         context = JobContext(
             run=run,
             spec=spec,
