@@ -313,14 +313,14 @@ def run_in_job(job_id: str, node: str, command: Sequence[str], environ: Mapping[
     return _succeed(argv, environ, f"to run `{command[0]}` in job {job_id} on {node}")
 
 
-def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = ()) -> str:
-    """Submit a script with sbatch, as a job does for its successor; return the job id.
+def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
+    """Submit a script with sbatch, as a job does for its successor, and a sweep for its arrays; return the job id.
 
     Raises:
         ConfigError: if Slurm refuses.
         SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_submitted(_succeed(queries.submit_argv(script, options), environ, "the job"))
+    return queries.parse_submitted(_succeed(queries.submit_argv(script, options, arguments), environ, "the job"))
 
 
 def node_states(

@@ -415,9 +415,9 @@ def run_in_job_argv(job_id: str, node: str, command: Sequence[str]) -> list[str]
     return ["srun", *where, "--overlap", "--quiet", "--input=none", *command]
 
 
-def submit_argv(script: Path, options: Sequence[str] = ()) -> list[str]:
-    """Submit a script; options win over its `#SBATCH` lines. sbatch prints the job id alone."""
-    return ["sbatch", "--parsable", *options, str(script)]
+def submit_argv(script: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> list[str]:
+    """Submit a script with its arguments; options win over its `#SBATCH` lines. sbatch prints the job id alone."""
+    return ["sbatch", "--parsable", *options, str(script), *arguments]
 
 
 def parse_submitted(text: str) -> str:

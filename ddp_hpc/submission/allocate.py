@@ -8,7 +8,7 @@ in the job, and what submitit pickles (the script's path) is never read again. A
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,18 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
             )
         )
     return str(job.job_id)
+
+
+def allocate_array(script: Path, environ: Mapping[str, str], *, tasks: str, arguments: Sequence[str]) -> str:
+    """Send a script to sbatch as a job array; return the array's number.
+
+    submitit has no part in it: its arrays are of pickled callables, two files for each task (ADR 37).
+
+    Raises:
+        SlurmRefusalError: where Slurm refuses the array.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    return client.submit(script, environ, [f"--array={tasks}"], arguments)
 
 
 def _unfit(why: str) -> str:

@@ -55,7 +55,7 @@ def job_script(spec: RunSpec, import_paths: Sequence[Path], environ: Mapping[str
     run = RunDir(spec.path)
     spec = _avoiding(spec, spared_nodes(run, spec, environ).excluded)
     return render(
-        JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=_job_import_paths(spec, run, import_paths))
+        JobScript(spec=spec, run=run, chdir=Path.cwd(), import_paths=job_import_paths(spec, run, import_paths))
     )
 
 
@@ -91,13 +91,13 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     return Description(
         notes=_notes(spec, run, import_paths, environ),
         command=["sbatch", str(run.job_script)],
-        import_paths=_job_import_paths(spec, run, import_paths),
+        import_paths=job_import_paths(spec, run, import_paths),
         script=job_script(spec, import_paths, environ),
     )
 
 
 def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
-    paths = _job_import_paths(spec, run, import_paths)
+    paths = job_import_paths(spec, run, import_paths)
     return [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
 
 
@@ -202,7 +202,7 @@ def _make(plan: _Plan) -> None:
 
 def _fill(plan: _Plan) -> list[str]:
     """Put the frozen code and the job script into the run directory; return notes on the code."""
-    notes = _freeze_code(plan.spec, plan.run, plan.import_paths)
+    notes = freeze_code(plan.spec, plan.run, plan.import_paths)
     replace_text(plan.run.job_script, plan.script)
     return notes
 
@@ -274,7 +274,7 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     )
 
 
-def _job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[Path]:
+def job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[Path]:
     """Return where the job imports the user's code from: its frozen copy, or where it lies."""
     code = workload_of(spec).users_code(import_paths)
     if code is None:
@@ -283,7 +283,8 @@ def _job_import_paths(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) 
     return [path_in_snapshot(run, code.directory)] if spec.snapshot.enabled else [code.directory]
 
 
-def _freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[str]:
+def freeze_code(spec: RunSpec, run: RunDir, import_paths: Sequence[Path]) -> list[str]:
+    """Copy the user's code into the directory of a run, or of a sweep; return notes on it."""
     code = workload_of(spec).users_code(import_paths)
     if code is None or not spec.snapshot.enabled:
         return []

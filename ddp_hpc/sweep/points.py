@@ -155,7 +155,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
     """Read a YAML list of points: `- {train.lr: 0.1, seed: 3}`, or with sections; `name` names the run.
 
     Raises:
-        ConfigError: where it cannot be read, or is no list of mappings.
+        ConfigError: where it cannot be read, or is not a list of mappings.
     """
     from ddp_hpc.config.yaml_text import read_yaml  # late: few sweeps have a file
 

@@ -106,4 +106,5 @@ def test_only_a_running_job_submits_without_submitit() -> None:
     ]
 
     assert callers
-    assert {caller.partition("/")[0] for caller in callers} == {"job"}
+    assert {caller.partition("/")[0] for caller in callers} == {"job", "submission"}
+    assert [caller for caller in callers if caller.startswith("submission")] == ["submission/allocate.py"], "its arrays"

@@ -29,6 +29,8 @@ DOORS: dict[str, set[str]] = {
         "rendezvous/interfaces.py",
         "script/interpreter.py",  # it makes this process what a new Python would be
         "script/worker.py",
+        "sweep/local.py",
+        "sweep/task.py",
     },
     "subprocess": {
         "certify/trial.py",
@@ -44,6 +46,7 @@ DOORS: dict[str, set[str]] = {
         "diagnose/import_cost.py",
         "submission/snapshot.py",
         "submission/local.py",
+        "sweep/local.py",
     },
     # One reads them, one drops what is inherited, and one refuses that a run sets them.
     "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec/launch.py"},

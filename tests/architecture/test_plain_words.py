@@ -29,6 +29,7 @@ PLAIN = (
     "slurm",
     "spec",
     "submission",
+    "sweep",
     "train",
     "watch",
     "workload",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
+from ddp_hpc.cli.sweeps import add_sweep, is_sweep_asked, submit_sweep
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
 
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="on Slurm: start when no other job of yours with the same name runs or waits",
     )
+    add_sweep(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_site(parser)
     add_runs_dir(parser)
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise ConfigError(
             "`--explain` works only together with `--dry-run`. Add `--dry-run`, or leave out `--explain`."
         )
+    is_sweep = is_sweep_asked(args)
     path, settings = sorted_words(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
@@ -99,6 +102,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         resolved = resolved_with(_chain(args, backend, resolved, environment))
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
+    if is_sweep:
+        return submit_sweep(args, resolved, backend, import_paths, environment)
     if args.dry_run:
         print(_dry_run(resolved, backend, import_paths, environment, args), end="")
         return 0

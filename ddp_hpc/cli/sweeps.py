@@ -1,0 +1,169 @@
+"""A sweep on the command line: the flags of `submit`, and what became of the points."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ddp_hpc.config import Resolved
+    from ddp_hpc.submission.backend import Backend
+    from ddp_hpc.sweep.points import Point
+    from ddp_hpc.sweep.start import Started
+
+_MOST_SHOWN = 20
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Declare what makes a submission a sweep."""
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=VALUES",
+        help="submit a run for each value (`train.lr=0.1,0.01`, `seed=0..4`); of several, for each combination",
+    )
+    parser.add_argument(
+        "--zip", action="store_true", help="with several --sweep: their first values together, and so on"
+    )
+    parser.add_argument("--points", type=Path, metavar="FILE", help="submit a run for each point of a YAML list")
+    add_limits(parser)
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Declare how many points may run at once, or fail."""
+    parser.add_argument("--at-most", type=_count, metavar="N", help="run at most N points of the sweep at once")
+    parser.add_argument(
+        "--stop-after-failures", type=_count, metavar="N", help="start no other point once N points have failed"
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def is_sweep_asked(args: argparse.Namespace) -> bool:
+    """Return whether a submission is a sweep.
+
+    Raises:
+        ConfigError: where a flag of sweeps stands alone, or one that no sweep can have stands beside them.
+    """
+    is_asked = bool(args.sweep) or args.points is not None
+    alone = {"--zip": args.zip, "--at-most": args.at_most, "--stop-after-failures": args.stop_after_failures}
+    for flag, value in alone.items():
+        if value and not is_asked:
+            raise ConfigError(f"`{flag}` is for sweeps. Add `--sweep KEY=VALUES`, or leave it out.")
+    unfit = {"--wait": args.wait, "--follow": args.follow, "--fresh": args.fresh, "--explain": args.explain}
+    for flag, value in unfit.items():
+        if value and is_asked:
+            raise ConfigError(
+                f"`{flag}` is for one run, but `--sweep` and `--points` submit several. Leave it out; `ddp-hpc list NAME` shows the points."
+            )
+    return is_asked
+
+
+def asked_points(args: argparse.Namespace) -> list[Point]:
+    """Return the points that the command line asks for.
+
+    Raises:
+        ConfigError: where they cannot be read.
+    """
+    from ddp_hpc.sweep.points import points_of, read_points  # late: most submissions are of one run
+    from ddp_hpc.sweep.values import parse_axis
+
+    listed = [] if args.points is None else read_points(args.points)
+    return points_of([parse_axis(word) for word in args.sweep], listed, is_zipped=args.zip)
+
+
+def submit_sweep(
+    args: argparse.Namespace,
+    base: Resolved,
+    backend: Backend,
+    import_paths: Sequence[Path],
+    environment: Mapping[str, str],
+) -> int:
+    """Start the sweep, or with `--dry-run` print what would be started."""
+    points = asked_points(args)
+    if args.dry_run:
+        print(_dry_run(base, points, backend, environment, is_json=args.json), end="")
+        return 0
+    from ddp_hpc.sweep.start import start_sweep
+    from ddp_hpc.sweep.sweep_dir import Sweep
+
+    sweep = Sweep(
+        points=points,
+        backend=backend.NAME,
+        at_most=args.at_most,
+        stop_after_failures=args.stop_after_failures,
+    )
+    started = start_sweep(base, sweep, backend, import_paths=import_paths, environ=environment)
+    return report(started, is_json=args.json)
+
+
+def _dry_run(
+    base: Resolved, points: Sequence[Point], backend: Backend, environment: Mapping[str, str], *, is_json: bool
+) -> str:
+    from ddp_hpc.sweep.array import array_script
+    from ddp_hpc.sweep.resolving import check_points
+    from ddp_hpc.sweep.sweep_dir import SweepDir
+
+    check_points(base, points, environment, is_array=backend.HAS_QUEUE)
+    script = array_script(base.spec, SweepDir(base.spec.path)) if backend.HAS_QUEUE else None
+    if is_json:
+        listed = [{"name": point.name, "set": point.settings} for point in points]
+        return as_json({"points": listed, **({} if script is None else {"script": script})}) + "\n"
+    shown = "".join(f"# {point.name}\n" for point in points[:_MOST_SHOWN])
+    more = f"# and {len(points) - _MOST_SHOWN} more\n" if len(points) > _MOST_SHOWN else ""
+    return f"{script or ''}# would start {len(points)} points in {base.spec.path}:\n{shown}{more}"
+
+
+def report(started: Started, *, is_json: bool) -> int:
+    """Print what became of the points; return 0, also where Slurm's limit leaves some."""
+    sent = started.sent
+    if is_json:
+        print(
+            as_json(
+                {
+                    "sweep": started.sweep_dir.name,
+                    "path": str(started.sweep_dir.path),
+                    "points": started.num_points,
+                    "jobs": {} if sent is None else sent.jobs,
+                    "not_submitted": 0 if sent is None else sent.num_left,
+                }
+            )
+        )
+        return 0
+    print("\n".join(_said(started)))
+    for note in started.notes:
+        print(note, file=sys.stderr)
+    return 0
+
+
+def _said(started: Started) -> list[str]:
+    name, sent = started.sweep_dir.name, started.sent
+    if not started.num_points:
+        return [f"{name}: no point is left to be started"]
+    see = f"See them: ddp-hpc list {name}"
+    if sent is None:
+        return [f"{name}: {_points(started.num_points)} started on this machine. {see}"]
+    jobs = ", ".join(f"job {job} ({_points(number)})" for job, number in sent.jobs.items()) or "no job"
+    lines = [f"{name}: {jobs} submitted. {see}"]
+    if sent.num_left:
+        lines += [
+            f"{_points(sent.num_left)} not submitted: {sent.refusal}",
+            f"Once other jobs have ended, send them: ddp-hpc sweep continue {name}",
+        ]
+    return lines
+
+
+def _points(number: int) -> str:
+    return "1 point" if number == 1 else f"{number} points"

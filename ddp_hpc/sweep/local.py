@@ -1,0 +1,120 @@
+"""A sweep on this machine: a process that runs one point after another, or a few at once.
+
+python -m ddp_hpc.sweep.local SWEEP_DIR --points 0-9
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import open_private
+from ddp_hpc.config import Resolved, render_resolved
+from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.submission import local
+from ddp_hpc.sweep.points import Point
+from ddp_hpc.sweep.resolving import Points
+from ddp_hpc.sweep.states import num_failed
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, as_ranges, from_ranges, load_base, make_sweep, read_sweep
+
+
+def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
+    """Make the sweep's directory.
+
+    Raises:
+        ConfigError: where it exists, or the points need several machines.
+    """
+    local.refuse_several_nodes(base.spec)
+    make_sweep(SweepDir(base.spec.path), base, sweep)
+
+
+def is_running(sweep_dir: SweepDir) -> bool:
+    """Return whether a process of this machine runs the sweep's points."""
+    return processes.is_locked(sweep_dir.runner_lock)
+
+
+def start_runner(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str]) -> None:
+    """Start the process that runs these points, in a session of its own, so that it outlives this terminal.
+
+    Raises:
+        ConfigError: where one runs already.
+    """
+    if is_running(sweep_dir):
+        raise ConfigError(
+            f"A process on this machine runs the points of {sweep_dir.name} already. Wait until it ends: `ddp-hpc list {sweep_dir.name}`."
+        )
+    argv = [sys.executable, "-m", "ddp_hpc.sweep.local", str(sweep_dir.path), "--points", as_ranges(numbers)]
+    with open_private(sweep_dir.runner_log, "ab") as log:
+        subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={"PYTHONSAFEPATH": "ddp_hpc", **environ},
+            start_new_session=True,
+        ).returncode = 0  # it outlives this process; else Python warns that it still runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the points; return 0, whatever becomes of each."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.sweep.local", description=__doc__)
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--points", required=True, help="the numbers of the points: `0-9,12`")
+    arguments = parser.parse_args(argv)
+    sweep_dir = SweepDir(arguments.sweep)
+    lock_fd = processes.take_lock(sweep_dir.runner_lock)
+    if lock_fd is None:
+        sys.stderr.write("note: another process runs the points of this sweep already\n")
+        return 0
+    try:
+        run_points(sweep_dir, from_ranges(arguments.points), os.environ)
+    except DdpHpcError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    finally:
+        processes.release_lock(lock_fd)
+    return 0
+
+
+def run_points(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str]) -> None:
+    """Run points, as many at once as the sweep allows, until all have ended or too many have failed."""
+    sweep = read_sweep(sweep_dir)
+    made = Points(load_base(sweep_dir), environ)
+    is_over = threading.Event()
+
+    def run(point: Point) -> None:
+        most = sweep.stop_after_failures
+        if is_over.is_set() or (most is not None and num_failed(sweep_dir, sweep) >= most):
+            if not is_over.is_set():
+                sys.stderr.write(
+                    f"note: {most} points have failed, so no other point is started (`--stop-after-failures`)\n"
+                )
+            is_over.set()
+            return
+        _run_point(made.resolved(point), point, sweep, environ)
+
+    with ThreadPoolExecutor(max_workers=sweep.at_most or 1) as pool:
+        for _ in pool.map(run, [sweep.points[number] for number in numbers]):
+            pass
+
+
+def _run_point(resolved: Resolved, point: Point, sweep: Sweep, environ: Mapping[str, str]) -> None:
+    """Run one point to its end. Where it fails, its own records say why, and the others run all the same."""
+    try:
+        text = render_resolved(resolved)
+        submission = local.submit(text, resolved.spec, import_paths=sweep.import_paths, environ=environ)
+        if submission.state != "finished":
+            local.wait(submission.run, submission.attempt, environ)
+    except DdpHpcError as error:
+        sys.stderr.write(f"{point}: {error}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""A sweep from its points to its start, and the points that are still to be started, wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddp_hpc.config import Resolved
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.submission.backend import Backend
+from ddp_hpc.sweep import array, local
+from ddp_hpc.sweep.array import Sent
+from ddp_hpc.sweep.resolving import check_points
+from ddp_hpc.sweep.states import failed_points, unbegun_points
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """What became of a sweep's points."""
+
+    sweep_dir: SweepDir
+    num_points: int
+    """That were to be started."""
+    sent: Sent | None
+    """None on this machine."""
+    notes: Sequence[str] = ()
+
+
+def start_sweep(
+    base: Resolved, sweep: Sweep, backend: Backend, *, import_paths: Sequence[Path], environ: Mapping[str, str]
+) -> Started:
+    """Check each point, make the sweep's directory, and start its points.
+
+    Raises:
+        ConfigError: where a point or the sweep's name cannot be used; nothing is left then.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    check_points(base, sweep.points, environ, is_array=backend.HAS_QUEUE)
+    sweep_dir, numbers = SweepDir(base.spec.path), [point.number for point in sweep.points]
+    if not backend.HAS_QUEUE:
+        local.make_for_this_machine(base, replace(sweep, import_paths=tuple(import_paths)))
+        local.start_runner(sweep_dir, numbers, environ)
+        return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
+    notes = array.make_for_slurm(base, sweep, import_paths, environ)
+    sent = array.send(sweep_dir, numbers, environ, at_most=sweep.at_most)
+    return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=notes)
+
+
+def continue_sweep(
+    sweep_dir: SweepDir, environ: Mapping[str, str], *, is_failed: bool = False, limits: Mapping[str, int]
+) -> Started:
+    """Start the points that are not submitted; with `is_failed`, those that have failed, again, and no others.
+
+    Raises:
+        ConfigError: where Slurm refuses them.
+        SlurmUnavailableError: where Slurm does not answer, so that what waits cannot be known.
+    """
+    if limits:
+        record_limits(sweep_dir, **limits)
+    sweep = read_sweep(sweep_dir)
+    if is_failed:
+        numbers = failed_points(sweep_dir, sweep)
+    else:
+        states = unbegun_points(sweep_dir, sweep, environ)
+        if "unknown" in states.values():
+            raise ConfigError(
+                "Slurm does not answer, so ddp-hpc cannot find out which points wait in its queue. Try again later; nothing was submitted."
+            )
+        numbers = [number for number, state in states.items() if state == "not submitted"]
+    if not numbers:
+        return Started(sweep_dir=sweep_dir, num_points=0, sent=None)
+    if sweep.backend != "slurm":
+        local.start_runner(sweep_dir, numbers, environ)
+        return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
+    sent = array.send(sweep_dir, numbers, environ, at_most=sweep.at_most)
+    return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent)

@@ -1,0 +1,68 @@
+"""Which points of a sweep wait, run, have failed, or are not submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ddp_hpc.base.patience import known
+from ddp_hpc.errors import SlurmUnavailableError
+from ddp_hpc.run_dir.ledger import Ending, Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.slurm import client, states
+from ddp_hpc.slurm.queries import QueuedEntry
+from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, from_ranges
+
+Unbegun = Literal["not submitted", "waiting", "unknown"]
+"""What a point without a run is: no job has it; a task of an array waits; or Slurm does not answer."""
+_FAILED = frozenset({Ending.FAILED, Ending.REFUSED})
+
+
+def has_begun(run: RunDir) -> bool:
+    """Return whether a task, or this machine, has made the point's run."""
+    return known(run.config, run.config.exists, unknown=True)
+
+
+def has_failed(run: RunDir) -> bool:
+    """Return whether the run's newest attempt has failed, and no other follows."""
+    newest = Ledger.read(run).newest
+    return newest is not None and newest.is_last and newest.ending in _FAILED
+
+
+def num_failed(sweep_dir: SweepDir, sweep: Sweep) -> int:
+    """Return how many points have failed."""
+    return sum(has_failed(sweep_dir.run(point)) for point in sweep.points)
+
+
+def failed_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
+    """Return the numbers of the points that have failed."""
+    return [point.number for point in sweep.points if has_failed(sweep_dir.run(point))]
+
+
+def unbegun_points(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> dict[int, Unbegun]:
+    """Return what the points are that have no run yet, by their numbers."""
+    numbers = [point.number for point in sweep.points if not has_begun(sweep_dir.run(point))]
+    sent = {number for array in sweep.arrays for number in array.numbers}
+    if sent.isdisjoint(numbers) or sweep.backend != "slurm":
+        return dict.fromkeys(numbers, "not submitted")
+    try:
+        queued = client.queue(client.user_name(), environ)
+    except SlurmUnavailableError:
+        return {number: "unknown" if number in sent else "not submitted" for number in numbers}
+    waiting = {number for array in sweep.arrays for number in points_in_queue(array, queued)}
+    return {number: "waiting" if number in waiting else "not submitted" for number in numbers}
+
+
+def points_in_queue(array: SentArray, queued: Sequence[QueuedEntry]) -> set[int]:
+    """Return which points of an array have a task that waits or runs."""
+    tasks: set[int] = set()
+    for entry in queued:
+        job, _, task = entry.job_id.partition("_")
+        if job != array.job_id or states.has_ended(entry.state):
+            continue
+        listed = task.strip("[]").partition("%")[0]
+        try:
+            tasks |= set(from_ranges(listed))
+        except ValueError:  # a list that squeue has cut off, or one it writes in another way: any of them may wait
+            return set(array.numbers)
+    return {number for number in array.numbers if number - array.offset in tasks}

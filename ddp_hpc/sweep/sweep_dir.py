@@ -1,0 +1,259 @@
+"""The directory of a sweep: its paths, its points, and which of them were sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.base.durable import (
+    append_json_line,
+    fsync_path,
+    make_directories,
+    make_directory,
+    read_json_lines,
+    replace_text,
+)
+from ddp_hpc.config import Resolved, load_resolved, render_resolved
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.sweep.points import Point
+
+
+@dataclass(frozen=True)
+class SweepDir:
+    """The paths of a sweep. It is the directory of its points' runs, too."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def base(self) -> Path:
+        """The configuration that all points share."""
+        return self.path / "base.yaml"
+
+    @property
+    def ledger(self) -> Path:
+        """The points, and the arrays of them that Slurm has accepted."""
+        return self.path / "sweep.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """What tasks print before they find their run."""
+        return self.path / "logs"
+
+    @property
+    def runner_lock(self) -> Path:
+        """Locked (flock) by the process that runs the points on this machine."""
+        return self.path / "runner.lock"
+
+    @property
+    def runner_log(self) -> Path:
+        return self.logs / "runner.log"
+
+    @property
+    def files(self) -> RunDir:
+        """Files that a sweep has at the same places as a run: its job script, and the snapshot of the code."""
+        return RunDir(self.path)
+
+    def run(self, point: Point) -> RunDir:
+        return RunDir(self.path / point.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentArray:
+    """A job array that Slurm has accepted."""
+
+    job_id: str
+    numbers: tuple[int, ...]
+    """Of its points."""
+    offset: int = 0
+    """The number of the point of task 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What a sweep's files say."""
+
+    points: Sequence[Point]
+    arrays: Sequence[SentArray] = ()
+    """Oldest first."""
+    backend: str = "slurm"
+    import_paths: tuple[Path, ...] = ()
+    """Where jobs import the user's code from."""
+    at_most: int | None = None
+    """How many points may run at once."""
+    stop_after_failures: int | None = None
+    """From how many failed points on no other point starts."""
+
+    @property
+    def never_sent(self) -> list[int]:
+        """Numbers of the points that no array has had."""
+        sent = {number for array in self.arrays for number in array.numbers}
+        return [point.number for point in self.points if point.number not in sent]
+
+
+def is_sweep(path: Path) -> bool:
+    """Return whether this is the directory of a sweep."""
+    return (path / "sweep.jsonl").is_file()
+
+
+def find_sweep(text: str, runs_dir: Path) -> SweepDir:
+    """Return the sweep that `text` names: a sweep in `runs_dir`, or its directory.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    for path in (runs_dir / text, Path(text)):
+        if is_sweep(path):
+            return SweepDir(Path(os.path.abspath(path)))  # noqa: PTH100  # as `find_run` does
+    raise ConfigError(
+        f"{text!r} is neither a sweep in {str(runs_dir)!r} nor a sweep's directory. Make one with `ddp-hpc submit CONFIG --sweep KEY=VALUES`."
+    )
+
+
+def make_sweep(sweep: SweepDir, base: Resolved, made: Sweep) -> None:
+    """Make the sweep's directory by one rename.
+
+    Raises:
+        ConfigError: where a run or a sweep of that name exists, or the directory cannot be made.
+    """
+    refuse_existing(sweep)
+    header = {
+        "sweep": sweep.name,
+        "at": time.time(),
+        "backend": made.backend,
+        "import_paths": [str(path) for path in made.import_paths],
+        "at_most": made.at_most,
+        "stop_after_failures": made.stop_after_failures,
+    }
+    lines = [header, *({"point": one.number, "name": one.name, "set": one.settings} for one in made.points)]
+    beside = SweepDir(sweep.path.with_name(f".{sweep.name}.{os.getpid()}.tmp"))
+    try:
+        make_directories(sweep.path.parent)
+        beside.path.mkdir(mode=0o700)
+        try:
+            replace_text(beside.base, render_resolved(base), is_secret=True)
+            replace_text(beside.ledger, "".join(f"{_line(each)}\n" for each in lines), is_secret=True)
+            make_directory(beside.logs)
+            beside.path.rename(sweep.path)
+        except OSError:
+            shutil.rmtree(beside.path, ignore_errors=True)
+            refuse_existing(sweep)
+            raise
+        fsync_path(sweep.path.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"The sweep's directory {sweep.path} cannot be written: {error.strerror or error}. Choose another directory with `runs_dir=...`."
+        ) from error
+
+
+def refuse_existing(sweep: SweepDir) -> None:
+    """Refuse a name that is in use.
+
+    Raises:
+        ConfigError: where it is.
+    """
+    if is_sweep(sweep.path):
+        raise ConfigError(
+            f"The sweep {sweep.name} exists already in {sweep.path}, and its points never change. To send those that were not "
+            f"submitted, or that failed: `ddp-hpc sweep continue {sweep.name}`. For other points, choose another `name=...`."
+        )
+    if sweep.path.exists():
+        raise ConfigError(
+            f"{sweep.path} exists already, but it is not a sweep. Choose another name for the sweep with `name=...`."
+        )
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, separators=(",", ":"), default=str)
+
+
+def record_array(sweep: SweepDir, job_id: str, numbers: Iterable[int], offset: int) -> None:
+    """Record an array that Slurm has accepted."""
+    record = {"array": job_id, "at": time.time(), "points": as_ranges(numbers), "offset": offset}
+    append_json_line(sweep.ledger, record)
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Return `0-3,7` for 0, 1, 2, 3, 7, as sbatch takes them."""
+    parts: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def from_ranges(text: str) -> tuple[int, ...]:
+    """Return the numbers of `0-3,7`."""
+    ends = (part.partition("-") for part in text.split(",") if part)
+    return tuple(number for first, _, last in ends for number in range(int(first), int(last or first) + 1))
+
+
+@dataclass
+class _Found:
+    header: Mapping[str, Any] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    arrays: list[SentArray] = field(default_factory=list)
+
+
+def read_sweep(sweep: SweepDir) -> Sweep:
+    """Return what the sweep's files say.
+
+    Raises:
+        ConfigError: where its list of points is damaged.
+    """
+    found = _Found()
+    try:
+        for record in read_json_lines(sweep.ledger):
+            _read_record(record, found)
+        numbers = [point.number for point in found.points]
+        if numbers != list(range(len(numbers))) or not numbers:
+            raise ValueError("points are missing")  # noqa: TRY301  as any other damage
+        return Sweep(
+            points=found.points,
+            arrays=found.arrays,
+            backend=str(found.header["backend"]),
+            import_paths=tuple(map(Path, found.header["import_paths"])),
+            at_most=found.header["at_most"],
+            stop_after_failures=found.header["stop_after_failures"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The sweep's list of points {sweep.ledger} is damaged ({error}). Restore the file, or make another sweep; its runs are not affected."
+        ) from error
+
+
+def _read_record(record: Mapping[str, Any], found: _Found) -> None:
+    if "sweep" in record:
+        found.header = record
+    elif "point" in record:
+        found.points.append(Point(record["point"], record["name"], record["set"]))
+    elif "array" in record:
+        numbers = from_ranges(record["points"])
+        found.arrays.append(SentArray(job_id=record["array"], numbers=numbers, offset=record["offset"]))
+    elif "limits" in record:
+        found.header = {**found.header, **record["limits"]}
+
+
+def record_limits(sweep: SweepDir, **limits: int | None) -> None:
+    """Record how many points may run at once, or fail, from now on."""
+    append_json_line(sweep.ledger, {"limits": limits})
+
+
+def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:
+    """Return the configuration that all points share."""
+    from ddp_hpc.config import flat
+
+    spec = load_resolved(sweep.base, is_patient=is_patient)
+    return Resolved(spec, dict.fromkeys(flat(spec), f"sweep {sweep.name}"))

@@ -1,0 +1,116 @@
+"""The start of one task of a sweep's job array: make the directory of the point's run, and print its path.
+
+    python -m ddp_hpc.sweep.task SWEEP_DIR --offset NUMBER
+
+The array's script runs it, and goes on with the run's own job script. It prints no path where the task has nothing to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.config import render_resolved
+from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
+from ddp_hpc.render import JobScript, render
+from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
+from ddp_hpc.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.submission import slurm
+from ddp_hpc.submission.run_dir_setup import make_run_dir
+from ddp_hpc.sweep.points import Point
+from ddp_hpc.sweep.resolving import Points
+from ddp_hpc.sweep.states import num_failed
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, load_base, read_sweep
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the run of this task's point; print its directory, if the task is to go on with it."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.sweep.task", description=__doc__)
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--offset", type=int, default=0, help="the number of the point of task 0")
+    arguments = parser.parse_args(argv)
+    try:
+        run = prepare_task(SweepDir(arguments.sweep), arguments.offset, os.environ)
+    except DdpHpcError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    if run is not None:
+        sys.stdout.write(f"{run.path}\n")
+    return 0
+
+
+def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -> RunDir | None:
+    """Make the run of this task's point, or find it after a requeue; None where the task has nothing to do.
+
+    Raises:
+        ConfigError: where this is not a task of a job array, or no point has its number.
+    """
+    allocation = read_allocation(environ)
+    if allocation is None or allocation.array_task_id is None:
+        raise ConfigError(
+            f"The sweep's script was started outside of a job array. Send the sweep's points with `ddp-hpc sweep continue {sweep_dir.name}`."
+        )
+    sweep = read_sweep(sweep_dir)
+    number = offset + allocation.array_task_id
+    if not 0 <= number < len(sweep.points):
+        raise ConfigError(
+            f"Task {allocation.scontrol_id} would be point {number}, but the sweep has {len(sweep.points)} points."
+        )
+    point = sweep.points[number]
+    run = sweep_dir.run(point)
+    before = read_queued_job(run)
+    if before is not None and before.job_id == allocation.scontrol_id:
+        return run  # Slurm has started the task again
+    why_not = _why_not(sweep_dir, sweep, run, before, environ)
+    if why_not is not None:
+        sys.stderr.write(f"note: {point} of {sweep_dir.name} is not started: {why_not}\n")
+        return None
+    _make(sweep_dir, sweep, point, allocation, environ)
+    return run
+
+
+def _why_not(
+    sweep_dir: SweepDir, sweep: Sweep, run: RunDir, before: QueuedJob | None, environ: Mapping[str, str]
+) -> str | None:
+    """Return why the point is not to start in this job; None where it is."""
+    if before is not None:
+        try:
+            there = slurm.find_job(run, environ)
+        except SlurmUnavailableError:
+            there = None  # the supervisor finds out whether another job works on the run
+        if there is not None:
+            return f"job {before.job_id} has it already"
+    if sweep.stop_after_failures is not None:
+        failed = num_failed(sweep_dir, sweep)
+        if failed >= sweep.stop_after_failures:
+            return (
+                f"{failed} points have failed, and the sweep ends after {sweep.stop_after_failures} (`--stop-after-failures`). List "
+                f"them with `ddp-hpc list {sweep_dir.name} --failed`; `ddp-hpc sweep continue {sweep_dir.name}` sends the others again"
+            )
+    return None
+
+
+def _make(sweep_dir: SweepDir, sweep: Sweep, point: Point, allocation: Allocation, environ: Mapping[str, str]) -> None:
+    """Make the run's directory as `submit` does, or renew it; record last that this task has it."""
+    run = sweep_dir.run(point)
+    resolved = Points(load_base(sweep_dir, is_patient=True), environ).resolved(point)
+    make_run_dir(run, render_resolved(resolved), is_new=not run.config.exists())
+    make_directories(run.console.parent)
+    script = JobScript(spec=resolved.spec, run=run, chdir=Path.cwd(), import_paths=sweep.import_paths)
+    replace_text(run.job_script, render(script))
+    attempt = ownership.next_attempt(run)
+    write_queued_job(
+        run,
+        QueuedJob(job_id=allocation.scontrol_id, attempt=attempt, at=time.time(), since=attempt, backend=slurm.NAME),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

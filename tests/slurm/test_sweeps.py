@@ -1,0 +1,71 @@
+"""Sweeps on the cluster: many points in one array, each with resume and requeue, a limit of submitted jobs, a rerun of what failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
+from tests.slurm.runs import LoginNode
+
+pytestmark = pytest.mark.long
+
+SCRIPT = """
+import pathlib, signal, sys, time
+
+number, point = int(sys.argv[1]), sys.argv[2]
+tries = pathlib.Path("tries", point)
+tries.mkdir(parents=True, exist_ok=True)
+(tries / str(time.time_ns())).touch()
+if number == 3 and not pathlib.Path("mended").exists():
+    sys.exit("this point fails")
+if number == 1 and len(list(tries.iterdir())) == 1:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))
+    time.sleep(300)
+print("trained", number)
+"""
+
+
+def test_points_run_as_one_array_one_comes_back_by_requeue_and_one_that_failed_runs_again_alone(
+    login: LoginNode, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    login.add_recipe(tmp_path / "train.py")
+    script = ("--", "python", "train.py", "{number}", "{point}")
+    one = ("name=grid", "restart.max_no_progress=1", "resources.workers_per_node=1", "--cluster", "slurm", "--json")
+    done = login.type("submit", *one, "--sweep", "number=0..5", *script)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert len(said["jobs"]) == 1
+    sweep_dir = SweepDir(login.folder / "runs" / "grid")
+    runs = [sweep_dir.run(point) for point in read_sweep(sweep_dir).points]
+    login.cluster.wait_for(lambda: list((login.folder / "tries").glob("001-*/*")), 120)
+
+    job = read_queued_job(runs[1])
+    assert job is not None
+    (array,) = said["jobs"]
+    assert job.job_id == f"{array}_1"
+    asked = login.type("requeue", str(runs[1].path))
+    assert asked.returncode == 0, asked.stderr
+    login.cluster.wait_for(lambda: all(_is_over(run) for run in runs), 240)
+
+    ends = [Ledger.read(run).attempts[-1].ending for run in runs]
+    assert ends == ["finished", "finished", "finished", "failed", "finished", "finished"]
+    assert [attempt.restart for attempt in Ledger.read(runs[1]).attempts] == [0, 1]
+    assert "trained 1" in runs[1].console.read_text()
+
+    (login.folder / "mended").touch()
+    again = login.type("sweep", "continue", "grid", "--failed", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["points"] == 1
+    login.cluster.wait_for(lambda: Ledger.read(runs[3]).attempts[-1].ending == "finished", 120)
+    assert len(Ledger.read(runs[0]).attempts) == 1
+
+
+def _is_over(run: object) -> bool:
+    newest = Ledger.read(run).newest  # type: ignore[arg-type]
+    return newest is not None and newest.is_last

@@ -1,0 +1,244 @@
+"""A sweep on Slurm: what is written and sent, what a task makes of its number, and what is sent later. sbatch is a shell script here."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.config import load_resolved, resolve
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.ledger import Ending, record_end, record_start
+from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.slurm.queries import QueuedEntry
+from ddp_hpc.submission import slurm as slurm_backend
+from ddp_hpc.sweep.array import array_script, send
+from ddp_hpc.sweep.points import points_of
+from ddp_hpc.sweep.start import Started, continue_sweep, start_sweep
+from ddp_hpc.sweep.states import points_in_queue
+from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, as_ranges, from_ranges, read_sweep
+from ddp_hpc.sweep.task import prepare_task
+from ddp_hpc.sweep.values import parse_axis
+from tests.unit.fake_slurm import FakeSlurm
+
+ACCEPTS = """
+n=$(wc -l < {counter} 2>/dev/null || echo 0)
+if [ "$1" = --test-only ]; then exit 0; fi
+spec=${{2#--array=}}; spec=${{spec%%%*}}
+total=0
+for part in ${{spec//,/ }}; do total=$((total + 1 + ${{part#*-}} - ${{part%-*}})); done
+sent=$(cat {sent} 2>/dev/null || echo 0)
+if [ $((sent + total)) -gt $(cat {limit}) ]; then
+  echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2
+  echo "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)" >&2
+  exit 1
+fi
+echo $((sent + total)) > {sent}
+echo x >> {counter}
+echo $((14 + n))
+"""
+
+
+class Lab(FakeSlurm):
+    """A cluster with a limit of submitted jobs and with small arrays."""
+
+    def __init__(self, folder: Path, *, limit: int = 10**6, max_array_size: int = 1001) -> None:
+        super().__init__(folder)
+        self._sent, self._limit = folder / "sent", folder / "limit"
+        self.raise_limit(limit)
+        counter = folder / "counter"
+        counter.touch()
+        self.has("sbatch", ACCEPTS.format(counter=counter, sent=self._sent, limit=self._limit))
+        self.has("scontrol", f'[ "$2" = config ] && echo "MaxArraySize = {max_array_size}"; true')
+
+    def raise_limit(self, limit: int) -> None:
+        self._limit.write_text(f"{limit}\n")
+
+    @property
+    def arrays(self) -> list[str]:
+        """Return what was asked of sbatch, accepted or not, without the script's path."""
+        orders = [line.split() for line in self.orders("sbatch --parsable")]
+        return [f"{words[2]} {words[4]}" for words in orders]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ddp_hpc.submission.preflight.capacity.PRIVATE_PLACES", ())
+
+
+def start(
+    lab: Lab, tmp_path: Path, *words: str, at_most: int | None = None, command: str = "python train.py"
+) -> Started:
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    base = resolve(None, ["name=grid", f"runs_dir={tmp_path}/runs"], lab.environ, command=command.split())
+    points = points_of([parse_axis(word) for word in words])
+    sweep = Sweep(points=points, at_most=at_most)
+    return start_sweep(base, sweep, slurm_backend, import_paths=[tmp_path], environ=lab.environ)
+
+
+def test_a_thousand_points_are_three_files_and_one_array(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+
+    started = start(lab, tmp_path, "seed=0..999", at_most=20)
+
+    assert lab.arrays == ["--array=0-999%20 0"]
+    files = sorted(path.name for path in started.sweep_dir.path.iterdir() if path.is_file())
+    assert files == ["base.yaml", "job.sbatch", "sweep.jsonl"]
+    assert not list(started.sweep_dir.path.glob("[0-9]*"))
+    sweep = read_sweep(started.sweep_dir)
+    assert len(sweep.points) == 1000
+    assert sweep.arrays == [SentArray(job_id="14", numbers=tuple(range(1000)), offset=0)]
+    assert not sweep.never_sent
+
+
+def test_more_points_than_an_array_may_have_are_several_arrays_of_one_script_that_share_the_throttle(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path, max_array_size=10)
+
+    start(lab, tmp_path, "seed=0..24", at_most=6)
+
+    assert lab.arrays == ["--array=0-9%2 0", "--array=0-9%2 10", "--array=0-4%2 20"]
+
+
+def test_points_beyond_a_limit_stay_not_submitted_until_continue_sends_them(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=20)
+
+    started = start(lab, tmp_path, "seed=0..29")
+
+    assert started.sent is not None
+    assert (sum(started.sent.jobs.values()), started.sent.num_left) == (20, 10)
+    assert "QOSMaxSubmitJobPerUserLimit" in started.sent.refusal
+    assert read_sweep(started.sweep_dir).never_sent == list(range(20, 30))
+
+    lab.raise_limit(100)
+    sent = read_sweep(started.sweep_dir).arrays
+    listed = "".join(_listed(array.job_id, as_ranges(array.numbers)) for array in sent)
+    lab.has("squeue", f"printf '%s' {shlex.quote(listed)}")
+    again = continue_sweep(started.sweep_dir, lab.environ, limits={})
+
+    assert (again.num_points, lab.arrays[-1]) == (10, "--array=20-29 0")
+    assert read_sweep(started.sweep_dir).never_sent == []
+
+
+def _listed(job: str, tasks: str) -> str:
+    """Return a pending array as squeue prints it."""
+    fields = ["99", job, tasks, "PENDING", "Priority", "batch", "1", "", "1:00", "N/A", "N/A", "0", "grid", "(null)"]
+    return "\x1f".join(fields) + "\x1e\n"
+
+
+def test_a_task_makes_its_points_run_once_and_finds_it_after_a_requeue(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, max_array_size=10)
+    started = start(lab, tmp_path, "lr=0.1,0.2", "seed=0..9", command="python train.py --lr {lr} --out {point}")
+    environ = task(lab, array="15", number=3, job="31")
+
+    run = prepare_task(started.sweep_dir, 10, environ)
+
+    assert run is not None
+    assert run.name == "013-lr-0.2-seed-3"
+    spec = load_resolved(run.config)
+    assert spec.path == run.path
+    assert spec.seed == 3
+    assert spec.script.command[-4:] == ("--lr", "0.2", "--out", run.name)
+    queued = read_queued_job(run)
+    assert queued is not None
+    assert (queued.job_id, queued.attempt) == ("15_3", 0)
+    script = run.job_script.read_text()
+    assert f"ddp_hpc.job.supervisor {run.path}" in script
+    assert "--array" not in script
+    run.stop_request.touch()
+    assert prepare_task(started.sweep_dir, 10, {**environ, "SLURM_RESTART_COUNT": "1"}) == run
+    assert read_queued_job(run) == queued
+    assert run.stop_request.exists(), "a requeue forgets no request"
+
+
+def task(lab: Lab, *, array: str, number: int, job: str) -> dict[str, str]:
+    """Return the environment of a task of an array."""
+    own = {"SLURM_JOB_ID": job, "SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": str(number)}
+    return {**lab.environ, **own, "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "1"}
+
+
+def test_no_other_point_starts_once_as_many_have_failed_as_the_sweep_allows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path)
+    started = start(lab, tmp_path, "seed=0..3")
+    sweep_dir = started.sweep_dir
+    continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={"stop_after_failures": 1})
+    first = prepare_task(sweep_dir, 0, task(lab, array="14", number=0, job="20"))
+    assert first is not None
+    record_start(first, attempt=0, job_id="14_0")
+    record_end(first, attempt=0, ending=Ending.FAILED, exit_code=1, reason="")
+
+    assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
+
+    assert "1 points have failed" in capsys.readouterr().err
+    assert not sweep_dir.run(read_sweep(sweep_dir).points[1]).path.exists()
+    lab.has("squeue", "true")
+    again = continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={})
+    assert (again.num_points, lab.arrays[-1]) == (1, "--array=0 0")
+
+
+def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_of_its_run(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    started = start(lab, tmp_path, "seed=0..1")
+    script, run = started.sweep_dir.files.job_script, started.sweep_dir.path / "000-seed-0"
+    text = script.read_text()
+    assert f"#SBATCH --output={started.sweep_dir.logs}/%A_%a.log\n" in text
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+    before = prepare_task(started.sweep_dir, 0, task(lab, array="14", number=0, job="20"))
+    assert before is not None
+    before.job_script.write_text('echo "here with $# arguments"; exit 7\n')
+    done = subprocess.run(
+        ["bash", str(script), "0"],
+        env=task(lab, array="14", number=0, job="20"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (7, ""), done.stderr
+    assert (run / "logs" / "console.log").read_text() == "here with 0 arguments\n"
+
+
+def test_a_sweep_is_refused_where_a_run_or_sweep_of_that_name_exists_and_its_script_cannot_be_the_users_own(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path)
+    start(lab, tmp_path, "seed=0..1")
+    with pytest.raises(ConfigError, match="ddp-hpc sweep continue grid"):
+        start(lab, tmp_path, "seed=0..1")
+    spec = resolve(None, ["slurm.template=mine.j2"], lab.environ, command=["python", "train.py"]).spec
+    with pytest.raises(ConfigError, match=r"slurm\.template"):
+        array_script(spec, SweepDir(spec.path))
+
+
+def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+    lab.has("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2; exit 1")
+
+    with pytest.raises(ConfigError, match="Invalid partition"):
+        send(sweep_dir, [0], lab.environ, at_most=None)
+
+
+@pytest.mark.parametrize("numbers", [(), (0,), (0, 1, 2, 7), (3, 5, 6)])
+def test_ranges_are_read_back(numbers: tuple[int, ...]) -> None:
+    assert from_ranges(as_ranges(numbers)) == numbers
+
+
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [("14_[0-2%1]", {10, 11, 12}), ("14_4", {14}), ("15_[0-2]", set()), ("14_[0,2,...]", {*range(10, 20)})],
+)
+def test_squeue_says_which_points_of_an_array_wait(listed: str, found: set[int]) -> None:
+    entry = QueuedEntry(
+        job_id=listed, number="9", name="", state="PENDING", reason="", partition="", num_nodes=1, nodes="",
+        time_limit_min=None, starts_at=None,
+    )  # fmt: skip
+
+    assert points_in_queue(SentArray(job_id="14", numbers=tuple(range(10, 20)), offset=10), [entry]) == found
