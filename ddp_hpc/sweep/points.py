@@ -118,20 +118,32 @@ def _value(key: str, text: str) -> Any:
 
 def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return `003-lr-0.1-seed-2` for each point: the number, and the settings that differ between points."""
-    labels = _labels(sorted({key for settings in all_settings for key in settings if key != "name"}))
-    varied = {
-        key for key in labels if len({json.dumps(settings.get(key), default=str) for settings in all_settings}) > 1
-    }
+    labels = _varied(all_settings)
     digits = max(_FEWEST_DIGITS, len(str(len(all_settings) - 1)))
     names = []
     for number, settings in enumerate(all_settings):
         if "name" in settings:
             names.append(str(settings["name"]))
             continue
-        parts = [f"{labels[key]}-{_in_name(settings[key])}" for key in settings if key in varied]
+        parts = [f"{labels[key]}-{_in_name(settings[key])}" for key in settings if key in labels]
         text = _NOT_IN_NAMES.sub("-", "-".join([f"{number:0{digits}}", *parts]))
         names.append(text[:_LONGEST_NAME].rstrip("-._"))
     return names
+
+
+def labels_of(points: Sequence[Point]) -> dict[str, str]:
+    """Return the keys in which the points differ, each with a short name."""
+    return _varied([point.settings for point in points])
+
+
+def _varied(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    keys = dict.fromkeys(key for settings in all_settings for key in settings if key != "name")
+    labels = _labels(list(keys))
+    return {
+        key: label
+        for key, label in labels.items()
+        if len({json.dumps(settings.get(key), default=str) for settings in all_settings}) > 1
+    }
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:

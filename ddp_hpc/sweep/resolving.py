@@ -19,6 +19,10 @@ _OF_THE_ARRAY = ("slurm", "resources", "container", "stage", "snapshot", "site",
 """Sections and keys that the tasks of a job array share, as they have one script and one kind of allocation."""
 
 
+_NEVER = frozenset({"runs_dir", "resources.nodes"})
+"""On one machine, too: it has one directory for the sweep, and one node."""
+
+
 class Points:
     """Makes the configuration of one point after another."""
 
@@ -91,9 +95,9 @@ def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bo
             hint = f"or write {{{key}}} in the script's command, after `--`, where its value is to stand"
             raise ConfigError(f"{unknown_key(key, f'the sweep, {point}')} Correct it, {hint}.")
         shared = next((one for one in _OF_THE_ARRAY if key == one or key.startswith(f"{one}.")), None)
-        if key == "runs_dir" or (is_array and shared is not None):
+        if key in _NEVER or (is_array and shared is not None):
             raise ConfigError(
-                f"`{key}` cannot be swept: the points of a sweep are tasks of one job array with one script, so `{shared}` is the same "
-                f"for all of them. Submit a sweep for each value of `{key}`."
+                f"`{key}` cannot be swept: on Slurm, the points of a sweep are tasks of one job array with one script, so `{shared}` is "
+                f"the same for all of them. Submit a sweep for each value of `{key}`."
             )
         yield key

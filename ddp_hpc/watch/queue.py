@@ -138,10 +138,9 @@ def _asked(environ: Mapping[str, str], known: _Cache, now: float) -> _Cache:
         pause_s = min(max(2 * known.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
         return _Cache(known.at, known.jobs, known.ended, pause_s, now, str(error))
     jobs = {
-        entry.number: QueueStatus(
-            job_id=entry.number, state=entry.state, reason=entry.reason, starts_at=entry.starts_at, at=now
-        )
+        name: QueueStatus(job_id=name, state=entry.state, reason=entry.reason, starts_at=entry.starts_at, at=now)
         for entry in entries
+        for name in {entry.number, entry.job_id}  # a task of an array has two
     }
     return _Cache(now, jobs, known.ended, 0.0, now)
 

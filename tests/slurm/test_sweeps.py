@@ -69,3 +69,36 @@ def test_points_run_as_one_array_one_comes_back_by_requeue_and_one_that_failed_r
 def _is_over(run: object) -> bool:
     newest = Ledger.read(run).newest  # type: ignore[arg-type]
     return newest is not None and newest.is_last
+
+
+def test_a_limit_of_twenty_submitted_jobs_is_worked_around_by_continue(login: LoginNode, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint('trained', sys.argv[1])\n")
+    login.add_recipe(tmp_path / "train.py")
+    cluster = login.cluster
+    words = ("sacctmgr", "--immediate", "modify", "qos", "normal", "set")
+    cluster.run(*words, "MaxSubmitJobsPerUser=20", user="root")
+    try:
+        one = ("name=grid", "resources.workers_per_node=1", "--cluster", "slurm", "--json")
+        done = login.type("submit", *one, "--sweep", "number=0..29", "--", "python", "train.py", "{number}")
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        assert sum(said["jobs"].values()) + said["not_submitted"] == 30
+        assert said["not_submitted"] >= 10
+        sweep_dir = SweepDir(login.folder / "runs" / "grid")
+        points = read_sweep(sweep_dir).points
+
+        def is_sent() -> bool:
+            again = login.type("sweep", "continue", "grid", "--json")
+            assert again.returncode == 0, again.stderr
+            return not read_sweep(sweep_dir).never_sent
+
+        cluster.wait_for(is_sent, 240)
+        cluster.wait_for(lambda: all(_is_over(sweep_dir.run(point)) for point in points), 240)
+    finally:
+        cluster.run(*words, "MaxSubmitJobsPerUser=-1", user="root")
+
+    newest = [Ledger.read(sweep_dir.run(point)).attempts for point in points]
+    assert [attempts[-1].ending for attempts in newest] == ["finished"] * 30
+    assert {len(attempts) for attempts in newest} == {1}
+    listed = login.type("list", "grid")
+    assert "30 points: 30 finished" in listed.stdout

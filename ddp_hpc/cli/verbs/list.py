@@ -1,6 +1,7 @@
 """List the runs, the newest last.
 
 ddp-hpc list --filter state=finished --filter train.epochs=20 --sort accuracy --keys
+ddp-hpc list SWEEP --sort accuracy
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import steps
-from ddp_hpc.errors import UnreadableError
+from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
 from ddp_hpc.watch.status import RunStatus, read_status
@@ -27,7 +28,9 @@ HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT",
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="list the points of this sweep, with what each sets")
     add_runs_dir(parser)
+    parser.add_argument("--failed", action="store_true", help="of a sweep: list only the points that have failed")
     parser.add_argument(
         "--filter",
         action="append",
@@ -54,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the table."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
+    if args.sweep is not None:
+        from ddp_hpc.cli.sweep_table import print_sweep  # late: a list of runs needs none of it
+
+        return print_sweep(args, runs_dir, environment)
+    if args.failed:
+        raise ConfigError("`--failed` is for the points of a sweep. Name the sweep, or use `--filter state=failed`.")
     ask = slurm_asker(environment)
     runs, num_unreadable = scan_runs(runs_dir)
     statuses = []

@@ -1,0 +1,111 @@
+"""The points of a sweep as a table: what each sets, how far it is, and what its evaluation gave."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
+from ddp_hpc.cli.runs import slurm_asker
+from ddp_hpc.cli.status_text import steps
+from ddp_hpc.config import HIDDEN
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.sweep.points import Point, labels_of
+from ddp_hpc.sweep.states import has_begun, unbegun_points
+from ddp_hpc.sweep.sweep_dir import SweepDir, find_sweep, read_sweep
+from ddp_hpc.watch.compare import ListedRun, sort_runs
+from ddp_hpc.watch.status import RunStatus, read_status
+
+HEADER = ("POINT", "STATE", "STEP", "LOSS", "EVALUATION", "ATTEMPT", "AGE")
+_FAILED = frozenset({"failed", "refused"})
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point, and the status of its run; None where it has none yet."""
+
+    point: Point
+    state: str
+    status: RunStatus | None
+
+
+def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
+    """Print the table of one sweep.
+
+    Raises:
+        ConfigError: where there is no such sweep, or it is to be sorted by what it does not have.
+    """
+    sweep_dir = find_sweep(args.sweep, runs_dir)
+    if args.filter or args.keys:
+        raise ConfigError(
+            f"`--filter` and `--keys` compare the configurations of runs. Use `ddp-hpc list --runs-dir {sweep_dir.path}` with them."
+        )
+    every = _rows(sweep_dir, environment)
+    rows = [row for row in every if row.state in _FAILED] if args.failed else every
+    rows = _sorted(rows, args.sort, is_reversed=args.reverse) if args.sort else rows[:: -1 if args.reverse else 1]
+    if args.json:
+        print(as_json([_as_record(row) for row in rows]))
+        return 0
+    labels = labels_of([row.point for row in every])
+    print(table((*HEADER, *labels.values()), [_cells(row, list(labels)) for row in rows]))
+    counts = Counter(row.state for row in every)
+    print(f"{len(every)} points: {', '.join(f'{count} {state}' for state, count in counts.most_common())}")
+    return 0
+
+
+def _rows(sweep_dir: SweepDir, environment: Mapping[str, str]) -> list[Row]:
+    sweep, ask, now = read_sweep(sweep_dir), slurm_asker(environment), time.time()
+    unbegun = unbegun_points(sweep_dir, sweep, environment)
+    rows = []
+    for point in sweep.points:
+        run = sweep_dir.run(point)
+        status = read_status(run, now=now, ask=ask) if point.number not in unbegun and has_begun(run) else None
+        state = unbegun.get(point.number, "unknown") if status is None else status.state
+        rows.append(Row(point, state, status))
+    return rows
+
+
+def _sorted(rows: Sequence[Row], by: str, *, is_reversed: bool) -> list[Row]:
+    """Return the points sorted by a swept key, a column or a metric; those without a value come last."""
+    begun = {row.point.name: row for row in rows if row.status is not None}
+    if any(by in row.point.settings for row in rows):
+        known = [row for row in rows if row.point.settings.get(by) is not None]
+        are_numbers = all(isinstance(row.point.settings[by], (int, float)) for row in known)
+        ordered = sorted(
+            known,
+            key=lambda row: row.point.settings[by] if are_numbers else str(row.point.settings[by]),
+            reverse=is_reversed,
+        )
+    else:
+        listed = [ListedRun(row.status, {}) for row in begun.values() if row.status is not None]
+        ordered = [begun[one.status.run] for one in sort_runs(listed, by, is_reversed=is_reversed)]
+    return [*ordered, *(row for row in rows if row not in ordered)]
+
+
+def _cells(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
+    status = row.status
+    known = ("-",) * 5
+    if status is not None:
+        evaluation = or_dash(numbers(status.metrics))
+        attempt, age = or_dash(status.attempt), duration(status.age_s)
+        known = (steps(status), number(status.loss), evaluation, attempt, age)
+    return (row.point.name, row.state, *known, *(_shown(key, row.point.settings.get(key)) for key in keys))
+
+
+def _shown(key: str, value: Any) -> str:
+    if not is_key_shown(key, value):
+        return HIDDEN
+    return or_dash(value if isinstance(value, str) or value is None else json.dumps(value, default=str))
+
+
+def _as_record(row: Row) -> dict[str, Any]:
+    shown = {key: value if is_key_shown(key, value) else HIDDEN for key, value in row.point.settings.items()}
+    status = {} if row.status is None else asdict(row.status)
+    return {**status, "run": row.point.name, "state": row.state, "point": row.point.number, "set": shown}

@@ -1,0 +1,152 @@
+"""Sweeps on this machine, from the command line to the table."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.sweep.local import is_running, run_points
+from ddp_hpc.sweep.states import failed_points
+from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
+from tests.made_run import add_attempt, add_progress
+
+SCRIPT = """
+import pathlib, sys
+out = pathlib.Path("out"); out.mkdir(exist_ok=True)
+with open(out / "order", "a") as file:
+    file.write(sys.argv[1] + " ")
+sys.exit(sys.argv[1] == "2" and not pathlib.Path("mended").exists() and "this point fails")
+"""
+WORDS = ("name=grid", "resources.workers_per_node=1", "restart.max_no_progress=1", "script.start=exec")
+COMMAND = ("--", "python", "train.py", "{number}")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+
+
+def submit(*words: str) -> int:
+    return main(["submit", *WORDS, "--cluster", "local", *words, *COMMAND])
+
+
+@pytest.fixture
+def sweep_dir(tmp_path: Path) -> SweepDir:
+    return SweepDir(tmp_path / "runs" / "grid")
+
+
+@pytest.mark.long
+def test_points_run_one_after_another_and_the_one_that_failed_runs_again_alone(
+    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit("--sweep", "number=1..3") == 0
+    await_end(sweep_dir, 3)
+    sweep = read_sweep(sweep_dir)
+    assert failed_points(sweep_dir, sweep) == [1]
+    assert Path("out/order").read_text().split()[0] == "1"
+    Path("mended").touch()
+
+    assert main(["sweep", "continue", "grid", "--failed"]) == 0
+    await_end(sweep_dir, 3, is_over=lambda: not failed_points(sweep_dir, sweep))
+
+    assert Path("out/order").read_text().split()[-1] == "2"
+    assert len(Ledger.read(sweep_dir.run(sweep.points[0])).attempts) == 1
+    assert main(["sweep", "continue", "grid"]) == 0
+    assert "no point is left" in capsys.readouterr().out
+
+
+def await_end(sweep_dir: SweepDir, num_points: int, *, is_over: Callable[[], bool] = lambda: True) -> None:
+    """Wait until as many points have ended, and the process that ran them is gone."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        runs = [sweep_dir.run(point) for point in read_sweep(sweep_dir).points]
+        newest = [Ledger.read(run).newest for run in runs]
+        num_ended = sum(one is not None and one.is_last for one in newest)
+        if num_ended == num_points and is_over() and not is_running(sweep_dir):
+            return
+        time.sleep(0.2)
+    raise AssertionError(sweep_dir.runner_log.read_text())
+
+
+def test_a_dry_run_prints_the_points_and_makes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit("--sweep", "number=1..3", "--sweep", "seed=0..1", "--dry-run") == 0
+
+    out = capsys.readouterr().out
+    assert "would start 6 points" in out
+    assert "# 005-number-3-seed-1\n" in out
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--zip",), "`--zip` is for sweeps"),
+        (("--at-most", "2"), "`--at-most` is for sweeps"),
+        (("--sweep", "number=1..3", "--wait"), "`--wait` is for one run"),
+        (("--sweep", "lr=1..3"), "point 0 (lr=1)"),
+        (("--sweep", "number=1..3", "--sweep", "resources.nodes=2,3"), "`resources.nodes` cannot be swept"),
+    ],
+)
+def test_what_no_sweep_can_be_is_refused_before_anything_is_made(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(*words) == 2
+
+    assert message in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def made_sweep(sweep_dir: SweepDir) -> None:
+    """Make a sweep of four points of which two have a run."""
+    from ddp_hpc.config import resolve
+    from ddp_hpc.sweep.points import points_of
+    from ddp_hpc.sweep.sweep_dir import Sweep, make_sweep
+    from ddp_hpc.sweep.values import parse_axis
+
+    base = resolve(None, ["name=grid"], {}, command=["python", "train.py", "{number}"])
+    points = points_of([parse_axis("number=1,2"), parse_axis("train.lr=0.1,0.2")])
+    make_sweep(sweep_dir, base, Sweep(points=points, backend="local"))
+    for point, accuracy, ending in ((points[1], 0.7, "finished"), (points[2], 0.9, "failed")):
+        run = sweep_dir.run(point)
+        run.path.mkdir()
+        run.config.write_text(f"name: {point.name}\n")
+        add_attempt(run, ending=ending)
+        add_progress(run, metrics={"accuracy": accuracy})
+
+
+def test_the_points_are_listed_with_what_differs_sorted_by_a_metric(
+    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_sweep(sweep_dir)
+
+    assert main(["list", "grid", "--sort", "accuracy", "--reverse"]) == 0
+    header, *rows, last = capsys.readouterr().out.splitlines()
+    assert header.split()[-2:] == ["number", "lr"]
+    assert [row.split()[0][:3] for row in rows] == ["002", "001", "000", "003"]
+    assert rows[0].split()[-2:] == ["2", "0.1"]
+    assert last == "4 points: 2 not submitted, 1 finished, 1 failed"
+
+    assert main(["list", "grid", "--failed", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert (one["run"], one["state"], one["set"]) == ("002-number-2-lr-0.1", "failed", {"number": "2", "train.lr": 0.1})
+    assert main(["list", "grid", "--sort", "train.lr"]) == 0
+    assert [row.split()[0][:3] for row in capsys.readouterr().out.splitlines()[1:-1]] == ["000", "002", "001", "003"]
+    assert main(["list", "grid", "--sort", "speed"]) == 2
+
+
+def test_no_other_point_starts_on_this_machine_once_enough_have_failed(sweep_dir: SweepDir) -> None:
+    made_sweep(sweep_dir)
+    from ddp_hpc.sweep.sweep_dir import record_limits
+
+    record_limits(sweep_dir, stop_after_failures=1)
+
+    run_points(sweep_dir, [0, 3], {})
+
+    assert not sweep_dir.run(read_sweep(sweep_dir).points[0]).path.exists()
