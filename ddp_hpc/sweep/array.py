@@ -22,6 +22,8 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import slurm
 from ddp_hpc.submission.allocate import allocate_array
 from ddp_hpc.submission.preflight import capacity
+from ddp_hpc.submission.preflight.image import look_at_image
+from ddp_hpc.submission.run_dir_setup import note_on_parents
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, as_ranges, make_sweep, record_array, refuse_existing
 
 TEMPLATE = "sweep.sbatch.j2"
@@ -87,9 +89,10 @@ def make_for_slurm(base: Resolved, sweep: Sweep, import_paths: Sequence[Path], e
     capacity.refuse_private_directory(sweep_dir.path)
     capacity.refuse_private_python(sweep_dir.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
     paths = tuple(slurm.job_import_paths(spec, sweep_dir.files, import_paths))
+    notes = [*look_at_image(spec, sweep_dir.files, paths, environ, is_for_slurm=True), *note_on_parents(sweep_dir.path)]
     make_sweep(sweep_dir, base, replace(sweep, import_paths=paths))
     try:
-        notes = slurm.freeze_code(spec, sweep_dir.files, import_paths)
+        notes += slurm.freeze_code(spec, sweep_dir.files, import_paths)
         replace_text(sweep_dir.files.job_script, script)
         return [*notes, *capacity.check(spec, sweep_dir.files, environ)]
     except BaseException:

@@ -18,7 +18,9 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.config import Resolved, render_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import local
+from ddp_hpc.submission.run_dir_setup import make_run_dir
 from ddp_hpc.sweep.points import Point
 from ddp_hpc.sweep.resolving import Points
 from ddp_hpc.sweep.states import num_failed
@@ -108,7 +110,9 @@ def run_points(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str
 def _run_point(resolved: Resolved, point: Point, sweep: Sweep, environ: Mapping[str, str]) -> None:
     """Run one point to its end. Where it fails, its own records say why, and the others run all the same."""
     try:
-        text = render_resolved(resolved)
+        text, run = render_resolved(resolved), RunDir(resolved.spec.path)
+        if not run.config.exists():
+            make_run_dir(run, text, is_new=True)  # a refused run that `submit` has made itself would leave no record
         submission = local.submit(text, resolved.spec, import_paths=sweep.import_paths, environ=environ)
         if submission.state != "finished":
             local.wait(submission.run, submission.attempt, environ)

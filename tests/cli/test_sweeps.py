@@ -141,6 +141,19 @@ def test_the_points_are_listed_with_what_differs_sorted_by_a_metric(
     assert main(["list", "grid", "--sort", "speed"]) == 2
 
 
+@pytest.mark.long
+def test_points_that_are_refused_on_this_machine_have_a_record_that_says_why(
+    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").unlink()
+    assert submit("--sweep", "number=1..2") == 0
+    await_end(sweep_dir, 2)
+
+    assert main(["list", "grid", "--failed"]) == 0
+
+    assert "2 refused" in capsys.readouterr().out
+
+
 def test_no_other_point_starts_on_this_machine_once_enough_have_failed(sweep_dir: SweepDir) -> None:
     made_sweep(sweep_dir)
     from ddp_hpc.sweep.sweep_dir import record_limits

@@ -102,3 +102,25 @@ def test_a_limit_of_twenty_submitted_jobs_is_worked_around_by_continue(login: Lo
     assert {len(attempts) for attempts in newest} == {1}
     listed = login.type("list", "grid")
     assert "30 points: 30 finished" in listed.stdout
+
+
+def test_a_thousand_points_are_one_array_of_the_real_slurm(login: LoginNode, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    login.add_recipe(tmp_path / "train.py")
+    words = ("name=large", "slurm.extra.hold=true", "--cluster", "slurm", "--json")
+
+    done = login.type(
+        "submit", *words, "--sweep", "lr=1..500", "--sweep", "seed=0..1", "--", "python", "train.py", "{lr}"
+    )
+    try:
+        assert done.returncode == 0, done.stderr
+        (job,) = json.loads(done.stdout)["jobs"]
+        folder = login.folder / "runs" / "large"
+        assert sum(path.is_file() for path in folder.iterdir()) == 3
+        listed = login.type("list", "large")
+        assert "1000 points: 1000 waiting" in listed.stdout, listed.stderr
+    finally:
+        login.cluster.cancel_all()
+    again = login.type("sweep", "continue", "large", "--json")
+    assert json.loads(again.stdout)["points"] == 1000, "a cancelled array leaves its points not submitted"
+    assert json.loads(again.stdout)["jobs"].keys() != {job}

@@ -48,6 +48,14 @@ def fake(tmp_path: Path) -> Fake:
     return Fake(tmp_path)
 
 
+def test_a_task_of_an_array_is_found_by_either_of_its_numbers(fake: Fake) -> None:
+    fields = ["31", "14", "3", "PENDING", "Priority", "batch", "1", "n", "1:00", "N/A", "N/A", "0", "grid", "x"]
+    fake.set("squeue", "printf '%s\\036\\n' '" + "\x1f".join(fields) + "'")
+
+    assert (fake.ask("14_3", 900.0).state, fake.ask("31", 900.0).state) == ("PENDING", "PENDING")
+    assert fake.ask("14", 900.0).state != "PENDING"
+
+
 def test_many_questions_within_half_a_minute_are_one_squeue(fake: Fake) -> None:
     for number in range(5):
         fake.ask(str(number), 900.0)
