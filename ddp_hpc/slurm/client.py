@@ -250,6 +250,16 @@ def cancel(job_id: str, environ: Mapping[str, str]) -> None:
     _succeed(queries.cancel_argv(job_id), environ, f"to cancel job {job_id}")
 
 
+def cancel_pending(job_id: str, environ: Mapping[str, str]) -> None:
+    """Cancel the tasks of a job array that still wait; those that run go on.
+
+    Raises:
+        ConfigError: if Slurm refuses.
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    _succeed(queries.cancel_pending_argv(job_id), environ, f"to cancel the waiting tasks of job {job_id}")
+
+
 def release(job_id: str, environ: Mapping[str, str]) -> None:
     """Release a held job, so that Slurm may start it.
 

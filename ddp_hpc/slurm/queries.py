@@ -466,6 +466,11 @@ def release_argv(job_id: str) -> list[str]:
     return ["scontrol", "release", job_id]
 
 
+def cancel_pending_argv(job_id: str) -> list[str]:
+    """Cancel what still waits of a job, or of a job array."""
+    return ["scancel", "--state=PENDING", job_id]
+
+
 def steps_argv(job_id: str) -> list[str]:
     """List the running steps of a job."""
     return ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]

@@ -24,6 +24,7 @@ from ddp_hpc.submission.allocate import allocate_array
 from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.preflight.image import look_at_image
 from ddp_hpc.submission.run_dir_setup import note_on_parents
+from ddp_hpc.sweep.states import points_in_queue
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, as_ranges, make_sweep, record_array, refuse_existing
 
 TEMPLATE = "sweep.sbatch.j2"
@@ -128,6 +129,19 @@ def send(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str]
             rest = rest[count:]
             count = min(count, len(rest))
     return Sent(jobs=jobs)
+
+
+def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
+    """Cancel the tasks that wait, of those arrays that Slurm still has.
+
+    Raises:
+        ConfigError: where Slurm refuses.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    queued = client.queue(client.user_name(), environ)
+    for one in sweep.arrays:
+        if points_in_queue(one, queued):
+            client.cancel_pending(one.job_id, environ)
 
 
 def _groups(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:

@@ -52,6 +52,7 @@ def start_runner(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[s
         raise ConfigError(
             f"A process on this machine runs the points of {sweep_dir.name} already. Wait until it ends: `ddp-hpc list {sweep_dir.name}`."
         )
+    sweep_dir.runner_stop.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "ddp_hpc.sweep.local", str(sweep_dir.path), "--points", as_ranges(numbers)]
     with open_private(sweep_dir.runner_log, "ab") as log:
         subprocess.Popen(
@@ -62,6 +63,12 @@ def start_runner(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[s
             env={"PYTHONSAFEPATH": "ddp_hpc", **environ},
             start_new_session=True,
         ).returncode = 0  # it outlives this process; else Python warns that it still runs
+
+
+def end_runner(sweep_dir: SweepDir) -> None:
+    """Have the process on this machine start no other point."""
+    if is_running(sweep_dir):
+        sweep_dir.runner_stop.touch()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +100,8 @@ def run_points(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str
 
     def run(point: Point) -> None:
         most = sweep.stop_after_failures
+        if sweep_dir.runner_stop.exists():
+            is_over.set()
         if is_over.is_set() or (most is not None and num_failed(sweep_dir, sweep) >= most):
             if not is_over.is_set():
                 sys.stderr.write(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_hpc.config import Resolved
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.submission.backend import Backend
+from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.array import Sent
 from ddp_hpc.sweep.resolving import check_points
-from ddp_hpc.sweep.states import failed_points, unbegun_points
+from ddp_hpc.sweep.states import failed_points, has_begun, has_ended, unbegun_points
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_limits
 
 
@@ -46,6 +47,30 @@ def start_sweep(
     notes = array.make_for_slurm(base, sweep, import_paths, environ)
     sent = array.send(sweep_dir, numbers, environ, at_most=sweep.at_most)
     return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=notes)
+
+
+def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
+    """Cancel the points that wait, and then those that run; return how many ran.
+
+    Raises:
+        ConfigError: where Slurm refuses.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    sweep = read_sweep(sweep_dir)
+    backend = load_backend(sweep.backend)
+    if backend.HAS_QUEUE:
+        array.cancel_waiting(sweep, environ)
+    else:
+        local.end_runner(sweep_dir)
+    live = [
+        run
+        for run in map(sweep_dir.run, sweep.points)
+        if has_begun(run) and not has_ended(run) and backend.find_job(run, environ) is not None
+    ]
+    for run in live:
+        with suppress(ConfigError):  # it has ended meanwhile
+            backend.cancel(run, environ)
+    return len(live)
 
 
 def continue_sweep(

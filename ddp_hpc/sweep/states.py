@@ -29,6 +29,12 @@ def has_failed(run: RunDir) -> bool:
     return newest is not None and newest.is_last and newest.ending in _FAILED
 
 
+def has_ended(run: RunDir) -> bool:
+    """Return whether the run's newest attempt has ended, and no other follows; a run without an attempt has not."""
+    newest = Ledger.read(run).newest
+    return newest is not None and newest.is_last
+
+
 def num_failed(sweep_dir: SweepDir, sweep: Sweep) -> int:
     """Return how many points have failed."""
     return sum(has_failed(sweep_dir.run(point)) for point in sweep.points)

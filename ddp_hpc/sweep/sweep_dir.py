@@ -56,6 +56,11 @@ class SweepDir:
         return self.path / "runner.lock"
 
     @property
+    def runner_stop(self) -> Path:
+        """If it exists, that process starts no other point."""
+        return self.path / "runner.stop"
+
+    @property
     def runner_log(self) -> Path:
         return self.logs / "runner.log"
 

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.config import resolve
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.sweep.local import is_running, run_points
+from ddp_hpc.sweep.points import points_of
 from ddp_hpc.sweep.states import failed_points
-from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep, record_limits
+from ddp_hpc.sweep.values import parse_axis
 from tests.made_run import add_attempt, add_progress
 
 SCRIPT = """
@@ -105,11 +108,6 @@ def test_what_no_sweep_can_be_is_refused_before_anything_is_made(
 
 def made_sweep(sweep_dir: SweepDir) -> None:
     """Make a sweep of four points of which two have a run."""
-    from ddp_hpc.config import resolve
-    from ddp_hpc.sweep.points import points_of
-    from ddp_hpc.sweep.sweep_dir import Sweep, make_sweep
-    from ddp_hpc.sweep.values import parse_axis
-
     base = resolve(None, ["name=grid"], {}, command=["python", "train.py", "{number}"])
     points = points_of([parse_axis("number=1,2"), parse_axis("train.lr=0.1,0.2")])
     make_sweep(sweep_dir, base, Sweep(points=points, backend="local"))
@@ -154,11 +152,15 @@ def test_points_that_are_refused_on_this_machine_have_a_record_that_says_why(
     assert "2 refused" in capsys.readouterr().out
 
 
-def test_no_other_point_starts_on_this_machine_once_enough_have_failed(sweep_dir: SweepDir) -> None:
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_no_other_point_starts_on_this_machine_once_enough_have_failed_or_the_sweep_is_cancelled(
+    sweep_dir: SweepDir, is_cancelled: bool
+) -> None:
     made_sweep(sweep_dir)
-    from ddp_hpc.sweep.sweep_dir import record_limits
-
-    record_limits(sweep_dir, stop_after_failures=1)
+    if is_cancelled:
+        sweep_dir.runner_stop.touch()
+    else:
+        record_limits(sweep_dir, stop_after_failures=1)
 
     run_points(sweep_dir, [0, 3], {})
 

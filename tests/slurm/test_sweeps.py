@@ -66,6 +66,29 @@ def test_points_run_as_one_array_one_comes_back_by_requeue_and_one_that_failed_r
     assert len(Ledger.read(runs[0]).attempts) == 1
 
 
+def test_a_cancelled_sweep_ends_what_runs_and_starts_no_other_point(login: LoginNode, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(300)\n")
+    login.add_recipe(tmp_path / "train.py")
+    one = ("name=grid", "resources.workers_per_node=1", "--cluster", "slurm", "--json")
+    done = login.type(
+        "submit", *one, "--sweep", "number=0..3", "--at-most", "1", "--", "python", "train.py", "{number}"
+    )
+    assert done.returncode == 0, done.stderr
+    sweep_dir = SweepDir(login.folder / "runs" / "grid")
+    first = sweep_dir.run(read_sweep(sweep_dir).points[0])
+    login.cluster.wait_for(lambda: Ledger.read(first).newest is not None, 120)
+
+    ended = login.type("sweep", "cancel", "grid")
+
+    assert ended.returncode == 0, ended.stderr
+    login.cluster.wait_for(lambda: _is_over(first), 60)
+    newest = Ledger.read(first).newest
+    assert newest is not None
+    assert newest.ending == "cancelled"
+    login.cluster.wait_for(lambda: not login.cluster.run("squeue", "--noheader").stdout.strip(), 60)
+    assert "3 not submitted" in login.type("list", "grid").stdout
+
+
 def _is_over(run: object) -> bool:
     newest = Ledger.read(run).newest  # type: ignore[arg-type]
     return newest is not None and newest.is_last
@@ -119,6 +142,8 @@ def test_a_thousand_points_are_one_array_of_the_real_slurm(login: LoginNode, tmp
         assert sum(path.is_file() for path in folder.iterdir()) == 3
         listed = login.type("list", "large")
         assert "1000 points: 1000 waiting" in listed.stdout, listed.stderr
+        ended = login.type("sweep", "cancel", "large")
+        assert ended.returncode == 0, ended.stderr
     finally:
         login.cluster.cancel_all()
     again = login.type("sweep", "continue", "large", "--json")

@@ -1,4 +1,4 @@
-"""Start the points of a sweep that are not submitted yet, or those that have failed.
+"""Start the points of a sweep that are not submitted yet, or those that have failed; or cancel all points.
 
 ddp-hpc submit CONFIG --sweep KEY=VALUES makes a sweep; ddp-hpc list NAME lists its points.
 """
@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.sweeps import add_limits, report
 
+if TYPE_CHECKING:
+    from ddp_hpc.sweep.sweep_dir import SweepDir
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("what", choices=("continue",), help="start the points that no job has")
+    parser.add_argument(
+        "what",
+        choices=("continue", "cancel"),
+        help="continue: start the points that no job has; cancel: cancel all that wait or run",
+    )
     parser.add_argument("sweep", metavar="NAME", help="a sweep's name, or its directory")
     parser.add_argument("--failed", action="store_true", help="start the points that have failed again, and no others")
     add_limits(parser)
@@ -28,7 +36,20 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.sweep.sweep_dir import find_sweep
 
     sweep_dir = find_sweep(args.sweep, chosen_runs_dir(args.runs_dir, environment))
+    if args.what == "cancel":
+        return _cancel(sweep_dir, environment)
     asked = {"at_most": args.at_most, "stop_after_failures": args.stop_after_failures}
     limits = {key: value for key, value in asked.items() if value is not None}
     started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)
     return report(started, is_json=args.json)
+
+
+def _cancel(sweep_dir: SweepDir, environment: Mapping[str, str]) -> int:
+    from ddp_hpc.sweep.start import cancel_sweep
+
+    num_live = cancel_sweep(sweep_dir, environment)
+    print(
+        f"{sweep_dir.name}: no other point starts, and {num_live} that waited again or ran were cancelled. Their checkpoints stay; to start "
+        f"what has not begun: ddp-hpc sweep continue {sweep_dir.name}"
+    )
+    return 0
