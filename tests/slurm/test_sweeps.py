@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress, read_queued_job
 from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
 from tests.slurm.runs import LoginNode
 
@@ -89,8 +90,8 @@ def test_a_cancelled_sweep_ends_what_runs_and_starts_no_other_point(login: Login
     assert "3 not submitted" in login.type("list", "grid").stdout
 
 
-def _is_over(run: object) -> bool:
-    newest = Ledger.read(run).newest  # type: ignore[arg-type]
+def _is_over(run: RunDir) -> bool:
+    newest = Ledger.read(run).newest
     return newest is not None and newest.is_last
 
 
@@ -149,3 +150,49 @@ def test_a_thousand_points_are_one_array_of_the_real_slurm(login: LoginNode, tmp
     again = login.type("sweep", "continue", "large", "--json")
     assert json.loads(again.stdout)["points"] == 1000, "a cancelled array leaves its points not submitted"
     assert json.loads(again.stdout)["jobs"].keys() != {job}
+
+
+def test_a_preempted_point_comes_back_alone_and_resumes_from_its_checkpoint(login: LoginNode) -> None:
+    here = ("slurm.partition=low", "slurm.nodelist=node1", "resources.workers_per_node=1")
+    steps = ("train.max_steps=400", "train.epochs=100", "checkpoint.every_steps=20", "log.every_steps=20")
+    words = (
+        "submit",
+        "digits.yaml",
+        "name=grid",
+        "--cluster",
+        "slurm",
+        *here,
+        *steps,
+        "--sweep",
+        "seed=1..2",
+        "--json",
+    )
+    done = login.type(*words)
+    assert done.returncode == 0, done.stderr
+    sweep_dir = SweepDir(login.folder / "runs" / "grid")
+    runs = [sweep_dir.run(point) for point in read_sweep(sweep_dir).points]
+    login.cluster.wait_for(lambda: all(_is_training(run) for run in runs), 120)
+
+    urgent = (
+        "sbatch",
+        "--partition=high",
+        "--nodelist=node1",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap",
+        "sleep 3",
+    )
+    login.cluster.run(*urgent, cwd=login.folder)
+    login.cluster.wait_for(lambda: all(_is_over(run) for run in runs), 240)
+
+    for run in runs:
+        first, *_, last = Ledger.read(run).attempts
+        assert (first.cause, last.ending) == ("preempted", "finished")
+        assert last.first_step > 0
+        assert last.job_id == first.job_id
+    assert {run.path.parent for run in runs} == {sweep_dir.path}
+
+
+def _is_training(run: RunDir) -> bool:
+    progress = read_progress(run)
+    return progress is not None and progress.step >= 40
