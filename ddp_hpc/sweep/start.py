@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_hpc.config import Resolved
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, SlurmRefusalError
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.array import Sent
@@ -45,7 +46,14 @@ def start_sweep(
         local.start_runner(sweep_dir, numbers, environ)
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
     notes = array.make_for_slurm(base, sweep, import_paths, environ)
-    sent = array.send(sweep_dir, numbers, environ, at_most=sweep.at_most)
+    try:
+        sent = array.send(sweep_dir, numbers, environ, at_most=sweep.at_most)
+    except SlurmRefusalError:
+        if not read_sweep(sweep_dir).arrays:
+            shutil.rmtree(
+                sweep_dir.path, ignore_errors=True
+            )  # no job knows it, so the user may correct and submit it again
+        raise
     return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=notes)
 
 

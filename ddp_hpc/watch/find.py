@@ -58,6 +58,8 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
         RunNotFoundError: if there is none; it lists the nearest names.
     """
     candidates = ([] if os.sep in text or text in {".", ".."} else [runs_dir / text]) + [Path(text)]
+    if os.sep in text:
+        candidates.append(runs_dir / text)  # `SWEEP/POINT`; a path that exists here comes first
     for path in candidates:
         if is_run(path):
             return _run_at(path)

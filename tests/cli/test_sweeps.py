@@ -137,6 +137,11 @@ def test_the_points_are_listed_with_what_differs_sorted_by_a_metric(
     assert main(["list", "grid", "--sort", "train.lr"]) == 0
     assert [row.split()[0][:3] for row in capsys.readouterr().out.splitlines()[1:-1]] == ["000", "002", "001", "003"]
     assert main(["list", "grid", "--sort", "speed"]) == 2
+    capsys.readouterr()
+    assert main(["list"]) == 0
+    assert "(`ddp-hpc list NAME`): grid\n" in capsys.readouterr().err
+    assert main(["status", "grid/001-number-1-lr-0.2"]) == 0
+    assert "finished" in capsys.readouterr().out
 
 
 @pytest.mark.long

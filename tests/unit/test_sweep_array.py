@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -224,6 +225,14 @@ def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="Invalid partition"):
         send(sweep_dir, [0], lab.environ, at_most=None)
+
+    shutil.rmtree(sweep_dir.path)
+    lab.has(
+        "sbatch", '[ "$1" = --test-only ] || { echo "sbatch: error: Batch job submission failed: no" >&2; exit 1; }'
+    )
+    with pytest.raises(ConfigError, match="no"):
+        start(lab, tmp_path, "seed=0..1")
+    assert not sweep_dir.path.exists(), "a sweep that no job knows leaves nothing"
 
 
 @pytest.mark.parametrize("numbers", [(), (0,), (0, 1, 2, 7), (3, 5, 6)])

@@ -71,6 +71,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             statuses.append(read_status(each, now=time.time(), ask=ask))
         except (OSError, UnreadableError):
             num_unreadable += 1
+    if not args.json:
+        _name_sweeps(runs_dir)
     if num_unreadable:
         print(
             f"note: the list leaves out {num_unreadable} of the directories in {str(runs_dir)!r}, which cannot be read. "
@@ -96,6 +98,12 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         such = f" with {' and '.join(args.filter)}" if args.filter else ""
         print(f"There are no runs{such} in {str(runs_dir)!r}. List another directory with `--runs-dir DIR`.")
     return 0
+
+
+def _name_sweeps(runs_dir: Path) -> None:
+    sweeps = sorted(path.parent.name for path in runs_dir.glob("*/sweep.jsonl"))
+    if sweeps:
+        print(f"sweeps there, each with a list of its own (`ddp-hpc list NAME`): {', '.join(sweeps)}", file=sys.stderr)
 
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
