@@ -35,7 +35,12 @@ def metadata(wheel: zipfile.ZipFile) -> str:
 def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
 
-    data = {"train/recipes/digits.npz", "sbatch_templates/ddp.sbatch.j2", "sites/slingshot.yaml"}
+    data = {
+        "train/recipes/digits.npz",
+        "sbatch_templates/ddp.sbatch.j2",
+        "sbatch_templates/sweep.sbatch.j2",
+        "sites/slingshot.yaml",
+    }
     data |= {f"image_files/{name}" for name in FILES}
     assert {*MODULES, *(f"ddp_hpc/{name}" for name in data)} <= names
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -189,7 +190,9 @@ def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_o
     script, run = started.sweep_dir.files.job_script, started.sweep_dir.path / "000-seed-0"
     text = script.read_text()
     assert f"#SBATCH --output={started.sweep_dir.logs}/%A_%a.log\n" in text
-    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    checked = subprocess.run([shellcheck, "--shell=bash", script], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout) == (0, "")
 
     before = prepare_task(started.sweep_dir, 0, task(lab, array="14", number=0, job="20"))
     assert before is not None

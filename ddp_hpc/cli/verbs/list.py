@@ -63,6 +63,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return print_sweep(args, runs_dir, environment)
     if args.failed:
         raise ConfigError("`--failed` is for the points of a sweep. Name the sweep, or use `--filter state=failed`.")
+    return _print_runs(args, runs_dir, environment)
+
+
+def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
     ask = slurm_asker(environment)
     runs, num_unreadable = scan_runs(runs_dir)
     statuses = []
