@@ -188,11 +188,16 @@ def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_o
     lab = Lab(tmp_path)
     started = start(lab, tmp_path, "seed=0..1")
     script, run = started.sweep_dir.files.job_script, started.sweep_dir.path / "000-seed-0"
-    text = script.read_text()
-    assert f"#SBATCH --output={started.sweep_dir.logs}/%A_%a.log\n" in text
+    words = ["name=grid", f"runs_dir={tmp_path}/runs", "slurm.setup=['echo a line of setup', 'export SITE=here']"]
+    loaded = resolve(None, [*words, "slurm.modules=[cuda/12]"], lab.environ, command=["python", "train.py"]).spec
+    script.write_text(array_script(loaded, started.sweep_dir))  # checked by shellcheck, too
+    assert "module load cuda/12" in script.read_text()
+    assert f"#SBATCH --output={started.sweep_dir.logs}/%A_%a.log\n" in script.read_text()
     shellcheck = Path(sys.executable).parent / "shellcheck"
     checked = subprocess.run([shellcheck, "--shell=bash", script], capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stdout) == (0, "")
+    spec = resolve(None, words, lab.environ, command=["python", "train.py"]).spec
+    script.write_text(array_script(spec, started.sweep_dir))
 
     before = prepare_task(started.sweep_dir, 0, task(lab, array="14", number=0, job="20"))
     assert before is not None
