@@ -21,6 +21,8 @@ class Overlay:
         self._base = base
         self._environ = environ
         self._values = flat(base.spec)
+        self._sections: dict[tuple[str, ...], Any] = {}
+        """The sections that were made, by what is set in them: most points share most of them."""
 
     def resolved(self, settings: Mapping[str, Any], source: str) -> Resolved:
         """Return the configuration with these settings, which come from `source`.
@@ -40,27 +42,30 @@ class Overlay:
             values[setting.key] = convert(key, setting.value, source)
             sources[setting.key] = source
         try:
-            spec = _with(self._base.spec, "", values, _and_above(setting.key for setting in given))
+            spec = self._with(self._base.spec, "", values, _and_above(setting.key for setting in given))
         except ConfigError as error:
             raise type(error)(f"{error} (From {source}.)") from error
         return Resolved(spec, sources, self._base.profile)
+
+    def _with(self, section: Any, prefix: str, values: Mapping[str, Any], changed: set[str]) -> Any:
+        """Return a section of the spec with the keys of `changed`; parts without one stay the objects that they are."""
+        made: dict[str, Any] = {}
+        for field in fields(section):
+            name = prefix + field.name
+            if name not in changed:
+                continue
+            part = getattr(section, field.name)
+            if is_dataclass(part):
+                below = sorted(key for key in changed if key.startswith(f"{name}."))
+                known = (name, *(f"{key}={values.get(key)!r}" for key in below))
+                if known not in self._sections:
+                    self._sections[known] = self._with(part, f"{name}.", values, changed)
+                made[field.name] = self._sections[known]
+            else:
+                made[field.name] = values[name] if name in values else unflatten(name, values)
+        return replace(section, **made)
 
 
 def _and_above(keys: Iterable[str]) -> set[str]:
     """Return the keys and the sections in which they stand: `train.lr`, `train`."""
     return {".".join(key.split(".")[: depth + 1]) for key in keys for depth in range(key.count(".") + 1)}
-
-
-def _with(section: Any, prefix: str, values: Mapping[str, Any], changed: set[str]) -> Any:
-    """Return a section of the spec with the keys of `changed`; parts without one stay the objects that they are."""
-    made: dict[str, Any] = {}
-    for field in fields(section):
-        name = prefix + field.name
-        if name not in changed:
-            continue
-        part = getattr(section, field.name)
-        if is_dataclass(part):
-            made[field.name] = _with(part, f"{name}.", values, changed)
-        else:
-            made[field.name] = values[name] if name in values else unflatten(name, values)
-    return replace(section, **made)

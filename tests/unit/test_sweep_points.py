@@ -140,6 +140,18 @@ def test_a_points_configuration_is_what_the_whole_command_line_would_give() -> N
     assert "# sweep, point 0" in render_resolved(found)
 
 
+def test_points_that_share_a_section_do_not_share_what_differs_in_it() -> None:
+    points = points_of(
+        [], [{"recipe.args.a": 1}, {"recipe.args.b": 1}, {"recipe.args.a": 2, "seed": 1}, {"recipe.args.a": "1"}]
+    )
+    made = resolve_base("recipe.args.b=0")
+
+    found = [made.resolved(point).spec.recipe.args for point in [*points, *points]]
+
+    expected = [{"b": 0, "a": 1}, {"b": 1}, {"b": 0, "a": 2}, {"b": 0, "a": "1"}]
+    assert found == [*expected, *expected]
+
+
 def test_a_scripts_words_in_braces_are_replaced_and_other_braces_stay() -> None:
     command = ("python", "train.py", "--lr={lr}", "--seed", "{seed}", "--out", "out/{point}", "--json", '{"a": {b}}')
     (point,) = points_of([Axis("lr", ("0.10",)), Axis("seed", ("7",))])
