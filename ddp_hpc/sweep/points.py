@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,6 +21,10 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_VALUE = 24
 _LONGEST_NAME = 96
 _FEWEST_DIGITS = 3
+_OF_THE_SWEEP = frozenset(
+    {"base.yaml", "job.sbatch", "logs", "runner.lock", "runner.stop", "snapshot", "snapshots", "sweep.jsonl"}
+)
+"""What a sweep's directory holds beside the runs of its points."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def points_of(
         {axis.key: _value(axis.key, text) for axis, text in zip(axes, texts, strict=True)}
         for texts in _combined(axes, is_zipped=is_zipped)
     ]
-    of_file = [dict(each) for each in listed] or [{}]
+    of_file = [_with_checked_name(each) for each in listed] or [{}]
     if len(of_file) * len(chosen) > MOST_POINTS:
         raise ConfigError(
             f"The sweep has {len(of_file) * len(chosen)} points, but at most {MOST_POINTS} are allowed. Sweep fewer values."
@@ -65,8 +70,29 @@ def points_of(
         Point(number, name, {key: value for key, value in settings.items() if key != "name"})
         for number, (name, settings) in enumerate(zip(names, all_settings, strict=True))
     ]
-    _refuse_equal(points)
+    named = {number for number, settings in enumerate(all_settings) if "name" in settings}
+    _refuse_equal(points, named)
     return points
+
+
+def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a point of a file; `name: null` is no name.
+
+    Raises:
+        ConfigError: where the name is no name of a run, or one that the sweep's own files have.
+    """
+    name = listed.get("name")
+    if name is None:
+        return {key: value for key, value in listed.items() if key != "name"}
+    if isinstance(name, bool) or not isinstance(name, (str, int)):
+        raise ConfigError(
+            f"A point has the name {_as_text(name)}, which is neither a text nor a whole number. Write it in quotes."
+        )
+    if str(name) in _OF_THE_SWEEP:
+        raise ConfigError(
+            f"A point has the name {name!r}, but the sweep's directory has a file of its own with this name. Choose another one."
+        )
+    return dict(listed)
 
 
 def _combined(axes: Sequence[Axis], *, is_zipped: bool) -> list[tuple[str, ...]]:
@@ -93,15 +119,16 @@ def _refuse_repeated(axes: Sequence[Axis], listed: Sequence[Mapping[str, Any]]) 
         raise ConfigError("`name` cannot be swept: it is made from what the points set. A file of points may set it.")
 
 
-def _refuse_equal(points: Sequence[Point]) -> None:
-    for what, of in (("sets the same", lambda point: json.dumps(point.settings, sort_keys=True, default=str)),
-                     ("has the same name", lambda point: point.name)):  # fmt: skip
-        seen: dict[str, Point] = {}
-        for point in points:
-            first = seen.setdefault(of(point), point)
+def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:
+    """Refuse two points of the same name, or of the same settings; a search names its points, and may try the same settings twice."""
+    seen: dict[str, Point] = {}
+    for point in points:
+        of_point = {"name": point.name} if point.number in named else {"set": point.settings}
+        for what, value in {"has the same name": {"name": point.name}, "sets the same": of_point}.items():
+            first = seen.setdefault(json.dumps(value, sort_keys=True, default=str), point)
             if first is not point:
                 raise ConfigError(
-                    f"{_capital(point)} {what} as {first}. Give each point values, and a name if it has one, of its own."
+                    f"{_capital(point)} {what} as {first}. Give each point values, or a name, of its own."
                 )
 
 

@@ -14,7 +14,8 @@ from ddp_hpc.sweep.points import Point
 
 POINT = "point"
 """The word in braces that stands for the point's name in a script's command."""
-_BRACES = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+_BRACES = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+"""`${word}` belongs to a shell, or to Hydra."""
 _OF_THE_ARRAY = ("slurm", "resources", "container", "stage", "snapshot", "site", "launcher", "runs_dir", "script.start")
 """Sections and keys that the tasks of a job array share, as they have one script and one kind of allocation."""
 

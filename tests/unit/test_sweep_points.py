@@ -10,6 +10,7 @@ from ddp_hpc.config import Resolved, render_resolved, resolve
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.sweep.points import Point, points_of, read_points
 from ddp_hpc.sweep.resolving import Points, check_points
+from ddp_hpc.sweep.sweep_dir import SweepDir
 from ddp_hpc.sweep.values import Axis, parse_axis
 
 ENVIRON = {"HOME": "/home/somebody"}
@@ -111,6 +112,25 @@ def test_a_file_lists_points_and_may_name_them(tmp_path: Path) -> None:
     ]
 
 
+def test_a_search_may_try_the_same_values_under_two_names() -> None:
+    assert [
+        point.name for point in points_of([], [{"name": "trial-1", "seed": 1}, {"name": "trial-2", "seed": 1}])
+    ] == ["trial-1", "trial-2"]
+    with pytest.raises(ConfigError, match=r"Point 1 .* has the same name as point 0"):
+        points_of([], [{"name": "trial-1", "seed": 1}, {"name": "trial-1", "seed": 2}])
+
+
+def test_a_point_is_not_named_like_a_file_of_its_sweep_or_by_no_name_at_all() -> None:
+    made = {path.name for path in (SweepDir(Path("s")).base, SweepDir(Path("s")).ledger, SweepDir(Path("s")).logs)}
+    for name in {*made, "job.sbatch", "snapshot", "snapshots", "runner.lock"}:
+        with pytest.raises(ConfigError, match="a file of its own"):
+            points_of([], [{"name": name, "seed": 1}])
+    for odd in (True, 1.5, ["a"]):
+        with pytest.raises(ConfigError, match="neither a text nor a whole number"):
+            points_of([], [{"name": odd, "seed": 1}])
+    assert points_of([], [{"name": None, "seed": 1}, {"name": 17, "seed": 2}])[0].name == "000-seed-1"
+
+
 @pytest.mark.parametrize("text", ["", "{a: 1}", "[]", "- 1\n", "- {}\n", "- {train.lr: 1, train: {lr: 2}}\n"])
 def test_a_file_that_lists_no_points_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "points.yaml"
@@ -153,12 +173,32 @@ def test_points_that_share_a_section_do_not_share_what_differs_in_it() -> None:
 
 
 def test_a_scripts_words_in_braces_are_replaced_and_other_braces_stay() -> None:
-    command = ("python", "train.py", "--lr={lr}", "--seed", "{seed}", "--out", "out/{point}", "--json", '{"a": {b}}')
+    command = (
+        "python",
+        "train.py",
+        "--lr={lr}",
+        "--seed",
+        "{seed}",
+        "--out",
+        "out/{point}",
+        "--json",
+        '{"a": {b}}',
+        "${lr}",
+    )
     (point,) = points_of([Axis("lr", ("0.10",)), Axis("seed", ("7",))])
 
     spec = resolve_base(command=command).resolved(point).spec
 
-    assert spec.script.command[2:] == ("--lr=0.10", "--seed", "7", "--out", f"out/{point.name}", "--json", '{"a": {b}}')
+    assert spec.script.command[2:] == (
+        "--lr=0.10",
+        "--seed",
+        "7",
+        "--out",
+        f"out/{point.name}",
+        "--json",
+        '{"a": {b}}',
+        "${lr}",
+    )
     assert spec.seed == 7  # a key of the configuration is set as well
 
 
