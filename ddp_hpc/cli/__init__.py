@@ -25,7 +25,7 @@ VERBS = {
     "status": "show a run's state, step, loss, time left and newest checkpoint",
     "logs": "print or follow a run's log lines",
     "list": "list all runs; filter, sort and compare them",
-    "sweep": "start the points of a sweep that are not submitted yet, or that have failed; cancel a sweep",
+    "sweep": "follow a sweep; start its points that are not submitted yet, or that have failed; cancel it",
     "stop": "ask a run to write a checkpoint and stop",
     "requeue": "ask a run to write a checkpoint and go back into Slurm's queue; with --now, ask Slurm to start it at once",
     "cancel": "kill a run at once, without a new checkpoint",

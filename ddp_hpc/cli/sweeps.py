@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.runs import word_for
 from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def is_sweep_asked(args: argparse.Namespace) -> bool:
     for flag, value in alone.items():
         if value and not is_asked:
             raise ConfigError(f"`{flag}` is for sweeps. Add `--sweep KEY=VALUES`, or leave it out.")
-    unfit = {"--wait": args.wait, "--follow": args.follow, "--fresh": args.fresh, "--explain": args.explain}
+    unfit = {"--fresh": args.fresh, "--explain": args.explain}
     for flag, value in unfit.items():
         if value and is_asked:
             raise ConfigError(
@@ -106,7 +107,13 @@ def submit_sweep(
         stop_after_failures=args.stop_after_failures,
     )
     started = start_sweep(base, sweep, backend, import_paths=import_paths, environ=environment)
-    return report(started, is_json=args.json)
+    code = report(started, is_json=args.json, is_followed=args.wait or args.follow)
+    if not (args.wait or args.follow):
+        return code
+    from ddp_hpc.cli.sweep_follow import follow_sweep
+
+    word = word_for(started.sweep_dir.files, environment)
+    return follow_sweep(started.sweep_dir, environment, word=word, is_json=args.json, is_quiet=args.wait)
 
 
 def _dry_run(
@@ -126,10 +133,13 @@ def _dry_run(
     return f"{script or ''}# would start {len(points)} points in {base.spec.path}:\n{shown}{more}"
 
 
-def report(started: Started, *, is_json: bool) -> int:
-    """Print what became of the points; return 0, also where Slurm's limit leaves some."""
+def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int:
+    """Print what became of the points; return 0, also where Slurm's limit leaves some.
+
+    `is_followed`: this command sends those itself. Then JSON is left to its end.
+    """
     sent = started.sent
-    if is_json:
+    if is_json and not is_followed:
         print(
             as_json(
                 {
@@ -142,13 +152,14 @@ def report(started: Started, *, is_json: bool) -> int:
             )
         )
         return 0
-    print("\n".join(_said(started)))
+    lines = _said(started, is_followed=is_followed)
+    print("\n".join(lines), file=sys.stderr if is_json else sys.stdout, flush=True)
     for note in started.notes:
         print(note, file=sys.stderr)
     return 0
 
 
-def _said(started: Started) -> list[str]:
+def _said(started: Started, *, is_followed: bool) -> list[str]:
     name, sent = started.sweep_dir.name, started.sent
     if not started.num_points:
         return [f"{name}: no point is left to be started"]
@@ -158,10 +169,9 @@ def _said(started: Started) -> list[str]:
     jobs = ", ".join(f"job {job} ({_points(number)})" for job, number in sent.jobs.items()) or "no job"
     lines = [f"{name}: {jobs} submitted. {see}"]
     if sent.num_left:
-        lines += [
-            f"{_points(sent.num_left)} not submitted: {sent.refusal}",
-            f"Once other jobs have ended, send them: ddp-hpc sweep continue {name}",
-        ]
+        lines.append(f"{_points(sent.num_left)} not submitted: {sent.refusal}")
+        hint = "this command sends them" if is_followed else f"send them: ddp-hpc sweep continue {name}"
+        lines.append(f"Once other jobs have ended, {hint}")
     return lines
 
 

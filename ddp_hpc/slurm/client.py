@@ -174,6 +174,15 @@ def queue(user: str, environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
     return queries.parse_queue(_stdout(queries.queue_argv(user), environ))
 
 
+def commands(user: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return, for each of a user's jobs that is pending or running, its number (an array's is one) and its script with arguments.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return queries.parse_commands(_stdout(queries.commands_argv(user), environ))
+
+
 def job(job_id: str, environ: Mapping[str, str]) -> queries.JobRecord | None:
     """Return a job as the controller knows it, or else the accounting database; None if neither knows it.
 

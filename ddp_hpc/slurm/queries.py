@@ -96,6 +96,17 @@ def _queued_entry(row: Mapping[str, str]) -> QueuedEntry:
     )
 
 
+def commands_argv(user: str) -> list[str]:
+    """List the job scripts of all pending and running jobs of a user, with their arguments."""
+    return ["squeue", "--noheader", f"--user={user}", f"--Format=ArrayJobID:{_FIELD},Command:{_RECORD}"]
+
+
+def parse_commands(text: str) -> list[tuple[str, str]]:
+    """Return pairs: the number of a job, or of the array that a task belongs to; its script and arguments."""
+    records = (record.lstrip("\n").split(_FIELD) for record in text.split(_RECORD))
+    return [(record[0].strip(), record[1].strip()) for record in records if len(record) == 2]
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
     """A job, as scontrol or sacct describes it."""

@@ -70,7 +70,9 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     return str(job.job_id)
 
 
-def allocate_array(script: Path, environ: Mapping[str, str], *, tasks: str, arguments: Sequence[str]) -> str:
+def allocate_array(
+    script: Path, environ: Mapping[str, str], *, tasks: str, options: Sequence[str] = (), arguments: Sequence[str]
+) -> str:
     """Send a script to sbatch as a job array; return the array's number.
 
     submitit has no part in it: its arrays are of pickled callables, two files for each task (ADR 37).
@@ -79,7 +81,7 @@ def allocate_array(script: Path, environ: Mapping[str, str], *, tasks: str, argu
         SlurmRefusalError: where Slurm refuses the array.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    return client.submit(script, environ, [f"--array={tasks}"], arguments)
+    return client.submit(script, environ, [f"--array={tasks}", *options], arguments)
 
 
 def _unfit(why: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -14,7 +15,7 @@ from ddp_hpc import __version__
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.config import Resolved
 from ddp_hpc.containers import PACKAGE_DIR
-from ddp_hpc.errors import ConfigError, SlurmRefusalError
+from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.render import render_template
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.directives import directives
@@ -25,7 +26,19 @@ from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.preflight.image import look_at_image
 from ddp_hpc.submission.run_dir_setup import note_on_parents
 from ddp_hpc.sweep.states import points_in_queue
-from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, as_ranges, make_sweep, record_array, refuse_existing
+from ddp_hpc.sweep.sweep_dir import (
+    Sending,
+    Sweep,
+    SweepDir,
+    as_ranges,
+    load_base,
+    make_sweep,
+    read_sweep,
+    record_array,
+    record_refusal,
+    record_sending,
+    refuse_existing,
+)
 
 TEMPLATE = "sweep.sbatch.j2"
 DEFAULT_MAX_ARRAY_SIZE = 1001
@@ -101,34 +114,119 @@ def make_for_slurm(base: Resolved, sweep: Sweep, import_paths: Sequence[Path], e
         raise
 
 
-def send(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str], *, at_most: int | None) -> Sent:
-    """Send points to Slurm, in as few arrays as it accepts; record each array.
+def send(
+    sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int], environ: Mapping[str, str], *, first: int | None = None
+) -> Sent:
+    """Send points to Slurm, in as few arrays as it accepts; record each array. The caller has locked the sweep's ledger.
+
+    With `sweep.at_most`, each array starts when those before it have ended, so that all together keep the limit. `first`: how many
+    points to send at first, where Slurm has refused more before.
 
     Raises:
         ConfigError: where Slurm refuses for another reason than a limit of submitted jobs.
         SlurmUnavailableError: where Slurm does not answer; what was sent before is recorded.
     """
+    if not numbers:
+        return Sent(jobs={})
     size = client.config(environ).max_array_size or DEFAULT_MAX_ARRAY_SIZE
-    groups = list(_groups(numbers, size))
-    share = None if at_most is None else max(1, at_most // max(1, len(groups)))
+    chain = _Chain(sweep_dir, sweep, environ)
     jobs: dict[str, int] = {}
-    for offset, group in groups:
-        count, rest = len(group), group
+    for offset, group in _groups(numbers, size):
+        count, rest, is_limited = first or len(group), group, False
         while rest:
-            part = rest[:count]
+            # A small array would hold back those after it below the limit of points at once.
+            fewest = sweep.at_most if sweep.at_most and chain.is_begun else 1
+            count = min(max(count, fewest), len(rest))
+            sending = Sending(token=os.urandom(4).hex(), numbers=tuple(rest[:count]), offset=offset)
             try:
-                job_id = _send_array(sweep_dir, part, offset, share, environ)
+                job_id = _send_array(sweep_dir, sending, chain.options(), environ, at_most=sweep.at_most)
             except SlurmRefusalError as error:
                 if _LIMIT.search(str(error)) is None:
                     raise
-                if count == 1:
+                if count // 2 < fewest:
                     return Sent(jobs=jobs, num_left=len(set(numbers)) - sum(jobs.values()), refusal=str(error))
-                count //= 2
+                count, is_limited = count // 2, True
                 continue
-            jobs[job_id] = len(part)
+            chain.append(job_id)
+            jobs[job_id] = count
             rest = rest[count:]
-            count = min(count, len(rest))
+            count = count if is_limited else 2 * count
     return Sent(jobs=jobs)
+
+
+class _Chain:
+    """The arrays of a sweep that start one after another, because they share a limit of points at once."""
+
+    def __init__(self, sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> None:
+        self._is_needed = sweep.at_most is not None
+        self._sweep_dir = sweep_dir
+        self._last: list[str] = []
+        if self._is_needed and sweep.arrays:
+            queued = client.queue(client.user_name(), environ)
+            self._last = [array.job_id for array in sweep.arrays if points_in_queue(array, queued)]
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether an array waits or runs."""
+        return bool(self._last)
+
+    def append(self, job_id: str) -> None:
+        """Add an array that Slurm has accepted; it waits for all others, so the next one waits for it alone."""
+        self._last = [job_id]
+
+    def options(self) -> list[str]:
+        """Return the options of sbatch by which the next array waits for those before it."""
+        if not self._is_needed or not self._last:
+            return []
+        # `afterany` of an array waits for all of its tasks: https://slurm.schedmd.com/job_array.html#dependencies
+        after = f"afterany:{':'.join(self._last)}"
+        users = load_base(self._sweep_dir).spec.slurm.dependency or ""
+        if "?" in users:
+            raise ConfigError(
+                f"`slurm.dependency` is {users!r}, which asks for one of several jobs, and with `--at-most` an array has to wait for the "
+                "array before it, too; Slurm cannot combine the two. Leave out one of them."
+            )
+        return [f"--dependency={','.join(filter(None, [users, after]))}"]
+
+
+def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
+    """Return the sweep once it is known of each array that was sent whether Slurm has it. The caller has locked the ledger.
+
+    Raises:
+        SlurmUnavailableError: where Slurm does not answer, so that a point that is sent now might be sent twice.
+    """
+    sweep = read_sweep(sweep_dir)
+    if not sweep.unanswered:
+        return sweep
+    try:
+        commands = client.commands(client.user_name(), environ)
+    except SlurmUnavailableError as error:
+        raise SlurmUnavailableError(
+            f"An earlier sbatch for points of {sweep_dir.name} got no answer, so ddp-hpc has to ask Slurm whether it has them before it sends "
+            f"any. Nothing was submitted now. {error}"
+        ) from error
+    for sending in sweep.unanswered:
+        job_id = next((job for job, command in commands if command.split()[-1:] == [sending.token]), None)
+        if job_id is not None:
+            record_array(sweep_dir, job_id, sending)
+        else:
+            # Slurm may still work on the request. Where such tasks start after all, they see that their points were sent again.
+            record_refusal(sweep_dir, sending, is_certain=False)
+    return read_sweep(sweep_dir)
+
+
+def throttle_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
+    """Give the arrays that still have tasks in the queue the sweep's limit of points at once.
+
+    Raises:
+        ConfigError: where Slurm refuses.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    queued = client.queue(client.user_name(), environ)
+    waiting = {entry.job_id.partition("_")[0] for entry in queued if "[" in entry.job_id}
+    for one in sweep.arrays:
+        if one.job_id in waiting:
+            client.update(one.job_id, environ, ArrayTaskThrottle=str(sweep.at_most or 0))
 
 
 def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
@@ -152,11 +250,22 @@ def _groups(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]
 
 
 def _send_array(
-    sweep_dir: SweepDir, numbers: Sequence[int], offset: int, share: int | None, environ: Mapping[str, str]
+    sweep_dir: SweepDir, sending: Sending, options: Sequence[str], environ: Mapping[str, str], *, at_most: int | None
 ) -> str:
-    tasks = as_ranges(number - offset for number in numbers)
-    throttle = "" if share is None else f"%{share}"
-    script, arguments = sweep_dir.files.job_script, [str(offset)]
-    job_id = allocate_array(script, environ, tasks=f"{tasks}{throttle}", arguments=arguments)
-    record_array(sweep_dir, job_id, numbers, offset)
+    """Send one array. Its line is written first, so that an array whose answer is lost can be found."""
+    tasks = as_ranges(number - sending.offset for number in sending.numbers)
+    throttle = "" if at_most is None else f"%{at_most}"
+    script, arguments = sweep_dir.files.job_script, [str(sending.offset), sending.token]
+    record_sending(sweep_dir, sending)
+    try:
+        job_id = allocate_array(script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=arguments)
+    except ConfigError:
+        record_refusal(sweep_dir, sending)
+        raise
+    except SlurmUnavailableError as error:
+        raise SlurmUnavailableError(
+            f"It is not known whether Slurm has accepted {len(sending.numbers)} points of {sweep_dir.name}: {error} Then `ddp-hpc sweep "
+            f"continue {sweep_dir.name}` finds out, and sends what Slurm does not have."
+        ) from error
+    record_array(sweep_dir, job_id, sending)
     return job_id

@@ -48,21 +48,27 @@ def start_runner(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[s
     Raises:
         ConfigError: where one runs already.
     """
-    if is_running(sweep_dir):
+    lock_fd = processes.take_lock(sweep_dir.runner_lock)
+    if lock_fd is None:
         raise ConfigError(
             f"A process on this machine runs the points of {sweep_dir.name} already. Wait until it ends: `ddp-hpc list {sweep_dir.name}`."
         )
     sweep_dir.runner_stop.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "ddp_hpc.sweep.local", str(sweep_dir.path), "--points", as_ranges(numbers)]
-    with open_private(sweep_dir.runner_log, "ab") as log:
-        subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={"PYTHONSAFEPATH": "ddp_hpc", **environ},
-            start_new_session=True,
-        ).returncode = 0  # it outlives this process; else Python warns that it still runs
+    argv += ["--lock-fd", str(lock_fd)]  # the process has the lock from its first moment on, so that nobody misses it
+    try:
+        with open_private(sweep_dir.runner_log, "ab") as log:
+            subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PYTHONSAFEPATH": "ddp_hpc", **environ},
+                start_new_session=True,
+                pass_fds=(lock_fd,),
+            ).returncode = 0  # it outlives this process; else Python warns that it still runs
+    finally:
+        os.close(lock_fd)  # without unlocking: the lock stays with the new process
 
 
 def end_runner(sweep_dir: SweepDir) -> None:
@@ -76,9 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.sweep.local", description=__doc__)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--points", required=True, help="the numbers of the points: `0-9,12`")
+    parser.add_argument("--lock-fd", type=int, help="the descriptor that has the sweep's lock already")
     arguments = parser.parse_args(argv)
     sweep_dir = SweepDir(arguments.sweep)
-    lock_fd = processes.take_lock(sweep_dir.runner_lock)
+    inherited: int | None = arguments.lock_fd
+    lock_fd = processes.take_lock(sweep_dir.runner_lock) if inherited is None else inherited
+    if inherited is not None:
+        os.set_inheritable(inherited, False)  # what this process starts outlives it, and must not hold the lock
     if lock_fd is None:
         sys.stderr.write("note: another process runs the points of this sweep already\n")
         return 0

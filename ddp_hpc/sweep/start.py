@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ddp_hpc.base import processes
 from ddp_hpc.config import Resolved
-from ddp_hpc.errors import ConfigError, SlurmRefusalError
+from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.array import Sent
 from ddp_hpc.sweep.resolving import check_points
-from ddp_hpc.sweep.states import failed_points, has_begun, has_ended, unbegun_points
-from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_limits
+from ddp_hpc.sweep.states import failed_points, has_begun, has_ended, num_failed, unbegun_points
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelled, record_limits
+
+_SENDING_PATIENCE_S = 120.0
+"""How long `cancel` waits for another process that sends points: each sbatch may take `client.TIMEOUT_S`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +51,12 @@ def start_sweep(
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
     notes = array.make_for_slurm(base, sweep, import_paths, environ)
     try:
-        sent = array.send(sweep_dir, numbers, environ, at_most=sweep.at_most)
-    except SlurmRefusalError:
+        with _sending_alone(sweep_dir):
+            sent = array.send(sweep_dir, read_sweep(sweep_dir), numbers, environ)
+    except ConfigError:
         if not read_sweep(sweep_dir).arrays:
-            shutil.rmtree(
-                sweep_dir.path, ignore_errors=True
-            )  # no job knows it, so the user may correct and submit it again
+            # No job knows it, so the user may correct and submit it again.
+            shutil.rmtree(sweep_dir.path, ignore_errors=True)
         raise
     return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=notes)
 
@@ -66,7 +70,12 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     """
     sweep = read_sweep(sweep_dir)
     backend = load_backend(sweep.backend)
+    record_cancelled(sweep_dir, is_cancelled=True)  # first: who follows the sweep sends no point any more
     if backend.HAS_QUEUE:
+        with _sending_alone(
+            sweep_dir, patience_s=_SENDING_PATIENCE_S
+        ):  # what is being sent now is to be cancelled, too
+            sweep = array.settled(sweep_dir, environ)
         array.cancel_waiting(sweep, environ)
     else:
         local.end_runner(sweep_dir)
@@ -93,6 +102,52 @@ def continue_sweep(
     if limits:
         record_limits(sweep_dir, **limits)
     sweep = read_sweep(sweep_dir)
+    if sweep.is_cancelled:
+        record_cancelled(sweep_dir, is_cancelled=False)
+    if sweep.backend == "slurm":
+        with _sending_alone(sweep_dir) as is_alone:
+            if not is_alone:
+                raise RunBusyError(
+                    f"Another process is sending points of {sweep_dir.name} at this moment. Try again when that is done."
+                )
+            sweep = array.settled(sweep_dir, environ)
+            if "at_most" in limits and sweep.arrays:
+                array.throttle_waiting(sweep, environ)
+            return _continue(sweep_dir, sweep, environ, is_failed=is_failed)
+    return _continue(sweep_dir, sweep, environ, is_failed=is_failed)
+
+
+def send_left(sweep_dir: SweepDir, environ: Mapping[str, str], *, first: int) -> Sent | None:
+    """Send the points that no job of Slurm has, at first `first` of them; None where another process sends points now.
+
+    Points whose job has left the queue are not sent: a user may have cancelled it.
+
+    Raises:
+        ConfigError: where Slurm refuses them for another reason than a limit of submitted jobs.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
+    with _sending_alone(sweep_dir) as is_alone:
+        if not is_alone:
+            return None
+        sweep = array.settled(sweep_dir, environ)
+        most = sweep.stop_after_failures
+        if sweep.is_cancelled or (most is not None and num_failed(sweep_dir, sweep) >= most):
+            return None
+        return array.send(sweep_dir, sweep, sweep.never_sent, environ, first=first)
+
+
+@contextmanager
+def _sending_alone(sweep_dir: SweepDir, *, patience_s: float = 0.0) -> Iterator[bool]:
+    """Keep other processes from sending points in the `with` block; yield False where one does so already."""
+    lock_fd = processes.take_lock(sweep_dir.ledger, patience_s=patience_s)
+    try:
+        yield lock_fd is not None
+    finally:
+        if lock_fd is not None:
+            processes.release_lock(lock_fd)
+
+
+def _continue(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -> Started:
     if is_failed:
         numbers = failed_points(sweep_dir, sweep)
     else:
@@ -107,5 +162,5 @@ def continue_sweep(
     if sweep.backend != "slurm":
         local.start_runner(sweep_dir, numbers, environ)
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
-    sent = array.send(sweep_dir, numbers, environ, at_most=sweep.at_most)
+    sent = array.send(sweep_dir, sweep, numbers, environ)
     return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent)

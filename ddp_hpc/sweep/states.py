@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal, Protocol
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.errors import SlurmUnavailableError
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm import client, states
-from ddp_hpc.slurm.queries import QueuedEntry
 from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, from_ranges
 
 Unbegun = Literal["not submitted", "waiting", "unknown"]
@@ -48,7 +47,8 @@ def failed_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
 def unbegun_points(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> dict[int, Unbegun]:
     """Return what the points are that have no run yet, by their numbers."""
     numbers = [point.number for point in sweep.points if not has_begun(sweep_dir.run(point))]
-    sent = {number for array in sweep.arrays for number in array.numbers}
+    unknown = sweep.unanswered_numbers
+    sent = {number for array in sweep.arrays for number in array.numbers} | unknown
     if sent.isdisjoint(numbers) or sweep.backend != "slurm":
         return dict.fromkeys(numbers, "not submitted")
     try:
@@ -56,15 +56,28 @@ def unbegun_points(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]
     except SlurmUnavailableError:
         return {number: "unknown" if number in sent else "not submitted" for number in numbers}
     waiting = {number for array in sweep.arrays for number in points_in_queue(array, queued)}
-    return {number: "waiting" if number in waiting else "not submitted" for number in numbers}
+    return {
+        number: "waiting" if number in waiting else "unknown" if number in unknown else "not submitted"
+        for number in numbers
+    }
 
 
-def points_in_queue(array: SentArray, queued: Sequence[QueuedEntry]) -> set[int]:
+class Listed(Protocol):
+    """A job as squeue lists it."""
+
+    @property
+    def job_id(self) -> str: ...
+
+    @property
+    def state(self) -> str | None: ...
+
+
+def points_in_queue(array: SentArray, queued: Iterable[Listed]) -> set[int]:
     """Return which points of an array have a task that waits or runs."""
     tasks: set[int] = set()
     for entry in queued:
         job, _, task = entry.job_id.partition("_")
-        if job != array.job_id or states.has_ended(entry.state):
+        if job != array.job_id or entry.state is None or states.has_ended(entry.state):
             continue
         listed = task.strip("[]").partition("%")[0]
         try:

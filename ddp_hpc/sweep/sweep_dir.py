@@ -42,7 +42,7 @@ class SweepDir:
 
     @property
     def ledger(self) -> Path:
-        """The points, and the arrays of them that Slurm has accepted."""
+        """The points, and the arrays of them that were sent; locked (flock) by the process that sends some."""
         return self.path / "sweep.jsonl"
 
     @property
@@ -74,6 +74,16 @@ class SweepDir:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sending:
+    """Points that were sent to Slurm as one array, whether or not its answer is known."""
+
+    token: str
+    """An argument of the array's script, by which its tasks, and the array in the queue, are recognised."""
+    numbers: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class SentArray:
     """A job array that Slurm has accepted."""
 
@@ -82,6 +92,8 @@ class SentArray:
     """Of its points."""
     offset: int = 0
     """The number of the point of task 0."""
+    at: float = 0.0
+    """When Slurm accepted it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +103,10 @@ class Sweep:
     points: Sequence[Point]
     arrays: Sequence[SentArray] = ()
     """Oldest first."""
+    sendings: Sequence[Sending] = ()
+    """All that Slurm may have accepted, oldest first."""
+    unanswered: Sequence[Sending] = ()
+    """Those of which it is not known whether Slurm has accepted them."""
     backend: str = "slurm"
     import_paths: tuple[Path, ...] = ()
     """Where jobs import the user's code from."""
@@ -98,12 +114,24 @@ class Sweep:
     """How many points may run at once."""
     stop_after_failures: int | None = None
     """From how many failed points on no other point starts."""
+    is_cancelled: bool = False
+    """Whether the user has cancelled it, and sent no point since."""
 
     @property
     def never_sent(self) -> list[int]:
-        """Numbers of the points that no array has had."""
-        sent = {number for array in self.arrays for number in array.numbers}
+        """Numbers of the points that no array has had, as far as that is known."""
+        sent = {number for array in self.arrays for number in array.numbers} | self.unanswered_numbers
         return [point.number for point in self.points if point.number not in sent]
+
+    @property
+    def unanswered_numbers(self) -> set[int]:
+        """Numbers of the points of which it is not known whether Slurm has them."""
+        return {number for sending in self.unanswered for number in sending.numbers}
+
+    def is_sent_again(self, number: int, token: str) -> bool:
+        """Return whether a point was sent after the sending of this token."""
+        newest = next((one for one in reversed(self.sendings) if number in one.numbers), None)
+        return newest is not None and newest.token != token
 
 
 def is_sweep(path: Path) -> bool:
@@ -182,10 +210,25 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, separators=(",", ":"), default=str)
 
 
-def record_array(sweep: SweepDir, job_id: str, numbers: Iterable[int], offset: int) -> None:
-    """Record an array that Slurm has accepted."""
-    record = {"array": job_id, "at": time.time(), "points": as_ranges(numbers), "offset": offset}
+def record_sending(sweep: SweepDir, sending: Sending) -> None:
+    """Record that an array is about to be sent."""
+    record = {
+        "sending": sending.token,
+        "at": time.time(),
+        "points": as_ranges(sending.numbers),
+        "offset": sending.offset,
+    }
     append_json_line(sweep.ledger, record)
+
+
+def record_array(sweep: SweepDir, job_id: str, sending: Sending) -> None:
+    """Record that Slurm has accepted an array."""
+    append_json_line(sweep.ledger, {"array": job_id, "of": sending.token, "at": time.time()})
+
+
+def record_refusal(sweep: SweepDir, sending: Sending, *, is_certain: bool = True) -> None:
+    """Record that Slurm has not accepted an array; where that is not `is_certain`, its tasks may still start."""
+    append_json_line(sweep.ledger, {"refused": sending.token, "is_certain": is_certain, "at": time.time()})
 
 
 def as_ranges(numbers: Iterable[int]) -> str:
@@ -210,6 +253,9 @@ class _Found:
     header: Mapping[str, Any] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     arrays: list[SentArray] = field(default_factory=list)
+    sendings: dict[str, Sending] = field(default_factory=dict)
+    unanswered: dict[str, Sending] = field(default_factory=dict)
+    is_cancelled: bool = False
 
 
 def read_sweep(sweep: SweepDir) -> Sweep:
@@ -228,10 +274,13 @@ def read_sweep(sweep: SweepDir) -> Sweep:
         return Sweep(
             points=found.points,
             arrays=found.arrays,
+            sendings=list(found.sendings.values()),
+            unanswered=list(found.unanswered.values()),
             backend=str(found.header["backend"]),
             import_paths=tuple(map(Path, found.header["import_paths"])),
             at_most=found.header["at_most"],
             stop_after_failures=found.header["stop_after_failures"],
+            is_cancelled=found.is_cancelled,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -244,9 +293,20 @@ def _read_record(record: Mapping[str, Any], found: _Found) -> None:
         found.header = record
     elif "point" in record:
         found.points.append(Point(record["point"], record["name"], record["set"]))
+    elif "sending" in record:
+        token, numbers = record["sending"], from_ranges(record["points"])
+        found.sendings[token] = found.unanswered[token] = Sending(token=token, numbers=numbers, offset=record["offset"])
     elif "array" in record:
-        numbers = from_ranges(record["points"])
-        found.arrays.append(SentArray(job_id=record["array"], numbers=numbers, offset=record["offset"]))
+        of = found.sendings[record["of"]]
+        found.unanswered.pop(of.token, None)
+        sent = SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"])
+        found.arrays.append(sent)
+    elif "refused" in record:
+        found.unanswered.pop(record["refused"], None)
+        if record["is_certain"]:
+            found.sendings.pop(record["refused"], None)
+    elif "cancelled" in record:
+        found.is_cancelled = bool(record["cancelled"])
     elif "limits" in record:
         found.header = {**found.header, **record["limits"]}
 
@@ -254,6 +314,11 @@ def _read_record(record: Mapping[str, Any], found: _Found) -> None:
 def record_limits(sweep: SweepDir, **limits: int | None) -> None:
     """Record how many points may run at once, or fail, from now on."""
     append_json_line(sweep.ledger, {"limits": limits})
+
+
+def record_cancelled(sweep: SweepDir, *, is_cancelled: bool) -> None:
+    """Record that the user has cancelled the sweep, or goes on with it: a command that follows it sends no point meanwhile."""
+    append_json_line(sweep.ledger, {"cancelled": is_cancelled, "at": time.time()})
 
 
 def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:

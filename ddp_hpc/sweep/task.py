@@ -19,6 +19,7 @@ from ddp_hpc.config import render_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
@@ -35,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.sweep.task", description=__doc__)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--offset", type=int, default=0, help="the number of the point of task 0")
+    parser.add_argument("--sending", default="", help="the token of the sending that this task belongs to")
     arguments = parser.parse_args(argv)
     try:
-        run = prepare_task(SweepDir(arguments.sweep), arguments.offset, os.environ)
+        run = prepare_task(SweepDir(arguments.sweep), arguments.offset, os.environ, token=arguments.sending)
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -> RunDir | None:
+def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *, token: str = "") -> RunDir | None:
     """Make the run of this task's point, or find it after a requeue; None where the task has nothing to do.
 
     Raises:
@@ -68,6 +70,10 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str]) -
     before = read_queued_job(run)
     if before is not None and before.job_id == allocation.scontrol_id:
         return run  # Slurm has started the task again
+    if token and sweep.is_sent_again(number, token):
+        # The answer to this task's sbatch was lost or came late, and the point was sent again meanwhile: the newer task has it.
+        sys.stderr.write(f"note: {point} of {sweep_dir.name} is not started by this task: it was sent again later\n")
+        return None
     why_not = _why_not(sweep_dir, sweep, run, before, environ)
     if why_not is not None:
         sys.stderr.write(f"note: {point} of {sweep_dir.name} is not started: {why_not}\n")
@@ -87,6 +93,9 @@ def _why_not(
             there = None  # the supervisor finds out whether another job works on the run
         if there is not None:
             return f"job {before.job_id} has it already"
+        newest = Ledger.read(run).newest
+        if newest is not None and newest.is_last and newest.ending == Ending.FINISHED:
+            return "it has finished"
     if sweep.stop_after_failures is not None:
         failed = num_failed(sweep_dir, sweep)
         if failed >= sweep.stop_after_failures:

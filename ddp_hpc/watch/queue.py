@@ -56,8 +56,7 @@ Ask = Callable[[str, float], QueueStatus]
 
 def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
     """Return a function that asks Slurm about a job, through a cache of this user on this host."""
-    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/nonexistent')}/.cache"
-    cache = Path(home) / "ddp_hpc" / "queue.json"
+    cache = _cache_file(environ)
 
     def ask(job_id: str, submitted_at: float) -> QueueStatus:
         with _locked(cache):
@@ -74,6 +73,39 @@ def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
         return status
 
     return ask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """What squeue listed of all jobs of the user, and when."""
+
+    jobs: Mapping[str, QueueStatus]
+    """By each name that a job has; `14_[4-9]` stands for the tasks of an array that wait."""
+    at: float
+    problem: str = ""
+    """Why there is no newer answer."""
+
+
+def queue_reader(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Callable[[float], Queue]:
+    """Return a function that returns the whole queue, through the same cache; its argument is the newest submission's time."""
+    cache, last = _cache_file(environ), [_Cache(0.0, {}, {})]
+
+    def read(submitted_at: float) -> Queue:
+        if last[0].must_ask(clock(), submitted_at):  # as a file that cannot be written would have Slurm asked each time
+            with _locked(cache):
+                known = max(_Cache.read(cache), last[0], key=lambda one: one.asked_at)
+                if known.must_ask(clock(), submitted_at):
+                    known = _asked(environ, known, clock())
+                    known.write(cache)
+            last[0] = known
+        return Queue(jobs=last[0].jobs, at=last[0].at, problem=last[0].problem)
+
+    return read
+
+
+def _cache_file(environ: Mapping[str, str]) -> Path:
+    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/nonexistent')}/.cache"
+    return Path(home) / "ddp_hpc" / "queue.json"
 
 
 @dataclass

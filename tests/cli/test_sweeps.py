@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,20 +52,59 @@ def sweep_dir(tmp_path: Path) -> SweepDir:
 def test_points_run_one_after_another_and_the_one_that_failed_runs_again_alone(
     sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit("--sweep", "number=1..3") == 0
-    await_end(sweep_dir, 3)
+    assert submit("--sweep", "number=1..3", "--follow") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" failed")[0] for line in lines if "002" not in line and " failed:" in line] == [
+        "001-number-2"
+    ]
+    assert "3 points: 1 failed, 2 finished" in lines
+    assert lines[-1].split() == ["again", "ddp-hpc", "sweep", "continue", "grid", "--failed"]
     sweep = read_sweep(sweep_dir)
     assert failed_points(sweep_dir, sweep) == [1]
     assert Path("out/order").read_text().split()[0] == "1"
     Path("mended").touch()
 
     assert main(["sweep", "continue", "grid", "--failed"]) == 0
-    await_end(sweep_dir, 3, is_over=lambda: not failed_points(sweep_dir, sweep))
+    assert main(["sweep", "follow", "grid", "--json"]) == 0
 
+    assert json.loads(capsys.readouterr().out.split("\n", 1)[1])["states"] == {"finished": 3}
     assert Path("out/order").read_text().split()[-1] == "2"
     assert len(Ledger.read(sweep_dir.run(sweep.points[0])).attempts) == 1
     assert main(["sweep", "continue", "grid"]) == 0
     assert "no point is left" in capsys.readouterr().out
+
+
+STAMPS = """
+import sys, time
+begun = time.time()
+time.sleep(3)
+open(f"stamps-{sys.argv[1]}", "w").write(f"{begun} {time.time()}")
+"""
+
+
+@pytest.mark.long
+def test_a_sweep_that_nobody_follows_any_more_goes_on_with_no_more_points_at_once_than_asked_for(
+    sweep_dir: SweepDir, tmp_path: Path
+) -> None:
+    Path("train.py").write_text(STAMPS)
+    words = [*WORDS, "--cluster", "local", "--sweep", "number=1..4", "--at-most", "2", "--follow", *COMMAND]
+    argv = [sys.executable, "-m", "ddp_hpc", "submit", *words]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "begun" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert "grid continues without this command" in said
+
+    assert main(["sweep", "follow", "grid"]) == 0
+
+    spans = [tuple(map(float, path.read_text().split())) for path in tmp_path.glob("stamps-*")]
+    assert len(spans) == 4
+    assert max(sum(begun <= moment < ended for begun, ended in spans) for moment, _ in spans) == 2
+    assert not is_running(sweep_dir)
 
 
 def await_end(sweep_dir: SweepDir, num_points: int, *, is_over: Callable[[], bool] = lambda: True) -> None:
@@ -92,7 +134,7 @@ def test_a_dry_run_prints_the_points_and_makes_nothing(capsys: pytest.CaptureFix
     [
         (("--zip",), "`--zip` is for sweeps"),
         (("--at-most", "2"), "`--at-most` is for sweeps"),
-        (("--sweep", "number=1..3", "--wait"), "`--wait` is for one run"),
+        (("--sweep", "number=1..3", "--fresh"), "`--fresh` is for one run"),
         (("--sweep", "lr=1..3"), "point 0 (lr=1)"),
         (("--sweep", "number=1..3", "--sweep", "resources.nodes=2,3"), "`resources.nodes` cannot be swept"),
     ],

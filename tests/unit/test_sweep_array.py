@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.config import load_resolved, resolve
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.run_dir.ledger import Ending, record_end, record_start
 from ddp_hpc.run_dir.records import read_queued_job
 from ddp_hpc.slurm.queries import QueuedEntry
@@ -19,7 +19,7 @@ from ddp_hpc.submission import slurm as slurm_backend
 from ddp_hpc.sweep.array import array_script, send
 from ddp_hpc.sweep.points import points_of
 from ddp_hpc.sweep.start import Started, continue_sweep, start_sweep
-from ddp_hpc.sweep.states import points_in_queue
+from ddp_hpc.sweep.states import points_in_queue, unbegun_points
 from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, as_ranges, from_ranges, read_sweep
 from ddp_hpc.sweep.task import prepare_task
 from ddp_hpc.sweep.values import parse_axis
@@ -60,9 +60,21 @@ class Lab(FakeSlurm):
 
     @property
     def arrays(self) -> list[str]:
-        """Return what was asked of sbatch, accepted or not, without the script's path."""
+        """Return what was asked of sbatch, accepted or not, without the script's path and the token."""
         orders = [line.split() for line in self.orders("sbatch --parsable")]
-        return [f"{words[2]} {words[4]}" for words in orders]
+        return [" ".join([*words[2:-3], words[-2]]) for words in orders]
+
+    @property
+    def tokens(self) -> list[str]:
+        return [line.split()[-1] for line in self.orders("sbatch --parsable")]
+
+    def lists(self, *arrays: SentArray, state: str = "PENDING", commands: str = "") -> None:
+        """Have squeue list the tasks of arrays, and, where it is asked for commands, that text."""
+        listed = "".join(_listed(one, state) for one in arrays)
+        self.has(
+            "squeue",
+            f"case \"$*\" in *Command*) printf '%s' {shlex.quote(commands)};; *) printf '%s' {shlex.quote(listed)};; esac",
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -92,18 +104,20 @@ def test_a_thousand_points_are_three_files_and_one_array(tmp_path: Path) -> None
     assert not list(started.sweep_dir.path.glob("[0-9]*"))
     sweep = read_sweep(started.sweep_dir)
     assert len(sweep.points) == 1000
-    assert sweep.arrays == [SentArray(job_id="14", numbers=tuple(range(1000)), offset=0)]
+    (array,) = sweep.arrays
+    assert (array.job_id, array.numbers, array.offset) == ("14", tuple(range(1000)), 0)
     assert not sweep.never_sent
 
 
-def test_more_points_than_an_array_may_have_are_several_arrays_of_one_script_that_share_the_throttle(
+def test_more_points_than_an_array_may_have_are_several_arrays_of_one_script(
     tmp_path: Path,
 ) -> None:
     lab = Lab(tmp_path, max_array_size=10)
 
     start(lab, tmp_path, "seed=0..24", at_most=6)
 
-    assert lab.arrays == ["--array=0-9%2 0", "--array=0-9%2 10", "--array=0-4%2 20"]
+    waits = "--dependency=afterany"
+    assert lab.arrays == ["--array=0-9%6 0", f"--array=0-9%6 {waits}:14 10", f"--array=0-4%6 {waits}:15 20"]
 
 
 def test_points_beyond_a_limit_stay_not_submitted_until_continue_sends_them(tmp_path: Path) -> None:
@@ -117,19 +131,127 @@ def test_points_beyond_a_limit_stay_not_submitted_until_continue_sends_them(tmp_
     assert read_sweep(started.sweep_dir).never_sent == list(range(20, 30))
 
     lab.raise_limit(100)
-    sent = read_sweep(started.sweep_dir).arrays
-    listed = "".join(_listed(array.job_id, as_ranges(array.numbers)) for array in sent)
-    lab.has("squeue", f"printf '%s' {shlex.quote(listed)}")
+    lab.lists(*read_sweep(started.sweep_dir).arrays)
     again = continue_sweep(started.sweep_dir, lab.environ, limits={})
 
     assert (again.num_points, lab.arrays[-1]) == (10, "--array=20-29 0")
     assert read_sweep(started.sweep_dir).never_sent == []
 
 
-def _listed(job: str, tasks: str) -> str:
-    """Return a pending array as squeue prints it."""
-    fields = ["99", job, tasks, "PENDING", "Priority", "batch", "1", "", "1:00", "N/A", "N/A", "0", "grid", "(null)"]
+def _listed(array: SentArray, state: str) -> str:
+    """Return an array as squeue prints it."""
+    tasks = as_ranges(number - array.offset for number in array.numbers)
+    fields = [
+        "99",
+        array.job_id,
+        tasks,
+        state,
+        "Priority",
+        "batch",
+        "1",
+        "",
+        "1:00",
+        "N/A",
+        "N/A",
+        "0",
+        "grid",
+        "(null)",
+    ]
     return "\x1f".join(fields) + "\x1e\n"
+
+
+def test_an_array_whose_answer_was_lost_is_found_in_the_queue_and_its_points_are_not_sent_again(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = lose_answer(lab, tmp_path)
+    pending = SentArray(job_id="77", numbers=(0, 1, 2, 3))
+    lab.lists(pending, commands=f"77\x1f{sweep_dir.files.job_script} 0 {lab.tokens[-1]}\x1e\n")
+    accepts(lab, tmp_path)
+
+    again = continue_sweep(sweep_dir, lab.environ, limits={})
+
+    (array,) = read_sweep(sweep_dir).arrays
+    assert (array.job_id, array.numbers) == ("77", (0, 1, 2, 3))
+    assert again.num_points == 0
+
+
+def test_nothing_is_sent_while_slurm_does_not_say_whether_it_has_an_array_whose_answer_was_lost(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = lose_answer(lab, tmp_path)
+    lab.has("squeue", DOWN)
+    accepts(lab, tmp_path)
+    num_orders = len(lab.arrays)
+
+    with pytest.raises(SlurmUnavailableError, match="Nothing was submitted now"):
+        continue_sweep(sweep_dir, lab.environ, limits={})
+
+    assert len(lab.arrays) == num_orders
+    assert set(unbegun_points(sweep_dir, read_sweep(sweep_dir), lab.environ).values()) == {"unknown"}
+
+
+def test_a_task_of_an_array_that_came_late_leaves_its_point_to_the_array_that_was_sent_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = lose_answer(lab, tmp_path)
+    late = lab.tokens[-1]
+    lab.lists()
+    accepts(lab, tmp_path)
+
+    again = continue_sweep(sweep_dir, lab.environ, limits={})
+
+    assert (again.num_points, lab.arrays[-1]) == (4, "--array=0-3 0")
+    assert prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80"), token=late) is None
+    assert "it was sent again later" in capsys.readouterr().err
+    run = prepare_task(sweep_dir, 0, task(lab, array="14", number=2, job="20"), token=lab.tokens[-1])
+    assert run is not None
+
+
+def test_a_late_task_of_a_point_that_was_not_sent_again_starts_it_but_not_a_second_time(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = lose_answer(lab, tmp_path)
+    late = lab.tokens[-1]
+
+    run = prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80"), token=late)
+
+    assert run is not None
+    record_start(run, attempt=0, job_id="77_2")
+    record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0, reason="")
+    assert prepare_task(sweep_dir, 0, task(lab, array="78", number=2, job="90"), token=late) is None
+
+
+DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+def lose_answer(lab: Lab, tmp_path: Path) -> SweepDir:
+    """Send four points to a Slurm whose answer does not come."""
+    lab.has(
+        "sbatch",
+        '[ "$1" = --test-only ] || { echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1; }',
+    )
+    with pytest.raises(SlurmUnavailableError, match="ddp-hpc sweep continue grid"):
+        start(lab, tmp_path, "seed=0..3")
+    return SweepDir(tmp_path / "runs" / "grid")
+
+
+def accepts(lab: Lab, tmp_path: Path) -> None:
+    """Have sbatch answer again."""
+    lab.has("sbatch", ACCEPTS.format(counter=tmp_path / "counter", sent=tmp_path / "sent", limit=tmp_path / "limit"))
+
+
+def test_a_limit_of_points_at_once_holds_over_all_arrays_since_each_waits_for_those_before_it(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=12)
+    started = start(lab, tmp_path, "seed=0..19", at_most=4)
+    (first,) = read_sweep(started.sweep_dir).arrays  # one of two more points would hold back those after it
+    assert lab.arrays[:2] == ["--array=0-19%4 0", "--array=0-9%4 0"]
+    assert started.sent is not None
+    assert started.sent.num_left == 10
+
+    lab.raise_limit(100)
+    lab.lists(first)
+    continue_sweep(started.sweep_dir, lab.environ, limits={"at_most": 3})
+
+    assert lab.arrays[-1] == "--array=10-19%3 --dependency=afterany:14 0"
+    assert "scontrol update JobId=14 ArrayTaskThrottle=3" in lab.orders("scontrol")
 
 
 def test_a_task_makes_its_points_run_once_and_finds_it_after_a_requeue(tmp_path: Path) -> None:
@@ -232,7 +354,7 @@ def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
     lab.has("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2; exit 1")
 
     with pytest.raises(ConfigError, match="Invalid partition"):
-        send(sweep_dir, [0], lab.environ, at_most=None)
+        send(sweep_dir, read_sweep(sweep_dir), [0], lab.environ)
 
     shutil.rmtree(sweep_dir.path)
     lab.has(

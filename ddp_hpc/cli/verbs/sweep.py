@@ -1,4 +1,4 @@
-"""Start the points of a sweep that are not submitted yet, or those that have failed; or cancel all points.
+"""Start the points of a sweep that are not submitted yet, or those that have failed; follow a sweep to its end; or cancel it.
 
 ddp-hpc submit CONFIG --sweep KEY=VALUES makes a sweep; ddp-hpc list NAME lists its points.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.cli.sweeps import add_limits, report
+from ddp_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from ddp_hpc.sweep.sweep_dir import SweepDir
@@ -20,8 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "what",
-        choices=("continue", "cancel"),
-        help="continue: start the points that no job has; cancel: cancel all that wait or run",
+        choices=("continue", "follow", "cancel"),
+        help="continue: start the points that no job has; follow: print what becomes of each point, and send those that are not "
+        "submitted once Slurm accepts them; cancel: cancel all that wait or run",
     )
     parser.add_argument("sweep", metavar="NAME", help="a sweep's name, or its directory")
     parser.add_argument("--failed", action="store_true", help="start the points that have failed again, and no others")
@@ -38,10 +40,23 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     sweep_dir = find_sweep(args.sweep, chosen_runs_dir(args.runs_dir, environment))
     if args.what == "cancel":
         return _cancel(sweep_dir, environment)
+    if args.what == "follow":
+        return _follow(args, sweep_dir, environment)
     asked = {"at_most": args.at_most, "stop_after_failures": args.stop_after_failures}
     limits = {key: value for key, value in asked.items() if value is not None}
     started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)
     return report(started, is_json=args.json)
+
+
+def _follow(args: argparse.Namespace, sweep_dir: SweepDir, environment: Mapping[str, str]) -> int:
+    if args.failed or args.at_most is not None or args.stop_after_failures is not None:
+        raise ConfigError(
+            "`sweep follow` takes none of `--failed`, `--at-most` and `--stop-after-failures`. Give them to `ddp-hpc sweep continue`, "
+            "and follow the sweep then."
+        )
+    from ddp_hpc.cli.sweep_follow import follow_sweep  # late: `--help` needs none of it
+
+    return follow_sweep(sweep_dir, environment, word=args.sweep, is_json=args.json)
 
 
 def _cancel(sweep_dir: SweepDir, environment: Mapping[str, str]) -> int:

@@ -1,0 +1,103 @@
+"""Show how the points of a sweep go until all have ended."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TextIO
+
+from ddp_hpc import exit_codes
+from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.sweep.follow import Look, PointState, follow
+from ddp_hpc.sweep.points import Point
+from ddp_hpc.sweep.sweep_dir import SweepDir
+
+INTERRUPTED = 130
+_BEGUN = frozenset({"starting", "running", "stopping"})
+
+
+def follow_sweep(
+    sweep_dir: SweepDir, environment: Mapping[str, str], *, word: str, is_json: bool = False, is_quiet: bool = False
+) -> int:
+    """Follow the sweep that `word` names to its end; return the exit code that its points mean.
+
+    `is_quiet`: print no line for a point. `is_json`: print these lines on standard error, and the counts at the end as JSON.
+    """
+    out = sys.stderr if is_json else sys.stdout
+    try:
+        last = show(follow(sweep_dir, environment), out, name=sweep_dir.name, is_quiet=is_quiet)
+    except KeyboardInterrupt:
+        print(
+            f"\n{sweep_dir.name} continues without this command, but nobody sends points that are not submitted yet. Follow it again: "
+            f"ddp-hpc sweep follow {word}; cancel it: ddp-hpc sweep cancel {word}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    counts = _counts(last.states.values())
+    if is_json:
+        print(as_json({"sweep": sweep_dir.name, "points": len(last.points), "states": counts}))
+    else:
+        if is_quiet:
+            print(_counts_line(last), file=out)
+        print("\n".join(_next_steps(counts, word)), file=out)
+    return exit_codes.FINISHED if set(counts) == {"finished"} else exit_codes.FAILED
+
+
+def show(looks: Iterable[Look], out: TextIO, *, name: str, is_quiet: bool) -> Look:
+    """Print a line for each point whose state changes, and then the counts; return the last look."""
+    before: Look | None = None
+    for look in looks:
+        if look.problem and (before is None or before.problem != look.problem):
+            print(f"note: {look.problem}", file=sys.stderr, flush=True)
+        lines = [] if before is None else _changes(before, look)
+        lines += [f"{name}: {look.num_sent} more points sent"] if look.num_sent else []
+        is_news = before is None or _counts(before.states.values()) != _counts(look.states.values())
+        if not is_quiet and (lines or is_news):
+            print("\n".join([*lines, _counts_line(look)]), file=out, flush=True)
+        before = look
+    if before is None:
+        raise ValueError("no look was taken")
+    return before
+
+
+def _changes(before: Look, look: Look) -> list[str]:
+    pairs = ((point, before.states.get(point.number), look.states[point.number]) for point in look.points)
+    lines = ((point, _event(old, new)) for point, old, new in pairs)
+    return [f"{point.name} {event}" for point, event in lines if event]
+
+
+def _event(old: PointState | None, new: PointState) -> str:
+    """Return what has happened to a point; empty where nothing has that the user follows."""
+    if old is None or (old.word, old.attempt) == (new.word, new.attempt):
+        return ""
+    reason = f": {new.reason}" if new.reason else ""
+    if new.is_over:
+        return f"{new.word}{reason}"
+    if new.word == "waiting" and new.attempt is not None:
+        return f"requeued{reason}"
+    if new.word not in _BEGUN or (old.word in _BEGUN and old.attempt == new.attempt):
+        return ""
+    return f"begun again, attempt {new.attempt}" if new.attempt else "begun"
+
+
+def _counts(states: Iterable[PointState]) -> dict[str, int]:
+    return dict(sorted(Counter(str(state.word) for state in states).items()))
+
+
+def _counts_line(look: Look) -> str:
+    counts = _counts(look.states.values())
+    return f"{_points(look.points)}: {', '.join(f'{count} {word}' for word, count in counts.items())}"
+
+
+def _points(points: Sequence[Point]) -> str:
+    return "1 point" if len(points) == 1 else f"{len(points)} points"
+
+
+def _next_steps(counts: Mapping[str, int], word: str) -> list[str]:
+    steps = [f"see    ddp-hpc list {word}"]
+    if counts.keys() & {"not submitted", "not started"}:
+        steps.append(f"rest   ddp-hpc sweep continue {word}")
+    if counts.keys() & {"failed", "refused"}:
+        steps.append(f"again  ddp-hpc sweep continue {word} --failed")
+    return steps

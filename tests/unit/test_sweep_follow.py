@@ -1,0 +1,200 @@
+"""Following a sweep: what is said of each point, what is sent meanwhile, and when it is over. Slurm is shell scripts here."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.base.durable import append_json_line
+from ddp_hpc.cli.sweep_follow import show
+from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
+from ddp_hpc.sweep.follow import LONGEST_PAUSE_S, Look, follow
+from ddp_hpc.sweep.start import cancel_sweep
+from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
+from ddp_hpc.watch.queue import FRESH_S
+from tests.unit.test_sweep_array import DOWN, Lab, accepts, lose_answer, start
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ddp_hpc.submission.preflight.capacity.PRIVATE_PLACES", ())
+
+
+class Watched:
+    """A sweep that is followed, and a clock that a test advances."""
+
+    def __init__(self, lab: Lab, sweep_dir: SweepDir) -> None:
+        self.lab, self.sweep_dir, self.now, self.paused = lab, sweep_dir, 4e9, 0.0
+        self._looks = self._follow()
+        self.out = io.StringIO()
+
+    def _follow(self) -> Iterator[Look]:
+        environ = {**self.lab.environ, "HOME": str(self.sweep_dir.path.parent)}
+        return follow(self.sweep_dir, environ, clock=lambda: self.now, pause=self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        self.paused = seconds
+
+    def look(self, *, later_s: float = FRESH_S) -> Look:
+        self.now += later_s
+        return next(self._looks)
+
+    def words(self, *, later_s: float = FRESH_S) -> list[str]:
+        return [str(state.word) for state in self.look(later_s=later_s).states.values()]
+
+    @property
+    def runs(self) -> list[RunDir]:
+        return [self.sweep_dir.run(point) for point in read_sweep(self.sweep_dir).points]
+
+
+def begin(run: RunDir, job_id: str, *, at: float, attempt: int = 0) -> None:
+    """Have a task on another host begin a run, or an attempt of it."""
+    run.path.mkdir(exist_ok=True)
+    run.config.write_text(f"name: {run.name}\n")
+    write_queued_job(run, QueuedJob(job_id=job_id, attempt=0, at=at))
+    begun = {"attempt": attempt, "job_id": job_id, "host": "node1", "pid": 1, "started_at": at, "cluster": "slurm"}
+    append_json_line(run.attempts, begun)
+
+
+def end(run: RunDir, ending: Ending, *, attempt: int = 0, follows: Next = Next.NOTHING, reason: str = "") -> None:
+    record_end(run, attempt=attempt, ending=ending, exit_code=0, reason=reason, end=End(next=follows))
+
+
+def test_points_that_slurm_refuses_for_a_limit_are_sent_as_others_end_and_the_end_is_the_end_of_all(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path, limit=2)
+    watched = Watched(lab, start(lab, tmp_path, "seed=0..3").sweep_dir)
+    first, second, third, fourth = watched.runs
+    lab.lists(*read_sweep(watched.sweep_dir).arrays)
+    assert watched.words() == ["waiting", "waiting", "not submitted", "not submitted"]
+
+    for number, run in enumerate((first, second)):
+        begin(run, f"14_{number}", at=watched.now)
+        end(run, Ending.FINISHED)
+    lab.lists()
+    lab.raise_limit(3)
+    look = watched.look()
+
+    assert look.num_sent == 1
+    assert lab.arrays[-3:] == ["--array=2-3 0", "--array=2 0", "--array=3 0"]
+    lab.lists(*read_sweep(watched.sweep_dir).arrays)
+    assert watched.words(later_s=1) == ["finished", "finished", "waiting", "not submitted"]
+    lab.raise_limit(4)
+    assert watched.look(later_s=10 * FRESH_S).num_sent == 1
+    for number, run in enumerate((third, fourth)):
+        begin(run, f"1{5 + number}_{2 + number}", at=watched.now)
+        end(run, Ending.FINISHED)
+    last = watched.look()
+    assert last.is_over
+    assert [state.word for state in last.states.values()] == ["finished"] * 4
+
+
+def test_slurm_is_asked_to_take_more_points_ever_more_seldom_while_nothing_ends(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=2)
+    watched = Watched(lab, start(lab, tmp_path, "seed=0..9").sweep_dir)
+    lab.lists(*read_sweep(watched.sweep_dir).arrays)
+    watched.look()
+    num_orders = len(lab.arrays)
+
+    for _ in range(100):
+        watched.look(later_s=LONGEST_PAUSE_S / 50)
+
+    assert len(lab.arrays) - num_orders <= 4, "after 60, 120 and 240 s, within ten minutes"
+
+
+def test_a_point_that_a_user_has_cancelled_is_not_sent_and_its_sweep_ends(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    watched = Watched(lab, start(lab, tmp_path, "seed=0..1").sweep_dir)
+    lab.lists()
+
+    assert watched.words() == ["waiting", "waiting"], "one answer of squeue may be older than the array"
+    last = watched.look()
+
+    assert [state.word for state in last.states.values()] == ["not started", "not started"]
+    assert last.is_over
+    assert len(lab.arrays) == 1
+
+
+def test_who_follows_a_sweep_sends_nothing_once_it_is_cancelled(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=1)
+    watched = Watched(lab, start(lab, tmp_path, "seed=0..1").sweep_dir)
+    lab.lists(*read_sweep(watched.sweep_dir).arrays)
+    watched.look()
+    num_orders = len(lab.arrays)
+
+    cancel_sweep(watched.sweep_dir, lab.environ)
+    lab.raise_limit(10)
+    lab.lists()
+    looks = [watched.look(later_s=LONGEST_PAUSE_S) for _ in range(2)]
+
+    assert len(lab.arrays) == num_orders
+    assert [state.word for state in looks[-1].states.values()] == ["not started", "not submitted"]
+    assert looks[-1].is_over
+
+
+def test_a_slurm_that_does_not_answer_ends_nothing_and_a_lost_answer_is_asked_for(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    watched = Watched(lab, lose_answer(lab, tmp_path))
+    lab.has("squeue", DOWN)
+    looks = [watched.look(later_s=LONGEST_PAUSE_S) for _ in range(3)]
+    assert {state.word for look in looks for state in look.states.values()} == {"unknown"}
+    assert "Nothing was submitted now" in looks[0].problem
+    assert not looks[-1].is_over
+
+    accepts(lab, tmp_path)
+    lab.lists()
+    look = watched.look(later_s=2 * LONGEST_PAUSE_S)
+
+    assert look.num_sent == 4
+
+
+def test_each_change_of_a_point_is_a_line_and_the_counts_follow(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    watched = Watched(lab, start(lab, tmp_path, "seed=0..2").sweep_dir)
+    first, second, third = watched.runs
+    (array,) = read_sweep(watched.sweep_dir).arrays
+    lab.lists(array)
+
+    def steps() -> Iterator[Look]:
+        yield watched.look()
+        begin(first, "14_0", at=watched.now)
+        yield watched.look(later_s=1)
+        end(first, Ending.STOPPED, follows=Next.REQUEUE, reason="preempted")
+        yield watched.look(later_s=1)
+        begin(first, "14_0", at=watched.now, attempt=1)
+        yield watched.look(later_s=1)
+        begin(second, "14_1", at=watched.now)
+        end(second, Ending.FAILED, reason="it broke")
+        yield watched.look(later_s=1)
+        end(first, Ending.FINISHED, attempt=1)
+        lab.lists()
+        yield watched.look(later_s=1)
+        yield watched.look()
+        yield watched.look()
+
+    last = show(steps(), watched.out, name="grid", is_quiet=False)
+
+    assert last.is_over
+    assert watched.out.getvalue().splitlines() == [
+        "3 points: 3 waiting",
+        "000-seed-0 begun",
+        "3 points: 1 starting, 2 waiting",
+        "000-seed-0 requeued: preempted",
+        "3 points: 3 waiting",
+        "000-seed-0 begun again, attempt 1",
+        "3 points: 1 starting, 2 waiting",
+        "001-seed-1 failed: it broke",
+        "3 points: 1 failed, 1 starting, 1 waiting",
+        "000-seed-0 finished",
+        "3 points: 1 failed, 1 finished, 1 waiting",
+        "002-seed-2 not started: its job left the queue before it began",
+        "3 points: 1 failed, 1 finished, 1 not started",
+    ]
+    assert not third.path.exists()
