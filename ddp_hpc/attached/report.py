@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,17 +26,26 @@ class Report:
     _samples: float = 0.0
     _written_at: float = float("-inf")
     _samples_since: float = field(default_factory=time.monotonic)
+    _is_pending: bool = False
+    _pid: int = field(default_factory=os.getpid)
 
     def say(self, values: Mapping[str, Any], *, samples: float | None = None, now: bool = False) -> None:
         """Take the newest values; write them if the last time is long enough ago, or `now`."""
         # A tensor is kept as it is: to read its value waits for the device, and most of them are never written.
         self._said.update({key: _cut_off(value) for key, value in values.items() if value is not None})
         self._samples += samples or 0.0
+        self._is_pending = True
         if now or time.monotonic() - self._written_at >= INTERVAL_S:
+            self.write()
+
+    def write_last(self) -> None:
+        """Write at the end of the process what is not written yet; a process that it has forked has nothing to say."""
+        if self._is_pending and os.getpid() == self._pid:
             self.write()
 
     def write(self) -> None:
         """Write the newest values."""
+        self._is_pending = False
         if not self._said:
             return
         at = time.monotonic()

@@ -112,6 +112,8 @@ class AttachedRun:
         self._num_calls = 0
         self._is_stopping = False
         self._report = Report(run=run) if self._is_managed else None
+        if self._report:
+            atexit.register(self._report.write_last)
 
     @property
     def world_size(self) -> int:

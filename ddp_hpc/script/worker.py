@@ -394,9 +394,12 @@ class _Watcher:
             ended.update(processes.reap())
             if self.echo:
                 self.echo.copy()
-            if ended.keys() >= {*pids} or life.is_due():
+            have_ended = ended.keys() >= {*pids}
+            if have_ended or life.is_due():
                 is_alive = life.look()
-                if self.count_saves() or is_alive:
+                if (
+                    self.count_saves() or is_alive or have_ended
+                ):  # at the end for what `attach` has reported since the last look
                     self._note_life()
         return [ended[pid] for pid in pids]
 

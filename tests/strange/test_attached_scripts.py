@@ -17,7 +17,8 @@ from ddp_hpc.base.processes import STOP_SIGNALS
 from ddp_hpc.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
-from tests.distributed.test_scripts import ENVIRON
+from ddp_hpc.run_dir.records import read_progress
+from tests.distributed.test_scripts import ENVIRON, Place
 
 SPAWNS_ITS_RANKS = """
 import os, signal
@@ -128,3 +129,16 @@ def test_a_script_that_changes_its_directory_finds_its_checkpoints(
 
     assert run.latest() == committed == tmp_path / "saved" / "step-00000001"
     assert committed_steps(RunDir(tmp_path)) == []
+
+
+def test_the_last_numbers_of_a_script_that_ends_at_once_and_prints_nothing_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text(
+        "from ddp_hpc import attach\nrun = attach()\nrun.report(1, accuracy=0.5)\nrun.report(2, accuracy=0.75)\n"
+    )
+
+    done = Place(tmp_path).submit((), "python", "short.py")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    progress = read_progress(RunDir(tmp_path / "runs" / "short"))
+    assert progress is not None
+    assert (progress.step, progress.metrics) == (2, {"accuracy": 0.75})
