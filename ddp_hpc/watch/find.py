@@ -76,6 +76,10 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
 def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
     import difflib  # imported here because only this error needs it
 
+    if any((path / "sweep.jsonl").is_file() for path in (runs_dir / text, Path(text))):
+        return RunNotFoundError(
+            f"{text!r} is a sweep, not a run. `ddp-hpc list {text}` lists its points; name one of them as `{text.rstrip(os.sep)}/POINT`."
+        )
     names = [run.name for run in list_runs(runs_dir)]
     near = difflib.get_close_matches(Path(text).name, names, n=3) or names[-5:][::-1]
     hint = (

@@ -1,0 +1,252 @@
+"""Sweeps by users, of files and on file systems that the authors did not have in mind."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.config import resolve
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.sweep.points import points_of, read_points
+from ddp_hpc.sweep.resolving import Points
+from ddp_hpc.sweep.states import unbegun_points
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_limits
+from ddp_hpc.sweep.values import parse_axis
+from tests.made_run import add_attempt
+
+HOSTILE = 'it\'s "q" $HOME `id` %d {a} {point} ${a} \\ * é日本\nline 2'
+COMMAND = ("--", "python", "train.py", "{a}", '{"k": 1}', "{nothing}", "--at={point}")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text('import sys\nopen("argv", "w").write(ascii(sys.argv[1:]))\n')
+
+
+def submit(*words: str) -> int:
+    return main(["submit", "--cluster", "local", "name=grid", *words, *COMMAND])
+
+
+def dry_points(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    """Return the points that a submission would start."""
+    assert submit("--dry-run", "--json", *words) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["points"]
+    return found
+
+
+def made_sweep(words: tuple[str, ...] = ("a=1..3",)) -> SweepDir:
+    """Make a sweep whose first point has finished."""
+    sweep_dir = SweepDir(Path("runs/grid").absolute())
+    base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
+    make_sweep(sweep_dir, base, Sweep(points=points_of([parse_axis(word) for word in words]), backend="local"))
+    run = sweep_dir.run(read_sweep(sweep_dir).points[0])
+    run.path.mkdir()
+    run.config.write_text(f"name: {run.name}\n")
+    add_attempt(run, ending="finished")
+    return sweep_dir
+
+
+# --- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["1e-3", "-0.5", "+1", "1_000", "010", "0x10"],
+        ["null", "true", "no", "~", "None"],
+        ["x=y", "a/b", "/data/x y", "--flag", "-", "..", "ü", "日本", "100%", "a:b", "#1", "&x", "*x", "!x"],
+        ["{x: 1, y: 2}", "[1, 2]", "{a}", "{point}", "{{a}}"],
+        ["it's", "a b", "a\tb", "$HOME", "${a}", "`id`", "a\\nb"],
+    ],
+)
+def test_a_scripts_words_get_each_value_as_it_was_typed(values: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    points = dry_points(capsys, "--sweep", f"a={','.join(values)}")
+
+    assert [point["set"] for point in points] == [{"a": value} for value in values]
+    assert len({point["name"] for point in points}) == len(values)
+
+
+def test_what_stands_in_braces_in_a_value_is_not_replaced_again() -> None:
+    base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
+    (point,) = points_of([], [{"a": HOSTILE}])
+
+    command = Points(base, {}).resolved(point).spec.script.command
+
+    assert command == ("python", "train.py", HOSTILE, '{"k": 1}', "{nothing}", f"--at={point.name}")
+
+
+def test_values_of_which_nothing_is_left_in_a_name_or_the_same_have_names_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    points = dry_points(capsys, "--sweep", "a=x y,x:y,ü,日本,x/y,z/y", "--sweep", "seed=0,1")
+
+    assert len({point["name"].lower() for point in points}) == 12
+
+
+# --- files of points ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("- {a: 1}\n", [{"a": 1}]),
+        ("- a: 1\n- a: 1.0\n- a: '1'\n", [{"a": 1}, {"a": 1.0}, {"a": "1"}]),
+        ("\ufeff- {a: 1}\r\n- {a: 2}\r\n", [{"a": 1}, {"a": 2}]),
+        ("- &one {a: 1, name: one}\n- {<<: *one, name: two, seed: 2}\n", [{"a": 1}, {"a": 1, "seed": 2}]),
+        ("- {a: 123456789012345678901234567890}\n", [{"a": 123456789012345678901234567890}]),
+        ("- {a: 2026-01-01}\n- {a: 12:30}\n- {a: 010}\n", [{"a": "2026-01-01"}, {"a": "12:30"}, {"a": 10}]),
+        ("- {a: null}\n- {a: no}\n- {a: true}\n", [{"a": None}, {"a": "no"}, {"a": True}]),
+        ('[{"a": 1, "recipe": {"args": {"k": {"l": 2}}}}]', [{"a": 1, "recipe.args.k": {"l": 2}}]),
+    ],
+)
+def test_a_file_of_points_in_any_style_of_yaml_gives_its_values(
+    text: str, settings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("points.yaml").write_bytes(text.encode())
+
+    assert [point["set"] for point in dry_points(capsys, "--points", "points.yaml")] == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{a: 1}", "must be a list"),
+        ("a: 1\nb: 2\n", "must be a list"),
+        ("- [1, 2]\n", "must be a list"),
+        ("---\n- {a: 1}\n---\n- {a: 2}\n", "line 3"),
+        ("- {a: 1\n", "not valid YAML"),
+        ("- {a: 1, a: 2}\n", "already set"),
+        ("- !!python/object/apply:os.system [id]\n", "the tag"),
+        ("- {a: 1, seed: 123456789012345678901234567890}\n", "between 0 and 2**63"),
+        ("- {a: 1, name: a/b}\n", "a directory's name"),
+        ("- {a: 1, name: ..}\n", "a directory's name"),
+        ("- {a: 1, name: 001-a-2}\n- {a: 2}\n", "the same name"),
+        ('- {a: "x\\0y"}\n', "NUL"),
+        ("- {a: 1, resources: {nodes: 2}}\n", "`resources.nodes` cannot be swept"),
+        ("- {a: 1, point: x}\n", "`point` cannot be swept"),
+    ],
+)
+def test_a_file_that_no_sweep_can_be_made_of_is_refused_and_nothing_is_made(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("points.yaml").write_text(text)
+
+    assert submit("--points", "points.yaml") == 2
+
+    assert message in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_file_of_points_that_is_missing_or_a_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.yaml' cannot be read: No such file"):
+        read_points(Path("gone.yaml"))
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_points(tmp_path)
+
+
+# --- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_does_not_take_the_name_of_a_run_nor_a_run_that_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/grid").mkdir(parents=True)
+    Path("runs/grid/config.yaml").write_text("name: grid\n")
+    assert submit("--sweep", "a=1,2") == 2
+    assert "exists already, but it is not a sweep" in capsys.readouterr().err
+    shutil.rmtree("runs/grid")
+    made_sweep()
+
+    assert submit() == 2
+
+    assert "runs/grid is a sweep, not a run" in capsys.readouterr().err
+    assert submit("--sweep", "a=1,2") == 2
+    assert "The sweep grid exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "stop", "cancel", "checkpoints"])
+@pytest.mark.parametrize("word", ["grid", "runs/grid/"])
+def test_a_command_for_runs_that_names_a_sweep_is_answered_with_how_to_name_its_points(
+    verb: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_sweep()
+
+    assert main([verb, word]) != 0
+
+    error = capsys.readouterr().err
+    assert f"'{word}' is a sweep, not a run" in error
+    assert f"`{word.rstrip('/')}/POINT`" in error
+
+
+# --- disks and habits --------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_was_cut_off_while_it_was_written_hides_nothing_before_and_nothing_after_it() -> None:
+    sweep_dir = made_sweep()
+    before = read_sweep(sweep_dir)
+    with sweep_dir.ledger.open("a") as file:
+        file.write('{"array":"12')
+
+    assert read_sweep(sweep_dir) == before
+    record_limits(sweep_dir, at_most=7)
+
+    after = read_sweep(sweep_dir)
+    assert (after.points, after.at_most) == (before.points, 7)
+
+
+def test_an_empty_list_of_points_is_called_damaged_by_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep_dir = made_sweep()
+    sweep_dir.ledger.write_text("")
+
+    for words in (["list", "grid"], ["sweep", "continue", "grid"], ["sweep", "cancel", "grid"]):
+        assert main(words) == 2
+        assert "sweep.jsonl is damaged" in capsys.readouterr().err
+
+
+def test_a_point_whose_directory_a_user_has_deleted_is_to_be_sent_again_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sweep_dir = made_sweep()
+    sweep = read_sweep(sweep_dir)
+    for point in sweep.points[1:]:
+        shutil.copytree(sweep_dir.run(sweep.points[0]).path, sweep_dir.run(point).path)
+    shutil.rmtree(sweep_dir.run(sweep.points[1]).path)
+
+    assert main(["list", "grid"]) == 0
+
+    assert "3 points: 2 finished, 1 not submitted" in capsys.readouterr().out
+    assert unbegun_points(sweep_dir, sweep, {}) == {1: "not submitted"}
+
+
+def test_a_sweep_is_cancelled_twice_and_continued_where_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep_dir = made_sweep(("a=1",))
+
+    assert main(["sweep", "cancel", "grid"]) == main(["sweep", "cancel", "grid"]) == 0
+    assert main(["sweep", "continue", "grid"]) == main(["sweep", "continue", "grid", "--failed"]) == 0
+
+    assert capsys.readouterr().out.count("no point is left") == 2
+    assert not sweep_dir.runner_lock.exists()
+
+
+def test_a_sweep_runs_in_a_directory_with_spaces_and_its_script_gets_hostile_text_as_it_is() -> None:
+    runs_dir = Path("my runs é%d").absolute()
+    Path("points.yaml").write_text(json.dumps([{"a": HOSTILE}]))
+
+    assert submit(f"runs_dir={runs_dir}", "script.start=exec", "--points", "points.yaml") == 0
+    sweep_dir = SweepDir(runs_dir / "grid")
+    (point,) = read_sweep(sweep_dir).points
+    deadline = time.monotonic() + 240
+    while (newest := Ledger.read(sweep_dir.run(point)).newest) is None or not newest.is_last:
+        assert time.monotonic() < deadline, sweep_dir.runner_log.read_text()
+        time.sleep(0.1)
+
+    assert newest.ending == "finished"
+    assert ast.literal_eval(Path("argv").read_text()) == [HOSTILE, '{"k": 1}', "{nothing}", f"--at={point.name}"]
+    assert load_base(sweep_dir).spec.runs_dir == str(runs_dir)
