@@ -39,7 +39,7 @@ test: check ## All checks, then the tests in random order, those on the Slurm cl
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -n 2 $(SLOWEST) -m 'long and not campaign' $(ARGS)
 
-test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers and Accelerate, stopped, killed and resumed
+test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers, Accelerate, Optuna and Hydra, stopped, killed and resumed
 	$(ADAPTERS_BIN)/python -m pytest -o addopts=-ra $(SLOWEST) tests/adapters $(ARGS)
 
 test-all: test test-long test-adapters ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
@@ -114,7 +114,7 @@ distclean: clean ## Remove the environments and Slurm's files too
 	@touch $@
 
 .venv-adapters/.tools: $(PINS) envs/bench.txt envs/adapters.txt | .venv-adapters/.made
-	@echo 'Installing ddp_hpc, PyTorch, Lightning, Transformers and Accelerate into .venv-adapters (about 2 min, once) ...'
+	@echo 'Installing ddp_hpc, PyTorch, Lightning, Transformers, Accelerate, Optuna and Hydra into .venv-adapters (about 2 min, once) ...'
 	@$(call pip-install,$(ADAPTERS_BIN)) -e . -r envs/adapters.txt
 	@touch $@
 
