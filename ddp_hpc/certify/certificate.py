@@ -25,6 +25,10 @@ from ddp_hpc.spec.script import program_of
 RANKS = 2
 """How many ranks run, where the settings do not say: what ranks must agree on needs two."""
 HIDDEN = "..."
+CERTIFICATE = "certificate.json"
+"""In the directory of the runs: the result, as `--json` prints it."""
+JOB = "job"
+"""Where it runs in a job: the directory of that job, beside those of the runs."""
 SILENCES = 3.0
 """A silence of this many times the longest one of the undisturbed run does not count as a hang yet."""
 
@@ -41,7 +45,6 @@ class Plan:
     """Where its runs take place."""
     left_out: tuple[Path, ...] = ()
     """What is not copied: the directory of the runs, and those of earlier certifications."""
-    cluster: str
     seed: int
     patience_s: float
     is_kept: bool = False
@@ -249,7 +252,7 @@ class _Certification:
         folder = place.work_dir.parent
         beside = [
             *strays(folder, {place.work_dir.name}),
-            *strays(self.plan.folder, {place.runs_dir.name, *self._names}),
+            *strays(self.plan.folder, {JOB, place.runs_dir.name, *self._names}),
         ]
         if beside:
             raise ConfigError(
@@ -260,23 +263,19 @@ class _Certification:
 
     def _order(self, fault: Fault | None, trigger: Trigger | None, linked: Sequence[Path]) -> Order:
         mine = {
-            "resources.workers_per_node": str(RANKS),
             "script.stop_within_s": str(int(3 * self._patience_s) + 1),
             "script.stop_signal": fault.stop_signal if fault else "TERM",
         }
         user = {setting.partition("=")[0]: setting.partition("=")[2] for setting in self.plan.settings}
-        has_resources = any(key.startswith("resources.") for key in user)
-        keys = {key: value for key, value in mine.items() if not (key.startswith("resources.") and has_resources)}
         if "script.stop_within_s" in user:
-            del keys["script.stop_within_s"]
+            del mine["script.stop_within_s"]
         others = [
             f"{key}={value}" for key, value in user.items() if key not in {"name", "runs_dir", "script.stop_signal"}
         ]
         outside = (*self._outside, *linked)
         return Order(
             command=self._command,
-            settings=[*others, *(f"{key}={value}" for key, value in keys.items())],
-            cluster=self.plan.cluster,
+            settings=[*others, *ranks_of(others), *(f"{key}={value}" for key, value in mine.items())],
             patience_s=self._patience_s,
             environ=self.environ,
             fault=fault,
@@ -288,6 +287,13 @@ class _Certification:
                 one for one in self._of_other_runs if not any(path.is_relative_to(one) for path in outside)
             ),
         )
+
+
+def ranks_of(settings: Sequence[str]) -> list[str]:
+    """Return the setting of how many ranks run, where the user's settings do not say it."""
+    keys = {setting.partition("=")[0] for setting in settings}
+    says = {"resources", "resources.workers_per_node", "resources.gpus_per_node"}
+    return [] if keys & says else [f"resources.workers_per_node={RANKS}"]
 
 
 def shown(command: Sequence[str]) -> list[str]:

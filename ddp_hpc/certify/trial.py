@@ -67,7 +67,6 @@ class Order:
 
     command: Sequence[str]
     settings: Sequence[str]
-    cluster: str
     patience_s: float
     environ: Mapping[str, str]
     fault: Fault | None = None
@@ -219,7 +218,10 @@ class Trial:
         return record, stacks
 
     def _argv(self) -> list[str]:
-        where = [f"--cluster={self.order.cluster}", "--wait"]
+        where = [
+            "--cluster=local",
+            "--wait",
+        ]  # also in a job, on whose node this process runs, as it watches that node's files
         keys = [*self.order.settings, f"name={self.place.name}", f"runs_dir={self.place.runs_dir}"]
         return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.order.command]
 

@@ -1,30 +1,35 @@
 """Prove that your own script comes back: run it undisturbed, then stop and kill it at chosen moments, and compare the ends.
 
 Each run has its own copy of the working directory, so nothing in it changes. KEY=VALUE sets any key (`resources.workers_per_node=4`).
-The exit code is 0 if the script came back from every fault without a defect, otherwise 1.
+With `--cluster slurm`, all of it takes place in one job on one node, which this command submits and follows. The exit code is 0 if the script came back from every fault without a defect, otherwise 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base import processes
+from ddp_hpc.base.durable import replace_text
 from ddp_hpc.cli.formatting import as_json, table
-from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir
+from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.exit_codes import FAILED, FINISHED
 
 if TYPE_CHECKING:
     from ddp_hpc.certify.certificate import Certificate, Plan
     from ddp_hpc.certify.verdicts import Finding
+    from ddp_hpc.config import Resolved
+    from ddp_hpc.submission.backend import Backend
 
 LONGEST_SEED = 1 << 20
 
@@ -32,6 +37,7 @@ LONGEST_SEED = 1 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     from ddp_hpc.certify.faults import FAULTS
+    from ddp_hpc.submission.backend import BACKENDS
 
     parser.usage = "%(prog)s [KEY=VALUE ...] [options] -- COMMAND ..."
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key of the configuration")
@@ -43,10 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cluster",
-        choices=("local",),
+        choices=sorted(BACKENDS),
         default="local",
-        help="where to run: this machine (local), which is all there is yet",
+        help="where to run: this machine (local, the default), or in one job on one node of Slurm",
     )
+    parser.add_argument(
+        "--plan", type=Path, help=argparse.SUPPRESS
+    )  # in a job: what the command that sent it was asked
     parser.add_argument(
         "--random-seed",
         type=int,
@@ -69,27 +78,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Certify the script, and print the verdicts."""
-    from ddp_hpc.certify.certificate import certify
-
-    plan = _plan(args, environment)
+    """Certify the script here or in a job, and print the verdicts."""
     out = sys.stderr if args.json else sys.stdout
 
-    def say(text: str) -> None:
-        print(f"... {text}", file=out, flush=True)
+    def show(text: str) -> None:
+        print(text, file=out, flush=True)
 
-    def show(finding: Finding) -> None:
-        print(f"    {finding.words}{f' ({finding.reason})' if finding.reason else ''}", file=out, flush=True)
-
-    say(f"random seed {plan.seed}, runs in {plan.folder}")
     with processes.ended_by_signals():
-        certificate = certify(plan, environment, say, show)
-    print(as_json(asdict(certificate) | {"is_good": certificate.is_good}) if args.json else as_text(certificate))
+        if args.plan is not None:
+            from ddp_hpc.certify.in_job import read_plan
+
+            return _certify(read_plan(args.plan), environment, show, is_json=False)
+        from ddp_hpc.submission.backend import choose_backend
+
+        backend = choose_backend(args.cluster, environment)
+        if backend.HAS_QUEUE:
+            return _certify_in_job(args, backend, environment, show)
+        plan, _ = _planned(args, backend, environment)
+        _hint_at_queues(environment, show)
+        return _certify(plan, environment, show, is_json=args.json)
+
+
+def _certify(plan: Plan, environment: Mapping[str, str], show: Callable[[str], None], *, is_json: bool) -> int:
+    """Certify the script on this machine."""
+    from ddp_hpc.certify.certificate import CERTIFICATE, certify
+
+    def show_finding(finding: Finding) -> None:
+        show(f"    {finding.words}{f' ({finding.reason})' if finding.reason else ''}")
+
+    show(f"... random seed {plan.seed}, runs in {plan.folder}")
+    certificate = certify(plan, environment, lambda text: show(f"... {text}"), show_finding)
+    text = as_json(asdict(certificate) | {"is_good": certificate.is_good})
+    replace_text(plan.folder / CERTIFICATE, f"{text}\n")
+    print(text if is_json else as_text(certificate))
     return FINISHED if certificate.is_good else FAILED
 
 
-def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
-    from ddp_hpc.certify.certificate import Plan
+def _certify_in_job(
+    args: argparse.Namespace, backend: Backend, environment: Mapping[str, str], show: Callable[[str], None]
+) -> int:
+    """Have a job certify the script; what it prints is shown, and its certificate lies where that of a local one would."""
+    from ddp_hpc.certify.certificate import CERTIFICATE
+    from ddp_hpc.certify.in_job import certify_in_job
+    from ddp_hpc.slurm.allocation import read_allocation
+
+    allocation = read_allocation(environment)
+    if allocation is not None and allocation.process_kind != "shell outside":
+        raise ConfigError(
+            f"This command runs on a node of job {allocation.job_id} already, and would wait for another job. Leave out "
+            "`--cluster`: certify then runs the script here, in this job."
+        )
+    plan, resolved = _planned(args, backend, environment)
+    code = certify_in_job(plan, resolved.spec, environment, lambda text: show(f"... {text}"), show)
+    if args.json and code in {FINISHED, FAILED}:
+        print((plan.folder / CERTIFICATE).read_text(encoding="utf-8"), end="")
+    return code
+
+
+def _hint_at_queues(environment: Mapping[str, str], show: Callable[[str], None]) -> None:
+    from ddp_hpc.slurm.allocation import is_in_job
+    from ddp_hpc.submission.backend import BACKENDS
+
+    path = environment.get("PATH", "")
+    found = [name for name, place in BACKENDS.items() if place.command and shutil.which(place.command, path=path)]
+    if found and not is_in_job(environment):
+        show(
+            f"... all runs take place on this machine; to have them in a job on a compute node: `--cluster {found[0]}`"
+        )
+
+
+def _planned(args: argparse.Namespace, backend: Backend, environment: Mapping[str, str]) -> tuple[Plan, Resolved]:
+    from ddp_hpc.certify.certificate import Plan, ranks_of
     from ddp_hpc.certify.faults import FAULTS
     from ddp_hpc.config import resolve
     from ddp_hpc.spec.script import program_of
@@ -102,26 +161,47 @@ def _plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
         raise ConfigError(f"`--faults` names {unknown[0]!r}, but the faults are {', '.join(FAULTS)}.")
     if args.patience <= 0:
         raise ConfigError(f"`--patience` is {args.patience:g}, but it must be more than 0 seconds.")
-    site = (
-        []
-        if args.site is None
-        else [f"--site={Path(args.site).absolute() if Path(args.site).is_file() else args.site}"]
-    )
     runs_dir = chosen_runs_dir(args.runs_dir, environment).absolute()
-    resolve(None, [*args.settings, f"runs_dir={runs_dir}"], environment, site=args.site, command=args.command)
+    words = [*args.settings, *ranks_of(args.settings), *runs_dir_setting(runs_dir)]
+    is_for_slurm = backend.HAS_QUEUE
+    resolved = resolve(None, words, environment, site=args.site, is_for_slurm=is_for_slurm, command=args.command)
+    if resolved.spec.resources.nodes > 1:
+        raise ConfigError(
+            f"`resources.nodes` is {resolved.spec.resources.nodes}, but certify runs the script on one node, whose files and processes "
+            "it watches. Set `resources.nodes=1`. To try faults on several nodes, use `ddp-hpc drill`."
+        )
     name = program_of(args.command).name
-    return Plan(
+    of_partition = _of_partition(resolved, args.settings) if is_for_slurm else []
+    plan = Plan(
         command=args.command,
-        settings=[*args.settings, *site],
+        settings=[*of_partition, *args.settings, *_site(args, resolved)],
         faults=faults,
         work_dir=Path.cwd(),
         folder=runs_dir / f"certify-{name}-{time.strftime('%m%d-%H%M%S')}",
         left_out=(runs_dir, *runs_dir.glob("certify-*")),
-        cluster=args.cluster,
         seed=secrets.randbelow(LONGEST_SEED) if args.random_seed is None else args.random_seed,
         patience_s=args.patience,
         is_kept=args.keep,
     )
+    return plan, resolved
+
+
+def _site(args: argparse.Namespace, resolved: Resolved) -> list[str]:
+    """Return the option for the site profile, also where it was chosen by the name of this host: a job runs on another one."""
+    if args.site is None:
+        return [] if resolved.profile is None else [f"--site={resolved.profile.path.absolute()}"]
+    return [f"--site={Path(args.site).absolute() if Path(args.site).is_file() else args.site}"]
+
+
+def _of_partition(resolved: Resolved, settings: Sequence[str]) -> Iterator[str]:
+    """Yield what a site profile sets for the job's partition alone: runs that are started in the job do not read that."""
+    given = {setting.partition("=")[0] for setting in settings}
+    for key, source in resolved.sources.items():
+        if ", partition " in source and key not in given:
+            value: Any = resolved.spec
+            for part in key.split("."):
+                value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+            yield f"{key}={json.dumps(value)}"
 
 
 def as_text(certificate: Certificate) -> str:

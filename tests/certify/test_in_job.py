@@ -1,0 +1,174 @@
+"""`ddp-hpc certify --cluster slurm`: what is sent, what is shown, and what the job's end means. Slurm's commands are shell scripts here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.certify.certificate import Plan
+from ddp_hpc.certify.in_job import plan_text, read_plan, unproven
+from ddp_hpc.cli import main
+from ddp_hpc.slurm.queries import JobRecord
+from ddp_hpc.spec import ResourcesSpec, RunSpec, ScriptSpec
+from tests.unit.fake_slurm import FakeSlurm
+
+SBATCH = """
+if [ "$1" = --test-only ]; then exit 0; fi
+job=$(dirname "$(dirname "$(sed -n 's/^#SBATCH --output=//p' "$1")")")
+{job}
+echo Submitted batch job 7
+"""
+CERTIFIES = """
+echo "... the job says this" >> "$job/logs/console.log"
+echo '{"is_good": false}' > "$(dirname "$job")/certificate.json"
+echo 1 > "$job/exit-code"
+"""
+SCRIPT = ("--", "python", "train.py", "--lr=0.1")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Have a cluster here, and a script; the test's own directory may be one that other nodes do not see."""
+    slurm = FakeSlurm(tmp_path)
+    slurm.has("srun", "true")
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", slurm.environ["PATH"])
+    monkeypatch.setattr("ddp_hpc.submission.preflight.capacity.PRIVATE_PLACES", ())
+    return slurm
+
+
+def test_one_job_on_one_node_gets_the_keys_of_a_run_and_its_output_and_exit_code_are_those_of_the_command(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.has("sbatch", SBATCH.replace("{job}", CERTIFIES))
+    keys = [
+        "resources.time_limit_min=30",
+        "slurm.partition=gpu",
+        "slurm.modules=[cuda/12]",
+        "slurm.setup=['ulimit -n']",
+    ]
+
+    code = main(["certify", "--cluster", "slurm", "--json", "--faults=term", *keys, *SCRIPT])
+
+    out, err = capsys.readouterr()
+    assert code == 1, err
+    assert json.loads(out) == {"is_good": False}
+    assert "... job 7 is submitted; Ctrl-C cancels it\n... the job says this\n" in err
+    (script,) = tmp_path.glob("runs/certify-train-*/job/job.sbatch")
+    lines = set(script.read_text().splitlines())
+    asked = {"nodes=1", "ntasks-per-node=2", "time=30", "partition=gpu", "no-requeue", f"chdir={tmp_path}"}
+    assert {f"#SBATCH --{word}" for word in asked} <= lines
+    assert {"ulimit -n", "module purge"} <= lines
+    assert not any("--signal" in line for line in lines)
+    plan = read_plan(script.parent / "plan.json")
+    assert (plan.command, plan.faults, plan.settings, plan.folder) == (
+        list(SCRIPT[1:]),
+        ["term"],
+        keys,
+        script.parents[1],
+    )
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    checked = subprocess.run([shellcheck, "--shell=bash", script], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_a_job_that_meets_its_time_limit_proves_nothing_and_the_key_to_raise_is_named(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.has("sbatch", SBATCH.replace("{job}", ""))
+    slurm.knows_job(state="TIMEOUT")
+
+    code = main(["certify", "--cluster", "slurm", "resources.time_limit_min=10", *SCRIPT])
+
+    assert code == 2
+    assert (
+        "Job 7 reached its time limit before the certification was done, so nothing is proven. Ask for more time: "
+        "`resources.time_limit_min=40` (the job had 10 min)"
+    ) in capsys.readouterr().err
+
+
+def test_ctrl_c_cancels_the_job_and_says_so(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm.has("sbatch", SBATCH.replace("{job}", ""))
+    slurm.has("scontrol", '[ "$3" = job ] && kill -INT $PPID; true')
+
+    code = main(["certify", "--cluster", "slurm", *SCRIPT])
+
+    assert code == 130
+    assert "... job 7 was cancelled, so nothing is proven\n" in capsys.readouterr().out
+    assert slurm.orders("scancel") == ["scancel 7"]
+
+
+def test_a_refused_job_leaves_nothing_behind(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.has("sbatch", 'echo "sbatch: error: Invalid account" >&2; exit 1')
+
+    assert main(["certify", "--cluster", "slurm", *SCRIPT]) == 2
+
+    assert not list(tmp_path.glob("runs/certify-*"))
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_several_nodes_are_refused_and_the_drill_is_named(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--cluster", cluster, "resources.nodes=2", *SCRIPT]) == 2
+
+    assert "`resources.nodes` is 2, but certify runs the script on one node" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_shell_in_a_job_is_asked_to_certify_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {"JOB_ID": "5", "JOB_NODELIST": "node1", "TASKS_PER_NODE": "2"}
+    for name, value in {**{f"SLURM_{key}": value for key, value in job.items()}, "SLURMD_NODENAME": "node1"}.items():
+        monkeypatch.setenv(name, value)
+
+    assert main(["certify", "--cluster", "slurm", *SCRIPT]) == 2
+
+    assert "runs on a node of job 5 already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (
+            "PREEMPTED",
+            "was preempted before the certification was done, so nothing is proven. Call certify again, if you can with a",
+        ),
+        ("CANCELLED by 1000", "was cancelled before the certification was done"),
+        ("NODE_FAIL", "lost a node before the certification was done"),
+        ("OUT_OF_MEMORY", "(`resources.mem_gb`)"),
+        ("TIMEOUT", "`resources.time_limit_min=240` (the job had 60 min)"),
+        ("FAILED", "failed before the certification was done, so nothing is proven. Read console.log"),
+        (
+            None,
+            "Slurm no longer knows job 7, and the job has written no exit code, so nothing is proven. Read console.log",
+        ),
+    ],
+)
+def test_a_job_that_ended_too_early_is_explained(state: str | None, expected: str) -> None:
+    spec = RunSpec(name="train", script=ScriptSpec(command=("python", "train.py")), resources=ResourcesSpec())
+    job = None if state is None else JobRecord(job_id="7", state=state, time_limit_min=60.0)
+
+    assert expected in unproven("7", job, spec, Path("console.log"))
+
+
+def test_a_plan_reads_as_it_was_written(tmp_path: Path) -> None:
+    plan = Plan(
+        command=["python", "it's.py"],
+        settings=["env.A=line\nline"],
+        faults=["term"],
+        work_dir=tmp_path,
+        folder=tmp_path / "runs" / "certify-x",
+        left_out=(tmp_path / "runs",),
+        seed=3,
+        patience_s=60.0,
+        is_kept=True,
+    )
+    (tmp_path / "plan.json").write_text(plan_text(plan))
+
+    assert read_plan(tmp_path / "plan.json") == plan
