@@ -10,14 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_hpc.base.discretion import is_key_shown
-from ddp_hpc.certify.evidence import Baseline, evidence_of
+from ddp_hpc.certify.baseline import Baseline
+from ddp_hpc.certify.evidence import evidence_of
 from ddp_hpc.certify.faults import FAULTS, Fault, Trigger, trigger_of
+from ddp_hpc.certify.live_files import plain
 from ddp_hpc.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, strays
 from ddp_hpc.certify.records import RunRecord
 from ddp_hpc.certify.sandbox import copy_of, files_in
 from ddp_hpc.certify.saved_files import is_saved_state
 from ddp_hpc.certify.source_reading import facts_of, sources_of
-from ddp_hpc.certify.trial import Order, Place, Trial, plain
+from ddp_hpc.certify.trial import Order, Place, Trial
 from ddp_hpc.certify.verdicts import Finding, are_good, judge, needs_second_run
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec.script import program_of

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddp_hpc.certify.evidence import MOST_DIFFERENCES, Baseline, Difference, Evidence
+from ddp_hpc.certify.baseline import Baseline
+from ddp_hpc.certify.evidence import Evidence
+from ddp_hpc.certify.file_differences import Difference
 from ddp_hpc.certify.rules import Defect, diagnose
 
 Verdict = Literal[
@@ -23,6 +25,8 @@ Verdict = Literal[
 ]
 GOOD: frozenset[Verdict] = frozenset({"exact", "loses", "comes back", "not tried"})
 """`not tried`, where the script has no such moment, does no harm beside others; alone it says nothing (`are_good`)."""
+_MOST_DIFFERENCES = 8
+"""So many are named in a message, at most."""
 
 
 @dataclass(kw_only=True)
@@ -118,7 +122,7 @@ def first_difference(evidence: Evidence) -> str:
     """Return what differs first, in the output or else in the files."""
     if evidence.first_loss_differs:
         return f"the first loss after it came back, at {evidence.unit} {'/'.join(map(str, evidence.resumed_at or ()))}"
-    files = [_text(one) for one in evidence.differences[:MOST_DIFFERENCES]]
+    files = [_text(one) for one in evidence.differences[:_MOST_DIFFERENCES]]
     if evidence.later_loss_differs:
         return f"a loss after the first one{f'; {files[0]}' if files else ''}"
     return files[0] if files else "nothing that is known"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_hpc.certify.evidence import Baseline
+from ddp_hpc.certify.baseline import Baseline
 from ddp_hpc.certify.output_lines import Line, parse
 from ddp_hpc.certify.records import AttemptRecord, RunRecord, Save, Strike
 from ddp_hpc.certify.saved_files import Contents

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_hpc.certify.evidence import Baseline, evidence_of
+from ddp_hpc.certify.baseline import Baseline
+from ddp_hpc.certify.evidence import evidence_of
 from ddp_hpc.certify.faults import FAULTS
 from ddp_hpc.certify.output_lines import Line, parse
 from ddp_hpc.certify.records import RunRecord, Save

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.certify.evidence import Baseline, evidence_of
+from ddp_hpc.certify.baseline import Baseline
+from ddp_hpc.certify.evidence import evidence_of
 from ddp_hpc.certify.faults import FAULTS
 from ddp_hpc.certify.records import RunRecord, Save
 from ddp_hpc.certify.rules import RULES
