@@ -47,6 +47,8 @@ class Plan:
     """Where its runs take place."""
     left_out: tuple[Path, ...] = ()
     """What is not copied: the directory of the runs, and those of earlier certifications."""
+    may_change: tuple[Path, ...] = ()
+    """What others change, or the script may: it is not watched."""
     seed: int
     patience_s: float
     is_kept: bool = False
@@ -128,7 +130,7 @@ class _Certification:
         program = program_of(self._command)
         source = facts_of(sources_of(program, plan.work_dir))
         variables = [one for one in plan.settings if one.startswith("env.")]
-        self._outside = named_paths((*self._command[1:], *variables), source.absolute_paths)
+        self._outside = self._watched(named_paths((*self._command[1:], *variables), source.absolute_paths))
         refuse_saved_states(self._outside, apart_from=self._of_other_runs)
         self.say("running the script undisturbed")
         record = self._undisturbed("undisturbed")
@@ -154,10 +156,13 @@ class _Certification:
             certificate.findings.append(judge("undisturbed", evidence_of(fault, record, self.baseline), self.baseline))
         return certificate
 
+    def _watched(self, paths: Sequence[Path]) -> tuple[Path, ...]:
+        return tuple(path for path in paths if not any(path.is_relative_to(one) for one in self.plan.may_change))
+
     @property
     def _of_other_runs(self) -> tuple[Path, ...]:
-        """Directories that certify and other runs write to, also where a path that the script names contains them."""
-        ours = (*self.plan.left_out, self.plan.folder)
+        """Directories that certify, other runs and, as the user says, others write to, also where a path that the script names contains them."""
+        ours = (*self.plan.left_out, self.plan.folder, *self.plan.may_change)
         return tuple(one for one in ours if not self.plan.work_dir.is_relative_to(one))
 
     def _note_limits(self, certificate: Certificate, num_ranks: int) -> None:
@@ -249,7 +254,8 @@ class _Certification:
             raise ConfigError(
                 f"The script wrote {record.outside[0]}, which is outside of its working directory, so certify has ended it: the runs would "
                 "overwrite each other's results, and yours. Give it a relative path for its output, below the working directory and not "
-                "below a link to a directory elsewhere."
+                "below a link to a directory elsewhere. If it is a cache, or another program has written there: `--may-change "
+                f"{Path(record.outside[0]).parent}`."
             )
         folder = place.work_dir.parent
         beside = [
@@ -274,7 +280,7 @@ class _Certification:
         others = [
             f"{key}={value}" for key, value in user.items() if key not in {"name", "runs_dir", "script.stop_signal"}
         ]
-        outside = (*self._outside, *linked)
+        outside = (*self._outside, *self._watched(linked))
         return Order(
             command=self._command,
             settings=[*others, *ranks_of(others), *(f"{key}={value}" for key, value in mine.items())],

@@ -127,7 +127,8 @@ def read_plan(path: Path) -> Plan:
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         paths = {key: Path(values[key]) for key in ("work_dir", "folder")}
-        return Plan(**{**values, **paths, "left_out": tuple(map(Path, values["left_out"]))})
+        several = {key: tuple(map(Path, values[key])) for key in ("left_out", "may_change")}
+        return Plan(**{**values, **paths, **several})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"The plan of the certification, {path}, cannot be read: {error}. Call certify again."

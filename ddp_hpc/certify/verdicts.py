@@ -86,7 +86,10 @@ def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
         finding.reason = "it saved no file that certify knows as a saved state, and began again"
     elif evidence.num_repeated:
         finding.verdict, finding.at_most = "loses", max(evidence.num_repeated, _between_saves(evidence, baseline))
-        finding.words = f"loses at most {finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
+        lost = f"{finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
+        finding.words = f"loses at most {lost}"
+        if evidence.is_deterministic is False:  # `loses` also says that the final files are the same
+            finding.verdict, finding.words = "comes back", f"comes back, and does at most {lost} again"
     elif evidence.is_deterministic is False or not evidence.is_measured or not evidence.num_compared:
         finding.verdict, finding.words = "comes back", "comes back"
     else:
@@ -135,6 +138,19 @@ def _text(difference: Difference) -> str:
     return f"{where} is {difference.here[:60]!r}, undisturbed {difference.undisturbed[:60]!r}"
 
 
+def _not_possible(evidence: Evidence) -> str:
+    """Return what cannot be said where two undisturbed runs differ, and what may be wrong all the same."""
+    saved = evidence.checkpoint
+    held = {} if saved is None else {"an optimizer": saved.has_optimizer, "a random generator": saved.has_rng}
+    missing = " and ".join(f"no state of {name}" for name, is_there in held.items() if not is_there)
+    return (
+        "two undisturbed runs differ, so neither losses nor final files can be compared: the verdicts `exact`, `loses at most N steps` "
+        "and `differs` are not possible, and a state that is not saved, or data in another order, would not be found. "
+        f"{f'Its saved state has {missing}. ' if missing else ''}"
+        "Set all seeds and `torch.use_deterministic_algorithms(True)` for the certification, and call it again"
+    )
+
+
 def _notes(finding: Finding, evidence: Evidence) -> list[str]:
     notes = []
     fault = evidence.fault
@@ -145,7 +161,7 @@ def _notes(finding: Finding, evidence: Evidence) -> list[str]:
     if fault.moment == "in a save" and not evidence.was_in_save:
         notes.append("no kill came while a file was open; the saves are too short to be hit")
     if evidence.is_deterministic is False:
-        notes.append("two undisturbed runs differ, so the bits of its results say nothing")
+        notes.append(_not_possible(evidence))
     if finding.verdict == "comes back" and not evidence.is_measured:
         notes.append("its output does not say where it went on, so nothing says how much work was done again")
     if evidence.num_compared == 0:

@@ -140,6 +140,25 @@ def test_a_script_that_writes_outside_of_its_directory_is_refused_by_the_path_it
 
 
 @pytest.mark.long
+def test_a_script_may_write_to_a_cache_that_the_user_allows_it(tmp_path: Path) -> None:
+    place, cache = tmp_path / "work", tmp_path / "cache"
+    place.mkdir()
+    cache.mkdir()
+    torch.save({}, cache / "pretrained.pt")
+    (place / "train.py").write_text(
+        "import sys, pathlib\nprint('step 1')\n(pathlib.Path(sys.argv[1]) / 'lock').touch()\n"
+    )
+    words = ("resources.workers_per_node=1", "--faults=kill-after-save", "--", "python", "train.py", str(cache))
+
+    refused, allowed = certify(place, *words), certify(place, "--may-change", "../cache", *words)
+
+    assert (refused.returncode, allowed.returncode) == (2, 1), allowed.stdout + allowed.stderr
+    assert f"`--may-change {cache}`" in refused.stderr
+    assert "not tried: the script has saved no file" in allowed.stdout
+    assert (cache / "lock").exists()
+
+
+@pytest.mark.long
 def test_a_script_that_fails_undisturbed_is_refused_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('the data are odd')\n")
 

@@ -160,6 +160,23 @@ def test_a_script_that_never_ends_the_same_gets_no_defect_by_its_bits() -> None:
     assert any("two undisturbed runs differ" in note for note in finding.notes)
 
 
+def test_where_undisturbed_runs_differ_it_is_said_which_verdicts_are_not_possible_and_what_is_not_saved() -> None:
+    """Such a script hides a missing optimizer."""
+    saved = values(without="optimizer")
+    baseline = undisturbed(saved)
+    other = replace(baseline.record, final={"step_10.pt": values({"model.weight": "tensor 3"}, without="optimizer")})
+    record = struck(then=lines_of(5, 10, loss=2.0), final=OTHER, later=LOADED)
+
+    finding = found("kill-at-random", record, replace(baseline, second=other))
+
+    assert (finding.verdict, finding.at_most, names(finding)) == ("comes back", 2, set())
+    assert finding.words == "comes back, and does at most 2 steps again"
+    (note,) = [note for note in finding.notes if "two undisturbed runs differ" in note]
+    assert "`exact`, `loses at most N steps` and `differs` are not possible" in note
+    assert "no state of an optimizer" in note
+    assert "no state of a random generator" not in note
+
+
 # --- exports beside the state (6) --------------------------------------------------------------------------------------
 
 

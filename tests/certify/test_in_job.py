@@ -165,6 +165,7 @@ def test_a_plan_reads_as_it_was_written(tmp_path: Path) -> None:
         work_dir=tmp_path,
         folder=tmp_path / "runs" / "certify-x",
         left_out=(tmp_path / "runs",),
+        may_change=(tmp_path / "cache", tmp_path / "x"),
         seed=3,
         patience_s=60.0,
         is_kept=True,

@@ -60,7 +60,7 @@ def test_a_script_that_always_ends_otherwise_is_not_blamed_for_it() -> None:
 
     finding = found("kill-at-random", struck(final=OTHER), baseline)
 
-    assert finding.verdict == "loses"
+    assert finding.verdict == "comes back"
     assert "two undisturbed runs differ" in finding.notes[0]
 
 

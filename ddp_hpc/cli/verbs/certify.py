@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import shlex
 import shutil
@@ -68,6 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         metavar="SECONDS",
         help="a run that prints, writes and computes nothing for this long hangs (default: 60)",
+    )
+    parser.add_argument(
+        "--may-change",
+        action="append",
+        default=[],
+        type=lambda text: Path(os.path.abspath(os.path.expanduser(text))),  # noqa: PTH100, PTH111  links stay, and no error for `~nobody`
+        metavar="PATH",
+        help="a path outside of the working directory, named by the script, that it or another program may change: a cache, a log; may be repeated",
     )
     parser.add_argument(
         "--keep", action="store_true", help="keep the directories of all runs, not only of those with a complaint"
@@ -179,6 +188,7 @@ def _planned(args: argparse.Namespace, backend: Backend, environment: Mapping[st
         work_dir=Path.cwd(),
         folder=runs_dir / f"certify-{name}-{time.strftime('%m%d-%H%M%S')}",
         left_out=(runs_dir, *runs_dir.glob("certify-*")),
+        may_change=tuple(args.may_change),
         seed=secrets.randbelow(LONGEST_SEED) if args.random_seed is None else args.random_seed,
         patience_s=args.patience,
         is_kept=args.keep,
@@ -228,6 +238,8 @@ def as_text(certificate: Certificate) -> str:
         lines += [f"  {line}" for line in ("mend it:", *(f"  {line}" for line in mend.splitlines()))]
     if certificate.is_good:
         end = "It comes back from every fault that was tried."
+        if certificate.is_deterministic is False:
+            end = f"{end[:-1]}, but whether to the same result is not known: two undisturbed runs differ."
     elif all(one.is_good for one in certificate.findings):
         end = "No fault could be tried, so nothing is proved. Try other faults (`--faults`), or a longer training with more saves."
     else:
