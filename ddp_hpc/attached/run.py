@@ -24,7 +24,7 @@ from ddp_hpc.attached.report import Report
 from ddp_hpc.attached.step_sampler import StepSampler
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.patience import is_there, patiently
-from ddp_hpc.base.processes import STOP_SIGNALS, signal_number
+from ddp_hpc.base.processes import SLURMS_SIGNALS, signal_number
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.checkpoints.checkpoint_store import prune
 from ddp_hpc.checkpoints.foreign_files import commit_files, flush_files, newest, step_of
@@ -73,7 +73,7 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
         facts = _facts(os.environ)
         names = {*stop_signals, facts["stop_signal"]} if facts else {*stop_signals}
         try:
-            signals = {*STOP_SIGNALS, *(signal_number(str(name).removeprefix("SIG")) for name in names)}
+            signals = {*SLURMS_SIGNALS, *(signal_number(str(name).removeprefix("SIG")) for name in names)}
         except ValueError as error:
             raise ConfigError(
                 f"`attach` got the stop signal {error.args[0]!r}, but there is none of that name."

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-"""The signals that a cluster sends before it takes the nodes away. Both mean: commit a checkpoint and exit."""
+SLURMS_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+"""The signals that Slurm sends before it takes the nodes away, one by its own choice, the other because our job script asks for it."""
+STOP_SIGNALS = (*SLURMS_SIGNALS, signal.SIGUSR1)
+"""The signals that mean: commit a checkpoint and exit. Users have Slurm send SIGUSR1, too (`scancel --signal=USR1`)."""
 CTRL_C = signal.SIGINT
 INTERRUPTIONS = (CTRL_C, signal.SIGHUP)
-"""Ctrl-C, and the end of a terminal."""
+"""Ctrl-C, and the end of a terminal; in a job step, which has no terminal, `scancel` sends them, and they mean the same as stop signals."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -53,7 +55,7 @@ def become_bound_child(parent_pid: int) -> None:
 
 def ignore_stop_signals() -> None:
     """Ignore stop signals in a helper process: Slurm signals every process of a job step, and the parent handles them."""
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, *INTERRUPTIONS):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -72,7 +74,7 @@ def become_script(parent_pid: int, *, is_new_program: bool, ignores: Iterable[in
     """
     die_with_parent(parent_pid)
     restore_stop_signals()
-    for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGUSR1):
+    for number in (signal.SIGCHLD, signal.SIGIO):
         signal.signal(number, signal.SIG_DFL)
     for ignored in ignores:
         signal.signal(ignored, signal.SIG_IGN)
@@ -124,6 +126,26 @@ def block_interruptions() -> list[signal.Signals]:
     numbers = [number for number in INTERRUPTIONS if signal.getsignal(number) is not signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     return numbers
+
+
+def blocked_interruptions() -> list[signal.Signals]:
+    """Return those of INTERRUPTIONS that this process, or the one that forked it, has blocked for `await_signal`."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return [number for number in INTERRUPTIONS if number in blocked]
+
+
+def unclaimed_stop_signals() -> set[signal.Signals]:
+    """Return the signals that ask this process to stop, without those that a user's module has given a handler of its own.
+
+    That is, a recipe may print its stacks at SIGUSR1 (`faulthandler.register`). Slurm's own signals always ask to stop.
+    """
+    # By /proc, because `signal.getsignal` does not know of handlers in C. Python itself catches SIGINT.
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(errors="replace").splitlines())
+    caught = int(fields["SigCgt"], 16)
+    has_own = {number for number in (*STOP_SIGNALS, *INTERRUPTIONS) if caught >> (number - 1) & 1}
+    if signal.getsignal(CTRL_C) is signal.default_int_handler:
+        has_own.discard(CTRL_C)
+    return {*SLURMS_SIGNALS, *({*STOP_SIGNALS, *blocked_interruptions()} - has_own)}
 
 
 def unblock_signals() -> None:

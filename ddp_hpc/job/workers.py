@@ -21,7 +21,9 @@ from ddp_hpc.run_dir.records import ask_to_stop, take_rank_zero_exit
 LEAVE_S = 15.0
 """How long other nodes may take to report, after one has reported a failure or the agents were ordered to end."""
 
-_KILLED_BY_STOP_SIGNAL = frozenset(code for number in processes.STOP_SIGNALS for code in (128 + number, -number))
+_KILLED_BY_STOP_SIGNAL = frozenset(
+    code for number in (*processes.STOP_SIGNALS, *processes.INTERRUPTIONS) for code in (128 + number, -number)
+)
 """Exit codes of a step whose processes a stop signal killed. It kills only processes without handlers: their Python has
 just started, so no training had begun."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ddp_hpc import exit_codes
-from ddp_hpc.base.processes import STOP_SIGNALS
+from ddp_hpc.base.processes import INTERRUPTIONS, STOP_SIGNALS
 
 _OF_SHELL = 128
 """Shells, and programs that imitate them, exit with this plus the number of the signal that ended them."""
@@ -26,5 +26,5 @@ def meaning(code: int, *, stop_signal: int | None, resume_codes: Collection[int]
 
 def is_of_stop_signal(code: int, *sent: int) -> bool:
     """Tell whether a script's exit code is the end by a stop signal; of a job step, Slurm and srun may signal all processes."""
-    signals = {*sent, *STOP_SIGNALS}
+    signals = {*sent, *STOP_SIGNALS, *INTERRUPTIONS}
     return -code in signals or code - _OF_SHELL in signals

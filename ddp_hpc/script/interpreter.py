@@ -106,7 +106,10 @@ def _run(plan: Plan, on_error: Callable[[BaseException], object]) -> int:
         return _exit_code(end)
     except BaseException as error:  # noqa: BLE001  all that a script may raise
         error.with_traceback(_of_script(error.__traceback__))
-        on_error(error)
+        if not isinstance(
+            error, KeyboardInterrupt
+        ):  # SIGINT may be a request to stop: the process beside this one knows
+            on_error(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return _SIGINT_CODE if isinstance(error, KeyboardInterrupt) else 1
     return 0

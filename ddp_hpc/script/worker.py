@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -255,10 +255,10 @@ class _Worker:
 
     def _not_for_script(self, environ: Mapping[str, str]) -> list[int]:
         """Return the signals that mean nothing to the script, and would kill it where Slurm sends them to all processes."""
-        # Slurm signals every process of a step unless it tracks them by cgroups (ProctrackType in slurm.conf), and SIGUSR2 is
-        # what ddp-hpc asks it for, and srun. The script gets its own signal then, from this process.
-        has_own = self.spec.script.stop_signal == "USR2"
-        return [processes.signal_number("USR2")] if is_in_job(environ) and not has_own else []
+        # Slurm signals every process of a step unless it tracks them by cgroups (ProctrackType in slurm.conf). SIGUSR2 is what
+        # ddp-hpc asks it for, and srun; a user may send the others. The script gets its own signal then, from this process.
+        names = {"USR1", "USR2", "HUP"} - {self.spec.script.stop_signal}
+        return [processes.signal_number(name) for name in names] if is_in_job(environ) else []
 
     def _start(self, environ: Mapping[str, str], log_fd: int, listen_fd: int | None) -> int:
         """Start the script in a child process; return its process id."""
@@ -365,6 +365,7 @@ class _Watcher:
     was_stopped_for_failure: bool = False
     """Whether the launcher stops this rank because another one has failed: srun and torchrun send SIGTERM then, too."""
     has_killed: bool = False
+    interruptions: Sequence[int] = field(default_factory=processes.blocked_interruptions)
     _kill_at: float = float("inf")
     _looked_at: float = 0.0
 
@@ -384,8 +385,8 @@ class _Watcher:
         ended: dict[int, int] = {}
         while left := [pid for pid in pids if pid not in ended]:
             left_s = max(self._kill_at - time.monotonic(), 0.0)
-            number = processes.await_signal(min(patience_s, left_s))
-            if self.sent_signal is None and (number in processes.STOP_SIGNALS or self._is_stop_asked()):
+            number = processes.await_signal(min(patience_s, left_s), self.interruptions)
+            if self.sent_signal is None and (self._asks_to_stop(number) or self._is_stop_asked()):
                 self.was_stopped_for_failure = number is not None and self._has_another_failed()
                 self._ask_to_stop(left)
             if time.monotonic() >= self._kill_at:
@@ -435,12 +436,15 @@ class _Watcher:
         ends_at = time.monotonic() + (SIGNAL_S if may_have_obeyed else 0.0)
         while self.sent_signal is None:
             left_s = max(ends_at - time.monotonic(), 0.0)
-            number = processes.await_signal(left_s)
-            if number in processes.STOP_SIGNALS:
+            number = processes.await_signal(left_s, self.interruptions)
+            if number is not None and self._asks_to_stop(number):
                 self.sent_signal = number
                 self.was_stopped_for_failure = self._has_another_failed()
             elif not left_s:
                 return
+
+    def _asks_to_stop(self, number: int | None) -> bool:
+        return number in {*processes.STOP_SIGNALS, *self.interruptions}
 
     def _has_another_failed(self) -> bool:
         """Tell whether a rank of this attempt has written an error report, which it does before it exits."""

@@ -1,6 +1,6 @@
 """Receives requests to stop, and lets all ranks agree on the step after which they stop.
 
-SIGTERM, SIGUSR2 and the run's STOP file all mean: commit a checkpoint and exit. The signal handler only sets a flag. About
+The signals that a cluster or a user sends, and the run's STOP file, all mean: commit a checkpoint and exit. The signal handler only sets a flag. About
 every half second the ranks all-reduce their flags, so that all of them stop after the same step; in between, a step costs
 one comparison. Rank zero also checks whether a newer attempt has taken the run over; then all ranks stop without a save.
 

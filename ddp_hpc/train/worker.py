@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ddp_hpc.base.processes import unclaimed_stop_signals
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, exit_code_of
 from ddp_hpc.exit_codes import FINISHED, STOPPED
@@ -63,7 +64,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     run = RunDir(Path(run_path))
     rank_info = process_group.rank_info_from_environ(environ)
     open_rank_log(run.rank_log(attempt, rank_info.rank), is_rank_zero=rank_info.is_rank_zero)
-    flag = StopFlag(run.stop_request)
+    flag = StopFlag(run.stop_request, unclaimed_stop_signals())
     flag.listen()
     training: Training | None = None
     phase: Phase = "joining"

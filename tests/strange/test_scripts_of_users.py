@@ -30,6 +30,7 @@ import os, sys
 from ddp_hpc.base import processes
 from ddp_hpc.script.worker import main
 processes.block_awaited_signals()  # as agents do
+processes.block_interruptions()
 os._exit(main(sys.argv[1], os.environ, attempt=0, listen_fd=None))
 """
 RANK_ZERO = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -256,7 +257,13 @@ def test_the_last_line_of_a_log_with_a_progress_bar_is_what_the_bar_showed_last(
         ("(sleep 0.5; kill -TERM $PPID) & kill -TERM $$", exit_codes.STOPPED),
         ("kill -TERM $PPID; exit 0", exit_codes.STOPPED),
         pytest.param("kill -TERM $$", exit_codes.FAILED, marks=pytest.mark.long),
-        ("kill -USR2 $$; exit 42", 42),  # the script lives on, until it gets its own signal
+        ("kill -USR1 $PPID; exit 0", exit_codes.STOPPED),
+        pytest.param("kill -HUP $PPID; exit 0", exit_codes.STOPPED, marks=pytest.mark.long),
+        ("(sleep 0.5; kill -INT $PPID) & kill -INT $$", exit_codes.STOPPED),
+        (
+            "kill -USR2 $$; kill -USR1 $$; kill -HUP $$; exit 42",
+            42,
+        ),  # the script lives on, until it gets its own signal
     ],
 )
 def test_a_script_that_a_stop_signal_of_slurms_reaches_first_has_been_stopped(

@@ -112,6 +112,22 @@ def await_news(workers: ByAgents) -> int:
     return code
 
 
+def test_every_signal_that_users_send_to_a_jobs_steps_asks_the_workers_to_stop_and_ends_no_agent(
+    run: RunDir, workers: ByAgents
+) -> None:
+    agents, codes = set(), []
+
+    for attempt, number in enumerate((signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR2)):
+        workers.begin(attempt, None)
+        agents.add(agent := psutil.Process(pids(run, attempt)[0]).ppid())
+        os.kill(agent, signal.SIGCONT)
+        os.kill(agent, number)
+        codes.append(await_news(workers))
+
+    assert codes == [exit_codes.STOPPED] * 5
+    assert len(agents) == 1
+
+
 def test_after_a_worker_was_killed_the_same_agent_begins_again_and_imports_nothing_twice(
     run: RunDir, workers: ByAgents
 ) -> None:

@@ -87,10 +87,11 @@ def test_golden_scripts_are_sound_shell(name: str, check: tuple[str, ...]) -> No
     [
         ((), "", 0, False),
         (("kill -USR2 $$",), "", 0, True),
-        ((), "kill -USR2 $$", 0, False),
+        (("kill -USR1 $$",), "", 0, True),
+        ((), "kill -USR2 $$; kill -USR1 $$", 0, False),
         (("kill -TERM $$",), "", -signal.SIGTERM, False),
     ],
-    ids=["undisturbed", "told in setup", "told while Python starts", "ended"],
+    ids=["undisturbed", "told in setup", "told by a user in setup", "told while Python starts", "ended"],
 )
 def test_a_script_that_is_told_to_leave_goes_on_and_passes_it_on(
     tmp_path: Path, setup: tuple[str, ...], python: str, code: int, *, is_told: bool
@@ -181,7 +182,10 @@ def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_pa
     assert "so the job does not start it again on this node" in first[1]
 
 
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGUSR2, "USR2"), (signal.SIGTERM, "TERM")])
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(signal.SIGUSR2, "USR2"), (signal.SIGUSR1, "USR2"), (signal.SIGTERM, "TERM"), (signal.SIGHUP, "TERM")],
+)
 def test_a_signal_for_the_jobs_shell_reaches_the_supervisor_and_the_next_one(
     tmp_path: Path, number: int, word: str
 ) -> None:

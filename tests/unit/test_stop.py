@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.processes import STOP_SIGNALS
+from ddp_hpc.base.processes import INTERRUPTIONS, STOP_SIGNALS, unclaimed_stop_signals
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 from tests.unit.made_state import alone
 
@@ -33,6 +34,21 @@ def test_nobody_is_told_at_first(tmp_path: Path) -> None:
     flag.listen()
 
     assert not is_set(flag)
+
+
+def test_a_handler_that_a_recipe_has_set_for_a_users_signal_stays_its_own(tmp_path: Path) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
+    at_first = unclaimed_stop_signals()
+    with (tmp_path / "stacks").open("w") as stacks:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            faulthandler.register(number, stacks)  # a handler in C, of which Python's `signal` does not know
+        claimed = unclaimed_stop_signals()
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            faulthandler.unregister(number)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    assert at_first == {*STOP_SIGNALS, *INTERRUPTIONS}
+    assert claimed == at_first - {signal.SIGUSR1}  # Slurm's own signals ask to stop in any case
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -132,6 +132,7 @@ class Agent:
         self._group: WorkerGroup | None = None
         self._is_stop_pending = False
         """Whether a stop signal came while no worker ran."""
+        self._interruptions = processes.blocked_interruptions()
 
     def serve(self) -> None:
         """Carry out the supervisor's orders until it closes the connection; then kill the workers that are left."""
@@ -141,8 +142,8 @@ class Agent:
                 self._obey(order, failure)
             if self._line.is_closed:
                 break
-            number = processes.await_signal(self._patience_s())
-            if number in processes.STOP_SIGNALS:
+            number = processes.await_signal(self._patience_s(), self._interruptions)
+            if number in {*processes.STOP_SIGNALS, *self._interruptions}:
                 self._ask_workers_to_stop()
             self._look_after_workers()
         if self._group:
@@ -296,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before the first thread and the first fork, as both inherit the mask: a stop signal that comes between two attempts, or
     # before a worker has installed its handlers, then stays pending instead of killing the process (signal(7)).
     processes.block_awaited_signals()
+    processes.block_interruptions()
     python = python_environ(os.environ)
     import_paths = make_users_code_importable(os.environ)
     Agent(arguments, Line.of_agent(), python, import_paths).serve()

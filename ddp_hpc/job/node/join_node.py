@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
-    code = see_through(torchrun, arguments.stop_signal, interruptions)
+    code = see_through(torchrun, arguments.stop_signal, interruptions, has_terminal=True)
     if code != exit_codes.FINISHED:
         return exit_codes.FAILED if code < 0 else code
     return _meaning(RunDir(arguments.run))

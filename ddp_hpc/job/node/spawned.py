@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--listen-fd", type=int)
     arguments = parser.parse_args(argv)
     processes.die_with_parent(arguments.agent)
-    processes.block_awaited_signals()  # until the worker has installed its handlers: what comes earlier stays pending
+    # Until the worker has installed its handlers: what comes earlier stays pending.
+    processes.block_awaited_signals()
+    processes.block_interruptions()
     os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
     make_users_code_importable(os.environ)
     run, rank = RunDir(arguments.run), int(os.environ["RANK"])

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
     arguments = parser.parse_args(argv)
-    processes.block_awaited_signals()  # a signal that comes during the imports stays pending until the worker has handlers
+    # A signal that comes during the imports stays pending until the worker has handlers.
+    processes.block_awaited_signals()
+    processes.block_interruptions()
     run, meeting = RunDir(arguments.run), arguments.meet
     import_paths = make_users_code_importable(os.environ)
     if meeting is None:

@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("options", nargs="+", help="torchrun's options, and the script that it starts")
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
+    interruptions = processes.block_interruptions()
     address = arguments.meet.address
     share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
     made = node_variables(this_host().interface_towards(address), share.threads)
@@ -66,23 +67,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
-    return see_through(torchrun, arguments.stop_signal)
+    return see_through(torchrun, arguments.stop_signal, interruptions)
 
 
-def see_through(torchrun: subprocess.Popen[bytes], stop_signal: int, interruptions: Collection[int] = ()) -> int:
+def see_through(
+    torchrun: subprocess.Popen[bytes],
+    stop_signal: int,
+    interruptions: Collection[int],
+    *,
+    has_terminal: bool = False,
+) -> int:
     """Wait for torchrun; send the workload's stop signal to the workers it has started, once they have handlers.
 
-    `interruptions` are blocked signals that mean the same as stop signals here, but a second Ctrl-C kills torchrun, and the workers
-    with it: where torchrun waits for another node, there is no worker that would stop.
+    `interruptions` are blocked signals that mean the same as stop signals here. At a terminal, a second Ctrl-C kills torchrun, and
+    the workers with it: where torchrun waits for another node, there is no worker that would stop.
 
     A worker whose Python has just started would be killed by the signal, and torchrun would report a failure.
     """
     is_stopping = is_interrupted = False
     while (code := torchrun.poll()) is None:
         number = processes.await_signal(REPEAT_S if is_stopping else 3600.0, interruptions)
-        if number == processes.CTRL_C and is_interrupted:
+        is_ctrl_c = has_terminal and number == processes.CTRL_C
+        if is_ctrl_c and is_interrupted:
             torchrun.kill()
-        elif number == processes.CTRL_C:
+        elif is_ctrl_c:
             is_interrupted = True
             with suppress(OSError):  # the terminal is gone
                 sys.stderr.write("note: the workers save and exit now; Ctrl-C once more ends them at once\n")
