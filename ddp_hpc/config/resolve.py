@@ -63,8 +63,6 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     """
     profile = find_profile(environ, site)
     stem = path.stem if path is not None else program_of(command).name if command else ""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
-    before = [*from_defaults(), Setting("name", name, DEFAULT), *(profile.settings if profile else ())]
     asked = [*([] if path is None else from_file(path, f"file {path.name}")), *from_environment(environ)]
     if isinstance(overrides, Mapping):
         asked += settings_in(overrides, Origin("Python", "Python"))
@@ -72,6 +70,25 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
         asked += from_overrides(overrides)
     if command:
         asked += settings_in({"script": {"command": list(command)}}, COMMAND_LINE)
+    return resolve_settings(asked, environ, name=name_from(stem), profile=profile, is_for_slurm=is_for_slurm)
+
+
+def name_from(stem: str) -> str:
+    """Return the name of a run whose configuration does not name it, from its file's or script's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
+
+
+def resolve_settings(
+    asked: Sequence[Setting], environ: Mapping[str, str], *, name: str, profile: Profile | None, is_for_slurm: bool
+) -> Resolved:
+    """Return what follows from defaults, a site profile and settings; of several settings for one key, the last counts.
+
+    `name` is the run's where no setting names it.
+
+    Raises:
+        ConfigError: for the first invalid value.
+    """
+    before = [*from_defaults(), Setting("name", name, DEFAULT), *(profile.settings if profile else ())]
     after = filled(asked, environ)
     between: Sequence[Setting] = ()
     if is_for_slurm and profile is not None:

@@ -55,6 +55,11 @@ class RunDir:
         return self.path / "submission.json"
 
     @property
+    def awaited(self) -> Path:
+        """The runs whose end the newest job waits for."""
+        return self.path / "awaited.json"
+
+    @property
     def submission_lock(self) -> Path:
         """Held, by flock, by the process that submits the run."""
         return self.path / "submission.lock"

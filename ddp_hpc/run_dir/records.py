@@ -62,6 +62,35 @@ def read_queued_job(run: RunDir) -> QueuedJob | None:
         return None
 
 
+When = Literal["ok", "notok", "any"]
+"""How a run has to end before another one starts: finished, otherwise, or in any way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Awaited:
+    """A run whose end a job waits for."""
+
+    path: str
+    """The run's directory."""
+    job_id: str
+    when: When = "ok"
+
+
+def write_awaited(run: RunDir, job_id: str, awaited: Sequence[Awaited]) -> None:
+    """Record what a run's job waits for, for `status`; Slurm knows only the numbers of the jobs."""
+    record = {"job_id": job_id, "awaited": [asdict(one) for one in awaited]}
+    replace_text(run.awaited, json.dumps(record), durable=False)
+
+
+def read_awaited(run: RunDir, job_id: str) -> list[Awaited]:
+    """Return what this job of a run waits for; empty where that is not known."""
+    record = read_json(run.awaited) or {}
+    try:
+        return [Awaited(**one) for one in record["awaited"]] if record["job_id"] == job_id else []
+    except (KeyError, TypeError):
+        return []
+
+
 def write_done(run: RunDir, goal: Mapping[str, Any]) -> None:
     """Record that a run has finished, and what it was asked to reach."""
     replace_text(run.done, json.dumps({**goal, "at": time.time()}))

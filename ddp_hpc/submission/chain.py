@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import When
 from ddp_hpc.submission.backend import Backend, backend_of, find_job_elsewhere
 from ddp_hpc.submission.run_dir_setup import is_finished
 
-When = Literal["ok", "notok", "any"]
 _WORDS: Mapping[When, str] = {"ok": "afterok", "notok": "afternotok", "any": "afterany"}
 """How another run has to end -> what sbatch calls it (`--dependency`, https://slurm.schedmd.com/sbatch.html#OPT_dependency)."""
 
@@ -30,6 +30,11 @@ def split_when(text: str) -> tuple[str, When]:
     """Return the run that `RUN:notok` names, and how it has to end; `ok` where it does not say."""
     name, colon, when = text.rpartition(":")
     return (name, cast("When", when)) if colon and when in _WORDS else (text, "ok")
+
+
+def after_job(job_id: str, when: When) -> str:
+    """Return what sbatch has to be asked for so that a job waits for the end of another."""
+    return f"{_WORDS[when]}:{job_id}"
 
 
 def dependency(
@@ -62,7 +67,7 @@ def _part(before: Before, backend: Backend, environ: Mapping[str, str]) -> str:
                 f"`--after {run.name}` waits for job {there.job_id}, but that run may go on in a new job after it (`restart.by` is "
                 f"{spec.restart.by!r}). Wait until it has ended, or give it `restart.by=requeue`, which keeps the job's number."
             )
-        return f"{_WORDS[when]}:{there.job_id}"
+        return after_job(there.job_id, when)
     if find_job_elsewhere(run, backend.NAME, environ) is not None:
         raise ConfigError(
             f"`--after {run.name}` asks Slurm to wait for a run outside of its queue: it runs by {backend_of(run).NAME}. Wait "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddp_hpc.config import Overlay, Resolved
+from ddp_hpc.config.braces import fill_braces, names_in_braces
 from ddp_hpc.config.keys import is_section, key_of, unknown_key
 from ddp_hpc.config.paths import literal
 from ddp_hpc.errors import ConfigError
@@ -14,8 +14,6 @@ from ddp_hpc.sweep.points import Point
 
 POINT = "point"
 """The word in braces that stands for the point's name in a script's command."""
-_BRACES = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
-"""`${word}` belongs to a shell, or to Hydra."""
 _OF_THE_ARRAY = ("slurm", "resources", "container", "stage", "snapshot", "site", "launcher", "runs_dir", "script.start")
 """Sections and keys that the tasks of a job array share, as they have one script and one kind of allocation."""
 
@@ -43,7 +41,7 @@ class Points:
         settings |= {"name": point.name, "runs_dir": self._runs_dir}
         if self._command:
             words = {**{key: _as_word(value) for key, value in point.settings.items()}, POINT: point.name}
-            settings["script.command"] = [_filled(word, words) for word in self._command]
+            settings["script.command"] = [fill_braces(word, words) for word in self._command]
         try:
             return self._overlay.resolved(settings, f"sweep, {point}")
         except ConfigError as error:
@@ -52,11 +50,6 @@ class Points:
 
 def _is_key(key: str) -> bool:
     return key_of(key) is not None or is_section(key)
-
-
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    """Return a word of a command with what stands in braces replaced, where a point has a value for it."""
-    return _BRACES.sub(lambda match: values.get(match[1], match[0]), word)
 
 
 def _as_word(value: Any) -> str:
@@ -73,7 +66,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     Raises:
         ConfigError: for the first point that is not valid, or that sets what means nothing; it names the point.
     """
-    in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
+    in_braces = {name for word in base.spec.script.command for name in names_in_braces(word)}
     made = Points(base, environ)
     refused: set[str] = set()
     for point in points:

@@ -13,9 +13,10 @@ from ddp_hpc.base.patience import known
 from ddp_hpc.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
+from ddp_hpc.run_dir.records import Awaited, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
 from ddp_hpc.run_dir.rereading import LastRead
 from ddp_hpc.slurm import states
+from ddp_hpc.watch.awaited import what_for, why_never_started
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.queue import Ask, QueueStatus
@@ -56,6 +57,10 @@ class Observation:
     """The newest job that was submitted."""
     queue_status: QueueStatus | None = None
     """What Slurm says about that job; None if it was not asked."""
+    waits_for: str = ""
+    """The runs that the newest job waits for, while it has not begun, as a sentence."""
+    never_started: str = ""
+    """Why that job can never start: one of these runs has ended in another way than it had to."""
 
     @property
     def has_begun(self) -> bool:
@@ -122,7 +127,12 @@ def read_status(
     """
     seen = observe(run, now=now, host=host or processes.host_name(), files=files or LastRead())
     if ask is not None and seen.queued is not None and _needs_slurm(seen):
-        seen = replace(seen, queue_status=ask(seen.queued.job_id, seen.queued.at))
+        job_id = seen.queued.job_id
+        seen = replace(seen, queue_status=ask(job_id, seen.queued.at))
+        if not seen.has_begun:
+            awaited: list[Awaited] = known(run.awaited, lambda: read_awaited(run, job_id), unknown=[])
+            why = known(run.awaited, lambda: why_never_started(awaited), unknown="")
+            seen = replace(seen, waits_for=what_for(awaited), never_started=why)
     return status_of(run, seen)
 
 
@@ -282,7 +292,7 @@ def _state_of_alive(seen: Observation) -> State:
 def _state_by_slurm(seen: Observation, queue_status: QueueStatus) -> State:
     """Return the state of a job that has written nothing, or nothing for a while, by what Slurm says about it."""
     if queue_status.state is None:
-        return "waiting" if queue_status.problem else "unknown"
+        return "waiting" if queue_status.problem else "cancelled" if seen.never_started else "unknown"
     state = _BY_SLURM[states.parse_state(queue_status.state)]
     if not seen.has_begun:
         return state
@@ -309,7 +319,7 @@ def _written_at(seen: Observation) -> float | None:
 
 
 def _reason(state: State, seen: Observation) -> str:
-    by_slurm = "" if seen.queue_status is None else _reason_by_slurm(state, seen, seen.queue_status)
+    by_slurm = "" if seen.queue_status is None else _reason_by_awaited(state, seen, seen.queue_status)
     if by_slurm:
         return by_slurm
     if state == "prepared":
@@ -325,6 +335,15 @@ def _reason(state: State, seen: Observation) -> str:
             f"still runs: call `ddp-hpc status` on {host}, or submit the run again there"
         )
     return seen.attempts[-1].reason if seen.attempts and seen.has_begun else ""
+
+
+def _reason_by_awaited(state: State, seen: Observation, queue_status: QueueStatus) -> str:
+    """Return which run a job waits for, or why it never started; else what Slurm says."""
+    if state == "cancelled" and seen.never_started:
+        return f"cancelled, because {seen.never_started}"
+    if queue_status.is_waiting and seen.waits_for and queue_status.reason.strip("()") == "Dependency":
+        return seen.waits_for
+    return _reason_by_slurm(state, seen, queue_status)
 
 
 def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus) -> str:

@@ -23,6 +23,7 @@ PLAIN = (
     "diagnose",
     "drill",
     "job",
+    "pipeline",
     "rendezvous",
     "run_dir",
     "script",

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 
-from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.watch.find import find_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run(parser)
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="+",
+        help="a run's name, its directory, or its Slurm job id; several end in this order",
+    )
+    add_runs_dir(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """End the run."""
+    """End the runs; where one cannot be ended, say so and go on with the others."""
     from ddp_hpc.submission.backend import backend_of  # late: `--help` needs no back end
 
-    run_dir = chosen_run(args, environment)
-    print(backend_of(run_dir).cancel(run_dir, environment))
-    return 0
+    runs_dir = chosen_runs_dir(args.runs_dir, environment)
+    run_dirs = [find_run(name, runs_dir) for name in args.run]
+    *before, last = run_dirs
+    code = 0
+    for run_dir in before:
+        try:
+            print(backend_of(run_dir).cancel(run_dir, environment), flush=True)
+        except ConfigError as error:  # of a few runs, some may have ended
+            print(f"error: {error}", file=sys.stderr)
+            code = error.exit_code
+    print(backend_of(last).cancel(last, environment))
+    return code
