@@ -15,8 +15,9 @@ from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps
+from ddp_hpc.cli.terminal import visible
 from ddp_hpc.config import HIDDEN
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.sweep.points import Point, labels_of
 from ddp_hpc.sweep.states import has_begun, unbegun_points
 from ddp_hpc.sweep.sweep_dir import SweepDir, find_sweep, read_sweep
@@ -56,7 +57,9 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     labels = labels_of([row.point for row in every])
     print(table((*HEADER, *labels.values()), [_cells(row, list(labels)) for row in rows]))
     counts = Counter(row.state for row in every)
-    print(f"{len(every)} points: {', '.join(f'{count} {state}' for state, count in counts.most_common())}")
+    print(
+        f"{len(every)} {'point' if len(every) == 1 else 'points'}: {', '.join(f'{count} {state}' for state, count in counts.most_common())}"
+    )
     return 0
 
 
@@ -66,7 +69,10 @@ def _rows(sweep_dir: SweepDir, environment: Mapping[str, str]) -> list[Row]:
     rows = []
     for point in sweep.points:
         run = sweep_dir.run(point)
-        status = read_status(run, now=now, ask=ask) if point.number not in unbegun and has_begun(run) else None
+        try:
+            status = read_status(run, now=now, ask=ask) if point.number not in unbegun and has_begun(run) else None
+        except (OSError, UnreadableError):
+            status = None  # its file system does not answer; the other points are shown all the same
         state = unbegun.get(point.number, "unknown") if status is None else status.state
         rows.append(Row(point, state, status))
     return rows
@@ -102,7 +108,8 @@ def _cells(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
 def _shown(key: str, value: Any) -> str:
     if not is_key_shown(key, value):
         return HIDDEN
-    return or_dash(value if isinstance(value, str) or value is None else json.dumps(value, default=str))
+    text = value if isinstance(value, str) or value is None else json.dumps(value, default=str)
+    return or_dash(text and visible(text.replace("\n", "\\n")))
 
 
 def _as_record(row: Row) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
 def continue_sweep(
     sweep_dir: SweepDir, environ: Mapping[str, str], *, is_failed: bool = False, limits: Mapping[str, int]
 ) -> Started:
-    """Start the points that are not submitted; with `is_failed`, those that have failed, again, and no others.
+    """Start the points that are not submitted, and on this machine those that were interrupted; with `is_failed`, those that have failed, again, and no others.
 
     Raises:
         ConfigError: where Slurm refuses them.
@@ -157,6 +157,8 @@ def _continue(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, 
                 "Slurm does not answer, so ddp-hpc cannot find out which points wait in its queue. Try again later; nothing was submitted."
             )
         numbers = [number for number, state in states.items() if state == "not submitted"]
+        if sweep.backend != "slurm":  # Slurm itself brings back what it has interrupted
+            numbers += _interrupted_points(sweep_dir, sweep, environ)
     if not numbers:
         return Started(sweep_dir=sweep_dir, num_points=0, sent=None)
     if sweep.backend != "slurm":
@@ -164,3 +166,14 @@ def _continue(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, 
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
     sent = array.send(sweep_dir, sweep, numbers, environ)
     return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent)
+
+
+def _interrupted_points(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> list[int]:
+    """Return the numbers of the points that were running when this machine, or their processes, went down."""
+    backend = load_backend(sweep.backend)
+    runs = {point.number: sweep_dir.run(point) for point in sweep.points}
+    return [
+        number
+        for number, run in runs.items()
+        if has_begun(run) and not has_ended(run) and backend.find_job(run, environ) is None
+    ]

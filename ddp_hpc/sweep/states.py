@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol
 
 from ddp_hpc.base.patience import known
-from ddp_hpc.errors import SlurmUnavailableError
-from ddp_hpc.run_dir.ledger import Ending, Ledger
+from ddp_hpc.errors import SlurmUnavailableError, UnreadableError
+from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm import client, states
 from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, from_ranges
@@ -23,15 +23,22 @@ def has_begun(run: RunDir) -> bool:
 
 
 def has_failed(run: RunDir) -> bool:
-    """Return whether the run's newest attempt has failed, and no other follows."""
-    newest = Ledger.read(run).newest
+    """Return whether the run's newest attempt is known to have failed, and no other follows."""
+    newest = _newest(run)
     return newest is not None and newest.is_last and newest.ending in _FAILED
 
 
 def has_ended(run: RunDir) -> bool:
-    """Return whether the run's newest attempt has ended, and no other follows; a run without an attempt has not."""
-    newest = Ledger.read(run).newest
+    """Return whether the run's newest attempt is known to have ended, and no other follows; a run without an attempt has not."""
+    newest = _newest(run)
     return newest is not None and newest.is_last
+
+
+def _newest(run: RunDir) -> Attempt | None:
+    try:
+        return Ledger.read(run).newest
+    except (OSError, UnreadableError):  # of one point; the others are not to wait for its file system
+        return None
 
 
 def num_failed(sweep_dir: SweepDir, sweep: Sweep) -> int:

@@ -20,7 +20,7 @@ from ddp_hpc.base.durable import (
     replace_text,
 )
 from ddp_hpc.config import Resolved, load_resolved, render_resolved
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.sweep.points import Point
 
@@ -162,6 +162,7 @@ def make_sweep(sweep: SweepDir, base: Resolved, made: Sweep) -> None:
     refuse_existing(sweep)
     header = {
         "sweep": sweep.name,
+        "num_points": len(made.points),
         "at": time.time(),
         "backend": made.backend,
         "import_paths": [str(path) for path in made.import_paths],
@@ -263,14 +264,15 @@ def read_sweep(sweep: SweepDir) -> Sweep:
 
     Raises:
         ConfigError: where its list of points is damaged.
+        UnreadableError: where the file system does not give it.
     """
     found = _Found()
     try:
         for record in read_json_lines(sweep.ledger):
             _read_record(record, found)
-        numbers = [point.number for point in found.points]
-        if numbers != list(range(len(numbers))) or not numbers:
-            raise ValueError("points are missing")  # noqa: TRY301  as any other damage
+        expected = found.header["num_points"]
+        if [point.number for point in found.points] != list(range(expected)):
+            raise ValueError(f"it has {len(found.points)} of {expected} points")  # noqa: TRY301  as any other damage
         return Sweep(
             points=found.points,
             arrays=found.arrays,
@@ -282,6 +284,10 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             stop_after_failures=found.header["stop_after_failures"],
             is_cancelled=found.is_cancelled,
         )
+    except OSError as error:
+        raise UnreadableError(
+            f"The sweep's list of points {sweep.ledger} cannot be read now: {error.strerror}. Try again later."
+        ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"The sweep's list of points {sweep.ledger} is damaged ({error}). Restore the file, or make another sweep; its runs are not affected."

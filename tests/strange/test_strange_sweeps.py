@@ -250,3 +250,57 @@ def test_a_sweep_runs_in_a_directory_with_spaces_and_its_script_gets_hostile_tex
     assert newest.ending == "finished"
     assert ast.literal_eval(Path("argv").read_text()) == [HOSTILE, '{"k": 1}', "{nothing}", f"--at={point.name}"]
     assert load_base(sweep_dir).spec.runs_dir == str(runs_dir)
+
+
+# --- what a machine or a disk does ------------------------------------------------------------------------------------
+
+
+def test_a_list_of_points_that_is_cut_in_its_middle_is_damaged_and_not_a_shorter_sweep(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sweep_dir = made_sweep()
+    lines = sweep_dir.ledger.read_text().splitlines(keepends=True)
+    sweep_dir.ledger.write_text("".join(lines[:-1]))
+
+    assert main(["list", "grid"]) == 2
+    assert "it has 2 of 3 points" in capsys.readouterr().err
+
+
+def test_a_point_whose_disk_does_not_answer_is_unknown_and_the_others_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sweep_dir = made_sweep()
+    point = sweep_dir.run(read_sweep(sweep_dir).points[0])
+    point.attempts.unlink()
+    point.attempts.symlink_to("/proc/self/mem")  # reading that is an I/O error
+
+    assert main(["list", "grid"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:4]
+    assert [row.split()[1] for row in rows] == ["unknown", "not", "not"]
+
+
+def test_a_text_with_control_characters_stays_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
+    points = points_of([], [{"a": "\x1b[2Jx\ny"}, {"a": "z"}])
+    make_sweep(SweepDir(Path("runs/grid").absolute()), base, Sweep(points=points, backend="local"))
+
+    assert main(["list", "grid"]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b[2Jx\\ny" in out
+    assert "2 points: 2 not submitted" in out
+
+
+def test_a_point_that_was_interrupted_is_started_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep_dir = made_sweep(("a=1",))
+    run = sweep_dir.run(read_sweep(sweep_dir).points[0])
+    run.attempts.unlink()
+    add_attempt(run, ending=None)
+    started: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "ddp_hpc.sweep.local.start_runner", lambda _dir, numbers, _environ: started.append(tuple(numbers))
+    )
+
+    assert main(["sweep", "continue", "grid"]) == 0
+    assert started == [(0,)]

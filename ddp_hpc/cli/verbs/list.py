@@ -75,8 +75,7 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             statuses.append(read_status(each, now=time.time(), ask=ask))
         except (OSError, UnreadableError):
             num_unreadable += 1
-    if not args.json:
-        _name_sweeps(runs_dir)
+    is_swept = not args.json and _name_sweeps(runs_dir)
     if num_unreadable:
         print(
             f"note: the list leaves out {num_unreadable} of the directories in {str(runs_dir)!r}, which cannot be read. "
@@ -99,15 +98,23 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         ]
         print(table((*HEADER, *names), rows))
     else:
-        such = f" with {' and '.join(args.filter)}" if args.filter else ""
+        such = (
+            " outside of sweeps"
+            if is_swept and not args.filter
+            else f" with {' and '.join(args.filter)}"
+            if args.filter
+            else ""
+        )
         print(f"There are no runs{such} in {str(runs_dir)!r}. List another directory with `--runs-dir DIR`.")
     return 0
 
 
-def _name_sweeps(runs_dir: Path) -> None:
+def _name_sweeps(runs_dir: Path) -> bool:
+    """Name the sweeps there; return whether there are any."""
     sweeps = sorted(path.parent.name for path in runs_dir.glob("*/sweep.jsonl"))
     if sweeps:
         print(f"sweeps there, each with a list of its own (`ddp-hpc list NAME`): {', '.join(sweeps)}", file=sys.stderr)
+    return bool(sweeps)
 
 
 def _compared(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
