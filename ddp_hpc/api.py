@@ -135,6 +135,9 @@ def submit(
 ) -> Job:
     """Start a run, or go on with it where one of that name exists.
 
+    It starts one run. Many runs as one job array are made on the command line (`ddp-hpc submit --sweep`); a sweep's name is refused here.
+    A point of a sweep is a run, so `spec` may be one with `runs_dir` set to the sweep's directory.
+
     Args:
         spec: What to train, and on what.
         cluster: Where to run: `local`, `slurm`; `auto` is Slurm where there is one.

@@ -24,6 +24,11 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+def holds_sweep(path: Path) -> bool:
+    """Return whether this is the directory of a sweep, which has no run of its own but holds its points' runs."""
+    return (path / "sweep.jsonl").is_file()
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The directory of one run, which may have several jobs."""

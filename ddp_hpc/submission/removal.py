@@ -52,14 +52,33 @@ def delete(run: RunDir, environ: Mapping[str, str]) -> None:
         RunBusyError: where it runs, or waits in the queue, or that cannot be known.
         ConfigError: where some of it cannot be deleted.
     """
-    away = run.path.with_name(f".{run.name}.{os.urandom(4).hex()}.deleted")
     with _free(run, environ):
-        _rename(run.path, away)
+        away = renamed_away(run.path)
+    delete_renamed(away, f"The run {run.name}")
+
+
+def renamed_away(path: Path) -> Path:
+    """Give a directory that is to be deleted a hidden name; return the new path.
+
+    Raises:
+        ConfigError: where it cannot be renamed.
+    """
+    away = path.with_name(f".{path.name}.{os.urandom(4).hex()}.deleted")
+    _rename(path, away)
+    return away
+
+
+def delete_renamed(away: Path, what: str) -> None:
+    """Delete a directory that nobody finds by its name any more.
+
+    Raises:
+        ConfigError: where some of it cannot be deleted.
+    """
     try:
         shutil.rmtree(away)
     except OSError as error:
         raise ConfigError(
-            f"The run {run.name} was removed, but some of its files could not be deleted: {error}. Delete {away} yourself."
+            f"{what} was removed, but some of its files could not be deleted: {error}. Delete {away} yourself."
         ) from error
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import fsync_path, make_directories, make_directory, replace_text
 from ddp_hpc.errors import ConfigError, RunBusyError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.run_dir.records import is_done
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.table import workload_of
@@ -28,11 +28,16 @@ def is_finished(run: RunDir, spec: RunSpec) -> bool:
 
 
 def refuse_file_in_the_way(run: RunDir) -> None:
-    """Refuse a run's directory that is a file, or would lie below one.
+    """Refuse a run's directory that is a sweep's, or is a file, or would lie below one.
 
     Raises:
         ConfigError: where it does.
     """
+    if holds_sweep(run.path):
+        raise ConfigError(
+            f"{run.name} is a sweep in {run.path}, so no run can have its name. To send the points that no job has: `ddp-hpc sweep "
+            f"continue {run.name}`. For a run, choose another `name=...`."
+        )
     for place in (run.path, *run.path.parents):
         try:
             mode = place.stat().st_mode

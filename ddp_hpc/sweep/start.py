@@ -51,7 +51,7 @@ def start_sweep(
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
     notes = array.make_for_slurm(base, sweep, import_paths, environ)
     try:
-        with _sending_alone(sweep_dir):
+        with sending_alone(sweep_dir):
             sent = array.send(sweep_dir, read_sweep(sweep_dir), numbers, environ)
     except ConfigError:
         if not read_sweep(sweep_dir).arrays:
@@ -72,9 +72,7 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     backend = load_backend(sweep.backend)
     record_cancelled(sweep_dir, is_cancelled=True)  # first: who follows the sweep sends no point any more
     if backend.HAS_QUEUE:
-        with _sending_alone(
-            sweep_dir, patience_s=_SENDING_PATIENCE_S
-        ):  # what is being sent now is to be cancelled, too
+        with sending_alone(sweep_dir, patience_s=_SENDING_PATIENCE_S):  # what is being sent now is to be cancelled, too
             sweep = array.settled(sweep_dir, environ)
         array.cancel_waiting(sweep, environ)
     else:
@@ -105,7 +103,7 @@ def continue_sweep(
     if sweep.is_cancelled:
         record_cancelled(sweep_dir, is_cancelled=False)
     if sweep.backend == "slurm":
-        with _sending_alone(sweep_dir) as is_alone:
+        with sending_alone(sweep_dir) as is_alone:
             if not is_alone:
                 raise RunBusyError(
                     f"Another process is sending points of {sweep_dir.name} at this moment. Try again when that is done."
@@ -126,7 +124,7 @@ def send_left(sweep_dir: SweepDir, environ: Mapping[str, str], *, first: int) ->
         ConfigError: where Slurm refuses them for another reason than a limit of submitted jobs.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    with _sending_alone(sweep_dir) as is_alone:
+    with sending_alone(sweep_dir) as is_alone:
         if not is_alone:
             return None
         sweep = array.settled(sweep_dir, environ)
@@ -137,7 +135,7 @@ def send_left(sweep_dir: SweepDir, environ: Mapping[str, str], *, first: int) ->
 
 
 @contextmanager
-def _sending_alone(sweep_dir: SweepDir, *, patience_s: float = 0.0) -> Iterator[bool]:
+def sending_alone(sweep_dir: SweepDir, *, patience_s: float = 0.0) -> Iterator[bool]:
     """Keep other processes from sending points in the `with` block; yield False where one does so already."""
     lock_fd = processes.take_lock(sweep_dir.ledger, patience_s=patience_s)
     try:

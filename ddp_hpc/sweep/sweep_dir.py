@@ -21,7 +21,7 @@ from ddp_hpc.base.durable import (
 )
 from ddp_hpc.config import Resolved, load_resolved, render_resolved
 from ddp_hpc.errors import ConfigError, UnreadableError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.sweep.points import Point
 
 
@@ -134,9 +134,10 @@ class Sweep:
         return newest is not None and newest.token != token
 
 
-def is_sweep(path: Path) -> bool:
-    """Return whether this is the directory of a sweep."""
-    return (path / "sweep.jsonl").is_file()
+def sweep_named(text: str, runs_dir: Path) -> SweepDir | None:
+    """Return the sweep that `text` names: a sweep in `runs_dir`, or its directory; None where there is none."""
+    paths = (path for path in (runs_dir / text, Path(text)) if holds_sweep(path))
+    return next((SweepDir(Path(os.path.abspath(path))) for path in paths), None)  # noqa: PTH100  as `find_run` does
 
 
 def find_sweep(text: str, runs_dir: Path) -> SweepDir:
@@ -145,9 +146,9 @@ def find_sweep(text: str, runs_dir: Path) -> SweepDir:
     Raises:
         ConfigError: where there is none.
     """
-    for path in (runs_dir / text, Path(text)):
-        if is_sweep(path):
-            return SweepDir(Path(os.path.abspath(path)))  # noqa: PTH100  # as `find_run` does
+    found = sweep_named(text, runs_dir)
+    if found is not None:
+        return found
     raise ConfigError(
         f"{text!r} is neither a sweep in {str(runs_dir)!r} nor a sweep's directory. Make one with `ddp-hpc submit CONFIG --sweep KEY=VALUES`."
     )
@@ -196,7 +197,7 @@ def refuse_existing(sweep: SweepDir) -> None:
     Raises:
         ConfigError: where it is.
     """
-    if is_sweep(sweep.path):
+    if holds_sweep(sweep.path):
         raise ConfigError(
             f"The sweep {sweep.name} exists already in {sweep.path}, and its points never change. To send those that were not "
             f"submitted, or that failed: `ddp-hpc sweep continue {sweep.name}`. For other points, choose another `name=...`."

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_hpc.errors import RunNotFoundError
 from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.run_dir.records import read_queued_job
 
 _JOB = re.compile(r"\d+(_\d+)?")
@@ -76,9 +76,10 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
 def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
     import difflib  # imported here because only this error needs it
 
-    if any((path / "sweep.jsonl").is_file() for path in (runs_dir / text, Path(text))):
+    if any(holds_sweep(path) for path in (runs_dir / text, Path(text))):
         return RunNotFoundError(
-            f"{text!r} is a sweep, not a run. `ddp-hpc list {text}` lists its points; name one of them as `{text.rstrip(os.sep)}/POINT`."
+            f"{text!r} is a sweep of several runs. List them with `ddp-hpc list {text}`, and name one as `{text}/POINT`; `ddp-hpc sweep` follows, "
+            "continues or cancels all of them."
         )
     names = [run.name for run in list_runs(runs_dir)]
     near = difflib.get_close_matches(Path(text).name, names, n=3) or names[-5:][::-1]

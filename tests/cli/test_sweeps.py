@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import ddp_hpc
 from ddp_hpc.cli import main
 from ddp_hpc.config import resolve
+from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.spec import RunSpec
 from ddp_hpc.sweep.local import is_running, run_points
 from ddp_hpc.sweep.points import points_of
 from ddp_hpc.sweep.states import failed_points
@@ -184,6 +187,24 @@ def test_the_points_are_listed_with_what_differs_sorted_by_a_metric(
     assert "(`ddp-hpc list NAME`): grid\n" in capsys.readouterr().err
     assert main(["status", "grid/001-number-1-lr-0.2"]) == 0
     assert "finished" in capsys.readouterr().out
+
+
+def test_a_command_for_one_run_says_how_to_name_a_point_and_delete_says_what_it_deletes(
+    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_sweep(sweep_dir)
+
+    assert main(["status", "grid"]) == 2
+    assert "`ddp-hpc list grid`" in capsys.readouterr().err
+    assert main(["submit", *WORDS, "--cluster", "local", *COMMAND]) == 2
+    assert "grid is a sweep" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="grid is a sweep"):
+        ddp_hpc.submit(RunSpec(name="grid"), cluster="local")
+
+    assert main(["delete", "grid", "--yes"]) == 0
+
+    assert "a sweep of 4 points; 2 of them have a run" in capsys.readouterr().out
+    assert not sweep_dir.path.exists()
 
 
 @pytest.mark.long

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.config import load_resolved, resolve
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
+from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.run_dir.ledger import Ending, record_end, record_start
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_queued_job
 from ddp_hpc.slurm.queries import QueuedEntry
 from ddp_hpc.submission import slurm as slurm_backend
 from ddp_hpc.sweep.array import array_script, send
+from ddp_hpc.sweep.chain import after_sweep
 from ddp_hpc.sweep.points import points_of
+from ddp_hpc.sweep.removal import delete_sweep
 from ddp_hpc.sweep.start import Started, continue_sweep, start_sweep
 from ddp_hpc.sweep.states import points_in_queue, unbegun_points
 from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, as_ranges, from_ranges, read_sweep
@@ -363,6 +366,59 @@ def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no"):
         start(lab, tmp_path, "seed=0..1")
     assert not sweep_dir.path.exists(), "a sweep that no job knows leaves nothing"
+
+
+def finish(run: RunDir, ending: Ending) -> None:
+    """Make a run that has ended."""
+    run.path.mkdir(exist_ok=True)
+    run.config.write_text(f"name: {run.name}\n")
+    record_start(run, attempt=0, job_id="14_0")
+    record_end(run, attempt=0, ending=ending, exit_code=0, reason="")
+
+
+def test_a_job_after_a_sweep_waits_for_its_arrays_and_is_refused_while_points_have_no_job(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=3)
+    sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
+    lab.lists(*read_sweep(sweep_dir).arrays)
+    with pytest.raises(ConfigError, match="1 of 4 points have none"):
+        after_sweep(sweep_dir, "any", lab.environ)
+
+    lab.raise_limit(100)
+    continue_sweep(sweep_dir, lab.environ, limits={})
+    arrays = read_sweep(sweep_dir).arrays
+    jobs = ":".join(array.job_id for array in arrays)
+    lab.lists(*arrays)
+    assert [after_sweep(sweep_dir, when, lab.environ) for when in ("ok", "notok", "any")] == [
+        f"afterok:{jobs}",
+        f"afternotok:{jobs}",
+        f"afterany:{jobs}",
+    ]
+
+    for point in read_sweep(sweep_dir).points:
+        finish(sweep_dir.run(point), Ending.FAILED if point.number == 1 else Ending.FINISHED)
+    lab.lists()
+    assert after_sweep(sweep_dir, "any", lab.environ) == after_sweep(sweep_dir, "notok", lab.environ) == ""
+    with pytest.raises(ConfigError, match=r"ended otherwise .the first: 001-seed-1"):
+        after_sweep(sweep_dir, "ok", lab.environ)
+
+
+def test_a_sweep_of_which_points_wait_is_not_deleted_and_one_that_is_over_is_deleted_with_its_runs(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+    lab.lists(*read_sweep(sweep_dir).arrays)
+    with pytest.raises(RunBusyError, match="job 14 waits or runs"):
+        delete_sweep(sweep_dir, lab.environ)
+    lab.has("squeue", DOWN)
+    with pytest.raises(SlurmUnavailableError):
+        delete_sweep(sweep_dir, lab.environ)
+    assert sweep_dir.ledger.exists()
+
+    lab.lists()
+    delete_sweep(sweep_dir, lab.environ)
+
+    assert list(sweep_dir.path.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("numbers", [(), (0,), (0, 1, 2, 7), (3, 5, 6)])

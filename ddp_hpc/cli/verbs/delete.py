@@ -1,4 +1,4 @@
-"""Delete a run that is not running: its checkpoints, metrics and logs."""
+"""Delete a run that is not running: its checkpoints, metrics and logs. Or delete a sweep with all of its runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
-from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.runs import add_run, chosen_run, chosen_runs_dir
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.paths import holds_sweep
 from ddp_hpc.watch.status import read_status
 
 
@@ -22,6 +24,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask, and delete the run."""
     from ddp_hpc.submission import removal
 
+    runs_dir = chosen_runs_dir(args.runs_dir, environment)
+    if any(holds_sweep(path) for path in (runs_dir / args.run, Path(args.run))):
+        return _delete_sweep(args, runs_dir, environment)
     run_dir = chosen_run(args, environment)
     if not args.yes:
         status = read_status(run_dir, now=time.time())
@@ -33,6 +38,20 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             return 1
     removal.delete(run_dir, environment)
     print(f"{run_dir.name} was deleted.")
+    return 0
+
+
+def _delete_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
+    from ddp_hpc.sweep.removal import delete_sweep, described  # late: most of what is deleted are runs
+    from ddp_hpc.sweep.sweep_dir import find_sweep
+
+    sweep_dir = find_sweep(args.run, runs_dir)
+    if not args.yes and not _agrees(f"Delete {sweep_dir.path} ({described(sweep_dir)})? [y/N] "):
+        print("Nothing was deleted.")
+        return 1
+    what = described(sweep_dir)
+    delete_sweep(sweep_dir, environment)
+    print(f"{sweep_dir.name} was deleted: {what}.")
     return 0
 
 

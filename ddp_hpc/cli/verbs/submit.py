@@ -22,7 +22,7 @@ from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
 from ddp_hpc.cli.sweeps import add_sweep, is_sweep_asked, submit_sweep
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.paths import RunDir, holds_sweep
 
 if TYPE_CHECKING:
     from ddp_hpc.config import Resolved
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="RUN[:ok|notok|any]",
-        help="on Slurm: start when another run has finished (ok, the default), failed (notok) or ended (any); may be repeated",
+        help="on Slurm: start when another run, or all points of a sweep, has finished (ok, the default), failed (notok) or ended (any); may be repeated",
     )
     parser.add_argument(
         "--singleton",
@@ -177,9 +177,16 @@ def _chain(args: argparse.Namespace, backend: Backend, resolved: Resolved, envir
     from ddp_hpc.watch.find import find_run
 
     runs_dir = resolved.spec.path.parent
-    named = [split_when(text) for text in args.after]
-    befores = [Before(find_run(name, runs_dir), when) for name, when in named] if backend.HAS_QUEUE else []
-    users = resolved.spec.slurm.dependency
+    named = [split_when(text) for text in args.after] if backend.HAS_QUEUE else []
+    sweeps = {name for name, _ in named if holds_sweep(runs_dir / name) or holds_sweep(Path(name))}
+    befores = [Before(find_run(name, runs_dir), when) for name, when in named if name not in sweeps]
+    parts = [resolved.spec.slurm.dependency]
+    if sweeps:
+        from ddp_hpc.sweep.chain import after_sweep
+        from ddp_hpc.sweep.sweep_dir import find_sweep
+
+        parts += [after_sweep(find_sweep(name, runs_dir), when, environment) for name, when in named if name in sweeps]
+    users = ",".join(filter(None, parts)) or None
     found = dependency(befores, backend, environment, is_single=args.singleton, users=users)
     return [] if found is None else [f"slurm.dependency={found}"]
 
