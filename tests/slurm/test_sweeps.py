@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_progress, read_queued_job
 from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
+from tests.slurm.cluster import Cluster
 from tests.slurm.runs import LoginNode
 
 pytestmark = pytest.mark.long
@@ -95,37 +98,93 @@ def _is_over(run: RunDir) -> bool:
     return newest is not None and newest.is_last
 
 
-def test_a_limit_of_twenty_submitted_jobs_is_worked_around_by_continue(login: LoginNode, tmp_path: Path) -> None:
+@contextmanager
+def limit_of_jobs(cluster: Cluster, number: int) -> Iterator[None]:
+    """Have the QOS of all users allow so many submitted jobs."""
+    words = ("sacctmgr", "--immediate", "modify", "qos", "normal", "set")
+    cluster.run(*words, f"MaxSubmitJobsPerUser={number}", user="root")
+    try:
+        yield
+    finally:
+        cluster.run(*words, "MaxSubmitJobsPerUser=-1", user="root")
+
+
+def test_a_limit_of_twenty_submitted_jobs_is_worked_around_by_who_follows_the_sweep(
+    login: LoginNode, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint('trained', sys.argv[1])\n")
     login.add_recipe(tmp_path / "train.py")
-    cluster = login.cluster
-    words = ("sacctmgr", "--immediate", "modify", "qos", "normal", "set")
-    cluster.run(*words, "MaxSubmitJobsPerUser=20", user="root")
-    try:
+    with limit_of_jobs(login.cluster, 20):
         one = ("name=grid", "resources.workers_per_node=1", "--cluster", "slurm", "--json")
         done = login.type("submit", *one, "--sweep", "number=0..29", "--", "python", "train.py", "{number}")
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)
         assert sum(said["jobs"].values()) + said["not_submitted"] == 30
         assert said["not_submitted"] >= 10
-        sweep_dir = SweepDir(login.folder / "runs" / "grid")
-        points = read_sweep(sweep_dir).points
+        again = login.type("sweep", "continue", "grid", "--json")
+        assert again.returncode == 0, again.stderr
+        assert json.loads(again.stdout)["points"] <= 29
 
-        def is_sent() -> bool:
-            again = login.type("sweep", "continue", "grid", "--json")
-            assert again.returncode == 0, again.stderr
-            return not read_sweep(sweep_dir).never_sent
+        followed = login.type("sweep", "follow", "grid", timeout=400)
 
-        cluster.wait_for(is_sent, 240)
-        cluster.wait_for(lambda: all(_is_over(sweep_dir.run(point)) for point in points), 240)
-    finally:
-        cluster.run(*words, "MaxSubmitJobsPerUser=-1", user="root")
-
+    assert followed.returncode == 0, followed.stdout + followed.stderr
+    lines = followed.stdout.splitlines()
+    assert "30 points: 30 finished" in lines
+    assert "029-number-29 finished" in lines
+    sweep_dir = SweepDir(login.folder / "runs" / "grid")
+    points = read_sweep(sweep_dir).points
     newest = [Ledger.read(sweep_dir.run(point)).attempts for point in points]
     assert [attempts[-1].ending for attempts in newest] == ["finished"] * 30
     assert {len(attempts) for attempts in newest} == {1}
-    listed = login.type("list", "grid")
-    assert "30 points: 30 finished" in listed.stdout
+
+
+STAMPS = """
+import sys, time
+begun = time.time()
+time.sleep(3)
+open(f"stamps-{sys.argv[1]}", "w").write(f"{begun} {time.time()}")
+"""
+
+
+def test_no_more_points_than_asked_for_run_at_once_over_several_arrays(login: LoginNode, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STAMPS)
+    login.add_recipe(tmp_path / "train.py")
+    with limit_of_jobs(login.cluster, 4):
+        one = ("name=grid", "resources.workers_per_node=1", "--cluster", "slurm", "--follow", "--at-most", "2")
+        done = login.type("submit", *one, "--sweep", "number=0..5", "--", "python", "train.py", "{number}", timeout=400)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(read_sweep(SweepDir(login.folder / "runs" / "grid")).arrays) > 1
+    spans = [tuple(map(float, path.read_text().split())) for path in login.folder.glob("stamps-*")]
+    assert len(spans) == 6
+    at_once = [sum(begun <= moment < ended for begun, ended in spans) for moment, _ in spans]
+    assert max(at_once) <= 2
+
+
+def test_an_array_whose_record_was_lost_is_found_in_the_queue_of_the_real_slurm(
+    login: LoginNode, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    login.add_recipe(tmp_path / "train.py")
+    one = ("name=lost", "slurm.extra.hold=true", "--cluster", "slurm", "--json")
+    done = login.type("submit", *one, "--sweep", "lr=1..4", "--", "python", "train.py", "{lr}")
+    assert done.returncode == 0, done.stderr
+    ledger = SweepDir(login.folder / "runs" / "lost").ledger
+    *kept, last = ledger.read_text().splitlines(keepends=True)
+    assert "array" in json.loads(last)
+    with ledger.open("w") as file:
+        file.writelines(kept)
+
+    again = login.type("sweep", "continue", "lost", "--json")
+
+    try:
+        assert again.returncode == 0, again.stderr
+        assert json.loads(again.stdout)["points"] == 0
+        assert "4 points: 4 waiting" in login.type("list", "lost").stdout
+        (array,) = read_sweep(SweepDir(login.folder / "runs" / "lost")).arrays
+        assert {array.job_id: 4} == json.loads(done.stdout)["jobs"]
+    finally:
+        login.cluster.cancel_all()
 
 
 def test_a_thousand_points_are_one_array_of_the_real_slurm(login: LoginNode, tmp_path: Path) -> None:
