@@ -41,6 +41,13 @@ def without_none(annotation: Any) -> Any:
     return Union[tuple(arm for arm in get_args(annotation) if arm is not type(None))]  # noqa: UP007  # arms are data
 
 
+@cache
+def _parts(annotation: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return `tuple[str, ...] | None` without its None, and what it is made of."""
+    wanted = without_none(annotation)
+    return wanted, get_origin(wanted), get_args(wanted)
+
+
 def type_in_words(annotation: Any) -> str:
     """Return what a value must be: `a whole number, or null`."""
     if is_optional(annotation):
@@ -64,10 +71,10 @@ def as_field(value: Any, annotation: Any) -> Any:
     Raises:
         TypeError: if it has another type; the caller makes the message for users.
     """
-    if annotation is Any or (value is None and is_optional(annotation)):
+    # The first is so nearly always, and a sweep of 1,000 points asks 50,000 times.
+    if annotation is type(value) or annotation is Any or (value is None and is_optional(annotation)):
         return value
-    wanted = without_none(annotation)
-    origin, arms = get_origin(wanted), get_args(wanted)
+    wanted, origin, arms = _parts(annotation)
     if origin is tuple:
         return _as_tuple(value, arms)
     if origin is Literal:

@@ -71,10 +71,6 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             beside.path.rename(run.path)  # fails where a run exists by now: only this process fills a new run
         except OSError as error:
             shutil.rmtree(beside.path, ignore_errors=True)
-            if (run.path / "sweep.jsonl").exists():
-                raise ConfigError(
-                    f"{run.path} is a sweep, not a run. To start its points: `ddp-hpc sweep continue {run.name}`. For a run, choose another `name=...`."
-                ) from error
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise ConfigError(
                     f"The run's directory {run.path} exists, but its configuration file was not visible a moment ago. Another "

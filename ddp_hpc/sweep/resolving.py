@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from ddp_hpc.config.braces import fill_braces, names_in_braces
 from ddp_hpc.config.keys import is_section, key_of, unknown_key
 from ddp_hpc.config.paths import literal
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.spec.launch import NAME_PATTERN
 from ddp_hpc.sweep.points import Point
 
 POINT = "point"
@@ -48,13 +50,17 @@ class Points:
             raise type(error)(f"The sweep's {point} is not a valid configuration: {error}") from error
 
 
+def _has_valid_words(point: Point, command: Sequence[str]) -> bool:
+    """Return whether the point's name, and its words in a script's command, are valid in any configuration."""
+    are_plain = "{" not in "".join(command[:1]) and not any("\0" in _as_word(one) for one in point.settings.values())
+    return are_plain and NAME_PATTERN.fullmatch(point.name) is not None
+
+
 def _is_key(key: str) -> bool:
     return key_of(key) is not None or is_section(key)
 
 
 def _as_word(value: Any) -> str:
-    import json  # late: only scripts take their values as words
-
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -69,9 +75,15 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     in_braces = {name for word in base.spec.script.command for name in names_in_braces(word)}
     made = Points(base, environ)
     refused: set[str] = set()
+    resolved: set[str] = set()
     for point in points:
         refused |= set(_refusals(point, refused, in_braces, is_array=is_array))
-        made.resolved(point)
+        # To resolve 1,000 points takes as long as all the rest of a submission, and many differ in a script's words alone.
+        of_config = {key: value for key, value in sorted(point.settings.items()) if _is_key(key)}
+        settings = json.dumps(of_config, default=repr)
+        if settings not in resolved or not _has_valid_words(point, base.spec.script.command):
+            made.resolved(point)
+        resolved.add(settings)
 
 
 def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bool) -> Iterator[str]:

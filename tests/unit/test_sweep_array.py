@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved, resolve
 from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.run_dir.ledger import Ending, record_end, record_start
@@ -400,6 +401,19 @@ def test_a_job_after_a_sweep_waits_for_its_arrays_and_is_refused_while_points_ha
     assert after_sweep(sweep_dir, "any", lab.environ) == after_sweep(sweep_dir, "notok", lab.environ) == ""
     with pytest.raises(ConfigError, match=r"ended otherwise .the first: 001-seed-1"):
         after_sweep(sweep_dir, "ok", lab.environ)
+
+
+def test_submit_puts_the_arrays_of_a_sweep_into_the_dependency_of_a_later_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path)
+    lab.lists(*read_sweep(start(lab, tmp_path, "seed=0..1").sweep_dir).arrays)
+    monkeypatch.setenv("PATH", lab.environ["PATH"])
+    words = ["submit", "name=report", f"runs_dir={tmp_path}/runs", "--cluster", "slurm", "--after", "grid", "--dry-run"]
+
+    assert main([*words, "--", "python", "train.py"]) == 0
+
+    assert "#SBATCH --dependency=afterok:14\n" in capsys.readouterr().out
 
 
 def test_a_sweep_of_which_points_wait_is_not_deleted_and_one_that_is_over_is_deleted_with_its_runs(

@@ -222,3 +222,22 @@ def test_each_point_is_checked_and_an_error_names_it(words: list[str], message: 
 
 def test_points_that_run_one_after_another_may_differ_in_their_resources() -> None:
     check_points(base(), swept("resources.workers_per_node=1,2"), ENVIRON, is_array=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "second", "named"),
+    [
+        (["python", "train.py", "{lr}"], {"lr": "2", "name": "a/b"}, "name"),
+        (["python", "train.py", "{lr}"], {"lr": "2\0"}, "script.command"),
+        (["{lr}", "train.py"], {"lr": ""}, "script.command"),
+        (["python", "train.py", "{lr}"], {"lr": "2", "seed": "many"}, "seed"),
+    ],
+)
+def test_a_point_that_is_not_valid_is_refused_also_behind_one_that_is(
+    command: list[str], second: dict[str, object], named: str
+) -> None:
+    base = resolve(None, ["name=grid"], ENVIRON, command=command)
+    points = points_of([], [{"lr": "python"}, second])
+
+    with pytest.raises(ConfigError, match=rf"point 1 .*`{named}`"):
+        check_points(base, points, ENVIRON, is_array=True)
