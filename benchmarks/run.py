@@ -2,6 +2,7 @@
 
 make bench                          # commands, launch, loop, checkpoint and restore, about seven minutes
 make bench ARGS=survival            # on a Slurm cluster of its own, as root, a quarter of an hour
+make bench ARGS=sweep               # on a Slurm cluster of its own, as root, two minutes
 make bench ARGS="loop checkpoint"   # these
 make bench ARGS="loop --rounds 30"  # longer
 make bench ARGS=--tables            # only the tables of docs/performance.md, from the results there are
@@ -24,7 +25,7 @@ from benchmarks import report
 from benchmarks.rounds import Benchmark, surroundings
 
 QUICK = ("commands", "launch", "loop", "checkpoint", "restore")
-NAMES = (*QUICK, "survival")
+NAMES = (*QUICK, "survival", "sweep")
 
 
 def measure(name: str, rounds: int | None) -> None:
