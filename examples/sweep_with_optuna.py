@@ -41,7 +41,10 @@ def main() -> None:
         while True:
             running = running_trials(study)
             if not running:
-                left = min(BATCH, NUM_TRIALS - len(study.trials))
+                num_begun = sum(
+                    trial.state != TrialState.WAITING for trial in study.trials
+                )  # others are enqueued by a user
+                left = min(BATCH, NUM_TRIALS - num_begun)
                 if left <= 0:
                     break
                 for _ in range(left):
@@ -112,9 +115,9 @@ def tell(study: optuna.Study, running: dict[str, FrozenTrial], points: list[dict
             continue
         number, value = running[point["run"]].number, point["metrics"].get(METRIC)
         if point["state"] == "finished" and value is not None:
-            study.tell(number, value)
+            study.tell(number, value, skip_if_finished=True)
         else:
-            study.tell(number, state=TrialState.FAIL)
+            study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
         print(f"{point['run']}: {point['state']}, {METRIC} {value}", flush=True)
 
 

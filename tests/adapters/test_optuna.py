@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import signal
+import sqlite3
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -59,6 +66,26 @@ while step < {NUM_STEPS}:
 """
 WORDS = ("--cluster", "local", "--at-most", "2", "resources.workers_per_node=1", "--", "python", "train.py", "{point}")
 
+FAKE = """
+import json, sys, time, yaml
+from pathlib import Path
+
+verb, _, runs, name, *words = sys.argv[1:]
+sweep = Path(runs, name.removeprefix("name="))
+with open("calls", "a") as file:
+    file.write(f"{verb} {sweep.name}\\n")
+if verb == "submit":
+    time.sleep(0.3)  # so that the script is killed meanwhile, too
+    points = yaml.safe_load(Path(words[1]).read_text())
+    sweep.mkdir(parents=True)
+    (sweep / "points").write_text(json.dumps(points))
+    (sweep / "sweep.jsonl").touch()
+elif verb == "list":
+    points = json.loads((sweep / "points").read_text())
+    print(json.dumps([{"run": one["name"], "state": "finished", "metrics": {"error": one["x"]}} for one in points]))
+"""
+"""A `ddp-hpc` whose points finish at once."""
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
@@ -73,9 +100,9 @@ def place(tmp_path: Path) -> Iterator[Place]:
         Place(tmp_path).ddp_hpc("sweep", "cancel", ledger.parent.name)
 
 
-def search(place: Place) -> subprocess.Popen[bytes]:
-    """Start the example, as a user does."""
-    environ = {**ENVIRON, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{ENVIRON['PATH']}"}
+def search(place: Place, commands: Path = Path(sys.executable).parent) -> subprocess.Popen[bytes]:
+    """Start the example, as a user does, with the `ddp-hpc` of a directory."""
+    environ = {**ENVIRON, "PATH": f"{commands}{os.pathsep}{ENVIRON['PATH']}"}
     with (place.path / "search.log").open("ab") as log:
         argv = [sys.executable, "-W", "error", "search.py", *WORDS, "{x}"]
         return subprocess.Popen(argv, cwd=place.path, env=environ, stdout=log, stderr=log)
@@ -134,3 +161,49 @@ def test_a_search_that_is_killed_and_started_again_tells_optuna_of_each_trial_an
         f"search-trial-{waiting:05}",
         f"search-trial-{waiting + 1:05}",
     ]
+
+
+def num_lines(file: Path) -> int:
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def num_trials(place: Place) -> int:
+    """Return how many trials the database has, also while Optuna makes its tables."""
+    if not (place.path / "search.db").exists():
+        return 0
+    with closing(sqlite3.connect(f"file:{place.path / 'search.db'}?mode=ro", uri=True, timeout=30)) as database:
+        try:
+            return int(database.execute("SELECT count(*) FROM trials").fetchone()[0])
+        except sqlite3.OperationalError:
+            return 0
+
+
+def test_a_search_that_is_killed_again_and_again_submits_each_trial_once(place: Place) -> None:
+    fake = place.path / "bin" / "ddp-hpc"
+    fake.parent.mkdir()
+    fake.write_text(f"#!{sys.executable}{FAKE}")
+    fake.chmod(0o755)
+    calls = place.path / "calls"
+    chance, codes = random.Random(0), [-signal.SIGKILL]
+    while codes[-1] == -signal.SIGKILL:
+        driver = search(place, fake.parent)
+        # Soon after it has asked for a trial, and soon after it has called a command, in turn.
+        look = partial(num_trials, place) if len(codes) % 2 else partial(num_lines, calls)
+        before = look()
+        while look() == before and driver.poll() is None:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 0.4))
+        driver.kill()
+        codes.append(driver.wait())
+
+    assert codes[-1] == 0, (place.path / "search.log").read_text()
+    assert len(codes) >= 6
+    states = [trial.state for trial in study_of(place).trials]
+    halves = [trial for trial in study_of(place).trials if trial.state == TrialState.FAIL]
+    assert len(states) == 8
+    assert all(trial.params == {} for trial in halves)  # it was killed before Optuna had chosen a value
+    assert states.count(TrialState.COMPLETE) == 8 - len(halves)
+    submitted = [line for line in calls.read_text().splitlines() if line.startswith("submit")]
+    assert len(submitted) == len(set(submitted)) == len(list(place.path.glob("runs/*/sweep.jsonl")))
+    points = [one["name"] for file in place.path.glob("runs/*/points") for one in json.loads(file.read_text())]
+    assert sorted(points) == [f"trial-{n:05}" for n, state in enumerate(states) if state == TrialState.COMPLETE]
