@@ -2,7 +2,7 @@
 
     python sweep_with_optuna.py digits.yaml train.epochs=10
 
-What follows the script's name is what `ddp-hpc submit` gets, besides the points; also `-- python train.py --lr {train.lr}`.
+What follows the script's name is what `ddp-hpc submit` gets, besides the points; also `-- python train.py --lr {lr}`.
 """
 
 import fcntl
@@ -26,6 +26,7 @@ SPACE: dict[str, BaseDistribution] = {
 }
 NUM_TRIALS, BATCH = 24, 8
 POLL_S = 30.0
+SETTLED_S = 60.0  # so long may a shared file system show the numbers of before
 RUNS = Path("runs")
 IS_OVER = {"finished", "failed", "refused", "cancelled"}
 """The states of a run that does not come back. A preempted one is `waiting`, and then `running` again."""
@@ -41,9 +42,7 @@ def main() -> None:
         while True:
             running = running_trials(study)
             if not running:
-                num_begun = sum(
-                    trial.state != TrialState.WAITING for trial in study.trials
-                )  # others are enqueued by a user
+                num_begun = sum(trial.state != TrialState.WAITING for trial in study.trials)
                 left = min(BATCH, NUM_TRIALS - num_begun)
                 if left <= 0:
                     break
@@ -55,7 +54,8 @@ def main() -> None:
                 if names & running.keys():
                     tell(study, running, points_of(sweep, lock))
             time.sleep(POLL_S)
-    print(f"best: trial-{study.best_trial.number:05} {study.best_value:g} {study.best_params}")
+    for trial in study.best_trials:
+        print(f"best: trial-{trial.number:05} {trial.value:g} {trial.params}")
 
 
 def running_trials(study: optuna.Study) -> dict[str, FrozenTrial]:
@@ -69,7 +69,7 @@ def running_trials(study: optuna.Study) -> dict[str, FrozenTrial]:
 
 def sweeps() -> dict[str, set[str]]:
     """Return the names of the points of each sweep."""
-    files = sorted(Path().glob(f"{STUDY}-*.yaml"))
+    files = sorted(Path().glob(f"{STUDY}-trial-*.yaml"))
     return {file.stem: {point["name"] for point in yaml.safe_load(file.read_text())} for file in files}
 
 
@@ -112,6 +112,8 @@ def tell(study: optuna.Study, running: dict[str, FrozenTrial], points: list[dict
     """Tell Optuna of the trials that are over."""
     for point in points:
         if point["run"] not in running or point["state"] not in IS_OVER:
+            continue
+        if point["age_s"] is not None and point["age_s"] < SETTLED_S:
             continue
         number, value = running[point["run"]].number, point["metrics"].get(METRIC)
         if point["state"] == "finished" and value is not None:

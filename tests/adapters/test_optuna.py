@@ -33,6 +33,7 @@ CHANGED = {
     '    "optimizer.momentum": FloatDistribution(0.0, 0.98),\n': "",
     "NUM_TRIALS, BATCH = 24, 8": "NUM_TRIALS, BATCH = 8, 4",
     "POLL_S = 30.0": "POLL_S = 0.2",
+    "SETTLED_S = 60.0": "SETTLED_S = 0.0",
 }
 """What a user changes at the example's top. Four trials get the same of three values at least once."""
 NUM_STEPS = 6
@@ -82,7 +83,8 @@ if verb == "submit":
     (sweep / "sweep.jsonl").touch()
 elif verb == "list":
     points = json.loads((sweep / "points").read_text())
-    print(json.dumps([{"run": one["name"], "state": "finished", "metrics": {"error": one["x"]}} for one in points]))
+    ended = {"state": "finished", "age_s": 0.0}
+    print(json.dumps([{"run": one["name"], "metrics": {"error": one["x"]}, **ended} for one in points]))
 """
 """A `ddp-hpc` whose points finish at once."""
 
