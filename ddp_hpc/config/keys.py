@@ -98,6 +98,10 @@ def is_below(name: str, section: str) -> bool:
 
 def unknown_key(name: str, location: str) -> ConfigError:
     """Return the error for an unknown key, with the nearest key and all keys of its section."""
+    if name == "steps":
+        return ConfigError(
+            f"`steps` ({location}) is not a key of one run: it makes a pipeline, which only `ddp-hpc submit CONFIG` takes."
+        )
     section = name.rpartition(".")[0]
     if not is_section(section):
         section = ""

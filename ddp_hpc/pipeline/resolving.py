@@ -60,6 +60,9 @@ def resolve_steps(
             raise type(error)(f"The step {step.name!r} has no valid configuration: {error}") from error
 
     asked = {step.name: [*shared, *_own(step, pipeline)] for step in pipeline.steps}
+    for step in pipeline.steps:
+        for setting in asked[step.name]:
+            _refuse_bare(setting.value, step, list(asked))
     found = {step.name: resolved(step, asked[step.name]) for step in pipeline.steps}
     words = {name: _words(name, RunDir(of.spec.path)) for name, of in found.items()}
     for step in pipeline.steps:
@@ -94,13 +97,26 @@ def _names(value: Any) -> Iterator[str]:
         yield from _names(list(value.values()))
 
 
+def _refuse_bare(value: Any, step: Step, names: Sequence[str]) -> None:
+    """Refuse a word in braces without quotes around it, which YAML reads as a mapping."""
+    if isinstance(value, dict) and len(value) == 1:
+        ((key, inner),) = value.items()
+        if inner is None and isinstance(key, str) and "." in key and key.partition(".")[0] in names:
+            raise ConfigError(
+                f'The step {step.name!r} has {{{key}}} without quotes, which YAML reads as a mapping. Write "{{{key}}}", with the quotes.'
+            )
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in items:
+        _refuse_bare(item, step, names)
+
+
 def _check_words(
     step: Step, in_braces: Sequence[str], words: Mapping[str, Mapping[str, str]], pipeline: Pipeline
 ) -> None:
     """Refuse words in braces that begin with a step's name, and stand for nothing that this step can use."""
     for name in in_braces:
-        of = name.partition(".")[0]
-        if of not in words:
+        of, dot, _ = name.partition(".")
+        if not dot or of not in words:
             continue
         if name not in words[of]:
             raise ConfigError(

@@ -88,7 +88,9 @@ def test_the_jobs_dependency_is_beside_the_users_own_and_removes_what_can_never_
         ("{a: , b: {script: {command: [x, '{a.run_dir}']}}}", "does not wait for 'a'.* Add `after: a` to `steps.b`"),
         ("{a: , b: {after: a, script: {command: [x, '{a.newest}']}}}", "of a step there are only {a.run_dir}"),
         ("{a: {restart: {by: successor}}, b: {after: a}}", "Set `steps.a.restart.by` to `requeue`"),
-        ("{a: {steps: {b: {}}}}", "`steps`"),
+        ("{a: {steps: {b: {}}}}", "`steps` .*step a.* is not a key of one run"),
+        ("{a: , b: {after: a, script: {command: [x, {a.run_dir}]}}}", "{a.run_dir} without quotes, which YAML reads as a mapping"),
+        ("{a: , b: {after: a, train: {init_from: {a.run_dir}}}}", "{a.run_dir} without quotes, which YAML reads as a mapping"),
     ],
 )  # fmt: skip
 def test_steps_that_cannot_be_run_are_refused_with_what_to_do(steps: str, message: str, tmp_path: Path) -> None:
