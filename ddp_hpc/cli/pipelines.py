@@ -125,7 +125,7 @@ def _said(one: Started) -> str:
         return f"{name}: has finished already; to have it done again, delete it first: ddp-hpc delete {name}"
     job = "" if submission.job_id is None else f"job {submission.job_id} "
     if submission.state in {"running", "waiting"}:
-        return f"{name}: {job}{'runs' if submission.state == 'running' else 'waits'} already"
+        return f"{name}: {job}{'runs' if submission.state == 'running' else 'waits'} already, and was not changed"
     after = ", ".join(each.step if each.when == "ok" else f"{each.step}:{each.when}" for each in one.step.step.after)
     what = (
         "submitted"
@@ -163,7 +163,10 @@ def _run_here(
         )
 
     def begin(step: ResolvedStep) -> Submission:
-        submission = target.submit(step.resolved)
+        try:
+            submission = target.submit(step.resolved)
+        except ConfigError as error:
+            raise type(error)(f"The step {step.name!r} cannot be started: {error}") from error
         print(
             _said(Started(step=step, submission=submission)), file=sys.stderr if args.json else sys.stdout, flush=True
         )

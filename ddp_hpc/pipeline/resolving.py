@@ -8,10 +8,12 @@ from typing import Any
 
 from ddp_hpc.config import Resolved
 from ddp_hpc.config.braces import fill_braces, names_in_braces
+from ddp_hpc.config.keys import key_of
 from ddp_hpc.config.paths import is_path, literal
 from ddp_hpc.config.resolve import name_from, resolve_settings
 from ddp_hpc.config.site import find_profile
 from ddp_hpc.config.sources import Origin, Setting, from_environment, from_overrides, settings_in
+from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.pipeline.steps import STEPS, Pipeline, Step
 from ddp_hpc.run_dir.paths import RunDir
@@ -49,8 +51,7 @@ def resolve_steps(
         *from_environment(environ),
         *from_overrides(pipeline.words),
     ]
-    names = [setting.value for setting in shared if setting.key == "name"]
-    name = names[-1] if names else name_from(path.stem)
+    name = _name(shared) or name_from(path.stem)
 
     def resolved(step: Step, settings: Sequence[Setting]) -> Resolved:
         own = Setting("name", f"{name}-{step.name}", Origin(f"step {step.name}", f"{path}, step {step.name}"))
@@ -73,6 +74,13 @@ def resolve_steps(
             found[step.name] = resolved(step, [_filled(setting, values) for setting in asked[step.name]])
     _refuse_changing_jobs(pipeline, found, is_for_slurm=is_for_slurm)
     return [ResolvedStep(step, found[step.name]) for step in pipeline.steps]
+
+
+def _name(shared: Sequence[Setting]) -> str:
+    """Return the pipeline's name where a setting has it; the last one counts."""
+    key = key_of("name")
+    named = [setting for setting in shared if setting.key == "name"]
+    return str(convert(key, named[-1].value, str(named[-1].origin))) if key is not None and named else ""
 
 
 def _own(step: Step, pipeline: Pipeline) -> list[Setting]:

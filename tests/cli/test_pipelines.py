@@ -211,6 +211,8 @@ def test_the_state_says_which_run_has_failed_even_when_slurm_knows_the_job_no_mo
     assert status("evaluate") == ("cancelled", f"cancelled, because {why}")
     assert status("export") == ("cancelled", f"cancelled, because digits-evaluate did not start, because {why}")
     assert status("report")[0] == "unknown", "it waits for such an end"
+    assert main(["list"]) == 0
+    assert f"digits-evaluate: cancelled, because {why}\n" in capsys.readouterr().err
     job = read_queued_job(run)
     assert job is not None
     write_queued_job(run, QueuedJob(job_id="99", attempt=1, at=job.at))

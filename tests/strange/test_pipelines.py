@@ -59,14 +59,14 @@ def test_a_pipeline_of_one_step_runs_and_two_steps_may_write_one_file_in_their_o
     head = "resources: {workers_per_node: 1}\nscript: {start: exec}\n"
     Path("one.yaml").write_text(f"{head}steps: {{only: {{script: {{command: [python, step.py, out, first]}}}}}}\n")
     both = "{a: {script: {command: [python, step.py, out, a]}}, b: {after: a, script: {command: [python, step.py, out, b]}}}"
-    Path("two.yaml").write_text(f"name: one\n{head}steps: {both}\n")
+    Path("two.yaml").write_text(f"name: '1'\n{head}steps: {both}\n")
 
     assert main(["submit", "one.yaml", "--cluster", "local", "--wait"]) == 0
     assert Path("out").read_text() == "first"
     assert main(["submit", "two.yaml", "--cluster", "local", "--wait"]) == 0
 
     assert Path("out").read_text() == "b"
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["one-a", "one-b", "one-only"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["1-a", "1-b", "one-only"]
     assert "one-only finished" in capsys.readouterr().out
 
 
@@ -76,6 +76,7 @@ def test_a_pipeline_of_one_step_runs_and_two_steps_may_write_one_file_in_their_o
         ("name: p\nsteps: {a: {name: mine}, b: {name: mine}}", "`steps.a.name` is set"),
         ("steps: {Übung: {}}", "has a step 'Übung', but a step's name"),
         (f"name: {'n' * 128}\nsteps: {{a: {{}}}}", "use at most 128 letters"),
+        ("name: null\nsteps: {a: {}}", "`name` is None"),
         ("steps: {a: {seed: 1}, a: {seed: 2}}", "the key 'a' is already set"),
         ("steps: {no: {}, off: {after: on}}", "Steps: no, off."),
     ],

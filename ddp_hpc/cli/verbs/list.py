@@ -97,16 +97,18 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             for number, status in enumerate(statuses)
         ]
         print(table((*HEADER, *names), rows))
+        _say_why_not_started(statuses)
     else:
-        such = (
-            " outside of sweeps"
-            if is_swept and not args.filter
-            else f" with {' and '.join(args.filter)}"
-            if args.filter
-            else ""
-        )
+        such = f" with {' and '.join(args.filter)}" if args.filter else " outside of sweeps" if is_swept else ""
         print(f"There are no runs{such} in {str(runs_dir)!r}. List another directory with `--runs-dir DIR`.")
     return 0
+
+
+def _say_why_not_started(statuses: Sequence[RunStatus]) -> None:
+    """Say why runs whose job was cancelled never started: the table shows what attempts have recorded, and they have none."""
+    for status in statuses:
+        if status.state == "cancelled" and status.attempt is None and status.reason:
+            print(f"{status.run}: {status.reason}", file=sys.stderr)
 
 
 def _name_sweeps(runs_dir: Path) -> bool:
