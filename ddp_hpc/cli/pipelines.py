@@ -84,8 +84,9 @@ def _submit(args: argparse.Namespace, steps: Sequence[ResolvedStep], target: Tar
             print("\n".join([_said(one), *(f"  {note}" for note in notes)]), file=out, flush=True)
     except DdpHpcError as error:
         raise type(error)(_half_submitted(error, started, steps, target.environ)) from error
-    except KeyboardInterrupt:
-        print(f"\n{_what_is_there(started, target.environ)}", file=sys.stderr)
+    except BaseException:  # the user interrupts it, or the disk is full
+        there = _what_is_there(started, target.environ)
+        print(f"\n{there}" if there else "", file=sys.stderr)
         raise
     return started
 

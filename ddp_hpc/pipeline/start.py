@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def submit_steps(steps: Sequence[ResolvedStep], target: Target) -> Iterator[Star
             _cancel_outdated(step, awaited, target)
             submission = target.submit(waiting_for(step.resolved, awaited, target.environ))
             if submission.state == "queued" and submission.job_id is not None:
-                write_awaited(submission.run, submission.job_id, awaited)
+                with suppress(OSError):  # the job is in the queue; only `status` would miss what it waits for
+                    write_awaited(submission.run, submission.job_id, awaited)
             started[step.name] = Started(step=step, submission=submission)
         yield started[step.name]
 
