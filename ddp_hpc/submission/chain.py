@@ -10,7 +10,7 @@ from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import When
+from ddp_hpc.run_dir.records import Awaited, When, read_queued_job
 from ddp_hpc.submission.backend import Backend, backend_of, find_job_elsewhere
 from ddp_hpc.submission.run_dir_setup import is_finished
 
@@ -35,6 +35,16 @@ def split_when(text: str) -> tuple[str, When]:
 def after_job(job_id: str, when: When) -> str:
     """Return what sbatch has to be asked for so that a job waits for the end of another."""
     return f"{_WORDS[when]}:{job_id}"
+
+
+def awaited_in(dependency: str, befores: Sequence[Before]) -> list[Awaited]:
+    """Return those runs whose jobs a dependency names, with the numbers of the jobs."""
+    jobs = ((before, read_queued_job(before.run)) for before in befores)
+    return [
+        Awaited(path=str(before.run.path), job_id=job.job_id, when=before.when)
+        for before, job in jobs
+        if job is not None and after_job(job.job_id, before.when) in dependency.split(",")
+    ]
 
 
 def dependency(

@@ -341,6 +341,8 @@ def _reason_by_awaited(state: State, seen: Observation, queue_status: QueueStatu
     """Return which run a job waits for, or why it never started; else what Slurm says."""
     if state == "cancelled" and seen.never_started:
         return f"cancelled, because {seen.never_started}"
+    if queue_status.is_waiting and seen.never_started:
+        return f"{seen.never_started}, so this job will never start; cancel it, and submit again"
     if queue_status.is_waiting and seen.waits_for and queue_status.reason.strip("()") == "Dependency":
         return seen.waits_for
     return _reason_by_slurm(state, seen, queue_status)

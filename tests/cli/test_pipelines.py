@@ -236,3 +236,28 @@ def test_several_runs_are_cancelled_in_one_command_and_one_that_is_over_keeps_no
     assert "digits-evaluate has no job in the queue" in err
     assert out.startswith("Job 11 of digits-train was cancelled.")
     assert slurm.orders("scancel") == ["scancel 11"]
+
+
+def test_a_run_that_waits_by_after_names_the_run_and_says_when_it_will_never_start(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = "echo 'JobId=11 JobName=x UserId=ada(1) JobState=PENDING Reason=Priority Command=x'"
+    slurm.has("scontrol", f'case "$*" in *"show job"*) {waits};; esac')
+    one = ("resources.workers_per_node=1", "--cluster", "slurm")
+    assert main(["submit", "name=first", *one, "--", "python", "step.py", "train"]) == 0
+    assert main(["submit", "name=then", *one, "--after", "first", "--", "python", "step.py", "export"]) == 0
+
+    def reason(by_slurm: str) -> str:
+        fields = ["12", "12", "N/A", "PENDING", by_slurm, "gpu", "1", "", "1:00:00", "N/A", "N/A", "0", "then", ""]
+        row = "".join(f"{field}\\037" for field in fields).removesuffix("\\037") + "\\036"
+        slurm.has("squeue", f"printf '{row}'")
+        Path(".cache/ddp_hpc/queue.json").unlink(missing_ok=True)
+        capsys.readouterr()
+        assert main(["status", "then", "--json"]) == 0
+        return str(json.loads(capsys.readouterr().out)["reason"])
+
+    assert reason("Dependency") == "the job waits until first has finished"
+    run = RunDir(Path("runs/first").absolute())
+    record_start(run, attempt=0, job_id="11")
+    record_end(run, attempt=0, ending=Ending.STOPPED, exit_code=99)
+    assert reason("DependencyNeverSatisfied").startswith("first was stopped, so this job will never start; cancel it")

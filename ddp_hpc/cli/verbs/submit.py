@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -27,7 +28,9 @@ from ddp_hpc.run_dir.paths import RunDir, holds_sweep
 if TYPE_CHECKING:
     from ddp_hpc.config import Resolved
     from ddp_hpc.pipeline.steps import Pipeline
+    from ddp_hpc.run_dir.records import When
     from ddp_hpc.submission.backend import Backend, Submission
+    from ddp_hpc.submission.chain import Before
 
 INTERRUPTED = 130
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -124,9 +127,9 @@ def _run_one(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         from ddp_hpc.submission.removal import put_aside
 
         with put_aside(run_dir, environment) as aside:
-            submission = _submit(resolved, backend, import_paths, environment)
+            submission = _submit(args, resolved, backend, import_paths, environment)
     else:
-        submission = _submit(resolved, backend, import_paths, environment)
+        submission = _submit(args, resolved, backend, import_paths, environment)
     if aside is not None:
         changed.append(f"the earlier run {run_dir.name} was renamed to {aside}")
     out = sys.stderr if args.json else sys.stdout
@@ -173,22 +176,42 @@ def _run_pipeline(args: argparse.Namespace, pipeline: Pipeline, environment: Map
 
 def _chain(args: argparse.Namespace, backend: Backend, resolved: Resolved, environment: Mapping[str, str]) -> list[str]:
     """Return the setting by which the job waits for others."""
-    from ddp_hpc.submission.chain import Before, dependency, split_when
-    from ddp_hpc.watch.find import find_run
+    from ddp_hpc.submission.chain import dependency
 
-    runs_dir = resolved.spec.path.parent
-    named = [split_when(text) for text in args.after] if backend.HAS_QUEUE else []
-    sweeps = {name for name, _ in named if holds_sweep(runs_dir / name) or holds_sweep(Path(name))}
-    befores = [Before(find_run(name, runs_dir), when) for name, when in named if name not in sweeps]
+    befores, sweeps = _befores(args, resolved) if backend.HAS_QUEUE else ([], [])
     parts = [resolved.spec.slurm.dependency]
     if sweeps:
         from ddp_hpc.sweep.chain import after_sweep
         from ddp_hpc.sweep.sweep_dir import find_sweep
 
-        parts += [after_sweep(find_sweep(name, runs_dir), when, environment) for name, when in named if name in sweeps]
+        parts += [after_sweep(find_sweep(name, resolved.spec.path.parent), when, environment) for name, when in sweeps]
     users = ",".join(filter(None, parts)) or None
     found = dependency(befores, backend, environment, is_single=args.singleton, users=users)
     return [] if found is None else [f"slurm.dependency={found}"]
+
+
+def _befores(args: argparse.Namespace, resolved: Resolved) -> tuple[list[Before], list[tuple[str, When]]]:
+    """Return the runs, and the sweeps, that the job waits for."""
+    from ddp_hpc.submission.chain import Before, split_when
+    from ddp_hpc.watch.find import find_run
+
+    runs_dir = resolved.spec.path.parent
+    named = [split_when(text) for text in args.after]
+    are_sweeps = {name for name, _ in named if holds_sweep(runs_dir / name) or holds_sweep(Path(name))}
+    sweeps = [(name, when) for name, when in named if name in are_sweeps]
+    return [Before(find_run(name, runs_dir), when) for name, when in named if name not in are_sweeps], sweeps
+
+
+def _note_awaited(args: argparse.Namespace, submission: Submission, resolved: Resolved) -> None:
+    """Record which runs the job waits for: `status` names them."""
+    if not args.after or submission.state != "queued" or submission.job_id is None:
+        return
+    from ddp_hpc.run_dir.records import write_awaited
+    from ddp_hpc.submission.chain import awaited_in
+
+    with suppress(OSError):  # the job is in the queue; only `status` would miss what it waits for
+        found = awaited_in(resolved.spec.slurm.dependency or "", _befores(args, resolved)[0])
+        write_awaited(submission.run, submission.job_id, found)
 
 
 def _note_stopping(run_dir: RunDir, backend: Backend) -> None:
@@ -223,11 +246,18 @@ def _print_status(run_dir: RunDir, environment: Mapping[str, str], *, word: str,
 
 
 def _submit(
-    resolved: Resolved, backend: Backend, import_paths: Sequence[Path], environment: Mapping[str, str]
+    args: argparse.Namespace,
+    resolved: Resolved,
+    backend: Backend,
+    import_paths: Sequence[Path],
+    environment: Mapping[str, str],
 ) -> Submission:
     from ddp_hpc.config import render_resolved
 
-    return backend.submit(render_resolved(resolved), resolved.spec, import_paths=import_paths, environ=environment)
+    text, spec = render_resolved(resolved), resolved.spec
+    submission = backend.submit(text, spec, import_paths=import_paths, environ=environment)
+    _note_awaited(args, submission, resolved)
+    return submission
 
 
 def _stay(args: argparse.Namespace, submission: Submission, environment: Mapping[str, str], out: TextIO) -> None:
