@@ -15,7 +15,7 @@ from ddp_hpc.certify.evidence import evidence_of
 from ddp_hpc.certify.faults import FAULTS, Fault, Trigger, trigger_of
 from ddp_hpc.certify.live_files import plain
 from ddp_hpc.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, strays
-from ddp_hpc.certify.records import RunRecord
+from ddp_hpc.certify.records import AttemptRecord, RunRecord
 from ddp_hpc.certify.sandbox import copy_of, files_in
 from ddp_hpc.certify.saved_files import is_saved_state
 from ddp_hpc.certify.source_reading import facts_of, sources_of
@@ -96,6 +96,7 @@ def certify(
     if certificate.findings:  # it hangs undisturbed
         on_finding(certificate.findings[0])
         return certificate
+    say(time_needed(certificate.seconds, len(plan.faults)))
     dice = random.Random(plan.seed)
     for name in plan.faults:
         finding = certification.try_fault(name, dice)
@@ -150,7 +151,7 @@ class _Certification:
             final_files=sorted(record.final),
             notes=self.notes,
         )
-        self._note_limits(certificate, attempt.num_ranks)
+        self._note_limits(certificate, attempt)
         if record.outcome == "hung":
             fault = Fault(description="no fault", action="stop", moment="stop")
             certificate.findings.append(judge("undisturbed", evidence_of(fault, record, self.baseline), self.baseline))
@@ -165,7 +166,7 @@ class _Certification:
         ours = (*self.plan.left_out, self.plan.folder, *self.plan.may_change)
         return tuple(one for one in ours if not self.plan.work_dir.is_relative_to(one))
 
-    def _note_limits(self, certificate: Certificate, num_ranks: int) -> None:
+    def _note_limits(self, certificate: Certificate, attempt: AttemptRecord) -> None:
         if not certificate.unit:
             self.notes.append(
                 "no line of its output names a step or an epoch, so nothing says how much work was done again"
@@ -174,7 +175,10 @@ class _Certification:
             self.notes.append(
                 "it saved no file that looks like a saved state; if it does save, name the files with `script.progress=PATTERN`"
             )
-        if num_ranks < 2:
+        if attempt.left_behind:
+            named = "; ".join(one[:80] for one in attempt.left_behind[:3])
+            self.notes.append(f"it leaves processes behind when it ends, and certify has killed them: {named}")
+        if attempt.num_ranks < 2:
             self.notes.append(
                 "it ran with one rank, so nothing says whether ranks agree (`resources.workers_per_node=2`)"
             )
@@ -186,15 +190,9 @@ class _Certification:
         if record.outcome != "finished":
             last = record.attempts[-1]
             text = next(iter(last.failed_ranks.values()), "") or last.reason or record.outcome
-            hint = (
-                f"Its runs have a copy of {self.plan.work_dir} alone, and nothing that lies beside it (`../data`): if a file there is missing, "
-                "certify the script from the directory above. "
-                if "No such file" in text
-                else ""
-            )
             raise ConfigError(
-                f"The script does not finish without a fault, so nothing can be said about faults: {text.strip()[-600:]} "
-                f"{hint}Read {trial.place.runs_dir}."
+                f"The script does not finish without a fault, so nothing can be said about faults: {text.strip()[-600:].rstrip('.')}. "
+                f"{hint_on(text, self.plan.work_dir)}Read {trial.place.runs_dir}."
             )
         known = {plain(Path(path).name) for path, contents in record.final.items() if contents.kind == "text"}
         self._save_names = frozenset(trial.begun_names - known) if record.attempts[-1].saves else frozenset()
@@ -302,6 +300,26 @@ def ranks_of(settings: Sequence[str]) -> list[str]:
     keys = {setting.partition("=")[0] for setting in settings}
     says = {"resources", "resources.workers_per_node", "resources.gpus_per_node"}
     return [] if keys & says else [f"resources.workers_per_node={RANKS}"]
+
+
+def time_needed(seconds: float, num_faults: int) -> str:
+    """Return how long the faults will take, by the time that the undisturbed run took."""
+    minutes = max(1, round(seconds * (num_faults + 2) / 60))  # what a fault has undone is done again
+    span = f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes} min"
+    advice = " A shorter training, or fewer faults (`--faults`), shows the same sooner" if minutes >= 30 else ""
+    return f"undisturbed, it took {seconds:.0f} s; {num_faults} faults take about {span}.{advice}".rstrip(".")
+
+
+def hint_on(error: str, work_dir: Path) -> str:
+    """Return what to do about an error that the script has in a run of certify only; empty for others."""
+    if "EOF when reading a line" in error:
+        return "The script asks for input, but a job of a cluster has no terminal: give it an option for that. "
+    if "No such file" in error:
+        return (
+            f"Its runs have a copy of {work_dir} alone, and nothing that lies beside it (`../data`): if a file there is missing, "
+            "certify the script from the directory above. "
+        )
+    return ""
 
 
 def shown(command: Sequence[str]) -> list[str]:

@@ -16,8 +16,12 @@ from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.script.life import LEAST_SHARE, cpu_seconds
 
+MARK = "_DDP_HPC_CERTIFIED_RUN"
+"""A variable of all processes of a run that is certified; its value is the run's directory."""
 VANISH_S = 10.0
 """How long killed processes get to vanish."""
+_SUPERVISOR_S = 3.0
+"""How long the supervisor of an attempt that has ended may take to exit."""
 _TICK_S = 0.01
 
 
@@ -113,6 +117,22 @@ def end_all_below(top: int) -> None:
     deadline = time.monotonic() + VANISH_S
     while any(processes.start_ticks(pid) is not None for pid in halted) and time.monotonic() < deadline:
         time.sleep(_TICK_S)
+
+
+def end_survivors(run: RunDir) -> list[str]:
+    """Kill what a script has left behind, in whichever session, as Slurm does at a job's end; return the command lines."""
+    with suppress(OSError):  # a file system without locks
+        deadline = time.monotonic() + _SUPERVISOR_S
+        while processes.is_locked(run.lock) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+    found = {}
+    for each in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it is gone, or another user's
+            if each.environ().get(MARK) == str(run.path) and each.status() != psutil.STATUS_ZOMBIE:
+                found[each.pid] = " ".join(each.cmdline())
+    processes.kill(found)
+    # Ours may be exiting just now; a process that the script has forked shows their command line, too, and is killed unnamed.
+    return [one for one in dict.fromkeys(found.values()) if "ddp_hpc.job" not in one]
 
 
 def _halted(top: int) -> list[int]:

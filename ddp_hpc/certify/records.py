@@ -46,6 +46,8 @@ class AttemptRecord:
     """Saved states that were read before the first position was printed."""
     saves: tuple[Save, ...] = ()
     num_ranks: int = 0
+    left_behind: tuple[str, ...] = ()
+    """Command lines of processes that outlived the attempt."""
     script_s: float = 0.0
     """How long the script's processes were there."""
 

@@ -18,7 +18,7 @@ from ddp_hpc.certify.faults import Action, Fault, Trigger
 from ddp_hpc.certify.file_events import FileEvent, FileEvents
 from ddp_hpc.certify.live_files import LiveFiles
 from ddp_hpc.certify.live_output import LiveOutput
-from ddp_hpc.certify.live_processes import VANISH_S, LiveProcesses, end_all_below
+from ddp_hpc.certify.live_processes import MARK, VANISH_S, LiveProcesses, end_all_below, end_survivors
 from ddp_hpc.certify.records import AttemptRecord, RunRecord, Save, SignalAction, Strike
 from ddp_hpc.certify.sandbox import LEFT_OUT, files_in
 from ddp_hpc.certify.saved_files import Contents, read
@@ -157,7 +157,7 @@ class Trial:
             submitted = subprocess.Popen(
                 self._argv(),
                 cwd=self.place.work_dir,
-                env={**self.order.environ, "PYTHONFAULTHANDLER": "1"},
+                env={**self.order.environ, "PYTHONFAULTHANDLER": "1", MARK: str(self.place.run.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -317,6 +317,7 @@ class Trial:
             reads=tuple(dict.fromkeys(self._files.reads)),
             saves=tuple(self._saves),
             num_ranks=len(logs),
+            left_behind=tuple(self._left_behind),
             script_s=0.0 if since is None else time.monotonic() - since,
         )
 
@@ -342,6 +343,7 @@ class Trial:
             end_all_below(submitted.pid)
             submitted.wait()
         self._cancel()
+        self._left_behind = end_survivors(self.place.run)
 
     def _cancel(self) -> None:
         run = self.place.run

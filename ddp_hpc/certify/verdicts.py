@@ -139,7 +139,7 @@ def _text(difference: Difference) -> str:
 
 
 def _not_possible(evidence: Evidence) -> str:
-    """Return what cannot be said where two undisturbed runs differ, and what may be wrong all the same."""
+    """Return the note on two undisturbed runs that differ: which verdicts are not possible, and what the saved state lacks."""
     saved = evidence.checkpoint
     held = {} if saved is None else {"an optimizer": saved.has_optimizer, "a random generator": saved.has_rng}
     missing = " and ".join(f"no state of {name}" for name, is_there in held.items() if not is_there)
