@@ -14,6 +14,7 @@ from ddp_hpc.certify.baseline import Baseline
 from ddp_hpc.certify.evidence import evidence_of
 from ddp_hpc.certify.faults import FAULTS, Fault, Trigger, trigger_of
 from ddp_hpc.certify.live_files import plain
+from ddp_hpc.certify.output_lines import parse, scale_of
 from ddp_hpc.certify.outside import STATE_SUFFIXES, command_in, named_paths, refuse_saved_states, strays
 from ddp_hpc.certify.records import AttemptRecord, RunRecord
 from ddp_hpc.certify.sandbox import copy_of, files_in
@@ -121,6 +122,7 @@ class _Certification:
     _command: Sequence[str] = ()
     _outside: tuple[Path, ...] = ()
     _patience_s: float = 0.0
+    _printing_rank: int = 0
     notes: list[str] = field(default_factory=list)
 
     def begin(self) -> Certificate:
@@ -194,6 +196,16 @@ class _Certification:
                 f"The script does not finish without a fault, so nothing can be said about faults: {text.strip()[-600:].rstrip('.')}. "
                 f"{hint_on(text, self.plan.work_dir)}Read {trial.place.runs_dir}."
             )
+        rank = _printing_rank(record.attempts[-1])
+        if rank and not self._printing_rank:
+            self._printing_rank = rank
+            self.notes.append(
+                f"rank {rank} prints where the training is, and not rank zero, so its lines are those that certify reads"
+            )
+            self.say(
+                f"rank {rank} prints where the training is, and not rank zero; running the script again to read its lines"
+            )
+            return self._undisturbed(f"{name}-of-rank-{rank}")
         known = {plain(Path(path).name) for path, contents in record.final.items() if contents.kind == "text"}
         self._save_names = frozenset(trial.begun_names - known) if record.attempts[-1].saves else frozenset()
         return record
@@ -287,6 +299,7 @@ class _Certification:
             fault=fault,
             trigger=trigger,
             save_names=self._save_names,
+            printing_rank=self._printing_rank,
             progress=user.get("script.progress"),
             outside=outside,
             apart_from=tuple(
@@ -300,6 +313,16 @@ def ranks_of(settings: Sequence[str]) -> list[str]:
     keys = {setting.partition("=")[0] for setting in settings}
     says = {"resources", "resources.workers_per_node", "resources.gpus_per_node"}
     return [] if keys & says else [f"resources.workers_per_node={RANKS}"]
+
+
+def _printing_rank(attempt: AttemptRecord) -> int:
+    """Return the rank whose lines say where the training is: rank zero, if its lines do or none do."""
+    if scale_of(attempt.lines).unit:
+        return 0
+    for rank, log in sorted(attempt.logs.items()):
+        if scale_of(map(parse, log.splitlines())).unit:
+            return rank
+    return 0
 
 
 def time_needed(seconds: float, num_faults: int) -> str:

@@ -1,4 +1,4 @@
-"""What rank zero of a run prints, as it comes."""
+"""What one rank of a run prints, as it comes: rank zero, or the one that says where the training is."""
 
 from __future__ import annotations
 

@@ -69,6 +69,8 @@ class Order:
     """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
     progress: str | None = None
     """The user's own pattern of saved files."""
+    printing_rank: int = 0
+    """Whose lines say where the training is."""
     outside: tuple[Path, ...] = ()
     """Paths outside of the copy that the script must not change: its command, its source or a link in the copy names them."""
     apart_from: tuple[Path, ...] = ()
@@ -143,7 +145,7 @@ class Trial:
 
     def _attempt(self, number: int) -> tuple[AttemptRecord, Mapping[int, str]]:
         self._number = number
-        self._output = LiveOutput(self.place.run.rank_log(number, 0), self.began)
+        self._output = LiveOutput(self.place.run.rank_log(number, self.order.printing_rank), self.began)
         self._files = LiveFiles(self.place.work_dir, self.order.save_names, self.order.progress)
         self._processes = LiveProcesses(self.place.run)
         self._saves: list[Save] = []

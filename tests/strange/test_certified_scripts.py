@@ -1,7 +1,9 @@
-"""Scripts of other people under `ddp-hpc certify`: one leaves a process behind, one asks for input, one trains for long."""
+"""Scripts of other people under `ddp-hpc certify`: one leaves a process behind, one prints from its last rank, one asks for input."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,45 @@ def test_what_a_script_leaves_behind_is_ended_as_slurm_would_and_named(tmp_path:
     assert left == set()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "it leaves processes behind when it ends, and certify has killed them: sleep 54321" in done.stdout
+
+
+PRINTS_FROM_THE_LAST_RANK = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+step = torch.load("last.pt")["step"] if os.path.exists("last.pt") else 0
+dist.barrier()
+while step < 6:
+    step += 1
+    dist.barrier()
+    time.sleep(0.2)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print("step", step, "loss", 1 / step, flush=True)
+        torch.save({"step": step}, "new.pt")
+        os.replace("new.pt", "last.pt")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_the_steps_of_a_script_that_prints_from_its_last_rank_are_read(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PRINTS_FROM_THE_LAST_RANK)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_hpc", "certify", "--json", "--faults=kill-after-save", "--", "python", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["unit"], found["num_positions"]) == ("step", 6)
+    assert found["findings"][0]["verdict"] in {"exact", "loses"}
+    assert "rank 1 prints where the training is, and not rank zero" in found["notes"][0]
 
 
 @pytest.mark.parametrize(
