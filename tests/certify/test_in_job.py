@@ -132,6 +132,34 @@ def test_a_shell_in_a_job_is_asked_to_certify_there(
     assert "runs on a node of job 5 already" in capsys.readouterr().err
 
 
+def test_the_runs_in_the_job_get_what_the_site_sets_for_its_partition(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """They are runs of one machine, which do not read the settings of partitions."""
+    slurm.has("sbatch", SBATCH.replace("{job}", CERTIFIES))
+    site = tmp_path / "site.yaml"
+    site.write_text(
+        "partitions:\n  gpu:\n    resources: {gpus_per_node: 4, gpu_type: a100}\n    env: {NCCL_DEBUG: WARN}\n"
+    )
+    words = ["--site=site.yaml", "slurm.partition=gpu", "resources.workers_per_node=2", "env.NCCL_DEBUG=INFO"]
+
+    assert main(["certify", "--cluster", "slurm", *words, *SCRIPT]) == 1
+
+    (place,) = tmp_path.glob("runs/certify-train-*/job")
+    settings = read_plan(place / "plan.json").settings
+    assert sorted(settings) == sorted(
+        ["resources.gpus_per_node=4", 'resources.gpu_type="a100"', *words[1:], f"--site={site}"]
+    )
+    assert "#SBATCH --gpus-per-node=a100:4\n#" in (place / "job.sbatch").read_text()
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_host_that_has_slurm_is_named_as_the_one_that_would_do_all_the_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["certify", "--", "python", "../elsewhere.py"]) == 2
+
+    assert "to have them in a job on a compute node: `--cluster slurm`" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
