@@ -39,7 +39,7 @@ test: check ## All checks, then the tests in random order, those on the Slurm cl
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -n 2 $(SLOWEST) -m 'long and not campaign' $(ARGS)
 
-test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers, Accelerate, Optuna and Hydra, stopped, killed and resumed
+test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers, Accelerate, Optuna and Hydra, preempted, killed and resumed
 	$(ADAPTERS_BIN)/python -m pytest -o addopts=-ra $(SLOWEST) tests/adapters $(ARGS)
 
 test-all: test test-long test-adapters ## All tests, then those on Slurm again with the next Debian's Slurm (as root)

@@ -1,4 +1,4 @@
-"""Examples, on two nodes: preempted once and killed once, one requeue and one new attempt, and the losses of an undisturbed run."""
+"""Each example, on two nodes: preempted once and killed once, one requeue and one new attempt, and the losses of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def newest_files(run: RunDir) -> set[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("library", ["lightning"])
+@pytest.mark.parametrize("library", FILES_OF_RANKS)
 def test_an_example_that_a_higher_partition_preempts_is_requeued_once_and_gives_the_losses_of_an_undisturbed_one(
     library: str, login: LoginNode
 ) -> None:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +32,46 @@ class Shape:
     """Whether it comes to the bits of the undisturbed one. With four ranks, DDP adds in another order in each process's first step."""
 
 
+def file(name: str, key: str) -> Callable[[Path], Weights]:
+    def read(folder: Path) -> Weights:
+        state: dict[str, Any] = torch.load(folder / name)
+        # Each rank saves its own statistics of batch norm, to one file: whose they are is chance, with and without a disturbance.
+        return {name: value for name, value in state[key].items() if "running_" not in name}
+
+    return read
+
+
 def newest_folder(folder: Path) -> Weights:
     newest = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
     weights: Weights = torch.load(newest / "model_state_dict.pt")
     return weights
 
 
+IMAGENET_OPTIONS = ("--dist-url", "env://", "--dist-backend", "gloo", "--seed", "1", "--resume", "checkpoint.pth.tar")
 SHAPES = {
+    "imagenet": Shape(
+        Script(
+            files=SCRIPTS / "imagenet.py",
+            command=("python", "imagenet.py", "--dummy", "200", *IMAGENET_OPTIONS, "--epochs", str(EPOCHS)),
+            saved="checkpoint.pth.tar",
+            settle_s=0.2,
+        ),
+        weights=file("checkpoint.pth.tar", "state_dict"),
+        resumed=r"loaded checkpoint 'checkpoint.pth.tar' \(epoch (\d+)\)",
+        is_exact=True,
+    ),
+    "mingpt": Shape(
+        Script(
+            files=SCRIPTS / "mingpt",
+            command=("python", "mingpt/main.py", "text.txt", str(EPOCHS)),
+            saved="gpt_snapshot.pt",
+            settle_s=0.2,
+            data={"text.txt": "".join(topics[name] for name in sorted(topics))[:60_000]},
+        ),
+        weights=file("gpt_snapshot.pt", "model_state"),
+        resumed=r"Resuming training from snapshot at Epoch (\d+)",
+        is_exact=True,
+    ),
     "fsdp2": Shape(
         Script(
             files=SCRIPTS / "fsdp2.py",
@@ -48,6 +83,17 @@ SHAPES = {
         weights=newest_folder,
         resumed=r"Loaded (\d+) rounds",
         is_exact=True,
+    ),
+    "multinode": Shape(
+        Script(
+            files=SCRIPTS / "multinode.py",
+            command=("python", "multinode.py", str(EPOCHS), "--epoch-s", "2"),
+            saved="snapshot.pt",
+            workers_per_node=2,
+        ),
+        weights=file("snapshot.pt", "MODEL_STATE"),
+        resumed=r"Resuming training from snapshot at Epoch (\d+)",
+        is_exact=False,
     ),
 }
 
