@@ -74,7 +74,8 @@ def become_script(parent_pid: int, *, is_new_program: bool, ignores: Iterable[in
     """
     die_with_parent(parent_pid)
     restore_stop_signals()
-    for number in (signal.SIGCHLD, signal.SIGIO):
+    # SIGQUIT: a shell that has started our parent with `&` ignores it for all below, and `is_in_background` reads it.
+    for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     for ignored in ignores:
         signal.signal(ignored, signal.SIG_IGN)
@@ -140,9 +141,7 @@ def unclaimed_stop_signals() -> set[signal.Signals]:
     That is, a recipe may print its stacks at SIGUSR1 (`faulthandler.register`). Slurm's own signals always ask to stop.
     """
     # By /proc, because `signal.getsignal` does not know of handlers in C. Python itself catches SIGINT.
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(errors="replace").splitlines())
-    caught = int(fields["SigCgt"], 16)
-    has_own = {number for number in (*STOP_SIGNALS, *INTERRUPTIONS) if caught >> (number - 1) & 1}
+    has_own = {number for number in (*STOP_SIGNALS, *INTERRUPTIONS) if _is_in(os.getpid(), number, "SigCgt")}
     if signal.getsignal(CTRL_C) is signal.default_int_handler:
         has_own.discard(CTRL_C)
     return {*SLURMS_SIGNALS, *({*STOP_SIGNALS, *blocked_interruptions()} - has_own)}
@@ -294,13 +293,28 @@ def show_as_listening() -> None:
 
 def is_listening(pid: int, number: int = signal.SIGUSR2) -> bool:
     """Tell whether a process blocks or catches a stop signal; the signal would kill any other process."""
+    return _is_in(pid, number, "SigBlk", "SigCgt")
+
+
+def outlasts(pid: int, number: int) -> bool:
+    """Tell whether a process catches or ignores a signal, so that it does not end by it at once."""
+    return _is_in(pid, number, "SigCgt", "SigIgn")
+
+
+def is_in_background(pid: int) -> bool:
+    """Tell whether a shell without job control has started a process with `&`: it ignores SIGQUIT then."""
+    # https://pubs.opengroup.org/onlinepubs/9699919799/utilities/V3_chap02.html#tag_18_11; few programs change that.
+    return _is_in(pid, signal.SIGQUIT, "SigIgn")
+
+
+def _is_in(pid: int, number: int, *fields: str) -> bool:
+    """Tell whether a signal is in one of these fields of /proc/PID/status; in none once the process is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    handled = int(fields["SigBlk"], 16) | int(fields["SigCgt"], 16)  # proc(5): the lowest bit is signal 1
-    return bool(handled >> (number - 1) & 1)
+    found = dict(line.split(":", 1) for line in status.splitlines())
+    return any(int(found[field], 16) >> (number - 1) & 1 for field in fields)  # proc(5): the lowest bit is signal 1
 
 
 def terminate(pids: Iterable[int]) -> None:

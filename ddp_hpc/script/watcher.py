@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -45,6 +46,8 @@ class Watcher:
     """Whether the launcher stops this rank because another one has failed: srun and torchrun send SIGTERM then, too."""
     has_killed: bool = False
     interruptions: Sequence[int] = field(default_factory=processes.blocked_interruptions)
+    _asked: set[int] = field(default_factory=set)
+    """The processes that were sent the stop signal; none gets it twice."""
     _kill_at: float = float("inf")
     _looked_at: float = 0.0
 
@@ -97,7 +100,7 @@ class Watcher:
         while not self.has_killed and (adopted := _adopted()):
             # `tee` in `python train.py | tee log` ends with the training, which could not print any more without it.
             if asked := [pid for pid in adopted if not _reads_pipe(pid)]:
-                processes.send(asked, processes.signal_number(script.stop_signal))
+                processes.send(set(asked) - self._asked, processes.signal_number(script.stop_signal))
                 codes += self._await_end(asked)
             else:
                 self._await_end(adopted)
@@ -139,12 +142,15 @@ class Watcher:
         return known(request, request.exists, unknown=False)
 
     def _ask_to_stop(self, pids: Iterable[int]) -> None:
-        """Send the stop signal to the script's own process, and to no process that it has started."""
+        """Send the stop signal to the script's own process, and to no process that it has started, but for what a shell waits for."""
         # PyTorch's loader processes die of SIGTERM, so a script whose loaders get it cannot finish its step.
         script = self.script_rank.spec.script
         self.sent_signal = processes.signal_number(script.stop_signal)
         self._kill_at = time.monotonic() + script.stop_within_s
-        processes.send(pids, self.sent_signal)
+        is_program = self.script_rank.plan.program.python is None
+        below = [child for pid in pids for child in _held_up_by(pid, self.sent_signal)] if is_program else []
+        self._asked = {*pids, *below}
+        processes.send(self._asked, self.sent_signal)
 
     def count_saves(self) -> bool:
         """Record that the script has saved its state, if it has; rank zero does that for all."""
@@ -173,6 +179,26 @@ class Watcher:
                 sign = run.allowance(attempt)
                 make_directories(sign.parent)
                 sign.touch()
+
+
+def _held_up_by(shell: int, number: int) -> list[int]:
+    """Return what a shell runs in the foreground, where the shell traps a signal: it does nothing before that has ended.
+
+    What it runs in the background, its trap may signal itself, so that one gets no second signal from here.
+    """
+    # POSIX, "Signals and Error Handling". With job control, each process has a group of its own, in the background or not.
+    if not processes.outlasts(shell, number):
+        return []
+    children: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        children = psutil.Process(shell).children()
+    found = []
+    for child in children:
+        with suppress(OSError):
+            is_here = os.getpgid(child.pid) == os.getpgid(shell)
+            if is_here and not processes.is_in_background(child.pid) and not _reads_pipe(child.pid):
+                found.append(child.pid)
+    return found
 
 
 def _adopted() -> list[int]:
