@@ -53,6 +53,16 @@ def literal(path: object) -> str:
     return str(path).replace("$", "$$")
 
 
+def refuse_unknown_home(path: str, what: str) -> None:
+    """Refuse a path in the home of a user whom this host does not know; `what` says where it stands, in an error.
+
+    Raises:
+        ConfigError: if there is no such user.
+    """
+    if path.startswith("~") and os.path.expanduser(path).startswith("~"):  # noqa: PTH111  a Path raises an error for it
+        raise ConfigError(f"{what}, but this host has no user {path.partition('/')[0][1:]!r}. Correct the path.")
+
+
 def _fill_text(text: str, setting: Setting, environ: Mapping[str, str]) -> str:
     try:
         full = Template(text).substitute(environ)
@@ -66,10 +76,7 @@ def _fill_text(text: str, setting: Setting, environ: Mapping[str, str]) -> str:
             f"`{setting.key}` is {text!r} ({setting.origin}), but a `$` must be followed by a variable's name. "
             "Write `$$` for a plain `$`."
         ) from error
-    if full.startswith("~") and os.path.expanduser(full).startswith("~"):  # noqa: PTH111  a Path raises an error for it
-        raise ConfigError(
-            f"`{setting.key}` is {text!r} ({setting.origin}), but this host has no user {full.partition('/')[0][1:]!r}. Correct the path."
-        )
+    refuse_unknown_home(full, f"`{setting.key}` is {text!r} ({setting.origin})")
     if "HOME" in environ:
         return _OWN_HOME.sub(lambda _: environ["HOME"], full, count=1) if full.startswith("~") else full
     return os.path.expanduser(full)  # noqa: PTH111  # it may be an image's address, which a Path would change

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ddp_hpc.config.paths import refuse_unknown_home
 from ddp_hpc.containers import candidate_runtimes, identity_of
 from ddp_hpc.errors import ConfigError, WorkerError
 
@@ -57,6 +58,7 @@ def build(  # noqa: PLR0913  the flags of one command
         ConfigError: where the engine is not here, or the output exists.
         WorkerError: where the engine failed; nothing is left of it.
     """
+    refuse_unknown_home(base or "", f"`--base` is {base!r}")
     program = _engine(engine, environ)
     is_file = program != "docker"
     target = Path(output).absolute()
@@ -118,6 +120,7 @@ def digest(image: str, environ: Mapping[str, str]) -> Digest:
     Raises:
         ConfigError: where there is neither.
     """
+    refuse_unknown_home(image, f"The image is {image!r}")
     path = Path(image).expanduser().absolute()
     if path.is_file():
         return Digest(

@@ -178,3 +178,17 @@ def test_a_machine_without_a_network_is_told_what_to_put_where(
 
     with pytest.raises(ConfigError, match=rf"in {tmp_path} .*URLError: <urlopen error Name or .*{wanted}"):
         torchvision_sets.load(offline, ImagesWanted(channels=3, image_size=32, data_dir=str(tmp_path)))
+
+
+def test_a_data_dir_in_the_home_of_an_unknown_user_is_refused_and_not_made_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = ImagesWanted(channels=1, image_size=28, data_dir="~nosuchuser/data")
+
+    with pytest.raises(
+        ConfigError, match=r"`recipe\.args\.data_dir` is '~nosuchuser/data', but this host has no user 'nosuchuser'"
+    ):
+        torchvision_sets.load(torchvision_sets.MNIST, wanted)
+
+    assert not list(tmp_path.iterdir())

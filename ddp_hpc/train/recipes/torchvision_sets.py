@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_hpc.config.paths import refuse_unknown_home
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.train.recipes.images import Images, ImagesWanted
 from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
@@ -35,6 +36,7 @@ def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
     Raises:
         ConfigError: if it cannot be loaded, or its two parts have different classes.
     """
+    refuse_unknown_home(wanted.data_dir, f"`recipe.args.data_dir` is {wanted.data_dir!r}")
     data_dir = Path(wanted.data_dir).expanduser().absolute()
     train, held_out = rank_zero_first(lambda may_write: _open_both(source, data_dir, may_write=may_write))
     if train.classes != held_out.classes:
