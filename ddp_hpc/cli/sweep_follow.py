@@ -51,7 +51,7 @@ def show(looks: Iterable[Look], out: TextIO, *, name: str, is_quiet: bool) -> Lo
         if look.problem and (before is None or before.problem != look.problem):
             print(f"note: {look.problem}", file=sys.stderr, flush=True)
         lines = [] if before is None else _changes(before, look)
-        lines += [f"{name}: {look.num_sent} more points sent"] if look.num_sent else []
+        lines += [f"{name}: {_more(look.num_sent)} sent"] if look.num_sent else []
         is_news = before is None or _counts(before.states.values()) != _counts(look.states.values())
         if not is_quiet and (lines or is_news):
             print("\n".join([*lines, _counts_line(look)]), file=out, flush=True)
@@ -88,6 +88,10 @@ def _counts(states: Iterable[PointState]) -> dict[str, int]:
 def _counts_line(look: Look) -> str:
     counts = _counts(look.states.values())
     return f"{_points(look.points)}: {', '.join(f'{count} {word}' for word, count in counts.items())}"
+
+
+def _more(number: int) -> str:
+    return "1 more point" if number == 1 else f"{number} more points"
 
 
 def _points(points: Sequence[Point]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.cli.sweep_follow import show
 from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end
@@ -137,6 +138,20 @@ def test_who_follows_a_sweep_sends_nothing_once_it_is_cancelled(tmp_path: Path) 
     assert len(lab.arrays) == num_orders
     assert [state.word for state in looks[-1].states.values()] == ["not started", "not submitted"]
     assert looks[-1].is_over
+
+
+def test_of_two_commands_that_follow_a_sweep_one_sends_its_points(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=1)
+    watched = Watched(lab, start(lab, tmp_path, "seed=0..1").sweep_dir)
+    lab.lists(*read_sweep(watched.sweep_dir).arrays)
+    lab.raise_limit(10)
+    lock_fd = processes.take_lock(watched.sweep_dir.ledger)
+    assert lock_fd is not None
+
+    assert watched.look().num_sent == 0
+
+    processes.release_lock(lock_fd)
+    assert watched.look(later_s=LONGEST_PAUSE_S).num_sent == 1
 
 
 def test_a_slurm_that_does_not_answer_ends_nothing_and_a_lost_answer_is_asked_for(tmp_path: Path) -> None:
