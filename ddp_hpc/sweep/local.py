@@ -18,6 +18,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.config import Resolved, render_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import local
 from ddp_hpc.submission.run_dir_setup import make_run_dir
@@ -69,6 +70,19 @@ def start_runner(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[s
             ).returncode = 0  # it outlives this process; else Python warns that it still runs
     finally:
         os.close(lock_fd)  # without unlocking: the lock stays with the new process
+
+
+def interrupted_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
+    """Return the numbers of the points whose run began on this host, and was killed or lost its host before it recorded an end."""
+    found = []
+    for point in sweep.points:
+        run = sweep_dir.run(point)
+        newest = Ledger.read(run).newest
+        if newest is None or newest.is_last or newest.host != processes.host_name():
+            continue
+        if not run.lock.exists() or not processes.is_locked(run.lock):
+            found.append(point.number)
+    return found
 
 
 def end_runner(sweep_dir: SweepDir) -> None:

@@ -155,8 +155,8 @@ def _continue(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, 
                 "Slurm does not answer, so ddp-hpc cannot find out which points wait in its queue. Try again later; nothing was submitted."
             )
         numbers = [number for number, state in states.items() if state == "not submitted"]
-        if sweep.backend != "slurm":  # Slurm itself brings back what it has interrupted
-            numbers += _interrupted_points(sweep_dir, sweep, environ)
+        if sweep.backend != "slurm":  # Slurm itself starts a job again whose host is lost
+            numbers = sorted([*numbers, *local.interrupted_points(sweep_dir, sweep)])
     if not numbers:
         return Started(sweep_dir=sweep_dir, num_points=0, sent=None)
     if sweep.backend != "slurm":
@@ -164,14 +164,3 @@ def _continue(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, 
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
     sent = array.send(sweep_dir, sweep, numbers, environ)
     return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent)
-
-
-def _interrupted_points(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> list[int]:
-    """Return the numbers of the points that were running when this machine, or their processes, went down."""
-    backend = load_backend(sweep.backend)
-    runs = {point.number: sweep_dir.run(point) for point in sweep.points}
-    return [
-        number
-        for number, run in runs.items()
-        if has_begun(run) and not has_ended(run) and backend.find_job(run, environ) is None
-    ]

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 import ddp_hpc
+from ddp_hpc.base import processes
 from ddp_hpc.cli import main
 from ddp_hpc.config import resolve
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.sweep.local import is_running, run_points
+from ddp_hpc.sweep.local import interrupted_points, is_running, run_points
 from ddp_hpc.sweep.points import points_of
 from ddp_hpc.sweep.states import failed_points
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, make_sweep, read_sweep, record_limits
@@ -205,6 +206,23 @@ def test_a_command_for_one_run_says_how_to_name_a_point_and_delete_says_what_it_
 
     assert "a sweep of 4 points; 2 of them have a run" in capsys.readouterr().out
     assert not sweep_dir.path.exists()
+
+
+def test_a_point_that_was_running_when_its_machine_went_down_is_started_again_but_none_that_runs_or_has_ended(
+    sweep_dir: SweepDir,
+) -> None:
+    made_sweep(sweep_dir)
+    sweep = read_sweep(sweep_dir)
+    lost = sweep_dir.run(sweep.points[3])
+    lost.path.mkdir()
+    add_attempt(lost)
+
+    assert interrupted_points(sweep_dir, sweep) == [3]
+
+    lock_fd = processes.take_lock(lost.lock)
+    assert lock_fd is not None
+    assert interrupted_points(sweep_dir, sweep) == []
+    processes.release_lock(lock_fd)
 
 
 @pytest.mark.long
