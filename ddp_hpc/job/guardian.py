@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.FAILED
     if lock_fd is None:
         sys.stderr.write(
-            f"error: {run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`.\n"
+            f"error: {run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`.\n"
         )
         return exit_codes.REFUSED
     options = [str(run.path), "--guarded", f"--lock-fd={lock_fd}", f"--since={since}"]

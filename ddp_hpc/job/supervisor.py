@@ -222,13 +222,13 @@ def _take(run: RunDir, allocation: Allocation | None) -> list[int]:
     newest = RunRecords(run).ledger().newest
     if newest is not None and allocation is not None and stale_attempts.is_anothers(newest, _slurm_job(allocation)):
         raise ConfigError(
-            f"{run.path} is already in use by job {newest.job_id}. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
+            f"{run.path} is already in use by job {newest.job_id}. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
         )
     if lock_fd is not None:
         return [lock_fd]
     if newest is None or allocation is None or newest.job_id != allocation.scontrol_id:
         raise ConfigError(
-            f"{run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.name}`."
+            f"{run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {run.word}`."
         )
     sys.stderr.write(
         f"note: attempt {newest.attempt} is still running on {newest.host}; this start of the job replaces it, and the old "

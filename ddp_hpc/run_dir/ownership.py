@@ -63,7 +63,7 @@ def _fence_older(run: RunDir, attempt: int) -> list[str]:
         delete_directory(claim_path(run, attempt))
         raise FencedError(
             f"A newer attempt of {run.name} has begun, so attempt {attempt} stops and writes nothing more. You need do nothing: "
-            f"`ddp-hpc status {run.name}` shows the newer attempt."
+            f"`ddp-hpc status {run.word}` shows the newer attempt."
         )
     return removed
 

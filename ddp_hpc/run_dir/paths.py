@@ -40,6 +40,13 @@ class RunDir:
         return self.path.name
 
     @property
+    def word(self) -> str:
+        """What to type for this run after `ddp-hpc VERB`, in a message: right in whatever directory it is, and whatever `runs_dir` is set."""
+        import shlex  # late: no command needs it otherwise (cli/quick_start.py)
+
+        return shlex.quote(str(self.path))
+
+    @property
     def config(self) -> Path:
         """The resolved configuration, with the source of each value."""
         return self.path / "config.yaml"

@@ -278,7 +278,7 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     del environ
     if then == "requeue":
         raise ConfigError(
-            f"{run.name} runs on this machine, which has no queue to go back into. To stop it: `ddp-hpc stop {run.name}`."
+            f"{run.name} runs on this machine, which has no queue to go back into. To stop it: `ddp-hpc stop {run.word}`."
         )
     if not processes.is_locked(run.lock):
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
@@ -316,7 +316,7 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
     if attempt.host != here:
         raise ConfigError(
             f"{run.name} cannot be cancelled from {here}: it runs on {attempt.host} (process {attempt.pid}). Cancel it "
-            f"there, or have it write a checkpoint and stop: `ddp-hpc stop {run.name}`."
+            f"there, or have it write a checkpoint and stop: `ddp-hpc stop {run.word}`."
         )
     if attempt.ending is None or attempt.next:
         end = End(cause=Cause.CANCELLED, last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)

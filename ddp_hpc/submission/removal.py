@@ -108,7 +108,7 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
     lock_fd = processes.take_lock(run.lock, patience_s=VANISH_PATIENCE_S if is_over else 0.0)
     if lock_fd is None:
         raise RunBusyError(
-            f"{run.name} is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel {run.name}`."
+            f"{run.name} is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel {run.word}`."
         )
     try:
         if _is_being_submitted(run):

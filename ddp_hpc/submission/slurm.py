@@ -264,7 +264,7 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
         return None
     if client.is_here(environ):
         if is_alive(job.job_id, environ):
-            return f"Job {job.job_id} of {run.name} still waits or runs, so the run cannot be deleted or renamed. Cancel it first: `ddp-hpc cancel {run.name}`."
+            return f"Job {job.job_id} of {run.name} still waits or runs, so the run cannot be deleted or renamed. Cancel it first: `ddp-hpc cancel {run.word}`."
         return None
     if newest is not None and newest.attempt >= job.attempt and newest.ending is not None and not newest.next:
         return None
@@ -383,7 +383,7 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     if job is None or newest is None or newest.attempt < job.attempt or is_over:
         raise ConfigError(
             f"{run.name} is not running, so there is nothing to stop. To remove a waiting job from the queue, use "
-            f"`ddp-hpc cancel {run.name}`."
+            f"`ddp-hpc cancel {run.word}`."
         )
     ask_to_stop(run, then=then)
     if then == "requeue":

@@ -78,7 +78,7 @@ def choose_step(run: RunDir, step: int | None) -> int:
     steps = _steps(run)
     if not steps:
         raise ConfigError(
-            f"Run {run.name!r} has no committed checkpoint yet. `ddp-hpc status {run.name}` shows how far it is."
+            f"Run {run.name!r} has no committed checkpoint yet. `ddp-hpc status {run.word}` shows how far it is."
         )
     if step is not None and step not in steps:
         raise ConfigError(
@@ -99,7 +99,7 @@ def _with_advice(run: RunDir) -> Iterator[None]:
     try:
         yield
     except CorruptCheckpointError as error:
-        advice = f"`ddp-hpc checkpoints {run.name} --verify` says which checkpoints are sound."
+        advice = f"`ddp-hpc checkpoints {run.word} --verify` says which checkpoints are sound."
         raise CorruptCheckpointError(f"{error} {advice}") from error
     except UnreadableError as error:
         raise UnreadableError(f"{error} Check that the file system answers and that you may read there.") from error

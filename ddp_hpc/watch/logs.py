@@ -126,4 +126,4 @@ def _no_log(run: RunDir, selection: LogSelection) -> ConfigError:
         return ConfigError(
             f"Rank {selection.rank} of run {run.name!r} has no log. Ranks: {', '.join(map(str, ranks))}."
         )
-    return ConfigError(f"Run {run.name!r} has no logs yet. `ddp-hpc status {run.name}` shows whether it has started.")
+    return ConfigError(f"Run {run.name!r} has no logs yet. `ddp-hpc status {run.word}` shows whether it has started.")

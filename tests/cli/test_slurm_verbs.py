@@ -284,7 +284,7 @@ def test_a_job_that_waits_is_not_stopped(slurm: Path, capsys: pytest.CaptureFixt
     assert main(["stop", "17"]) == 2
 
     assert "wanted is not running, so there is nothing to stop" in (told := capsys.readouterr().err)
-    assert "`ddp-hpc cancel wanted`" in told
+    assert f"`ddp-hpc cancel {run.path}`" in told
     assert not run.stop_request.exists()
 
 

@@ -84,7 +84,7 @@ def _queued(run: RunDir) -> None:
     [
         (
             _held,
-            "is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel demo`.",
+            "is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel ",
         ),
         (_elsewhere, "was started on another"),
         (_queued, "this host has no Slurm"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_hpc.cli import main
 from ddp_hpc.cli.plan import plan_of
 from ddp_hpc.config import load_resolved
 from ddp_hpc.job.ending import attempt_end
@@ -80,3 +82,18 @@ def test_a_step_that_was_killed_leaves_its_signal(tmp_path: Path) -> None:
         time.sleep(0.05)
 
     assert workers.step_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("words", [["logs"], ["checkpoints", "--digest"]])
+def test_a_command_that_a_message_names_works_for_a_run_in_another_directory(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "my runs")
+
+    assert main([*words, run.name, "--runs-dir=my runs"]) == 2
+    named = re.search(r"`ddp-hpc ([^`]*)`", told := capsys.readouterr().err)
+
+    assert named is not None, told
+    assert main(shlex.split(named[1])) == 0
+    assert run.name in capsys.readouterr().out

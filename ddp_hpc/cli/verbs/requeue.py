@@ -83,6 +83,6 @@ def _begin(run_dir: RunDir, backend: Backend, status: RunStatus, environment: Ma
         )
     if not times_asked:
         raise WorkerError(
-            f"{run_dir.name} did not go back into the queue within {patience_s:.0f} s. The request stays; `ddp-hpc logs {run_dir.name}` shows what the run does."
+            f"{run_dir.name} did not go back into the queue within {patience_s:.0f} s. The request stays; `ddp-hpc logs {run_dir.word}` shows what the run does."
         )
     print(f"{run_dir.name} is back in the queue, without a delay: it starts as soon as Slurm has nodes for it.")

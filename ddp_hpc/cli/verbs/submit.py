@@ -134,8 +134,8 @@ def _run_one(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         changed.append(f"the earlier run {run_dir.name} was renamed to {aside}")
     out = sys.stderr if args.json else sys.stdout
     news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
-    print("\n".join([_told(submission), *news]), file=out, flush=True)
     word = word_for(submission.run, environment)
+    print("\n".join([_told(submission, word), *news]), file=out, flush=True)
     try:
         _stay(args, submission, environment, out)
     except KeyboardInterrupt:
@@ -368,15 +368,15 @@ def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
     return [f"changed: {change}" for change in changes(old, resolved.spec)]
 
 
-def _told(submission: Submission) -> str:
+def _told(submission: Submission, word: str) -> str:
     name = submission.run.name
     if submission.state == "finished":
         return f"{name} has finished already, so nothing was started. Start it over with `--fresh`, or a new run with `name=...`."
     job = "" if submission.job_id is None else f", job {submission.job_id}"
     if submission.state == "running":
-        return f"{name} is running already (attempt {submission.attempt}{job}), so nothing was started or changed. To change its settings, stop it first: `ddp-hpc stop {name}`."
+        return f"{name} is running already (attempt {submission.attempt}{job}), so nothing was started or changed. To change its settings, stop it first: `ddp-hpc stop {word}`."
     if submission.state == "waiting":
-        return f"{name} waits in Slurm's queue already{job}, so nothing was started or changed. To change its settings, cancel it first: `ddp-hpc cancel {name}`."
+        return f"{name} waits in Slurm's queue already{job}, so nothing was started or changed. To change its settings, cancel it first: `ddp-hpc cancel {word}`."
     if submission.state == "queued":
         return f"{name}: job {submission.job_id} submitted{'' if submission.is_new else ', to resume the run'}"
     return f"{name}: {'started' if submission.is_new else f'resumed, attempt {submission.attempt}'}"

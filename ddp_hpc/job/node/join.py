@@ -116,7 +116,7 @@ class _Joining:
         self.lock_fd = processes.take_lock(self.run.lock, patience_s=LOCK_PATIENCE_S)
         if self.lock_fd is None:
             raise ConfigError(
-                f"{self.run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {self.run.name}`."
+                f"{self.run.path} is already in use by another process. Wait until it ends, or end it: `ddp-hpc cancel {self.run.word}`."
             )
         spec = load_resolved(self.run.config, is_patient=True)
         world = World(num_nodes=self.place.num_nodes, workers_per_node=self.place.local_world_size or 1)

@@ -211,7 +211,7 @@ class Restorer:
         damaged = f", and those of step {', '.join(map(str, aside))} are damaged (`step-*.corrupt-*`)" if aside else ""
         raise ConfigError(
             f"{folder} has no checkpoint that can be used, but {had}{damaged}. The run does not start over on its own. If you have "
-            f"a backup of a directory `step-*`, copy it there and check it with `ddp-hpc checkpoints {run.name} --verify`. Or start "
+            f"a backup of a directory `step-*`, copy it there and check it with `ddp-hpc checkpoints {run.word} --verify`. Or start "
             "over from step 0 with `ddp-hpc submit --fresh`."
         )
 
