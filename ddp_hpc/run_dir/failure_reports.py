@@ -51,6 +51,12 @@ class WorkerFailure:
     of_script: bool = False
     """A user's script failed, whose step is not known."""
     phase: Phase = ""
+    exception_type: str = ""
+    """Name of the exception's class, where one ended the process."""
+    exit_code: int | None = None
+    """What a user's script exited with, where no exception of it was seen."""
+    is_hang: bool = False
+    """The supervisor's report of a hang; `rank` is the one that the others wait for."""
 
 
 def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "") -> WorkerFailure:
@@ -70,6 +76,7 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
         is_diverged=isinstance(error, DivergedError),
         is_hardware=is_of_hardware(error),
         phase=phase,
+        exception_type=type(error).__name__,
     )
 
 

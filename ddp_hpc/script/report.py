@@ -59,6 +59,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool) -> None
         is_secondary=_lost_connection(text),
         of_script=True,
         phase="training",
+        exit_code=None if was_killed else code,
     )
     write_failure(path, failure)
 

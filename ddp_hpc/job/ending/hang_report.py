@@ -39,6 +39,7 @@ def report_hang(context: JobContext, attempt: int, failures: Sequence[WorkerFail
         exception=f"{_timeout(context, phase)}; {who}{how}; the stacks of all ranks are in {path}",
         log=str(run.rank_log(attempt, max(rank, 0))),
         phase=phase,
+        is_hang=True,
     )
     with best_effort():
         write_failure(run.rank_error(attempt, max(rank, 0)), failure)
