@@ -23,6 +23,7 @@ VERBS = {
     "join": "run this process's share of a run, where torchrun, srun, mpiexec, Kubeflow, SkyPilot or dstack has started it",
     "render": "write a job script for `sbatch`, and submit nothing",
     "status": "show a run's state, step, loss, time left and newest checkpoint",
+    "why": "say why a run failed: which rank first, the evidence, and what to do",
     "logs": "print or follow a run's log lines",
     "list": "list all runs; filter, sort and compare them",
     "sweep": "follow a sweep; start its points that are not submitted yet, or that have failed; cancel it",

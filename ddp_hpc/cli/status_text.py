@@ -7,12 +7,13 @@ from ddp_hpc.watch.metrics import numbers_of
 from ddp_hpc.watch.status import RunStatus
 
 
-def as_text(status: RunStatus, *, now: float) -> str:
-    """Return the status, one line for each field: its name and its value."""
+def as_text(status: RunStatus, *, now: float, word: str | None = None) -> str:
+    """Return the status, one line for each field: its name and its value. `word` names the run on the command line."""
     rows = {
         "run": f"{status.run}  ({status.path})",
         "state": status.state,
         "reason": status.reason,
+        "why": f"`ddp-hpc why {word or status.run}` explains it" if status.state == "failed" else "",
         "starts": ""
         if status.starts_at is None
         else f"in about {duration(status.starts_at - now)}, by Slurm's estimate",

@@ -33,6 +33,7 @@ PLAIN = (
     "sweep",
     "train",
     "watch",
+    "why",
     "workload",
     "api.py",
     "containers.py",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
+from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.watch.status import read_status
 
@@ -22,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the status."""
     now = time.time()
-    status = read_status(chosen_run(args, environment), now=now, ask=slurm_asker(environment))
-    print(as_json(asdict(status)) if args.json else as_text(status, now=now))
+    run_dir = chosen_run(args, environment)
+    status = read_status(run_dir, now=now, ask=slurm_asker(environment))
+    text = as_json(asdict(status)) if args.json else as_text(status, now=now, word=word_for(run_dir, environment))
+    print(text)
     return 0

@@ -1,0 +1,37 @@
+"""Say why a run failed: the rank that failed first, the class of the failure, the evidence, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.runs import add_run, chosen_run, word_for
+from ddp_hpc.cli.why_text import as_record, as_text
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.why.reading import chosen_attempt, read_facts
+from ddp_hpc.why.verdict import verdict_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser, optional=True)
+    parser.add_argument(
+        "--attempt", type=int, metavar="K", help="explain start number K of the workers; default: the newest that ended"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Print the verdict."""
+    run_dir = chosen_run(args, environment)
+    ledger = Ledger.read(run_dir)
+    attempt = chosen_attempt(run_dir, ledger, args.attempt)
+    verdict = verdict_of(read_facts(run_dir, ledger, attempt))
+    word = word_for(run_dir, environment)
+    print(
+        as_json(as_record(run_dir, attempt, verdict, word=word))
+        if args.json
+        else as_text(run_dir, ledger, attempt, verdict, word=word)
+    )
+    return 0

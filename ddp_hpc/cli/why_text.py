@@ -1,0 +1,141 @@
+"""The verdict on an attempt as one screen of text, and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.run_dir.ledger import Attempt, Ledger, Next
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.why.lines import number_of
+from ddp_hpc.why.signatures import BY_NAME
+from ddp_hpc.why.verdict import Evidence, Verdict
+
+_WIDTH = 110
+_LONGEST = 300
+_THEN = {
+    Next.NOTHING: "the run ended with this attempt",
+    Next.IN_PLACE: "ddp-hpc started another attempt on the same nodes",
+    Next.REQUEUE: "ddp-hpc put the job back into the queue",
+    Next.SUCCESSOR: "ddp-hpc submitted a job that follows",
+    Next.SLURM: "Slurm put the job back into the queue",
+}
+_BASIS = {"record": "from the run's records", "log": "from a text in a log", "none": "nothing proves it"}
+
+
+def as_text(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, word: str) -> str:
+    """Return one screen."""
+    rows = dict(_rows(run, ledger, attempt, verdict, word=word))
+    return "\n".join(_row(name, text) for name, text in rows.items() if text)
+
+
+def _row(name: str, text: str) -> str:
+    indent = " " * 10
+    wrapped = [
+        textwrap.fill(
+            line,
+            _WIDTH,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    ]
+    return f"{name:<10}" + "\n".join(wrapped)[10:]
+
+
+def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, word: str) -> Iterator[tuple[str, str]]:
+    yield "run", f"{run.name}, attempt {attempt.attempt} of {len(ledger.attempts)}  ({run.path})"
+    if attempt.ending is None and not verdict.evidence:
+        yield (
+            "why",
+            f"no end of this attempt is recorded: it runs, or its processes were killed. `ddp-hpc status {word}` shows which",
+        )
+        return
+    if not verdict.failure:
+        yield "why", f"nothing failed: {attempt.cause or attempt.ending}"
+        failed = [str(one.attempt) for one in ledger.attempts if one.ending == "failed"]
+        yield (
+            "earlier",
+            f"attempts that failed: {', '.join(failed)}; `ddp-hpc why {word} --attempt {failed[-1]}`" if failed else "",
+        )
+        return
+    about = BY_NAME[verdict.failure]
+    yield "why", f"{about.title}  [{verdict.failure}; {_BASIS[verdict.basis]}]"
+    yield "root", _root(verdict)
+    yield "detail", verdict.detail[:_LONGEST]
+    yield "at", verdict.place
+    yield "concerns", verdict.entity
+    yield "evidence", "\n".join(_shown(run, one) for one in verdict.evidence)
+    yield "others", _others(verdict)
+    yield "means", about.means
+    yield "to do", to_do(attempt, verdict, word=word)
+    yield "then", _THEN[attempt.next] if attempt.ending is not None else ""
+
+
+def to_do(attempt: Attempt, verdict: Verdict, *, word: str) -> str:
+    """Return what to do next, with commands that name this run."""
+    rank = 0 if verdict.rank is None else verdict.rank
+    return BY_NAME[verdict.failure].to_do.format(run=word, attempt=attempt.attempt, rank=rank)
+
+
+def _root(verdict: Verdict) -> str:
+    if verdict.rank is None:
+        return f"on {verdict.host}" if verdict.host else "no rank is known to have failed first"
+    host = f" on {verdict.host}" if verdict.host else ""
+    return f"rank {verdict.rank}{host}{f', at step {verdict.step}' if verdict.step else ''}"
+
+
+def _others(verdict: Verdict) -> str:
+    def ranks(count: int) -> str:
+        return "1 other rank" if count == 1 else f"{count} other ranks"
+
+    parts = [f"{ranks(verdict.num_cascades)} lost the connection to a peer" if verdict.num_cascades else ""]
+    parts.append(f"{ranks(verdict.num_alike)} failed in the same way" if verdict.num_alike else "")
+    return "; ".join(filter(None, parts))
+
+
+def _shown(run: RunDir, evidence: Evidence) -> str:
+    rank = "" if evidence.rank is None else f"rank {evidence.rank}, "
+    where = "record" if evidence.line is None else place_of(run, evidence)
+    return f"{evidence.role} ({rank}{where}): {evidence.text[:_LONGEST].strip()}"
+
+
+def place_of(run: RunDir, evidence: Evidence) -> str:
+    """Return the file and the line of a piece of evidence: `logs/attempt-0/rank-1.log:57`."""
+    if evidence.line is None:
+        return ""
+    path: Path = evidence.line.path
+    short = path.relative_to(run.path) if path.is_relative_to(run.path) else path
+    number = number_of(evidence.line)
+    return f"{short}:{number}" if number else str(short)
+
+
+def as_record(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> dict[str, Any]:
+    """Return what `why --json` prints."""
+    about = BY_NAME.get(verdict.failure)
+    return {
+        "run": run.name,
+        "attempt": attempt.attempt,
+        "cause": attempt.cause,
+        "failure": verdict.failure or None,
+        "title": about.title if about else None,
+        "basis": verdict.basis,
+        "rank": verdict.rank,
+        "host": verdict.host or None,
+        "step": verdict.step,
+        "detail": verdict.detail,
+        "place": verdict.place or None,
+        "entity": verdict.entity or None,
+        "fingerprint": verdict.fingerprint or None,
+        "num_cascades": verdict.num_cascades,
+        "num_alike": verdict.num_alike,
+        "to_do": to_do(attempt, verdict, word=word) if about else None,
+        "evidence": [
+            {"role": one.role, "rank": one.rank, "place": place_of(run, one) or None, "text": one.text}
+            for one in verdict.evidence
+        ],
+    }

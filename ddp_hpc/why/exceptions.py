@@ -1,0 +1,125 @@
+"""Finds the exceptions in Python's printed tracebacks. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+_HEADER = re.compile(
+    r"(?P<indent>\s*)(?:(?:ERROR|CRITICAL|\S+ \S+ ERROR)\s+)?(?:Original )?Traceback \(most recent call last\):$"
+)
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+_FINAL = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: .*|:)?$", re.DOTALL)
+_LINK = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
+_MOST_LINES_OF_MESSAGE = 12
+_NOISE = re.compile(
+    r"$|\s|\^|GLHF|frame #\d+|Exception raised from|nccl\w+(?:Error|Usage)?: |Last error:|Cuda failure|CUDA kernel errors|For debugging|Compile with"
+    r"|Device-side assert|If reserved but|Duplicate GPU|terminate called|  what\(\)|Fatal Python error|\[[WEI]\d*[ \]]|\[[WEI] |Error in sys.excepthook"
+    r"|/\S+: UserWarning|\S+\.py:\d+: \w*Warning: |\s+warnings\.warn|srun: |slurmstepd: |Exception ignored in|wandb: |note: |Aborted|Killed"
+)
+"""Lines that follow the last exception of a process although it has ended the process."""
+_OF_LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "/ddp_hpc/")
+_OF_PYTHON = re.compile(r"/lib(?:64)?/python3\.\d+/")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a traceback."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        is_installed = any(part in self.file for part in _OF_LIBRARIES) or _OF_PYTHON.search(self.file) is not None
+        return not is_installed and not self.file.startswith("<")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised:
+    """An exception with its traceback."""
+
+    text: str
+    """`Type: message`, with the message's further lines."""
+    frames: Sequence[Frame]
+    at: int
+    """Number of the line of `text` among the lines that were given."""
+    ends_at: int
+    is_linked: bool = False
+    """Whether another one was raised because of it, or while it was handled."""
+
+    @property
+    def first_line(self) -> str:
+        return self.text.partition("\n")[0]
+
+    @property
+    def type(self) -> str:
+        return self.first_line.partition(":")[0].rpartition(".")[2]
+
+    @property
+    def users_frame(self) -> Frame | None:
+        """The innermost frame of the user's code; without one, the innermost frame."""
+        return next((frame for frame in reversed(self.frames) if frame.is_users), None)
+
+    @property
+    def is_in_data(self) -> bool:
+        """Whether a data set raised it, while a loader fetched a sample."""
+        fetch = [number for number, frame in enumerate(self.frames) if "torch/utils/data/" in frame.file]
+        return bool(fetch) and any(
+            frame.function in {"__getitem__", "__getitems__", "__iter__", "__next__"} and frame.is_users
+            for frame in self.frames[fetch[-1] :]
+        )
+
+
+def tracebacks(lines: Sequence[str]) -> list[Raised]:
+    """Return the exceptions in these lines, in the order in which they were printed."""
+    found: list[Raised] = []
+    number = 0
+    while number < len(lines):
+        header = _HEADER.match(lines[number])
+        number += 1
+        if header is None:
+            if _LINK.match(lines[number - 1].strip()) and found:
+                found[-1] = replace(found[-1], is_linked=True)
+            continue
+        raised = _read(lines, number)
+        if raised is not None:
+            found.append(raised)
+            number = raised.at + 1
+    return found
+
+
+def _read(lines: Sequence[str], start: int) -> Raised | None:
+    """Read a traceback from the line below its header on."""
+    frames: list[Frame] = []
+    for number in range(start, len(lines)):
+        line = lines[number]
+        if frame := _FRAME.match(line):
+            frames.append(Frame(frame["file"], int(frame["line"]), frame["function"] or "<module>"))
+        elif not line.startswith((" ", "\t")) and line:
+            if _FINAL.match(line) is None or not frames:
+                return None
+            further = _further(lines, number + 1)
+            return Raised(text="\n".join([line, *further]), frames=frames, at=number, ends_at=number + len(further))
+    return None
+
+
+def _further(lines: Sequence[str], start: int) -> list[str]:
+    """Return the further lines of a message: up to an empty line or another traceback."""
+    taken: list[str] = []
+    for line in lines[start : start + _MOST_LINES_OF_MESSAGE]:
+        if not line or _HEADER.match(line):
+            break
+        taken.append(line)
+    return taken
+
+
+def uncaught(lines: Sequence[str]) -> Raised | None:
+    """Return the exception that ended the process which printed these lines; None where it went on after the last one."""
+    found = tracebacks(lines)
+    if not found:
+        return None
+    last = found[-1]
+    return last if all(_NOISE.match(line) for line in lines[last.at + 1 :]) else None

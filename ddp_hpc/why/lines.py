@@ -1,0 +1,77 @@
+"""Reads the ends of logs as clean lines: without colours, progress bars and the prefixes that launchers add."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ddp_hpc.base.patience import known
+
+TAIL_BYTES = 256 << 10
+"""How much of the end of each log is read."""
+_MOST_COUNTED_BYTES = 64 << 20
+_LONGEST = 2000
+"""Characters of a line that are kept."""
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_PREFIX = re.compile(r"(?:\[(?:rank|default)\d+\]:? ?|\d+: (?=Traceback|\S*Error))")
+"""What PyTorch (`[rank1]: `), torchrun (`[default1]:`) and `srun --label` (`1: `) write before a line."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a log."""
+
+    path: Path
+    offset: int
+    """Of its first byte in the file."""
+    text: str
+    """Clean, without the prefix."""
+
+
+def clean(raw: str) -> str:
+    """Return a line as it stands on a terminal in the end, without colours, control characters and prefix."""
+    text = _ESCAPES.sub("", raw).rstrip("\r\n").rpartition("\r")[2]
+    text = _CONTROL.sub("", text)[:_LONGEST].rstrip()
+    prefix = _PREFIX.match(text)
+    return text[prefix.end() :] if prefix else text
+
+
+def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[Line]:
+    """Return the whole lines at the end of a log; none where it cannot be read."""
+    lines, unread = _cut(path, *known(path, partial(_read_end, path, num_bytes), unknown=(0, b"")))
+    return lines[1:] if unread else lines
+
+
+def _read_end(path: Path, num_bytes: int) -> tuple[int, bytes]:
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+            file.seek(start)
+            return start, file.read(num_bytes)
+    except FileNotFoundError:
+        return 0, b""
+
+
+def _cut(path: Path, start: int, data: bytes) -> tuple[list[Line], bool]:
+    lines, offset = [], start
+    for raw in data.split(b"\n"):
+        lines.append(Line(path, offset, clean(raw.decode("utf-8", errors="replace"))))
+        offset += len(raw) + 1
+    return lines[:-1] if lines and not lines[-1].text else lines, start > 0
+
+
+def number_of(line: Line) -> int | None:
+    """Return a line's number in its file, from 1 on; None where the file is too large to count."""
+    if line.offset > _MOST_COUNTED_BYTES:
+        return None
+
+    def count() -> int | None:
+        with line.path.open("rb") as file:
+            return file.read(line.offset).count(b"\n") + 1
+
+    return known(line.path, count, unknown=None)

@@ -1,0 +1,646 @@
+"""The registry of failures: for each class its texts with their roles, what it means, and what to do. Data; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Role = Literal["root", "either", "confirmation", "cascade"]
+"""What a text proves. root: this rank failed for a reason of its own. either: it did, if no rank has a root. confirmation: a root of
+this class is right. cascade: another rank has failed before."""
+
+Source = Literal["exception", "line"]
+"""Where a text counts: as an exception that ended a process (`Type: message`), or as the beginning of a line in a log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """A text that tools print, and what it proves."""
+
+    regex: str
+    example: str
+    """The text as the tool prints it; a test holds it against `regex`."""
+    role: Role = "root"
+    source: Source = "exception"
+
+    @cached_property
+    def compiled(self) -> re.Pattern[str]:
+        return re.compile(self.regex, re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One class of failures."""
+
+    name: str
+    title: str
+    means: str
+    to_do: str
+    """With the exact key or command; {run}, {rank} and {attempt} are filled in."""
+    patterns: Sequence[Pattern] = ()
+
+
+def _raised(regex: str, example: str, role: Role = "root") -> Pattern:
+    return Pattern(regex=regex, example=example, role=role)
+
+
+def _printed(regex: str, example: str, role: Role = "root") -> Pattern:
+    return Pattern(regex=regex, example=example, role=role, source="line")
+
+
+_ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
+"""Any exception's type."""
+_DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
+"""A time in front of a daemon's line."""
+
+REGISTRY: Sequence[Failure] = (
+    Failure(
+        name="gpu-memory",
+        title="GPU out of memory",
+        means="The model, its gradients, its optimizer and one micro batch do not fit into the memory of the GPU.",
+        to_do="Compute each step in smaller pieces with `train.micro_batch_size` (a script: its own batch size), or use "
+        "`train.precision=bf16`.",
+        patterns=[
+            _raised(
+                r"(?:[\w.]*\.)?OutOfMemoryError: (?:CUDA|HIP|XPU) out of memory",
+                "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
+            ),
+            _raised(
+                r"RuntimeError: (?:CUDA|HIP) out of memory",
+                "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB",
+            ),
+            _raised(_ERROR + r"(?:CUDA|HIP) error: out of memory", "torch.AcceleratorError: CUDA error: out of memory"),
+            _raised(
+                _ERROR + r"CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+                "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            ),
+            _raised(
+                _ERROR + r".*Cuda failure (?:2 )?'out of memory'",
+                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled cuda error\n"
+                "Last error:\nCuda failure 2 'out of memory'",
+            ),
+        ],
+    ),
+    Failure(
+        name="shared-memory",
+        title="shared memory (/dev/shm) is full",
+        means="Processes of the DataLoader pass batches through /dev/shm, which is too small for them. Containers often limit it to 64 MB.",
+        to_do="Use fewer loader processes (`data.num_workers=2`), or give the container more shared memory (`--shm-size`).",
+        patterns=[
+            _raised(
+                _ERROR + r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: Bus error",
+                "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's workers "
+                "are out of shared memory. Please try to raise your shared memory limit.",
+            ),
+            _raised(
+                _ERROR + r"unable to (?:allocate|resize|mmap|open|write to) .*(?:shared memory|</?torch_)",
+                "RuntimeError: unable to allocate shared memory(shm) for file </torch_31_1234_5>: No space left on device (28)",
+            ),
+            _printed(
+                r"ERROR: Unexpected bus error encountered in worker",
+                "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+                "confirmation",
+            ),
+        ],
+    ),
+    Failure(
+        name="host-memory",
+        title="host or cgroup out of memory",
+        means="A process asked for more memory than the node, or the job's limit, has.",
+        to_do="Ask for more with `resources.mem_gb`, or use fewer loader processes (`data.num_workers`).",
+        patterns=[
+            _raised(r"(?:builtins\.)?MemoryError(?:: |$)", "MemoryError: Unable to allocate 8.00 GiB"),
+            _raised(
+                r"(?:numpy\.[\w.]*)?_ArrayMemoryError: ",
+                "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape (1000000000,)",
+            ),
+            _raised(
+                _ERROR + r".*DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
+                "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 8000000000 bytes. Error code 12 (Cannot allocate memory)",
+            ),
+            _raised(_ERROR + r"\[Errno 12\]", "OSError: [Errno 12] Cannot allocate memory"),
+            _printed(
+                r"(?:  what\(\):  std::bad_alloc|terminate called after throwing an instance of 'std::bad_alloc')",
+                "  what():  std::bad_alloc",
+            ),
+            _printed(
+                _DAEMON + r"slurmstepd: error: Detected \d+ oom[-_]kill event",
+                "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
+                "confirmation",
+            ),
+            _printed(
+                _DAEMON + r"(?:slurmstepd|srun): error: .*(?:task \d+: Out Of Memory|oom-kill)",
+                "srun: error: node1: task 3: Out Of Memory",
+                "confirmation",
+            ),
+            _printed(
+                r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup out of memory|Out of memory): Killed process \d+",
+                "Memory cgroup out of memory: Killed process 4242 (python) total-vm:9000kB",
+                "confirmation",
+            ),
+        ],
+    ),
+    Failure(
+        name="port",
+        title="a port is in use",
+        means="Another process on the node listens at the port where the ranks were to meet, or at one that the code binds.",
+        to_do="Do not set MASTER_PORT, so that a free port is chosen, or end the process that listens: "
+        "`ss -ltnp` shows it.",
+        patterns=[
+            _raised(
+                _ERROR + r"The server socket has failed to listen.*EADDRINUSE",
+                "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
+                "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+            ),
+            _raised(_ERROR + r"\[Errno 98\]", "OSError: [Errno 98] Address already in use"),
+        ],
+    ),
+    Failure(
+        name="dns",
+        title="a host name cannot be resolved",
+        means="This node does not find the address of another node's name.",
+        to_do="Try `getent hosts NAME` on that node; set `network.interfaces` or ask the administrators about DNS.",
+        patterns=[
+            _raised(
+                r"(?:socket\.)?gaierror: \[Errno -\d+\]",
+                "socket.gaierror: [Errno -2] Name or service not known",
+            ),
+            _raised(
+                _ERROR + r".*\(gai error: -\d+",
+                "torch.distributed.DistNetworkError: The IPv4 network addresses of (node7, 29500) cannot be retrieved (gai error: -2 - "
+                "Name or service not known).",
+            ),
+        ],
+    ),
+    Failure(
+        name="driver",
+        title="PyTorch and the GPU's driver do not fit together",
+        means="The node's NVIDIA driver is missing or too old for this build of PyTorch, or this build has no code for its GPUs.",
+        to_do="Run `nvidia-smi` on the node; install a PyTorch for its CUDA version, or exclude the node (`slurm.exclude`).",
+        patterns=[
+            _raised(
+                _ERROR + r"(?:CUDA error: |.*Cuda failure.*)?.*driver version is insufficient for CUDA runtime version",
+                "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version",
+            ),
+            _raised(
+                _ERROR + r"The NVIDIA driver on your system is too old",
+                "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
+            ),
+            _raised(
+                _ERROR + r"Found no NVIDIA driver on your system",
+                "RuntimeError: Found no NVIDIA driver on your system.",
+            ),
+            _raised(
+                _ERROR + r"Unexpected error from cudaGetDeviceCount\(\)",
+                "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility was attempted on non supported HW",
+            ),
+            _raised(
+                _ERROR + r"CUDA error: no kernel image is available",
+                "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
+            ),
+            _raised(
+                _ERROR + r"Torch not compiled with CUDA enabled", "AssertionError: Torch not compiled with CUDA enabled"
+            ),
+            _printed(
+                r"Failed to initialize NVML: Driver/library version mismatch",
+                "Failed to initialize NVML: Driver/library version mismatch",
+                "confirmation",
+            ),
+        ],
+    ),
+    Failure(
+        name="wrong-device",
+        title="wrong device",
+        means="A rank uses a GPU that it does not have, that another rank uses, or tensors on different devices.",
+        to_do="Use `cuda:LOCAL_RANK` and no fixed number; compare `resources.gpus_per_node` with `nvidia-smi -L` on the node, and do not set CUDA_VISIBLE_DEVICES.",
+        patterns=[
+            _raised(
+                _ERROR + r"CUDA error: invalid device ordinal",
+                "torch.AcceleratorError: CUDA error: invalid device ordinal",
+            ),
+            _raised(
+                _ERROR + r"Expected all tensors to be on the same device",
+                "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+            ),
+            _raised(
+                _ERROR + r".*Duplicate GPU detected",
+                "torch.distributed.DistBackendError: NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 7000",
+            ),
+            _raised(_ERROR + r"No CUDA GPUs are available", "RuntimeError: No CUDA GPUs are available"),
+            _raised(
+                r"(?:ConfigError: )?This node has \d+ workers that need a GPU each",
+                "This node has 2 workers that need a GPU each, but PyTorch 2.15.0 sees 0 GPUs here",
+            ),
+        ],
+    ),
+    Failure(
+        name="gpu-fault",
+        title="a GPU, or a kernel on it, has failed",
+        means="The device reported an error that ends every process that uses it: a fault of the hardware, or a kernel that accessed wrong memory.",
+        to_do="Look for `Xid` in `dmesg` of the node. If there is one, exclude the node (`slurm.exclude`) and report it; if there "
+        "is none, run again with CUDA_LAUNCH_BLOCKING=1 to see the kernel.",
+        patterns=[
+            _raised(
+                _ERROR
+                + r"CUDA error: (?:uncorrectable ECC|an illegal memory access|unspecified launch failure|misaligned address|device-side assert|unknown error)",
+                "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+            ),
+            _raised(_ERROR + r"cuDNN error: ", "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+            _printed(
+                r"(?:\[ *\d+\.\d+\] )?NVRM: Xid",
+                "NVRM: Xid (PCI:0000:07:00): 79, pid=4242, GPU has fallen off the bus.",
+                "confirmation",
+            ),
+        ],
+    ),
+    Failure(
+        name="quota",
+        title="quota exceeded",
+        means="Your quota of bytes or files on that file system is used up.",
+        to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), then submit again.",
+        patterns=[
+            _raised(
+                _ERROR + r".*(?:\[Errno 122\]|Disk quota exceeded)",
+                "OSError: [Errno 122] Disk quota exceeded: '/scratch/me/file'",
+            )
+        ],
+    ),
+    Failure(
+        name="disk-full",
+        title="the disk is full, or a file may not become larger",
+        means="A write failed: the file system has no space left, or the limit for the size of a file is reached (`ulimit -f`).",
+        to_do="Compare `df -h` and `df -i` of that file system on the node, and `ulimit -f`; free space there, or write elsewhere (`runs_dir`).",
+        patterns=[
+            _raised(
+                _ERROR + r".*(?:\[Errno 28\]|No space left on device)",
+                "OSError: [Errno 28] No space left on device: '/tmp/cache.bin'",
+            ),
+            _raised(_ERROR + r".*(?:\[Errno 27\]|File too large)", "OSError: [Errno 27] File too large"),
+        ],
+    ),
+    Failure(
+        name="stale-mount",
+        title="a file system does not answer, or its mount is stale",
+        means="The file server was restarted or is unreachable, or the file was replaced on another node.",
+        to_do="Try `ls` there on the node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
+        patterns=[
+            _raised(
+                _ERROR + r".*(?:\[Errno 116\]|Stale file handle)",
+                "OSError: [Errno 116] Stale file handle: '/data/train'",
+            ),
+            _raised(_ERROR + r".*\[Errno 107\]", "OSError: [Errno 107] Transport endpoint is not connected: '/data'"),
+            _raised(_ERROR + r".*\[Errno 5\]", "OSError: [Errno 5] Input/output error: '/data/train/7.bin'"),
+        ],
+    ),
+    Failure(
+        name="nan",
+        title="the loss or a gradient is not finite (NaN)",
+        means="The training has diverged: a value became infinite or NaN.",
+        to_do="Lower `train.lr`, or limit the gradients with `train.grad_clip_norm`; the run continues from its newest checkpoint.",
+        patterns=[
+            _raised(_ERROR + r".*NaN found in input tensor", "RuntimeError: NaN found in input tensor."),
+            _raised(
+                _ERROR + r"Function '\w+' returned nan values",
+                "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.",
+            ),
+            _raised(
+                r"DivergedError: ", "DivergedError: The training has diverged: the loss is not finite since step 3."
+            ),
+        ],
+    ),
+    Failure(
+        name="import",
+        title="a module cannot be imported",
+        means="Python does not find a module or a library there, or the module itself fails while it is imported.",
+        to_do="Try `python -c 'import MODULE'` in the same environment, on a node; install what is missing, or name the right environment.",
+        patterns=[
+            _raised(r"(?:ModuleNotFoundError|ImportError): ", "ModuleNotFoundError: No module named 'timm'"),
+            _raised(
+                r"(?:ConfigError: )?`recipe\.target` is .*but importing ",
+                "`recipe.target` is 'm:build', but importing 'm' raised ModuleNotFoundError: No module named 'm'.",
+            ),
+            _printed(
+                r"\S*python[\d.]*: (?:No module named |Error while finding module specification)",
+                "/usr/bin/python3: No module named train",
+            ),
+        ],
+    ),
+    Failure(
+        name="data",
+        title="a sample cannot be read",
+        means="The data set raised an error for this sample or file.",
+        to_do="Read that sample alone, on the same node; mend or leave out the file that the evidence names.",
+        patterns=[
+            _raised(r"(?:[\w.]*\.)?SampleError: ", "SampleError: `train_data[17]` raised ValueError: bad label."),
+            _raised(
+                r"(?:PIL\.)?UnidentifiedImageError: ",
+                "PIL.UnidentifiedImageError: cannot identify image file '/data/7.jpg'",
+            ),
+            _raised(
+                _ERROR + r"Caught \w+ in DataLoader worker process",
+                "KeyError: Caught KeyError in DataLoader worker process 0.",
+            ),
+        ],
+    ),
+    Failure(
+        name="peer-gone",
+        title="a rank lost its connection to another rank",
+        means="Another process ended first; this is what follows, and not the cause.",
+        to_do="Find the rank that ended first: `ddp-hpc logs {run} --attempt {attempt} --all`, and `dmesg` on its node.",
+        patterns=[
+            _raised(
+                _ERROR + r".*(?:Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)",
+                "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:44715",
+                "cascade",
+            ),
+            _raised(
+                _ERROR + r".*ncclRemoteError",
+                "torch.distributed.DistBackendError: NCCL error, remote process exited or there was a network error\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+                "cascade",
+            ),
+            _raised(
+                _ERROR + r".*NCCL communicator was aborted",
+                "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
+                "cascade",
+            ),
+            _raised(
+                r"(?:[\w.]*\.)?DistNetworkError: ",
+                "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+                "cascade",
+            ),
+        ],
+    ),
+    Failure(
+        name="ranks-missing",
+        title="not all ranks joined",
+        means="Some ranks did not come to the place where all meet within the time allowed.",
+        to_do="Read the logs of the ranks that are missing: `ddp-hpc logs {run} --attempt {attempt} --all`.",
+        patterns=[
+            _raised(
+                _ERROR + r"Timed out after \d+ seconds waiting for clients",
+                "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 3/4 clients joined.",
+                "either",
+            )
+        ],
+    ),
+    Failure(
+        name="collective-timeout",
+        title="a collective operation timed out (NCCL or gloo)",
+        means="Some rank did not take part in a collective operation in time: it is slow, it waits for something else, or the network fails.",
+        to_do="Find the rank that did not come: it has no such message, or another SeqNum. Compare `ddp-hpc logs {run} --attempt {attempt} --all`.",
+        patterns=[
+            _printed(
+                r"\[E.*ProcessGroupNCCL\.cpp.*Watchdog caught collective operation timeout",
+                "[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: "
+                "WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",
+                "either",
+            ),
+            _raised(
+                _ERROR + r".*Watchdog caught collective operation timeout",
+                "torch.distributed.DistBackendError: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+                "either",
+            ),
+            _raised(
+                _ERROR + r".*Timed out waiting \d+ms for (?:recv|send) operation",
+                "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+                "either",
+            ),
+        ],
+    ),
+    Failure(
+        name="image",
+        title="the container's image cannot be used",
+        means="The container runtime could not open, pull or mount the image.",
+        to_do="Check it with `ddp-hpc container check`, and that every node sees the file of `container.image`.",
+        patterns=[
+            _printed(
+                r"FATAL: +(?:could not open image|container creation failed|while (?:extracting|loading|making image)|[Uu]nable to (?:pull|handle))",
+                "FATAL:   could not open image /images/torch.sif: no such file or directory",
+            ),
+            _printed(
+                _DAEMON + r"slurmstepd: error: pyxis: ", "slurmstepd: error: pyxis: failed to import docker image"
+            ),
+            _printed(
+                r"(?:docker: )?Error response from daemon: ",
+                "docker: Error response from daemon: pull access denied for torch",
+            ),
+            _printed(
+                r"Error: (?:initializing source|unable to (?:copy from source|find image))",
+                "Error: initializing source docker://torch:latest: reading manifest",
+            ),
+        ],
+    ),
+    Failure(
+        name="launch-failed",
+        title="the workers could not be started",
+        means="Slurm, the agent of a node, or the system could not start the command.",
+        to_do="Read `ddp-hpc logs {run}` for the message of srun or of the agent; check the command, and the node that it names.",
+        patterns=[
+            _printed(
+                _DAEMON + r"srun: error: (?:Unable to create step|Task launch for|Application launch failed)",
+                "srun: error: Unable to create step for job 12: Memory required by task is not available",
+            ),
+            _printed(
+                _DAEMON + r"slurmstepd: error: execve\(\): ",
+                "slurmstepd: error: execve(): /opt/venv/bin/python: No such file or directory",
+            ),
+            _printed(
+                r"(?:error: )?\S+ cannot be executed: ",
+                "error: /home/me/train.sh cannot be executed: Permission denied",
+            ),
+            _printed(
+                r"\S*sh: (?:line \d+: )?\S+: (?:command not found|No such file or directory|Permission denied)",
+                "bash: line 1: torchrum: command not found",
+            ),
+        ],
+    ),
+    Failure(
+        name="preempted",
+        title="Slurm preempted the job",
+        means="A job of higher priority took the nodes.",
+        to_do="Nothing, if the run was started again; else submit it again: it continues from its newest checkpoint.",
+        patterns=[
+            _printed(
+                _DAEMON + r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO PREEMPTION",
+                "slurmstepd: error: *** JOB 12 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO PREEMPTION ***",
+                "confirmation",
+            )
+        ],
+    ),
+    Failure(
+        name="time-limit",
+        title="the job reached its time limit",
+        means="Slurm ends a job at its limit; a checkpoint is written before that.",
+        to_do="Submit the run again: it continues from its newest checkpoint. A larger `resources.time_limit_min` means fewer restarts.",
+        patterns=[
+            _printed(
+                _DAEMON + r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO TIME LIMIT",
+                "slurmstepd: error: *** STEP 12.0 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO TIME LIMIT ***",
+                "confirmation",
+            )
+        ],
+    ),
+    Failure(
+        name="node-failed",
+        title="a node failed",
+        means="A node is down by Slurm's records, or stopped answering.",
+        to_do="Nothing, if the run was started again on other nodes; else exclude the node (`slurm.exclude`) and submit again.",
+        patterns=[
+            _printed(
+                _DAEMON + r"s(?:lurmstepd|run): error: .*(?:DUE TO NODE FAILURE|[Nn]ode failure on)",
+                "slurmstepd: error: *** STEP 12.0 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO NODE FAILURE ***",
+                "confirmation",
+            )
+        ],
+    ),
+    Failure(
+        name="cancelled",
+        title="the user cancelled the run",
+        means="`ddp-hpc cancel` or `scancel` ended it.",
+        to_do="Submit it again if it should continue.",
+    ),
+    Failure(
+        name="hang-behind",
+        title="a hang: the others wait for one rank",
+        means="No rank made progress, and one rank is elsewhere while all others wait for it in a collective operation.",
+        to_do="Read where that rank is in the file of stacks. If its work may take longer, raise `restart.hang_timeout_s`.",
+    ),
+    Failure(
+        name="hang-mismatch",
+        title="a hang: ranks wait in different collective operations",
+        means="All ranks wait, but not in the same call: the code took different branches on different ranks.",
+        to_do="Compare the ranks' lines in the file of stacks: every rank must call the same collective operations in the same order.",
+    ),
+    Failure(
+        name="hang-nobody",
+        title="a hang: all ranks wait in the same operation",
+        means="Every rank waits in the same call, and none is behind: the network or a device does not move the data.",
+        to_do="Check the network between the nodes, and try another one with `network.interfaces`.",
+    ),
+    Failure(
+        name="hang",
+        title="a hang",
+        means="No rank made progress for longer than `restart.hang_timeout_s`. No record says where the ranks were.",
+        to_do="If a step may take that long, raise `restart.hang_timeout_s`; else look where it waits, with `py-spy dump` on the node, before the timeout.",
+    ),
+    Failure(
+        name="suspended",
+        title="the job was suspended for too long",
+        means="Slurm suspended the job for longer than the hang timeout.",
+        to_do="Raise `restart.hang_timeout_s`.",
+    ),
+    Failure(
+        name="native-crash",
+        title="native code crashed",
+        means="A library in C, C++ or CUDA ended the process by a signal (segmentation fault, abort, bus error, illegal instruction).",
+        to_do="Read the last lines of that rank: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}`. PYTHONFAULTHANDLER=1 in the environment prints the Python stack of such a crash.",
+        patterns=[
+            _printed(r"Fatal Python error: ", "Fatal Python error: Segmentation fault", "either"),
+            _printed(
+                r"(?:double free or corruption|free\(\): invalid|munmap_chunk\(\): invalid|malloc\(\): |corrupted size vs\. prev_size|\*\*\* stack smashing detected|\*\*\* buffer overflow detected)",
+                "double free or corruption (!prev)",
+                "either",
+            ),
+            _printed(
+                r"terminate called (?:after throwing an instance of|without an active exception)",
+                "terminate called after throwing an instance of 'c10::Error'",
+                "either",
+            ),
+        ],
+    ),
+    Failure(
+        name="killed",
+        title="killed by SIGKILL, and no record says by whom",
+        means="The kernel kills so when memory runs out, but so may a user, Slurm or another program. Nothing here proves which.",
+        to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, raise `resources.mem_gb`.",
+    ),
+    Failure(
+        name="signal",
+        title="ended by a signal",
+        means="A signal that asks a process to end, or another that no crash causes, ended it.",
+        to_do="Find out who sent it: a user, Slurm, or the program itself.",
+    ),
+    Failure(
+        name="supervisor-died",
+        title="the supervisor of the job died",
+        means="The process that starts the attempts was killed, so it did not record how the attempt ended.",
+        to_do="Submit the run again. On Slurm, `sacct -j JOB` shows what became of the job.",
+    ),
+    Failure(
+        name="exit-code",
+        title="the program exited with a code of its own",
+        means="It called `sys.exit` or `os._exit`, or its shell passed a code on; no uncaught exception ended it.",
+        to_do="Look up that code in the program: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}` has what it printed before.",
+    ),
+    Failure(
+        name="user-exception",
+        title="an exception in the user's code",
+        means="The code of the model, the recipe or the script raised an exception that nothing caught.",
+        to_do="Mend the code at that line, and submit the run again: it continues from its newest checkpoint.",
+        patterns=[
+            _raised(
+                r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ",
+                "`m:build` was called with `recipe.args` {} and raised ValueError: no such model",
+            )
+        ],
+    ),
+    Failure(
+        name="configuration",
+        title="the configuration or the input is invalid",
+        means="The run was refused, because it fails in the same way each time.",
+        to_do="Change what the message names, and submit the run again.",
+    ),
+    Failure(
+        name="unknown",
+        title="unknown",
+        means="Nothing that was recorded, and no known text in the logs, says why it ended.",
+        to_do="Read the logs: `ddp-hpc logs {run} --attempt {attempt} --all`; and on Slurm `sacct -j JOB --format=State,ExitCode,MaxRSS`.",
+    ),
+)
+"""In the order in which texts are compared: a more special class stands above a more general one."""
+
+BY_NAME: Mapping[str, Failure] = {one.name: one for one in REGISTRY}
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which class a text is of, and its role."""
+
+    name: str
+    role: Role
+
+
+_ADVICE = re.compile(
+    r".*(?:(?i:consider (?:passing|setting|using))|For debugging consider|CUDA kernel errors might be|Compile with `?TORCH_USE_CUDA_DSA"
+    r"|might be caused by|Device-side assertion tracking|If reserved but unallocated|See documentation for Memory Management"
+    r"|This is typically caused by|Set(?:ting)? (?:NCCL|TORCH|PYTORCH|CUDA)_\w+)"
+)
+"""Lines that advise and prove nothing."""
+
+
+def is_advice(text: str) -> bool:
+    """Tell whether a line only advises."""
+    return _ADVICE.match(text) is not None
+
+
+def match_exception(text: str) -> Match | None:
+    """Return the class of an exception's text, `Type: message`."""
+    return _match(text, "exception")
+
+
+def match_line(text: str) -> Match | None:
+    """Return the class of a line of a log; a line of advice has none, unless it confirms one."""
+    found = _match(text, "line")
+    return None if found is not None and found.role != "confirmation" and is_advice(text) else found
+
+
+def _match(text: str, source: Source) -> Match | None:
+    for failure in REGISTRY:
+        for pattern in failure.patterns:
+            if pattern.source == source and pattern.compiled.match(text):
+                return Match(failure.name, pattern.role)
+    return None

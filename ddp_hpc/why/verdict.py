@@ -1,0 +1,396 @@
+"""The verdict on one attempt: which rank failed first, and why, from records and clean lines. Pure.
+
+Fields of records count before texts. A text counts where no field says more, and only with the role that the registry gives it. Where
+nothing is proved, the verdict says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ddp_hpc.base.processes import signal_number, signal_of
+from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.why.exceptions import Raised, tracebacks, uncaught
+from ddp_hpc.why.fingerprint import entity, fingerprint
+from ddp_hpc.why.lines import Line
+from ddp_hpc.why.signatures import Match, Role, match_exception, match_line
+
+Basis = Literal["record", "log", "none"]
+"""What the verdict rests on: a field of a record, a text in a log, or nothing."""
+
+_BY_CAUSE: Mapping[Cause, str] = {
+    Cause.PREEMPTED: "preempted",
+    Cause.TIME_LIMIT: "time-limit",
+    Cause.NODE_FAILED: "node-failed",
+    Cause.CANCELLED: "cancelled",
+    Cause.SUSPENDED: "suspended",
+    Cause.DIVERGED: "nan",
+}
+_NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
+_KILL = signal_number("KILL")
+_CRASHES = frozenset(map(signal_number, ("SEGV", "ABRT", "BUS", "ILL", "FPE", "SYS", "TRAP")))
+_OF_SHELL = 128
+_CANNOT_START = {126, 127}
+_NEAR_END = 60
+"""Lines at the end of a log in which a text may be the reason of an end."""
+_AT_END = 3
+"""Lines at the very end, where a message of a shell or of a runtime is the reason: programs go on after others."""
+_OF_STARTS = {"image", "import", "launch-failed"}
+"""Classes of a command that could not start, so no signal ended it."""
+_NO_MEMORY = Match("host-memory", "confirmation")
+_ANY_NUMBER = re.compile(r"(?:line |:)\d+")
+_MOST_EVIDENCE = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A line that the verdict rests on."""
+
+    role: Role
+    rank: int | None
+    """None for the log of the job."""
+    text: str
+    line: Line | None = None
+    """Where it stands; None for a record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of one attempt."""
+
+    attempt: Attempt
+    failures: Sequence[WorkerFailure] = ()
+    logs: Mapping[int, Sequence[Line]] = field(default_factory=dict)
+    """The end of each rank's log."""
+    console: Sequence[Line] = ()
+    """What the job's log says of this attempt."""
+    places: Mapping[int, str] = field(default_factory=dict)
+    """Where each rank was when the attempt hung: `file:line in function`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why an attempt ended."""
+
+    failure: str
+    """A name of the registry; empty where nothing failed."""
+    basis: Basis = "none"
+    rank: int | None = None
+    """That failed first, where one is known."""
+    host: str = ""
+    step: int | None = None
+    detail: str = ""
+    """The exception, the signal or the exit code."""
+    place: str = ""
+    """The line of the user's code that raised it."""
+    entity: str = ""
+    """The sample or the file that it concerns."""
+    fingerprint: str = ""
+    evidence: Sequence[Evidence] = ()
+    num_cascades: int = 0
+    """Other ranks that lost their connection to another one."""
+    num_alike: int = 0
+    """Other ranks that failed in the same way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finding:
+    """What is known of the end of one rank."""
+
+    failure: str
+    role: Role
+    basis: Basis
+    rank: int | None
+    host: str = ""
+    at: float = float("inf")
+    step: int | None = None
+    detail: str = ""
+    place: str = ""
+    evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """The root comes first: by role, then by time."""
+        strength = {"root": 0, "either": 1, "confirmation": 2, "cascade": 3}[self.role]
+        return strength, self.at, -1 if self.rank is None else self.rank
+
+
+def verdict_of(facts: Facts) -> Verdict:
+    """Return why an attempt ended."""
+    attempt = facts.attempt
+    if attempt.cause in _NO_FAILURE or attempt.ending in {Ending.FINISHED, Ending.STOPPED, Ending.FENCED}:
+        return Verdict(failure="", basis="record")
+    findings = sorted(_findings(facts), key=lambda one: one.order)
+    recorded = _of_record(facts)
+    if recorded is not None and not (attempt.cause == Cause.DIVERGED and any(one.failure == "nan" for one in findings)):
+        return _with_others(recorded, findings, facts)
+    if attempt.cause == Cause.HANG:
+        hang = _hang(facts)
+        earlier = next((one for one in findings if one.role == "root" and one.failure != "killed"), None)
+        return _with_others(earlier or hang, findings, facts)
+    first = next(iter(findings), None)
+    if first is not None and first.role == "cascade":
+        first = _of_silent_rank(facts, findings) or replace(first, rank=None, host="", step=None, at=float("inf"))
+    if first is None and attempt.cause == Cause.SUPERVISOR_DIED:
+        first = _Finding(failure="supervisor-died", role="root", basis="record", rank=None, host=attempt.host)
+    first = first or _Finding(failure="unknown", role="either", basis="none", rank=None)
+    return _with_others(first, findings, facts)
+
+
+def _of_record(facts: Facts) -> _Finding | None:
+    """Return what the ledger alone proves."""
+    cause = facts.attempt.cause
+    name = (
+        _BY_CAUSE.get(cause) if cause is not None else "cancelled" if facts.attempt.ending == Ending.CANCELLED else None
+    )
+    if name is None:
+        return None
+    evidence = tuple(
+        Evidence(role="confirmation", rank=None, text=line.text, line=line)
+        for line in facts.console
+        if match_line(line.text) == Match(name, "confirmation")
+    )
+    hosts = ", ".join(facts.attempt.failed_nodes)
+    return _Finding(failure=name, role="root", basis="record", rank=None, host=hosts, evidence=evidence[:1])
+
+
+def _findings(facts: Facts) -> list[_Finding]:
+    reported = [_of_report(facts, failure) for failure in facts.failures if not failure.is_hang]
+    ranks = {failure.rank for failure in facts.failures}
+    silent = (_of_log(facts, rank) for rank in facts.logs if rank not in ranks)
+    of_job = _of_console(facts)
+    return [*reported, *(one for one in silent if one is not None), *([of_job] if of_job is not None else [])]
+
+
+def _of_report(facts: Facts, failure: WorkerFailure) -> _Finding:
+    """Return what a rank's error report, and its log, say of its end."""
+    finding = _Finding(
+        failure="unknown",
+        role="root",
+        basis="record",
+        rank=failure.rank if failure.rank >= 0 else None,
+        host=failure.host,
+        at=failure.at,
+        step=None if failure.of_script or not failure.step else failure.step,
+        detail=failure.exception.partition("\n")[0],
+    )
+    if failure.is_diverged:
+        return _with_line(replace(finding, failure="nan"), facts)
+    if failure.signal is not None:
+        return _by_signal(facts, finding, failure.signal)
+    if failure.exit_code is not None:
+        return _by_exit_code(facts, finding, failure.exit_code)
+    raised = next(reversed(tracebacks(failure.traceback.splitlines())), None)
+    text = _typed(failure)
+    found = match_exception(text) or (match_exception(raised.text) if raised else None)
+    if raised is not None and (found is None or found.name == "data"):
+        found = _of_cause(raised) or found
+    if found is None and failure.is_secondary:
+        found = Match("peer-gone", "cascade")
+    if found is None:
+        found = Match(_unmatched(failure), "root")
+    place = _place(raised)
+    return _with_line(replace(finding, failure=found.name, role=found.role, place=place), facts)
+
+
+def _typed(failure: WorkerFailure) -> str:
+    """Return `Type: message`, as Python prints it."""
+    name = failure.exception_type
+    has_type = not name or failure.exception.startswith(name)
+    return failure.exception if has_type else f"{name}: {failure.exception}"
+
+
+def _unmatched(failure: WorkerFailure) -> str:
+    """Return the class of an exception that the registry does not know, by the report's fields."""
+    if failure.is_input_error:
+        return "configuration"
+    if failure.is_hardware:
+        return "gpu-fault"
+    if failure.rank < 0:
+        return "launch-failed"
+    if failure.exception_type == "SystemExit":
+        return "exit-code"
+    return "user-exception" if failure.exception_type or failure.traceback else "unknown"
+
+
+def _of_cause(raised: Raised) -> Match | None:
+    """Return the class of the exception that a loader met: a stale mount is one also where it meets a sample."""
+    found = match_exception(raised.text)
+    if found is not None and found.name not in {"data", "user-exception"}:
+        return found
+    return Match("data", "root") if raised.is_in_data else found
+
+
+def _place(raised: Raised | None) -> str:
+    frame = raised.users_frame if raised else None
+    return f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
+
+
+def _by_signal(facts: Facts, finding: _Finding, number: int) -> _Finding:
+    """Return the class of a rank that a signal ended; its log may say more."""
+    own = [] if finding.rank is None else _matches(facts.logs.get(finding.rank, ())[-_NEAR_END:])
+    finding = replace(finding, detail=f"killed by {_name_of(number)}")
+    if number == _KILL:
+        return _killed(finding, own, _matches(facts.console))
+    if number not in _CRASHES:
+        return replace(finding, failure="signal")
+    reasons = [pair for pair in own if pair[1].role in {"root", "either"} and pair[1].name not in _OF_STARTS]
+    more = [pair for pair in reasons if pair[1].name != "native-crash"]
+    said = min(more or reasons, key=lambda pair: (pair[1].role != "root", pair[0].offset), default=None)
+    if said is None:
+        return replace(finding, failure="native-crash")
+    line, match = said
+    evidence = Evidence(role=match.role if more else "confirmation", rank=finding.rank, text=line.text, line=line)
+    if not more:
+        return replace(finding, failure="native-crash", evidence=(evidence,))
+    return replace(finding, failure=match.name, role=match.role, basis="log", evidence=(evidence,))
+
+
+def _name_of(number: int) -> str:
+    """Return a signal's name; empty where there is no such signal."""
+    try:
+        return signal_of(number).name
+    except ValueError:
+        return ""
+
+
+def _killed(finding: _Finding, own: Sequence[tuple[Line, Match]], of_job: Sequence[tuple[Line, Match]]) -> _Finding:
+    """Return the class of a rank that SIGKILL ended: only a message of Slurm or of the kernel proves that memory ran out."""
+    proofs = [(line, finding.rank) for line, match in own if match == _NO_MEMORY]
+    proofs += [(line, None) for line, match in of_job if match == _NO_MEMORY]
+    if not proofs:
+        return replace(finding, failure="killed")
+    line, rank = proofs[0]
+    evidence = Evidence(role="confirmation", rank=rank, text=line.text, line=line)
+    return replace(finding, failure="host-memory", evidence=(evidence,))
+
+
+def _by_exit_code(facts: Facts, finding: _Finding, code: int) -> _Finding:
+    """Return the class of a script that exited with a code; Python's own is 1 for an exception that nothing caught."""
+    if code > _OF_SHELL and _name_of(code - _OF_SHELL):
+        return _by_signal(facts, finding, code - _OF_SHELL)
+    finding = replace(finding, detail=f"exit code {code}")
+    found = _of_log(facts, finding.rank) if finding.rank is not None and code in {1, *_CANNOT_START} else None
+    if found is not None:
+        return replace(found, at=finding.at, host=finding.host)
+    return _with_line(replace(finding, failure="launch-failed" if code in _CANNOT_START else "exit-code"), facts)
+
+
+def _of_log(facts: Facts, rank: int) -> _Finding | None:
+    """Return what only the log of a rank says: the exception that ended it, or a known text near its end."""
+    lines = facts.logs.get(rank, ())
+    raised = uncaught([line.text for line in lines])
+    if raised is not None:
+        found = _of_cause(raised) or Match("user-exception", "root")
+        evidence = Evidence(role=found.role, rank=rank, text=raised.first_line, line=lines[raised.at])
+        return _Finding(
+            failure=found.name,
+            role=found.role,
+            basis="log",
+            rank=rank,
+            detail=raised.first_line,
+            place=_place(raised),
+            evidence=(evidence,),
+        )
+    last = [line.offset for line in lines[-_AT_END:]][:1]
+    matches = [
+        (line, match)
+        for line, match in _matches(lines[-_NEAR_END:])
+        if match.role == "either" or (match.role == "root" and line.offset >= last[0])
+    ]
+    first = min(matches, key=lambda pair: (pair[1].role != "root", pair[0].offset), default=None)
+    if first is None:
+        return None
+    line, match = first
+    evidence = Evidence(role=match.role, rank=rank, text=line.text, line=line)
+    return _Finding(failure=match.name, role=match.role, basis="log", rank=rank, detail=line.text, evidence=(evidence,))
+
+
+def _matches(lines: Iterable[Line]) -> list[tuple[Line, Match]]:
+    """Return the lines that the registry knows."""
+    found = ((line, match_line(line.text)) for line in lines)
+    return [(line, match) for line, match in found if match is not None]
+
+
+def _of_console(facts: Facts) -> _Finding | None:
+    """Return why the workers could not be started, by what Slurm and the container runtime printed."""
+    for line in facts.console:
+        found = match_line(line.text)
+        if found is not None and found.role == "root" and found.name in {"image", "launch-failed"}:
+            evidence = Evidence(role="either", rank=None, text=line.text, line=line)
+            return _Finding(
+                failure=found.name, role="either", basis="log", rank=None, detail=line.text, evidence=(evidence,)
+            )
+    return None
+
+
+def _of_silent_rank(facts: Facts, findings: Iterable[_Finding]) -> _Finding | None:
+    """Return the one rank that left no report while all others lost their connection to it."""
+    silent = sorted(set(facts.logs) - {one.rank for one in findings if one.rank is not None})
+    if len(silent) != 1:
+        return None
+    detail = "it ended without an error report, and the other ranks lost their connection to it"
+    return _Finding(failure="unknown", role="either", basis="none", rank=silent[0], detail=detail)
+
+
+def _hang(facts: Facts) -> _Finding:
+    failure = next((one for one in facts.failures if one.is_hang), None)
+    if failure is None:
+        return _Finding(failure="hang", role="either", basis="record", rank=None)
+    finding = _Finding(failure="hang", role="either", basis="record", rank=None, at=failure.at)
+    if failure.rank >= 0 and facts.places:
+        place = facts.places.get(failure.rank, "")
+        name = "hang-behind" if len(facts.places) > 1 or len(facts.logs) > 1 else "hang"
+        return replace(
+            finding, failure=name, rank=failure.rank, host=failure.host, detail=place and f"it was in {place}"
+        )
+    if failure.rank >= 0 and len(facts.logs) > 1:
+        return replace(finding, failure="hang-behind", rank=failure.rank, host=failure.host)
+    if len(facts.places) < 2:
+        return finding
+    calls = {_ANY_NUMBER.sub("", place) for place in facts.places.values()}
+    detail = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(facts.places.items())[:4])
+    return replace(finding, failure="hang-nobody" if len(calls) == 1 else "hang-mismatch", detail=detail)
+
+
+def _with_line(finding: _Finding, facts: Facts) -> _Finding:
+    """Add the line of the rank's log that holds its error, or the record's own text."""
+    if finding.rank is None:
+        return replace(finding, evidence=(Evidence(role=finding.role, rank=None, text=finding.detail),))
+    lines = facts.logs.get(finding.rank, ())
+    place = next((line for line in reversed(lines) if finding.detail and finding.detail[:200] in line.text), None)
+    text = place.text if place else finding.detail
+    return replace(finding, evidence=(Evidence(role=finding.role, rank=finding.rank, text=text, line=place),))
+
+
+def _with_others(first: _Finding, findings: Sequence[_Finding], facts: Facts) -> Verdict:
+    """Return the verdict: the first failure, and what followed on other ranks."""
+    others = [one for one in findings if one.rank is not None and one.rank != first.rank]
+    cascades = [one for one in others if one.role == "cascade"]
+    alike = [one for one in others if one.failure == first.failure and one.role != "cascade"]
+    evidence = [*first.evidence, *(line for one in cascades[:1] for line in one.evidence)]
+    hosts = (*facts.attempt.nodes, facts.attempt.host, *(failure.host for failure in facts.failures))
+    where = _ANY_NUMBER.sub("", first.place.rpartition("/")[2])
+    concerns = entity(first.detail) if first.failure in _OF_ENTITIES else ""
+    unique = list(dict.fromkeys(evidence))[:_MOST_EVIDENCE]
+    return Verdict(
+        failure=first.failure,
+        basis=first.basis,
+        rank=first.rank,
+        host=first.host,
+        step=first.step,
+        detail=first.detail,
+        place=first.place,
+        entity=concerns,
+        fingerprint=fingerprint(first.failure, first.detail, where, hosts=hosts),
+        evidence=unique,
+        num_cascades=len({one.rank for one in cascades}),
+        num_alike=len({one.rank for one in alike}),
+    )
+
+
+_OF_ENTITIES = {"data", "disk-full", "quota", "stale-mount", "user-exception"}

@@ -1,0 +1,316 @@
+"""Verdicts on attempts, from records and logs made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.why.exceptions import tracebacks, uncaught
+from ddp_hpc.why.fingerprint import entity, fingerprint, mechanism
+from ddp_hpc.why.lines import Line, clean, number_of, tail
+from ddp_hpc.why.verdict import Facts, verdict_of
+
+USERS = """Traceback (most recent call last):
+  File "/home/me/train.py", line 57, in <module>
+    main()
+  File "/home/me/model.py", line 31, in forward
+    return self.table[key]
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1, in __getattr__
+    raise AttributeError
+KeyError: 'no such key'
+"""
+RESET = "RuntimeError: [../gloo/transport/tcp/pair.cc:561] Connection closed by peer [10.0.0.1]:44715"
+WATCHDOG = "[rank2]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE) ran for 600060 milliseconds before timing out."
+OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."
+
+
+def attempt(cause: Cause = Cause.WORKER_CRASHED, **more: Any) -> Attempt:
+    ending = more.pop("ending", Ending.FAILED)
+    return Attempt(attempt=0, job_id="1", host="node0", pid=1, started_at=0.0, ending=ending, cause=cause, **more)
+
+
+def report(rank: int, exception: str = "", **more: Any) -> WorkerFailure:
+    known = {"host": f"node{rank}", "at": float(rank), "step": 0, "log": "", "exception": exception, **more}
+    return msgspec.convert({"rank": rank, **known}, WorkerFailure)
+
+
+def log(text: str, name: str = "rank.log") -> Sequence[Line]:
+    lines, offset = [], 0
+    for raw in text.splitlines():
+        lines.append(Line(Path(name), offset, clean(raw)))
+        offset += len(raw) + 1
+    return lines
+
+
+def facts(
+    *failures: WorkerFailure,
+    logs: Mapping[int, str] | None = None,
+    console: str = "",
+    cause: Cause = Cause.WORKER_CRASHED,
+    places: Mapping[int, str] | None = None,
+    **more: Any,
+) -> Facts:
+    lines = {rank: log(text, f"rank-{rank}.log") for rank, text in (logs or {}).items()}
+    return Facts(
+        attempt=attempt(cause, **more), failures=failures, logs=lines, console=log(console), places=places or {}
+    )
+
+
+def raised(rank: int, text: str = USERS, **more: Any) -> WorkerFailure:
+    last = text.rstrip().splitlines()[-1]
+    return report(rank, last, traceback=text, exception_type=last.partition(":")[0], **more)
+
+
+def reset(rank: int, **more: Any) -> WorkerFailure:
+    return report(
+        rank,
+        RESET,
+        traceback=f'Traceback (most recent call last):\n  File "a.py", line 1, in f\n{RESET}\n',
+        is_secondary=True,
+        **more,
+    )
+
+
+def test_an_exception_in_one_rank_and_resets_in_seven_have_one_root() -> None:
+    others = [reset(rank, at=0.5) for rank in range(8) if rank != 3]  # their clocks are behind
+
+    found = verdict_of(facts(*others, raised(3), logs={3: USERS}))
+
+    assert (found.failure, found.basis, found.rank, found.host) == ("user-exception", "record", 3, "node3")
+    assert found.place == "/home/me/model.py:31 in forward"
+    assert found.detail == "KeyError: 'no such key'"
+    assert found.num_cascades == 7
+    assert [one.role for one in found.evidence] == ["root", "cascade"]
+
+
+def test_the_same_exception_on_all_ranks_is_one_event() -> None:
+    found = verdict_of(facts(*(raised(rank, at=9.0 - rank) for rank in range(4))))
+
+    assert (found.failure, found.rank, found.num_alike, found.num_cascades) == ("user-exception", 3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("made", "failure", "rank"),
+    [
+        (facts(report(1, signal=9)), "killed", 1),
+        (facts(report(1, signal=9), logs={1: "Killed\n"}), "killed", 1),
+        (facts(report(1, signal=9), console=OOM_KILL), "host-memory", 1),
+        (facts(report(1, signal=11)), "native-crash", 1),
+        (facts(report(1, signal=6), logs={1: "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc"}), "host-memory", 1),
+        (facts(report(1, signal=6), logs={1: "double free or corruption (!prev)"}), "native-crash", 1),
+        (facts(report(1, signal=15)), "signal", 1),
+        (facts(report(2, signal=6), logs={2: WATCHDOG}), "collective-timeout", 2),
+        (facts(report(2, signal=6), raised(5, at=9.0), logs={2: WATCHDOG}), "user-exception", 5),
+        (facts(report(2, signal=6), report(4, signal=11, at=9.0), logs={2: WATCHDOG}), "native-crash", 4),
+        (facts(report(1, "the script exited with code 3; its last line: bye", exit_code=3, of_script=True)), "exit-code", 1),
+        (facts(report(1, exit_code=1), logs={1: USERS}), "user-exception", 1),
+        (facts(report(1, exit_code=1), logs={1: USERS + "using the default instead"}), "exit-code", 1),
+        (facts(report(1, exit_code=3), logs={1: USERS}), "exit-code", 1),
+        (facts(report(1, exit_code=139)), "native-crash", 1),
+        (facts(report(1, signal=6), logs={1: "bash: line 1: nvidia-smi: command not found\nstep 1"}), "native-crash", 1),
+        (facts(report(1, exit_code=1), logs={1: "bash: line 1: nvidia-smi: command not found\n1\n2\n3"}), "exit-code", 1),
+        (facts(report(1, exit_code=127), logs={1: "bash: line 1: torchrum: command not found"}), "launch-failed", 1),
+        (facts(report(1, "SystemExit: 3", exception_type="SystemExit")), "exit-code", 1),
+        (facts(report(1, "`train_data[17]` raised ValueError: bad", exception_type="SampleError")), "data", 1),
+        (facts(report(0, "The training has diverged: ...", is_diverged=True, exception_type="DivergedError"), cause=Cause.DIVERGED), "nan", 0),
+        (facts(report(0, "`train.lr` is 0", is_input_error=True, exception_type="ConfigError"), cause=Cause.REFUSED), "configuration", 0),
+        (facts(report(-1, "RuntimeError: no fork", exception_type="RuntimeError")), "launch-failed", None),
+        (facts(raised(1), cause=Cause.PREEMPTED), "preempted", None),
+        (facts(raised(1), cause=Cause.TIME_LIMIT), "time-limit", None),
+        (facts(reset(0), cause=Cause.NODE_FAILED, failed_nodes=("node3",)), "node-failed", None),
+        (facts(cause=Cause.CANCELLED, ending=Ending.CANCELLED), "cancelled", None),
+        (facts(cause=Cause.SUPERVISOR_DIED), "supervisor-died", None),
+        (facts(console="srun: error: Unable to create step for job 12: Memory required by task is not available"), "launch-failed", None),
+        (facts(console="FATAL:   could not open image /images/torch.sif: no such file or directory"), "image", None),
+    ],
+)  # fmt: skip
+def test_records_count_before_texts(made: Facts, failure: str, rank: int | None) -> None:
+    found = verdict_of(made)
+
+    assert (found.failure, found.rank) == (failure, rank)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        facts(),
+        facts(logs={0: "bash: line 1: nvidia-smi: command not found\nstep 1\nstep 2\nstep 3\n"}),
+        facts(logs={0: "step 1\nKilled\n", 1: "CUDA out of memory, trying again\n"}),
+        facts(logs={0: USERS + "that was expected\nstep 7 loss 0.3\n"}),
+        facts(logs={0: "For debugging consider passing CUDA_LAUNCH_BLOCKING=1"}),
+        facts(logs={0: "NCCL_TIMEOUT=600\nwatchdog timeout is 600 s\nslurm: oom_kill is on"}),
+        facts(cause=Cause.UNEXPLAINED),
+    ],
+)
+def test_where_nothing_is_proved_the_verdict_abstains(made: Facts) -> None:
+    found = verdict_of(made)
+
+    assert (found.failure, found.basis, found.rank) == ("unknown", "none", None)
+
+
+def test_only_lost_connections_name_no_root_but_the_one_rank_without_a_report() -> None:
+    all_lost = verdict_of(facts(reset(0), reset(1)))
+    one_silent = verdict_of(facts(reset(0), reset(1), logs={0: "", 1: "", 2: "step 7\n"}))
+
+    assert (all_lost.failure, all_lost.rank) == ("peer-gone", None)
+    assert (one_silent.failure, one_silent.basis, one_silent.rank) == ("unknown", "none", 2)
+
+
+@pytest.mark.parametrize(
+    ("places", "rank", "failure", "named"),
+    [
+        ({0: "d.py:9 in all_reduce", 1: "data.py:3 in load"}, 1, "hang-behind", 1),
+        ({0: "d.py:9 in all_reduce"}, 1, "hang-behind", 1),
+        ({0: "d.py:9 in all_reduce", 1: "d.py:7 in all_reduce"}, -1, "hang-nobody", None),
+        ({0: "d.py:9 in all_reduce", 1: "d.py:5 in broadcast"}, -1, "hang-mismatch", None),
+        ({}, -1, "hang", None),
+    ],
+)
+def test_a_hang_is_told_by_where_the_ranks_were(
+    places: Mapping[int, str], rank: int, failure: str, named: int | None
+) -> None:
+    hang = report(rank, "no rank made progress", is_hang=True)
+
+    found = verdict_of(facts(hang, cause=Cause.HANG, places=places, logs={0: "", 1: ""}))
+
+    assert (found.failure, found.rank) == (failure, named)
+
+
+def test_an_exception_before_a_hang_is_its_root() -> None:
+    hang = report(-1, "no rank made progress", is_hang=True, at=99.0)
+
+    assert verdict_of(facts(hang, raised(1), cause=Cause.HANG)).failure == "user-exception"
+
+
+def test_nothing_is_explained_where_nothing_failed() -> None:
+    assert verdict_of(facts(cause=Cause.FINISHED, ending=Ending.FINISHED)).failure == ""
+
+
+REPORTS = [
+    raised(3, at=2.0),
+    raised(4, at=2.0),
+    reset(0, at=1.0),
+    reset(1, at=3.0),
+    report(2, signal=11, at=2.5),
+    report(5, signal=9, at=4.0),
+]
+LOGS = dict.fromkeys(range(7), "step 1\n") | {3: USERS}
+
+
+@given(st.permutations(REPORTS), st.integers())
+def test_the_order_of_reports_and_logs_does_not_change_the_verdict(reports: list[WorkerFailure], seed: int) -> None:
+    order = list(LOGS)
+    random.Random(seed).shuffle(order)
+
+    found = verdict_of(facts(*reports, logs={rank: LOGS[rank] for rank in order}))
+
+    assert found == verdict_of(facts(*REPORTS, logs=LOGS))
+
+
+@given(st.lists(st.sampled_from(["step 3 loss 0.5", "NCCL WARN", "saving", RESET.partition(": ")[2]]), max_size=9))
+def test_other_lines_before_the_end_do_not_change_the_verdict(others: list[str]) -> None:
+    text = "".join(f"{line}\n" for line in others) + USERS
+
+    assert verdict_of(facts(report(1, exit_code=1), logs={1: text})).failure == "user-exception"
+
+
+LOADER = """Traceback (most recent call last):
+  File "/home/me/train.py", line 5, in <module>
+    for batch in loader:
+  File "/v/lib/python3.11/site-packages/torch/_utils.py", line 9, in reraise
+    raise exception
+OSError: Caught OSError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 3, in _worker_loop
+    data = fetcher.fetch(index)
+  File "/home/me/data.py", line 3, in __getitem__
+    return open(path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "failure", "named"),
+    [
+        ("OSError: [Errno 116] Stale file handle: '/data/train/7.bin'", "stale-mount", "/data/train/7.bin"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/train/7.bin'", "data", "/data/train/7.bin"),
+        ("KeyError: 7", "data", ""),
+    ],
+)
+def test_what_a_loader_met_is_named(last: str, failure: str, named: str) -> None:
+    found = verdict_of(facts(report(1, exit_code=1), logs={1: f"{LOADER}{last}\n"}))
+
+    assert (found.failure, found.entity, found.place) == (failure, named, "/home/me/data.py:3 in __getitem__")
+
+
+def test_a_traceback_that_a_program_survived_is_caught() -> None:
+    assert uncaught((USERS + "step 4").splitlines()) is None
+    assert (
+        uncaught((USERS + "\n[W1123 10:00 x.cpp:1] Warning: destroy_process_group() was not called").splitlines())
+        is not None
+    )
+    assert [one.type for one in tracebacks((USERS + USERS).splitlines())] == ["KeyError", "KeyError"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ("\x1b[31mred\x1b[0m text\r\n", "red text"),
+        ("  3%|   | 1/30\r 10%|#  | 3/30\rdone", "done"),
+        ('[rank1]:   File "a.py", line 1', '  File "a.py", line 1'),
+        ("[rank12]:[E321 x.cpp:1] oops", "[E321 x.cpp:1] oops"),
+        ("[default3]:KeyError: 1", "KeyError: 1"),
+        ("2: Traceback (most recent call last):", "Traceback (most recent call last):"),
+        ("a\x00b\x07c", "abc"),
+        ("[0] is an item", "[0] is an item"),
+    ],
+)
+def test_a_line_is_read_as_it_stands_on_a_terminal(raw: str, text: str) -> None:
+    assert clean(raw) == text
+
+
+def test_only_the_end_of_a_log_is_read_and_its_lines_have_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_bytes(b"".join(b"line %d \xff\xfe\n" % number for number in range(1, 1000)))
+
+    lines = tail(path, 200)
+
+    assert lines[-1].text.startswith("line 999")
+    assert len(lines) < 20
+    assert number_of(lines[-1]) == 999
+    assert tail(tmp_path / "missing.log") == []
+
+
+def test_a_fingerprint_is_that_of_the_mechanism() -> None:
+    one = fingerprint(
+        "data", "[Rank 3] node7: lost 10.0.0.1:44715 at 2026-01-01 10:00:00, /tmp/a.12/x", "m.py in f", hosts=("node7",)
+    )
+    same = fingerprint(
+        "data", "[Rank 5] node12: lost 10.0.0.2:5 at 2026-01-02 11:00:00, /tmp/b/x", "m.py in f", hosts=("node12",)
+    )
+
+    assert one == same
+    assert one != fingerprint("nan", "[Rank 3] node7", "m.py in f", hosts=("node7",))
+    assert mechanism("[Errno 28] x") != mechanism("[Errno 2] x")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("SampleError: `train_data[17]` raised ValueError: bad", "train_data[17]"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/a b.bin'", "/data/a b.bin"),
+        ("OSError: [Errno 28] No space left on device: '/tmp/x/y'", ""),
+        ("cannot identify image file 'cat.jpg'", "cat.jpg"),
+        ("KeyError: 'no such key'", ""),
+    ],
+)
+def test_the_sample_or_the_file_is_the_entity(text: str, named: str) -> None:
+    assert entity(text) == named
