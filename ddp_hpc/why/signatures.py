@@ -53,6 +53,8 @@ def _printed(regex: str, example: str, role: Role = "root") -> Pattern:
 
 _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
 """Any exception's type."""
+_SYSTEM = _ERROR + r".*\[Errno {0}\]|RuntimeError: .*{1}"
+"""An error of the system: Python names its number, in every language; C++ its English text, in a RuntimeError."""
 _DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
 """A time in front of a daemon's line."""
 
@@ -264,7 +266,7 @@ REGISTRY: Sequence[Failure] = (
         to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), then submit again.",
         patterns=[
             _raised(
-                _ERROR + r".*(?:\[Errno 122\]|Disk quota exceeded)",
+                _SYSTEM.format(122, "Disk quota exceeded"),
                 "OSError: [Errno 122] Disk quota exceeded: '/scratch/me/file'",
             )
         ],
@@ -276,10 +278,10 @@ REGISTRY: Sequence[Failure] = (
         to_do="Compare `df -h` and `df -i` of that file system on the node, and `ulimit -f`; free space there, or write elsewhere (`runs_dir`).",
         patterns=[
             _raised(
-                _ERROR + r".*(?:\[Errno 28\]|No space left on device)",
+                _SYSTEM.format(28, "No space left on device"),
                 "OSError: [Errno 28] No space left on device: '/tmp/cache.bin'",
             ),
-            _raised(_ERROR + r".*(?:\[Errno 27\]|File too large)", "OSError: [Errno 27] File too large"),
+            _raised(_SYSTEM.format(27, "File too large"), "OSError: [Errno 27] File too large"),
         ],
     ),
     Failure(
@@ -289,7 +291,7 @@ REGISTRY: Sequence[Failure] = (
         to_do="Try `ls` there on the node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
         patterns=[
             _raised(
-                _ERROR + r".*(?:\[Errno 116\]|Stale file handle)",
+                _SYSTEM.format(116, "Stale file handle"),
                 "OSError: [Errno 116] Stale file handle: '/data/train'",
             ),
             _raised(_ERROR + r".*\[Errno 107\]", "OSError: [Errno 107] Transport endpoint is not connected: '/data'"),
@@ -353,7 +355,7 @@ REGISTRY: Sequence[Failure] = (
         to_do="Find the rank that ended first: `ddp-hpc logs {run} --attempt {attempt} --all`, and `dmesg` on its node.",
         patterns=[
             _raised(
-                _ERROR + r".*(?:Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)",
+                r"(?:[\w.]*\.)?(?:RuntimeError|Dist\w*Error|Connection\w*Error): .*(?:Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)",
                 "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:44715",
                 "cascade",
             ),
@@ -573,7 +575,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="exit-code",
         title="the program exited with a code of its own",
-        means="It called `sys.exit` or `os._exit`, or its shell passed a code on; no uncaught exception ended it.",
+        means="No record and no log shows an exception that ended it: it called `sys.exit` or `os._exit`, its shell passed a code on, or a library printed the exception in a form of its own.",
         to_do="Look up that code in the program: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}` has what it printed before.",
     ),
     Failure(
