@@ -47,10 +47,11 @@ def answer_to(death: Death, folder: Path) -> Answer:
     return Answer(death.name, death.failure, str(said["failure"]), is_right_rank)
 
 
-def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
+def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], made: Mapping[str, str]) -> str:
     """Return the page: the rates, and expected against said."""
     num_right = sum(one.is_right for one in answers)
-    num_ranks = sum(one.is_right_rank for one in answers)
+    of_one_rank = {death.name for death in DEATHS if death.rank is not None}
+    ranks = [one.is_right_rank for one in answers if one.name in of_one_rank]
     num_abstained = sum(one.said == ABSTAINED for one in answers)
     pairs = Counter((one.expected, one.said) for one in answers)
     rows = [f"| {expected} | {said} | {count} |" for (expected, said), count in sorted(pairs.items())]
@@ -64,10 +65,10 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
                 f"Measured on {when['date']} at commit `{when['commit']}` by `python -m tests.campaigns.why`: {len(answers)} runs on one machine, each of two ranks, "
                 "that really ended badly (`tests/distributed/deaths.py`): recipes, scripts that are forked, and scripts that are new processes."
             ),
-            "Classes and cases are from the same authors, so this is no blind trial.",
+            f"The runs were made at commit `{made['commit']}`. Classes and cases are from the same authors, so this is no blind trial.",
             "",
             f"- Class right: {num_right} of {len(answers)}. Abstained (`unknown`): {num_abstained}. Wrong: {len(answers) - num_right - num_abstained}.",
-            f"- Rank right (of a hang of a script and of what happens to all ranks, none is expected): {num_ranks} of {len(answers)}.",
+            f"- Rank right, where one rank is the root: {sum(ranks)} of {len(ranks)}. In the others no rank is expected beforehand.",
             "",
             "| happened | said | runs |",
             "| --- | --- | --- |",
@@ -87,12 +88,16 @@ def main() -> int:
     """Run all, and write the page."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
     when, answers = stamp(), []
+    made = folder / "made.json"
+    if not made.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        made.write_text(json.dumps(when))
     for death in DEATHS:
         answers.append(answer_to(death, folder / death.name))
         print(answers[-1], flush=True)  # noqa: T201  a campaign is watched
     record: dict[str, Any] = {**when, "answers": [vars(one) for one in answers]}
     replace_text(RESULTS / "why.json", json.dumps(record, indent=1) + "\n")
-    replace_text(RESULTS / "why.md", as_markdown(answers, when))
+    replace_text(RESULTS / "why.md", as_markdown(answers, when, json.loads(made.read_text())))
     return 0
 
 
