@@ -6,9 +6,12 @@ import pytest
 
 from ddp_hpc.run_dir.paths import RunDir
 from tests.adapters.test_examples import EXAMPLES, FILES_OF_RANKS, LOSS, committed
-from tests.slurm.disturbed_scripts import Script, assert_came_back_once_each, preempt_and_kill
+from tests.slurm.disturbed_scripts import SCRIPTS, Script, assert_came_back_once_each, preempt_and_kill
 from tests.slurm.faulty_runs import attempts
 from tests.slurm.runs import LoginNode
+
+SAVED = {"transformers": "saved/*/*", "accelerate": "saved/*/*"}
+"""What the scripts without our lines save."""
 
 
 def losses(place: LoginNode, name: str, rank: int) -> dict[int, str]:
@@ -42,3 +45,20 @@ def test_an_example_that_a_higher_partition_preempts_is_requeued_once_and_gives_
         assert losses(place, "it", rank) == losses(calm, "calm", rank)
     assert committed(place.run("it"))[-1] == committed(calm.run("calm"))[-1] == max(losses(calm, "calm", 0)) >= 150
     assert set(FILES_OF_RANKS[library]) <= newest_files(place.run("it"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("library", SAVED)
+def test_a_librarys_own_way_to_resume_brings_a_script_without_our_lines_back_once_each(
+    library: str, login: LoginNode
+) -> None:
+    """They save at the end of an epoch, and go on from there."""
+    file = SCRIPTS / f"{library}_alone.py"
+    script = Script(files=file, command=("python", file.name), saved=SAVED[library], settle_s=0.3)
+
+    place, calm = preempt_and_kill(login, script)
+
+    assert_came_back_once_each(place)
+    for rank in range(2):
+        assert losses(place, "it", rank) == losses(calm, "calm", rank)
+    assert len(losses(calm, "calm", 0)) >= 1000
