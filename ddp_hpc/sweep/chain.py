@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.run_dir.ledger import Ending, Ledger
+from ddp_hpc.run_dir.records import When
 from ddp_hpc.slurm import client
-from ddp_hpc.submission.chain import When
 from ddp_hpc.sweep import array
 from ddp_hpc.sweep.start import sending_alone
 from ddp_hpc.sweep.states import points_in_queue

@@ -66,6 +66,7 @@ def start_runner(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[s
                 stderr=log,
                 env={"PYTHONSAFEPATH": "ddp_hpc", **environ},
                 start_new_session=True,
+                cwd=read_sweep(sweep_dir).work_dir,
                 pass_fds=(lock_fd,),
             ).returncode = 0  # it outlives this process; else Python warns that it still runs
     finally:

@@ -76,10 +76,10 @@ def points_of(
 
 
 def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a point of a file; `name: null` is no name.
+    """Return a point of a file; with `name: null`, it gets a name as if it had none.
 
     Raises:
-        ConfigError: where the name is no name of a run, or one that the sweep's own files have.
+        ConfigError: where the name cannot name a run, or one of the sweep's own files has it.
     """
     name = listed.get("name")
     if name is None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,8 @@ class Sweep:
     unanswered: Sequence[Sending] = ()
     """Those of which it is not known whether Slurm has accepted them."""
     backend: str = "slurm"
+    work_dir: Path = field(default_factory=Path.cwd)
+    """Where the sweep was submitted: relative paths of its configuration and its script are looked for there."""
     import_paths: tuple[Path, ...] = ()
     """Where jobs import the user's code from."""
     at_most: int | None = None
@@ -167,6 +169,7 @@ def make_sweep(sweep: SweepDir, base: Resolved, made: Sweep) -> None:
         "at": time.time(),
         "backend": made.backend,
         "import_paths": [str(path) for path in made.import_paths],
+        "work_dir": str(Path.cwd()),
         "at_most": made.at_most,
         "stop_after_failures": made.stop_after_failures,
     }
@@ -281,6 +284,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             unanswered=list(found.unanswered.values()),
             backend=str(found.header["backend"]),
             import_paths=tuple(map(Path, found.header["import_paths"])),
+            work_dir=Path(found.header["work_dir"]),
             at_most=found.header["at_most"],
             stop_after_failures=found.header["stop_after_failures"],
             is_cancelled=found.is_cancelled,
@@ -329,8 +333,9 @@ def record_cancelled(sweep: SweepDir, *, is_cancelled: bool) -> None:
 
 
 def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:
-    """Return the configuration that all points share."""
+    """Return the configuration that all points share, as of the directory that the sweep is in now."""
     from ddp_hpc.config import flat
 
     spec = load_resolved(sweep.base, is_patient=is_patient)
+    spec = replace(spec, name=sweep.name, runs_dir=str(sweep.path.parent.absolute()))
     return Resolved(spec, dict.fromkeys(flat(spec), f"sweep {sweep.name}"))

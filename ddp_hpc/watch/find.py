@@ -78,7 +78,7 @@ def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
 
     if any(holds_sweep(path) for path in (runs_dir / text, Path(text))):
         return RunNotFoundError(
-            f"{text!r} is a sweep of several runs. List them with `ddp-hpc list {text}`, and name one as `{text}/POINT`; `ddp-hpc sweep` follows, "
+            f"{text!r} is a sweep of several runs. List them with `ddp-hpc list {text}`, and name one as `{text.rstrip(os.sep)}/POINT`; `ddp-hpc sweep` follows, "
             "continues or cancels all of them."
         )
     names = [run.name for run in list_runs(runs_dir)]

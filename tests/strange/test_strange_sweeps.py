@@ -181,7 +181,7 @@ def test_a_command_for_runs_that_names_a_sweep_is_answered_with_how_to_name_its_
     assert main([verb, word]) != 0
 
     error = capsys.readouterr().err
-    assert f"'{word}' is a sweep, not a run" in error
+    assert f"'{word}' is a sweep of several runs" in error
     assert f"`{word.rstrip('/')}/POINT`" in error
 
 
@@ -304,3 +304,18 @@ def test_a_point_that_was_interrupted_is_started_again(
 
     assert main(["sweep", "continue", "grid"]) == 0
     assert started == [(0,)]
+
+
+def test_a_sweep_that_was_renamed_and_is_continued_from_elsewhere_makes_its_points_where_it_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep_dir = made_sweep()
+    moved = SweepDir(sweep_dir.path.rename(tmp_path / "runs" / "other"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    sweep = read_sweep(moved)
+    run = Points(load_base(moved), {}).resolved(sweep.points[1]).spec.path
+
+    assert run == moved.run(sweep.points[1]).path
+    assert sweep.work_dir == tmp_path  # where the runner looks for the script
