@@ -166,7 +166,7 @@ def test_a_sweep_does_not_take_the_name_of_a_run_nor_a_run_that_of_a_sweep(capsy
 
     assert submit() == 2
 
-    assert "runs/grid is a sweep, not a run" in capsys.readouterr().err
+    assert "grid is a sweep in " in capsys.readouterr().err
     assert submit("--sweep", "a=1,2") == 2
     assert "The sweep grid exists already" in capsys.readouterr().err
 
