@@ -49,7 +49,8 @@ def headline(status: RunStatus) -> str:
 def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
     """Return commands to try next, each after its purpose."""
     alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
-    ended = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
+    why = {"why": f"ddp-hpc why {word}"} if status.state == "failed" else {}
+    ended = {**why, "see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
     begin = "from the beginning" if status.last_checkpoint is None else f"from step {status.last_checkpoint}"
     is_script = status.saves is not None
     if is_script and status.last_checkpoint is None:

@@ -130,6 +130,7 @@ def test_the_exit_code_follows_from_the_state(state: State, code: int) -> None:
         ("running", ["status digits", "logs -f digits", "stop digits"]),
         ("finished", ["status digits", "logs digits", "checkpoints digits --digest", "export digits -o digits.st"]),
         ("stopped", ["submit run.yaml  # continues from step 20", "status digits"]),
+        ("failed", ["submit run.yaml  # continues from step 20", "why digits"]),
     ],
 )
 def test_the_summary_ends_with_what_to_try_next(state: State, commands: list[str]) -> None:
