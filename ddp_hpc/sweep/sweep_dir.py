@@ -117,7 +117,9 @@ class Sweep:
     stop_after_failures: int | None = None
     """From how many failed points on no other point starts."""
     is_cancelled: bool = False
-    """Whether the user has cancelled it, and sent no point since."""
+    """Whether the user has cancelled it, and has not continued it since."""
+    sent_before_cancel: frozenset[str] | None = None
+    """The tokens of what was sent before the user has cancelled the sweep for the last time; None where nobody has."""
 
     @property
     def never_sent(self) -> list[int]:
@@ -129,6 +131,15 @@ class Sweep:
     def unanswered_numbers(self) -> set[int]:
         """Numbers of the points of which it is not known whether Slurm has them."""
         return {number for sending in self.unanswered for number in sending.numbers}
+
+    @property
+    def cancelled_numbers(self) -> set[int]:
+        """Numbers of the points that the user has cancelled with the whole sweep, and that were not sent since."""
+        before = self.sent_before_cancel
+        if before is None:
+            return set()
+        since = {number for one in self.sendings if one.token not in before for number in one.numbers}
+        return {point.number for point in self.points} - since
 
     def is_sent_again(self, number: int, token: str) -> bool:
         """Return whether a point was sent after the sending of this token."""
@@ -261,6 +272,7 @@ class _Found:
     sendings: dict[str, Sending] = field(default_factory=dict)
     unanswered: dict[str, Sending] = field(default_factory=dict)
     is_cancelled: bool = False
+    sent_before_cancel: frozenset[str] | None = None
 
 
 def read_sweep(sweep: SweepDir) -> Sweep:
@@ -288,6 +300,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             at_most=found.header["at_most"],
             stop_after_failures=found.header["stop_after_failures"],
             is_cancelled=found.is_cancelled,
+            sent_before_cancel=found.sent_before_cancel,
         )
     except OSError as error:
         raise UnreadableError(
@@ -318,6 +331,8 @@ def _read_record(record: Mapping[str, Any], found: _Found) -> None:
             found.sendings.pop(record["refused"], None)
     elif "cancelled" in record:
         found.is_cancelled = bool(record["cancelled"])
+        if found.is_cancelled:
+            found.sent_before_cancel = frozenset(found.sendings)
     elif "limits" in record:
         found.header = {**found.header, **record["limits"]}
 

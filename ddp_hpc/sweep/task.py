@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_hpc.base.durable import make_directories, replace_text
@@ -19,7 +20,7 @@ from ddp_hpc.config import render_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import ownership
-from ddp_hpc.run_dir.ledger import Ending, Ledger
+from ddp_hpc.run_dir.ledger import Ending, Ledger, record_end
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
@@ -68,7 +69,16 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *
     point = sweep.points[number]
     run = sweep_dir.run(point)
     before = read_queued_job(run)
-    if before is not None and before.job_id == allocation.scontrol_id:
+    has_it = before is not None and before.job_id == allocation.scontrol_id
+    if sweep.is_cancelled and number in sweep.cancelled_numbers:
+        if has_it and before is not None:
+            _record_cancelled(run, before)
+        sys.stderr.write(
+            f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.name}` sends it "
+            "again\n"
+        )
+        return None
+    if has_it:
         return run  # Slurm has started the task again
     if token and sweep.is_sent_again(number, token):
         # The answer to this task's sbatch was lost or came late, and the point was sent again meanwhile: the newer task has it.
@@ -80,6 +90,14 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *
         return None
     _make(sweep_dir, sweep, point, allocation, environ)
     return run
+
+
+def _record_cancelled(run: RunDir, job: QueuedJob) -> None:
+    """Record that a run does not go on, as Slurm starts its job again after the user has cancelled the sweep."""
+    write_queued_job(run, replace(job, cancelled_at=job.cancelled_at or time.time()))
+    newest = Ledger.read(run).newest
+    if newest is not None and newest.ending is None:
+        record_end(run, attempt=newest.attempt, ending=Ending.CANCELLED, exit_code=-9, reason="its sweep was cancelled")
 
 
 def _why_not(

@@ -24,7 +24,7 @@ from ddp_hpc.sweep.points import points_of
 from ddp_hpc.sweep.removal import delete_sweep
 from ddp_hpc.sweep.start import Started, continue_sweep, start_sweep
 from ddp_hpc.sweep.states import points_in_queue, unbegun_points
-from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, as_ranges, from_ranges, read_sweep
+from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, as_ranges, from_ranges, read_sweep, record_cancelled
 from ddp_hpc.sweep.task import prepare_task
 from ddp_hpc.sweep.values import parse_axis
 from tests.unit.fake_slurm import FakeSlurm
@@ -308,6 +308,29 @@ def test_no_other_point_starts_once_as_many_have_failed_as_the_sweep_allows(
     lab.has("squeue", "true")
     again = continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={})
     assert (again.num_points, lab.arrays[-1]) == (1, "--array=0 0")
+
+
+def test_a_task_of_a_cancelled_sweep_starts_nothing_also_after_a_requeue_until_the_sweep_is_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+    first = task(lab, array="14", number=0, job="20")
+    run = prepare_task(sweep_dir, 0, first)
+    assert run is not None
+    record_cancelled(sweep_dir, is_cancelled=True)
+
+    assert prepare_task(sweep_dir, 0, {**first, "SLURM_RESTART_COUNT": "1"}) is None
+    assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
+
+    assert capsys.readouterr().err.count("the sweep was cancelled") == 2
+    assert not sweep_dir.run(read_sweep(sweep_dir).points[1]).path.exists()
+    queued = read_queued_job(run)
+    assert queued is not None
+    assert queued.cancelled_at is not None
+    lab.lists()
+    continue_sweep(sweep_dir, lab.environ, limits={})
+    assert prepare_task(sweep_dir, 0, task(lab, array="15", number=1, job="31")) is not None
 
 
 def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_of_its_run(tmp_path: Path) -> None:
