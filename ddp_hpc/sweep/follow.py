@@ -218,7 +218,12 @@ class _Follower:
 
 
 def _may_start(sweep: Sweep, states: Mapping[int, PointState]) -> bool:
-    num_failed = sum(state.word in _FAILED and state.is_over for state in states.values())
+    num_failed = sum(
+        state.word in _FAILED
+        and state.is_over
+        and (number not in sweep.forgiven or sweep.forgiven[number] != state.attempt)
+        for number, state in states.items()
+    )
     return not sweep.is_cancelled and (sweep.stop_after_failures is None or num_failed < sweep.stop_after_failures)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.config import Resolved
-from ddp_hpc.errors import ConfigError, RunBusyError
+from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.array import Sent
 from ddp_hpc.sweep.resolving import check_points
-from ddp_hpc.sweep.states import failed_points, has_begun, has_ended, num_failed, unbegun_points
-from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelled, record_limits
+from ddp_hpc.sweep.states import failed_attempts, failed_points, has_begun, has_ended, num_failed, unbegun_points
+from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelled, record_continued
 
 _SENDING_PATIENCE_S = 120.0
 """How long `cancel` waits for another process that sends points: each sbatch may take `client.TIMEOUT_S`."""
@@ -97,11 +97,7 @@ def continue_sweep(
         ConfigError: where Slurm refuses them.
         SlurmUnavailableError: where Slurm does not answer, so that what waits cannot be known.
     """
-    if limits:
-        record_limits(sweep_dir, **limits)
     sweep = read_sweep(sweep_dir)
-    if sweep.is_cancelled:
-        record_cancelled(sweep_dir, is_cancelled=False)
     if sweep.backend == "slurm":
         with sending_alone(sweep_dir) as is_alone:
             if not is_alone:
@@ -109,10 +105,8 @@ def continue_sweep(
                     f"Another process is sending points of {sweep_dir.name} at this moment. Try again when that is done."
                 )
             sweep = array.settled(sweep_dir, environ)
-            if "at_most" in limits and sweep.arrays:
-                array.throttle_waiting(sweep, environ)
-            return _continue(sweep_dir, sweep, environ, is_failed=is_failed)
-    return _continue(sweep_dir, sweep, environ, is_failed=is_failed)
+            return _continue(sweep_dir, sweep, environ, is_failed=is_failed, limits=limits)
+    return _continue(sweep_dir, sweep, environ, is_failed=is_failed, limits=limits)
 
 
 def send_left(sweep_dir: SweepDir, environ: Mapping[str, str], *, first: int) -> Sent | None:
@@ -145,7 +139,9 @@ def sending_alone(sweep_dir: SweepDir, *, patience_s: float = 0.0) -> Iterator[b
             processes.release_lock(lock_fd)
 
 
-def _continue(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -> Started:
+def _continue(
+    sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool, limits: Mapping[str, int]
+) -> Started:
     if is_failed:
         numbers = failed_points(sweep_dir, sweep)
     else:
@@ -157,10 +153,30 @@ def _continue(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, 
         numbers = [number for number, state in states.items() if state == "not submitted"]
         if sweep.backend != "slurm":  # Slurm itself starts a job again whose host is lost
             numbers = sorted([*numbers, *local.interrupted_points(sweep_dir, sweep)])
-    if not numbers:
-        return Started(sweep_dir=sweep_dir, num_points=0, sent=None)
-    if sweep.backend != "slurm":
-        local.start_runner(sweep_dir, numbers, environ)
-        return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
-    sent = array.send(sweep_dir, sweep, numbers, environ)
-    return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent)
+    with _continued(sweep_dir, sweep, is_failed=is_failed, limits=limits):
+        sweep = read_sweep(sweep_dir)
+        if sweep.backend == "slurm" and "at_most" in limits and sweep.arrays:
+            array.throttle_waiting(sweep, environ)
+        if not numbers:
+            return Started(sweep_dir=sweep_dir, num_points=0, sent=None)
+        if sweep.backend != "slurm":
+            local.start_runner(sweep_dir, numbers, environ)
+            return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
+        sent = array.send(sweep_dir, sweep, numbers, environ)
+        return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent)
+
+
+@contextmanager
+def _continued(sweep_dir: SweepDir, before: Sweep, *, is_failed: bool, limits: Mapping[str, int]) -> Iterator[None]:
+    """Record that the user continues the sweep, as tasks that start read it; take it back where nothing could be sent."""
+    # With `--failed`, who follows a cancelled sweep still sends no point.
+    is_cancelled, forgiven = before.is_cancelled and is_failed, failed_attempts(sweep_dir, before)
+    record_continued(sweep_dir, is_cancelled=is_cancelled, forgiven=forgiven, limits=limits)
+    try:
+        yield
+    except (ConfigError, SlurmUnavailableError):
+        now = read_sweep(sweep_dir)
+        if len(now.arrays) == len(before.arrays) and not now.unanswered:
+            former = {"at_most": before.at_most, "stop_after_failures": before.stop_after_failures}
+            record_continued(sweep_dir, is_cancelled=before.is_cancelled, forgiven=before.forgiven, limits=former)
+        raise

@@ -22,12 +22,6 @@ def has_begun(run: RunDir) -> bool:
     return known(run.config, run.config.exists, unknown=True)
 
 
-def has_failed(run: RunDir) -> bool:
-    """Return whether the run's newest attempt is known to have failed, and no other follows."""
-    newest = _newest(run)
-    return newest is not None and newest.is_last and newest.ending in _FAILED
-
-
 def has_ended(run: RunDir) -> bool:
     """Return whether the run's newest attempt is known to have ended, and no other follows; a run without an attempt has not."""
     newest = _newest(run)
@@ -42,13 +36,23 @@ def _newest(run: RunDir) -> Attempt | None:
 
 
 def num_failed(sweep_dir: SweepDir, sweep: Sweep) -> int:
-    """Return how many points have failed."""
-    return sum(has_failed(sweep_dir.run(point)) for point in sweep.points)
+    """Return how many points have failed since the user has continued the sweep for the last time."""
+    return sum(sweep.forgiven.get(number) != attempt for number, attempt in failed_attempts(sweep_dir, sweep).items())
+
+
+def failed_attempts(sweep_dir: SweepDir, sweep: Sweep) -> dict[int, int]:
+    """Return the points that have failed, and the attempt that has."""
+    newest = {point.number: _newest(sweep_dir.run(point)) for point in sweep.points}
+    return {
+        number: one.attempt
+        for number, one in newest.items()
+        if one is not None and one.is_last and one.ending in _FAILED
+    }
 
 
 def failed_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
     """Return the numbers of the points that have failed."""
-    return [point.number for point in sweep.points if has_failed(sweep_dir.run(point))]
+    return list(failed_attempts(sweep_dir, sweep))
 
 
 def unbegun_points(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> dict[int, Unbegun]:

@@ -116,6 +116,8 @@ class Sweep:
     """How many points may run at once."""
     stop_after_failures: int | None = None
     """From how many failed points on no other point starts."""
+    forgiven: Mapping[int, int] = field(default_factory=dict)
+    """Points that had failed when the user continued the sweep -> the attempt that had; `stop_after_failures` does not count them."""
     is_cancelled: bool = False
     """Whether the user has cancelled it, and has not continued it since."""
     sent_before_cancel: frozenset[str] | None = None
@@ -273,6 +275,7 @@ class _Found:
     unanswered: dict[str, Sending] = field(default_factory=dict)
     is_cancelled: bool = False
     sent_before_cancel: frozenset[str] | None = None
+    forgiven: Mapping[int, int] = field(default_factory=dict)
 
 
 def read_sweep(sweep: SweepDir) -> Sweep:
@@ -299,6 +302,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
             work_dir=Path(found.header["work_dir"]),
             at_most=found.header["at_most"],
             stop_after_failures=found.header["stop_after_failures"],
+            forgiven=found.forgiven,
             is_cancelled=found.is_cancelled,
             sent_before_cancel=found.sent_before_cancel,
         )
@@ -329,10 +333,20 @@ def _read_record(record: Mapping[str, Any], found: _Found) -> None:
         found.unanswered.pop(record["refused"], None)
         if record["is_certain"]:
             found.sendings.pop(record["refused"], None)
-    elif "cancelled" in record:
+    else:
+        _read_decision(record, found)
+
+
+def _read_decision(record: Mapping[str, Any], found: _Found) -> None:
+    """Read what the user has decided on the sweep after it was submitted."""
+    if "cancelled" in record:
         found.is_cancelled = bool(record["cancelled"])
         if found.is_cancelled:
             found.sent_before_cancel = frozenset(found.sendings)
+    elif "continued" in record:
+        found.is_cancelled = bool(record["is_cancelled"])
+        found.forgiven = {int(number): attempt for number, attempt in record["forgiven"].items()}
+        found.header = {**found.header, **record["limits"]}
     elif "limits" in record:
         found.header = {**found.header, **record["limits"]}
 
@@ -345,6 +359,14 @@ def record_limits(sweep: SweepDir, **limits: int | None) -> None:
 def record_cancelled(sweep: SweepDir, *, is_cancelled: bool) -> None:
     """Record that the user has cancelled the sweep, or goes on with it: a command that follows it sends no point meanwhile."""
     append_json_line(sweep.ledger, {"cancelled": is_cancelled, "at": time.time()})
+
+
+def record_continued(
+    sweep: SweepDir, *, is_cancelled: bool, forgiven: Mapping[int, int], limits: Mapping[str, int | None]
+) -> None:
+    """Record with what the user continues the sweep; `is_cancelled`: points that have not begun stay cancelled."""
+    record = {"is_cancelled": is_cancelled, "forgiven": dict(forgiven), "limits": dict(limits)}
+    append_json_line(sweep.ledger, {"continued": time.time(), **record})
 
 
 def load_base(sweep: SweepDir, *, is_patient: bool = False) -> Resolved:

@@ -118,8 +118,9 @@ def _why_not(
         failed = num_failed(sweep_dir, sweep)
         if failed >= sweep.stop_after_failures:
             return (
-                f"{failed} points have failed, and the sweep ends after {sweep.stop_after_failures} (`--stop-after-failures`). List "
-                f"them with `ddp-hpc list {sweep_dir.name} --failed`; `ddp-hpc sweep continue {sweep_dir.name}` sends the others again"
+                f"{failed} points have failed since the sweep was submitted or continued, and it ends after {sweep.stop_after_failures} "
+                f"(`--stop-after-failures`). List "
+                f"them with `ddp-hpc list {sweep_dir.name} --failed`; `ddp-hpc sweep continue {sweep_dir.name}` sends the others again, and counts anew"
             )
     return None
 

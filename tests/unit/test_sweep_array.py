@@ -22,9 +22,18 @@ from ddp_hpc.sweep.array import array_script, send
 from ddp_hpc.sweep.chain import after_sweep
 from ddp_hpc.sweep.points import points_of
 from ddp_hpc.sweep.removal import delete_sweep
-from ddp_hpc.sweep.start import Started, continue_sweep, start_sweep
+from ddp_hpc.sweep.start import Started, continue_sweep, send_left, sending_alone, start_sweep
 from ddp_hpc.sweep.states import points_in_queue, unbegun_points
-from ddp_hpc.sweep.sweep_dir import SentArray, Sweep, SweepDir, as_ranges, from_ranges, read_sweep, record_cancelled
+from ddp_hpc.sweep.sweep_dir import (
+    SentArray,
+    Sweep,
+    SweepDir,
+    as_ranges,
+    from_ranges,
+    read_sweep,
+    record_cancelled,
+    record_limits,
+)
 from ddp_hpc.sweep.task import prepare_task
 from ddp_hpc.sweep.values import parse_axis
 from tests.unit.fake_slurm import FakeSlurm
@@ -331,6 +340,62 @@ def test_a_task_of_a_cancelled_sweep_starts_nothing_also_after_a_requeue_until_t
     lab.lists()
     continue_sweep(sweep_dir, lab.environ, limits={})
     assert prepare_task(sweep_dir, 0, task(lab, array="15", number=1, job="31")) is not None
+
+
+def test_failures_are_counted_since_the_sweep_was_continued_so_that_a_retry_is_not_held_back_by_its_own_failure(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
+    points = read_sweep(sweep_dir).points
+    record_limits(sweep_dir, stop_after_failures=1)
+    finish(sweep_dir.run(points[0]), Ending.FAILED)
+    lab.lists()
+    assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
+
+    again = continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={})
+
+    assert again.num_points == 1
+    run = prepare_task(sweep_dir, 0, task(lab, array="15", number=0, job="30"))
+    assert run is not None
+    record_start(run, attempt=1, job_id="15_0")
+    record_end(run, attempt=1, ending=Ending.FAILED, exit_code=1, reason="")
+    assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None, "the retry has failed, too"
+    continue_sweep(sweep_dir, lab.environ, limits={})
+    assert prepare_task(sweep_dir, 0, task(lab, array="16", number=1, job="40")) is not None
+
+
+def test_a_continue_that_is_refused_changes_no_limit_and_leaves_the_sweep_cancelled(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
+    record_cancelled(sweep_dir, is_cancelled=True)
+    lab.lists()
+    before = read_sweep(sweep_dir)
+    with sending_alone(sweep_dir), pytest.raises(RunBusyError):
+        continue_sweep(sweep_dir, lab.environ, limits={"at_most": 3})
+    assert read_sweep(sweep_dir) == before
+
+    lab.has("sbatch", '[ "$1" = --test-only ] || { echo "sbatch: error: Invalid partition" >&2; exit 1; }')
+    with pytest.raises(ConfigError, match="Invalid partition"):
+        continue_sweep(sweep_dir, lab.environ, limits={"at_most": 3})
+
+    after = read_sweep(sweep_dir)
+    assert (after.at_most, after.is_cancelled) == (None, True)
+
+
+def test_failed_points_of_a_cancelled_sweep_run_again_while_who_follows_it_sends_no_other(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=3)
+    sweep_dir = start(lab, tmp_path, "seed=0..3").sweep_dir
+    finish(sweep_dir.run(read_sweep(sweep_dir).points[0]), Ending.FAILED)
+    record_cancelled(sweep_dir, is_cancelled=True)
+    lab.lists()
+    lab.raise_limit(100)
+
+    continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={})
+
+    assert send_left(sweep_dir, lab.environ, first=1) is None
+    assert prepare_task(sweep_dir, 0, task(lab, array="15", number=0, job="30")) is not None
+    assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
 
 
 def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_of_its_run(tmp_path: Path) -> None:
