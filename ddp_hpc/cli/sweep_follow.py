@@ -40,7 +40,7 @@ def follow_sweep(
     else:
         if is_quiet:
             print(_counts_line(last), file=out)
-        print("\n".join(_next_steps(counts, word)), file=out)
+        print("\n".join(_next_steps(counts, word, is_cancelled=last.is_cancelled)), file=out)
     return exit_codes.FINISHED if set(counts) == {"finished"} else exit_codes.FAILED
 
 
@@ -98,9 +98,10 @@ def _points(points: Sequence[Point]) -> str:
     return "1 point" if len(points) == 1 else f"{len(points)} points"
 
 
-def _next_steps(counts: Mapping[str, int], word: str) -> list[str]:
+def _next_steps(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> list[str]:
     steps = [f"see    ddp-hpc list {word}"]
-    if counts.keys() & {"not submitted", "not started"}:
+    startable = {"not submitted", "not started", "interrupted", "unknown", "prepared"}
+    if counts.keys() & (startable | {"cancelled"} if is_cancelled else startable):
         steps.append(f"rest   ddp-hpc sweep continue {word}")
     if counts.keys() & {"failed", "refused"}:
         steps.append(f"again  ddp-hpc sweep continue {word} --failed")

@@ -54,6 +54,8 @@ class Look:
     """Why something is not known, or could not be sent."""
     is_over: bool = False
     """Whether nothing waits or runs, and nothing is to be sent."""
+    is_cancelled: bool = False
+    """Whether the user has cancelled the sweep."""
 
 
 def follow(
@@ -102,7 +104,14 @@ class _Follower:
         states = self._states(sweep)
         num_sent = self._send(sweep, states)
         is_over = not num_sent and self._is_over(sweep, states)
-        return Look(points=sweep.points, states=states, num_sent=num_sent, problem=self._problem, is_over=is_over)
+        return Look(
+            points=sweep.points,
+            states=states,
+            num_sent=num_sent,
+            problem=self._problem,
+            is_over=is_over,
+            is_cancelled=sweep.is_cancelled,
+        )
 
     def _sweep(self) -> Sweep:
         ledger = self._sweep_dir.ledger

@@ -11,11 +11,21 @@ from pathlib import Path
 from ddp_hpc.base import processes
 from ddp_hpc.config import Resolved
 from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
+from ddp_hpc.slurm import client
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.array import Sent
+from ddp_hpc.sweep.left import failed_by_slurm, points_left
 from ddp_hpc.sweep.resolving import check_points
-from ddp_hpc.sweep.states import failed_attempts, failed_points, has_begun, has_ended, num_failed, unbegun_points
+from ddp_hpc.sweep.states import (
+    cancelled_points,
+    failed_attempts,
+    failed_points,
+    has_begun,
+    has_ended,
+    num_failed,
+    unbegun_points,
+)
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelled, record_continued
 
 _SENDING_PATIENCE_S = 120.0
@@ -91,7 +101,9 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
 def continue_sweep(
     sweep_dir: SweepDir, environ: Mapping[str, str], *, is_failed: bool = False, limits: Mapping[str, int]
 ) -> Started:
-    """Start the points that are not submitted, and on this machine those that were interrupted; with `is_failed`, those that have failed, again, and no others.
+    """Start the points that have not finished, and neither wait, run, nor have failed; with `is_failed`, those that have failed, and no others.
+
+    Of points that the user has cancelled, it starts those that were cancelled with the whole sweep.
 
     Raises:
         ConfigError: where Slurm refuses them.
@@ -142,28 +154,44 @@ def sending_alone(sweep_dir: SweepDir, *, patience_s: float = 0.0) -> Iterator[b
 def _continue(
     sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool, limits: Mapping[str, int]
 ) -> Started:
-    if is_failed:
+    notes: list[str] = []
+    if sweep.backend == "slurm":
+        numbers, notes = _left_on_slurm(sweep_dir, sweep, environ, is_failed=is_failed)
+    elif is_failed:
         numbers = failed_points(sweep_dir, sweep)
     else:
-        states = unbegun_points(sweep_dir, sweep, environ)
-        if "unknown" in states.values():
-            raise ConfigError(
-                "Slurm does not answer, so ddp-hpc cannot find out which points wait in its queue. Try again later; nothing was submitted."
-            )
-        numbers = [number for number, state in states.items() if state == "not submitted"]
-        if sweep.backend != "slurm":  # Slurm itself starts a job again whose host is lost
-            numbers = sorted([*numbers, *local.interrupted_points(sweep_dir, sweep)])
+        unbegun = unbegun_points(sweep_dir, sweep, environ)
+        cancelled = cancelled_points(sweep_dir, sweep) if sweep.is_cancelled else []
+        numbers = sorted({*unbegun, *cancelled, *local.interrupted_points(sweep_dir, sweep)})
     with _continued(sweep_dir, sweep, is_failed=is_failed, limits=limits):
         sweep = read_sweep(sweep_dir)
         if sweep.backend == "slurm" and "at_most" in limits and sweep.arrays:
             array.throttle_waiting(sweep, environ)
         if not numbers:
-            return Started(sweep_dir=sweep_dir, num_points=0, sent=None)
+            return Started(sweep_dir=sweep_dir, num_points=0, sent=None, notes=notes)
         if sweep.backend != "slurm":
             local.start_runner(sweep_dir, numbers, environ)
             return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
         sent = array.send(sweep_dir, sweep, numbers, environ)
-        return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent)
+        return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=notes)
+
+
+def _left_on_slurm(
+    sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool
+) -> tuple[list[int], list[str]]:
+    """Return the points that are to be sent, and notes on those of which that is not known."""
+    try:
+        queued = client.queue(client.user_name(), environ)
+    except SlurmUnavailableError as error:
+        raise ConfigError(
+            "Slurm does not answer, so ddp-hpc cannot find out which points have a job in its queue. Try again later; nothing was submitted."
+        ) from error
+    left = points_left(sweep_dir, sweep, queued, environ)
+    numbers = left.startable(sweep)
+    if is_failed:
+        numbers = sorted([*left.failed, *failed_by_slurm(sweep_dir, sweep, left, environ)])
+    names = ", ".join(sweep.points[number].name for number in left.unreadable)
+    return numbers, [f"note: the files of {names} cannot be read now, so they were not sent"] if names else []
 
 
 @contextmanager

@@ -55,6 +55,12 @@ def failed_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
     return list(failed_attempts(sweep_dir, sweep))
 
 
+def cancelled_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
+    """Return the numbers of the points whose newest attempt was cancelled."""
+    newest = {point.number: _newest(sweep_dir.run(point)) for point in sweep.points}
+    return [number for number, one in newest.items() if one is not None and one.ending == Ending.CANCELLED]
+
+
 def unbegun_points(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> dict[int, Unbegun]:
     """Return what the points are that have no run yet, by their numbers."""
     numbers = [point.number for point in sweep.points if not has_begun(sweep_dir.run(point))]

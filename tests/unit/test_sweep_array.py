@@ -13,16 +13,16 @@ import pytest
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved, resolve
 from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
-from ddp_hpc.run_dir.ledger import Ending, record_end, record_start
+from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end, record_start
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.slurm.queries import QueuedEntry
 from ddp_hpc.submission import slurm as slurm_backend
 from ddp_hpc.sweep.array import array_script, send
 from ddp_hpc.sweep.chain import after_sweep
 from ddp_hpc.sweep.points import points_of
 from ddp_hpc.sweep.removal import delete_sweep
-from ddp_hpc.sweep.start import Started, continue_sweep, send_left, sending_alone, start_sweep
+from ddp_hpc.sweep.start import Started, cancel_sweep, continue_sweep, send_left, sending_alone, start_sweep
 from ddp_hpc.sweep.states import points_in_queue, unbegun_points
 from ddp_hpc.sweep.sweep_dir import (
     SentArray,
@@ -81,9 +81,11 @@ class Lab(FakeSlurm):
     def tokens(self) -> list[str]:
         return [line.split()[-1] for line in self.orders("sbatch --parsable")]
 
-    def lists(self, *arrays: SentArray, state: str = "PENDING", commands: str = "") -> None:
-        """Have squeue list the tasks of arrays, and, where it is asked for commands, that text."""
+    def lists(self, *arrays: SentArray, state: str = "PENDING", commands: str = "", alone: str = "") -> None:
+        """Have squeue list the tasks of arrays and a job outside of them, and, where it is asked for commands, that text."""
         listed = "".join(_listed(one, state) for one in arrays)
+        if alone:
+            listed += _listed(SentArray(job_id=alone, numbers=()), state).replace("99", alone, 1)
         self.has(
             "squeue",
             f"case \"$*\" in *Command*) printf '%s' {shlex.quote(commands)};; *) printf '%s' {shlex.quote(listed)};; esac",
@@ -153,7 +155,7 @@ def test_points_beyond_a_limit_stay_not_submitted_until_continue_sends_them(tmp_
 
 def _listed(array: SentArray, state: str) -> str:
     """Return an array as squeue prints it."""
-    tasks = as_ranges(number - array.offset for number in array.numbers)
+    tasks = as_ranges(number - array.offset for number in array.numbers) or "N/A"
     fields = [
         "99",
         array.job_id,
@@ -396,6 +398,36 @@ def test_failed_points_of_a_cancelled_sweep_run_again_while_who_follows_it_sends
     assert send_left(sweep_dir, lab.environ, first=1) is None
     assert prepare_task(sweep_dir, 0, task(lab, array="15", number=0, job="30")) is not None
     assert prepare_task(sweep_dir, 0, task(lab, array="14", number=1, job="21")) is None
+
+
+def test_continue_starts_what_has_begun_and_lost_its_job_but_nothing_that_slurm_may_still_have(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..7").sweep_dir
+    unrecorded, unsubmitted, died, alone, runs, follows, failed, finished = (
+        sweep_dir.run(point) for point in read_sweep(sweep_dir).points
+    )
+    for number in (0, 2, 3, 4, 5):
+        assert prepare_task(sweep_dir, 0, task(lab, array="14", number=number, job=str(20 + number))) is not None
+    unrecorded.attempts.unlink(missing_ok=True)
+    unsubmitted.path.mkdir()
+    unsubmitted.config.write_text("name: x\n")
+    for number, run in ((2, died), (3, alone), (4, runs), (5, follows)):
+        record_start(run, attempt=0, job_id=f"14_{number}")
+    record_end(alone, attempt=0, ending=Ending.CANCELLED, exit_code=-9, reason="")
+    record_end(follows, attempt=0, ending=Ending.STOPPED, exit_code=0, end=End(next=Next.SUCCESSOR))
+    write_queued_job(follows, QueuedJob(job_id="88", attempt=1, at=1.0))
+    finish(failed, Ending.FAILED)
+    finish(finished, Ending.FINISHED)
+    lab.lists(SentArray(job_id="14", numbers=(4,)), alone="88")
+
+    assert continue_sweep(sweep_dir, lab.environ, is_failed=True, limits={}).num_points == 1
+    assert continue_sweep(sweep_dir, lab.environ, limits={}).num_points == 3
+    assert lab.arrays[-2:] == ["--array=6 0", "--array=0-2 0"]
+
+    cancel_sweep(sweep_dir, lab.environ)
+    lab.lists()
+    continue_sweep(sweep_dir, lab.environ, limits={})
+    assert lab.arrays[-1] == "--array=0-5 0", "the whole sweep goes on, also the point that was cancelled alone"
 
 
 def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_of_its_run(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         choices=("continue", "follow", "cancel"),
-        help="continue: start the points that no job has; follow: print what becomes of each point, and send those that are not "
+        help="continue: start the points that have not finished and that no job has; follow: print what becomes of each point, and send those that are not "
         "submitted once Slurm accepts them; cancel: cancel all that wait or run",
     )
     parser.add_argument("sweep", metavar="NAME", help="a sweep's name, or its directory")
@@ -65,6 +65,6 @@ def _cancel(sweep_dir: SweepDir, environment: Mapping[str, str]) -> int:
     num_live = cancel_sweep(sweep_dir, environment)
     print(
         f"{sweep_dir.name}: no other point starts, and {num_live} that waited again or ran were cancelled. Their checkpoints stay; to start "
-        f"what has not begun: ddp-hpc sweep continue {sweep_dir.name}"
+        f"all points again that have neither finished nor failed: ddp-hpc sweep continue {sweep_dir.name}"
     )
     return 0
