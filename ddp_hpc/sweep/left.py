@@ -41,12 +41,7 @@ class Left:
 
 def points_left(sweep_dir: SweepDir, sweep: Sweep, queued: Sequence[QueuedEntry], environ: Mapping[str, str]) -> Left:
     """Return the points of which Slurm has no job; `queued` was listed before this call, as a run records its next job before this job ends."""
-    live = {
-        name
-        for entry in queued
-        if not states.has_ended(entry.state)
-        for name in (entry.job_id, entry.number)
-    }
+    live = {name for entry in queued if not states.has_ended(entry.state) for name in (entry.job_id, entry.number)}
     waiting = {number for array in sweep.arrays for number in points_in_queue(array, queued)}
     left = Left()
     for point in sweep.points:

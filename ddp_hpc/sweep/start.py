@@ -72,21 +72,33 @@ def start_sweep(
 
 
 def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
-    """Cancel the points that wait, and then those that run; return how many ran.
+    """Cancel the points that run or wait again, and then those that have not begun; return how many had begun.
 
     Raises:
-        ConfigError: where Slurm refuses.
+        ConfigError: where Slurm refuses, or another process goes on sending points.
         SlurmUnavailableError: where Slurm does not answer.
     """
     sweep = read_sweep(sweep_dir)
     backend = load_backend(sweep.backend)
     record_cancelled(sweep_dir, is_cancelled=True)  # first: who follows the sweep sends no point any more
-    if backend.HAS_QUEUE:
-        with sending_alone(sweep_dir, patience_s=_SENDING_PATIENCE_S):  # what is being sent now is to be cancelled, too
-            sweep = array.settled(sweep_dir, environ)
-        array.cancel_waiting(sweep, environ)
-    else:
+    if not backend.HAS_QUEUE:
         local.end_runner(sweep_dir)
+        return _cancel_begun(sweep_dir, sweep, backend, environ)
+    with sending_alone(sweep_dir, patience_s=_SENDING_PATIENCE_S) as is_alone:
+        if not is_alone:
+            raise RunBusyError(
+                f"No other point of {sweep_dir.name} starts, but another process has been sending points of it for {_SENDING_PATIENCE_S:.0f} s, "
+                f"so its jobs are not cancelled. Say `ddp-hpc sweep cancel {sweep_dir.name}` again when that is done."
+            )
+        sweep = array.settled(sweep_dir, environ)  # what was being sent is to be cancelled, too
+    # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
+    num_cancelled = _cancel_begun(sweep_dir, sweep, backend, environ)
+    array.cancel_waiting(sweep, environ)
+    return num_cancelled + _cancel_begun(sweep_dir, sweep, backend, environ)  # those that began meanwhile
+
+
+def _cancel_begun(sweep_dir: SweepDir, sweep: Sweep, backend: Backend, environ: Mapping[str, str]) -> int:
+    """Cancel the runs that wait again or run; return how many there were."""
     live = [
         run
         for run in map(sweep_dir.run, sweep.points)
@@ -137,7 +149,8 @@ def send_left(sweep_dir: SweepDir, environ: Mapping[str, str], *, first: int) ->
         most = sweep.stop_after_failures
         if sweep.is_cancelled or (most is not None and num_failed(sweep_dir, sweep) >= most):
             return None
-        return array.send(sweep_dir, sweep, sweep.never_sent, environ, first=first)
+        left = [number for number in sweep.never_sent if not has_begun(sweep_dir.run(sweep.points[number]))]
+        return array.send(sweep_dir, sweep, left, environ, first=first)
 
 
 @contextmanager

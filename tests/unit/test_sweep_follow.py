@@ -13,9 +13,9 @@ from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.cli.sweep_follow import show
 from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
+from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.sweep.follow import LONGEST_PAUSE_S, Look, follow
-from ddp_hpc.sweep.start import cancel_sweep
+from ddp_hpc.sweep.start import cancel_sweep, send_left
 from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
 from ddp_hpc.watch.queue import FRESH_S
 from tests.unit.test_sweep_array import DOWN, Lab, accepts, lose_answer, start
@@ -138,6 +138,41 @@ def test_who_follows_a_sweep_sends_nothing_once_it_is_cancelled(tmp_path: Path) 
     assert len(lab.arrays) == num_orders
     assert [state.word for state in looks[-1].states.values()] == ["not started", "not submitted"]
     assert looks[-1].is_over
+
+
+def test_who_follows_a_sweep_does_not_send_a_point_that_has_a_run(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=1)
+    sweep_dir = start(lab, tmp_path, "seed=0..2").sweep_dir
+    begin(sweep_dir.run(read_sweep(sweep_dir).points[1]), "70", at=1.0)  # the user has submitted it alone
+    lab.lists(*read_sweep(sweep_dir).arrays)
+    lab.raise_limit(10)
+
+    sent = send_left(sweep_dir, lab.environ, first=2)
+
+    assert sent is not None
+    assert lab.arrays[-1] == "--array=2 0"
+
+
+def test_cancelling_a_sweep_counts_and_records_the_points_that_wait_after_a_requeue(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+    requeued = sweep_dir.run(read_sweep(sweep_dir).points[0])
+    begin(requeued, "14_0", at=1.0)
+    end(requeued, Ending.STOPPED, follows=Next.REQUEUE)
+    lab.lists(*read_sweep(sweep_dir).arrays)
+    gone = tmp_path / "gone"
+    shown = (
+        "JobId=20 ArrayJobId=14 ArrayTaskId=0 JobName=x UserId=ada(1) JobState=$state Reason=None Restarts=1 Command=x"
+    )
+    lab.has("scontrol", f'state=PENDING; [ -e {gone} ] && state=CANCELLED; echo "{shown}"')
+    lab.has("scancel", f"touch {gone}")
+
+    assert cancel_sweep(sweep_dir, lab.environ) == 1
+
+    queued = read_queued_job(requeued)
+    assert queued is not None
+    assert queued.cancelled_at is not None
+    assert len(lab.orders("scancel")) == 2
 
 
 def test_of_two_commands_that_follow_a_sweep_one_sends_its_points(tmp_path: Path) -> None:
