@@ -13,7 +13,7 @@ from ddp_hpc.pipeline.resolving import ResolvedStep
 from ddp_hpc.pipeline.steps import After
 from ddp_hpc.run_dir.records import Awaited, read_awaited, write_awaited
 from ddp_hpc.submission.backend import Backend, Description, Submission
-from ddp_hpc.submission.chain import after_job
+from ddp_hpc.submission.chain import after_job, joined
 from ddp_hpc.submission.run_dir_setup import is_finished
 
 _KILL = "kill_on_invalid_dep"
@@ -63,6 +63,8 @@ def check_steps(steps: Sequence[ResolvedStep], target: Target) -> None:
     """
     for step in steps:
         try:
+            if target.backend.HAS_QUEUE:
+                joined(step.resolved.spec.slurm.dependency, [f"the step {one.step!r}" for one in step.step.after])
             target.describe(step.resolved)
         except ConfigError as error:
             raise type(error)(f"The step {step.name!r} cannot be submitted: {error}") from error
@@ -94,12 +96,15 @@ def submit_steps(steps: Sequence[ResolvedStep], target: Target) -> Iterator[Star
 
 
 def waiting_for(resolved: Resolved, awaited: Sequence[Awaited], environ: Mapping[str, str]) -> Resolved:
-    """Return a configuration whose job waits for other jobs, and is cancelled once it could never start."""
+    """Return a configuration whose job waits for other jobs, and is cancelled once it could never start.
+
+    Raises:
+        ConfigError: where the user's own `slurm.dependency` cannot be combined with that.
+    """
     if not awaited:
         return resolved
     slurm = resolved.spec.slurm
-    parts = [slurm.dependency or "", *(after_job(one.job_id, one.when) for one in awaited)]
-    settings = {"slurm.dependency": ",".join(filter(None, parts))}
+    settings = {"slurm.dependency": joined(slurm.dependency, [after_job(one.job_id, one.when) for one in awaited])}
     if not any(key.replace("-", "_") == _KILL for key in slurm.extra):
         # Else it would stay in the queue for ever: https://slurm.schedmd.com/sbatch.html#OPT_kill-on-invalid-dep
         settings[f"slurm.extra.{_KILL}"] = "yes"
@@ -170,4 +175,8 @@ def _cancel_outdated(step: ResolvedStep, awaited: Sequence[Awaited], target: Tar
     jobs = {one.path: one.job_id for one in awaited}
     known = read_awaited(step.run, there.job_id)
     if any(jobs.get(one.path, one.job_id) != one.job_id for one in known):
-        target.backend.cancel(step.run, target.environ)
+        try:
+            target.backend.cancel(step.run, target.environ)
+        except ConfigError:
+            if target.backend.find_job(step.run, target.environ) is not None:
+                raise

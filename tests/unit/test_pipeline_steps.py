@@ -8,9 +8,11 @@ import pytest
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.pipeline.resolving import ResolvedStep, resolve_steps
-from ddp_hpc.pipeline.start import waiting_for
+from ddp_hpc.pipeline.start import Target, _cancel_outdated, check_steps, waiting_for
 from ddp_hpc.pipeline.steps import read_pipeline
-from ddp_hpc.run_dir.records import Awaited
+from ddp_hpc.run_dir.records import Awaited, write_awaited
+from ddp_hpc.submission import slurm
+from ddp_hpc.submission.backend import Submission
 
 THREE = """
 name: digits
@@ -56,14 +58,43 @@ def test_a_file_without_steps_is_no_pipeline(tmp_path: Path) -> None:
     assert read_pipeline(tmp_path / "run.yaml", []) is None
 
 
+def test_a_dependency_on_one_of_several_jobs_is_refused_for_a_step_that_waits_for_another_before_anything_is_submitted(
+    tmp_path: Path,
+) -> None:
+    steps = resolved(tmp_path, "slurm: {dependency: 'afterok:3?afterok:4'}\nsteps: {train: , evaluate: {after: train}}")
+    awaited = [Awaited(path="train", job_id="7")]
+
+    with pytest.raises(ConfigError, match="Slurm cannot combine the two"):
+        waiting_for(steps["evaluate"].resolved, awaited, {})
+
+    target = Target(backend=slurm, import_paths=[], environ={})
+    with pytest.raises(ConfigError, match=r"step 'evaluate' cannot be submitted: .*Slurm cannot combine"):
+        check_steps([steps["evaluate"]], target)
+
+
+def test_an_outdated_job_that_ends_before_it_is_cancelled_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = resolved(tmp_path, "steps: {train: , evaluate: {after: train}}")["evaluate"]
+    step.run.path.mkdir(parents=True)
+    write_awaited(step.run, "8", [Awaited(path="train", job_id="6")])
+    found = iter([Submission(step.run, "slurm", "waiting", 0, job_id="8"), None])
+    monkeypatch.setattr(slurm, "find_job", lambda _run, _environ: next(found))
+    target = Target(backend=slurm, import_paths=[], environ={})
+
+    _cancel_outdated(step, [Awaited(path="train", job_id="7")], target)
+
+    assert next(found, "asked twice") == "asked twice"
+
+
 def test_the_jobs_dependency_is_beside_the_users_own_and_removes_what_can_never_start(tmp_path: Path) -> None:
     steps = resolved(tmp_path, "slurm: {dependency: 'afterany:3'}\nsteps: {train: , evaluate: {after: train}}")
     awaited = [Awaited(path="a", job_id="12"), Awaited(path="b", job_id="13", when="notok")]
 
-    slurm = waiting_for(steps["evaluate"].resolved, awaited, {}).spec.slurm
+    asked = waiting_for(steps["evaluate"].resolved, awaited, {}).spec.slurm
 
-    assert slurm.dependency == "afterany:3,afterok:12,afternotok:13"
-    assert slurm.extra == {"kill_on_invalid_dep": "yes"}
+    assert asked.dependency == "afterany:3,afterok:12,afternotok:13"
+    assert asked.extra == {"kill_on_invalid_dep": "yes"}
     assert waiting_for(steps["train"].resolved, [], {}).spec.slurm.extra == {}
 
 
