@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hpc import exit_codes
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import word_for
 from ddp_hpc.errors import ConfigError
@@ -134,11 +135,12 @@ def _dry_run(
 
 
 def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int:
-    """Print what became of the points; return 0, also where Slurm's limit leaves some.
+    """Print what became of the points; return 0, also where Slurm's limit leaves some, and 1 where it has accepted none.
 
     `is_followed`: this command sends those itself. Then JSON is left to its end.
     """
     sent = started.sent
+    code = exit_codes.FAILED if sent is not None and started.num_points and not sent.jobs else exit_codes.FINISHED
     if is_json and not is_followed:
         print(
             as_json(
@@ -151,12 +153,12 @@ def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int
                 }
             )
         )
-        return 0
+        return code
     lines = _said(started, is_followed=is_followed)
     print("\n".join(lines), file=sys.stderr if is_json else sys.stdout, flush=True)
     for note in started.notes:
         print(note, file=sys.stderr)
-    return 0
+    return code
 
 
 def _said(started: Started, *, is_followed: bool) -> list[str]:

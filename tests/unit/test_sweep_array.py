@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.cli.sweeps import report
 from ddp_hpc.config import load_resolved, resolve
 from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end, record_start
@@ -428,6 +429,20 @@ def test_continue_starts_what_has_begun_and_lost_its_job_but_nothing_that_slurm_
     lab.lists()
     continue_sweep(sweep_dir, lab.environ, limits={})
     assert lab.arrays[-1] == "--array=0-5 0", "the whole sweep goes on, also the point that was cancelled alone"
+
+
+def test_the_exit_code_is_1_where_slurm_accepts_no_point_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(tmp_path, limit=0)
+    started = start(lab, tmp_path, "seed=0..1")
+    lab.lists()
+    monkeypatch.setenv("PATH", lab.environ["PATH"])
+
+    assert report(started, is_json=False) == report(started, is_json=True) == 1
+    assert main(["sweep", "continue", str(started.sweep_dir.path)]) == 1
+    lab.raise_limit(1)
+    assert main(["sweep", "continue", str(started.sweep_dir.path)]) == 0
 
 
 def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_of_its_run(tmp_path: Path) -> None:
