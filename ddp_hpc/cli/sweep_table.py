@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps
 from ddp_hpc.cli.terminal import visible
-from ddp_hpc.config import HIDDEN
 from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.sweep.points import Point, labels_of
 from ddp_hpc.sweep.states import has_begun, unbegun_points
@@ -102,17 +100,14 @@ def _cells(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
         evaluation = or_dash(numbers(status.metrics))
         attempt, age = or_dash(status.attempt), duration(status.age_s)
         known = (steps(status), number(status.loss), evaluation, attempt, age)
-    return (row.point.name, row.state, *known, *(_shown(key, row.point.settings.get(key)) for key in keys))
+    return (row.point.name, row.state, *known, *(_shown(row.point.shown.get(key)) for key in keys))
 
 
-def _shown(key: str, value: Any) -> str:
-    if not is_key_shown(key, value):
-        return HIDDEN
+def _shown(value: Any) -> str:
     text = value if isinstance(value, str) or value is None else json.dumps(value, default=str)
     return or_dash(text and visible(text.replace("\n", "\\n")))
 
 
 def _as_record(row: Row) -> dict[str, Any]:
-    shown = {key: value if is_key_shown(key, value) else HIDDEN for key, value in row.point.settings.items()}
     status = {} if row.status is None else asdict(row.status)
-    return {**status, "run": row.point.name, "state": row.state, "point": row.point.number, "set": shown}
+    return {**status, "run": row.point.name, "state": row.state, "point": row.point.number, "set": row.point.shown}

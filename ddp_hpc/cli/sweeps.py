@@ -127,7 +127,7 @@ def _dry_run(
     check_points(base, points, environment, is_array=backend.HAS_QUEUE)
     script = array_script(base.spec, SweepDir(base.spec.path)) if backend.HAS_QUEUE else None
     if is_json:
-        listed = [{"name": point.name, "set": point.settings} for point in points]
+        listed = [{"name": point.name, "set": point.shown} for point in points]
         return as_json({"points": listed, **({} if script is None else {"script": script})}) + "\n"
     shown = "".join(f"# {point.name}\n" for point in points[:_MOST_SHOWN])
     more = f"# and {len(points) - _MOST_SHOWN} more\n" if len(points) > _MOST_SHOWN else ""

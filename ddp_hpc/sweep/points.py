@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.config import HIDDEN
 from ddp_hpc.config.keys import is_section, key_of
 from ddp_hpc.config.values import parse_text
 from ddp_hpc.errors import ConfigError
@@ -39,8 +41,22 @@ class Point:
     """Key -> value: keys of the configuration, and words that stand in braces in a script's command."""
 
     def __str__(self) -> str:
-        """Return `point 3 (train.lr=0.1, seed=2)`."""
-        return f"point {self.number} ({', '.join(f'{key}={_as_text(value)}' for key, value in self.settings.items())})"
+        """Return `point 3 (train.lr=0.1, seed=2)`, without values that may be secrets."""
+        return f"point {self.number} ({', '.join(f'{key}={_as_text(value)}' for key, value in self.shown.items())})"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The settings as output may show them, without values that may be secrets."""
+        return {key: value if _is_shown(key, value) else HIDDEN for key, value in self.settings.items()}
+
+
+def _is_shown(key: str, value: Any) -> bool:
+    """Tell whether names and output may show the value of a key; a mapping is not shown where one of its parts is not."""
+    if isinstance(value, Mapping):
+        return all(_is_shown(f"{key}.{part}", one) for part, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_shown(key, one) for one in value)
+    return is_key_shown(key, value)
 
 
 def points_of(
@@ -152,7 +168,11 @@ def _names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
         if "name" in settings:
             names.append(str(settings["name"]))
             continue
-        parts = [f"{labels[key]}-{_in_name(settings[key])}" for key in settings if key in labels]
+        parts = [
+            f"{labels[key]}-{_in_name(settings[key])}"
+            for key in settings
+            if key in labels and _is_shown(key, settings[key])
+        ]
         text = _NOT_IN_NAMES.sub("-", "-".join([f"{number:0{digits}}", *parts]))
         names.append(text[:_LONGEST_NAME].rstrip("-._"))
     return names

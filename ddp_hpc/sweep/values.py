@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.errors import ConfigError
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
@@ -31,6 +32,8 @@ def parse_axis(word: str) -> Axis:
         ConfigError: where the word is not of this form.
     """
     key, equals, text = word.partition("=")
+    if equals and not is_key_shown(key, text):
+        word = f"{key}=..."  # in errors: the values may be secrets
     if not equals or _KEY.fullmatch(key) is None:
         raise ConfigError(f"`--sweep {word}` is not of the form KEY=VALUE,VALUE,... such as `train.lr=0.1,0.01`.")
     texts = [each for part in _divided(text) for each in _range(part, word)]

@@ -319,3 +319,26 @@ def test_a_sweep_that_was_renamed_and_is_continued_from_elsewhere_makes_its_poin
 
     assert run == moved.run(sweep.points[1]).path
     assert sweep.work_dir == tmp_path  # where the runner looks for the script
+
+
+# --- secrets -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_may_be_a_secret_stands_in_no_name_no_output_and_no_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ("--", "python", "train.py", "{api_key}")
+    words = ["submit", "--cluster", "local", "name=grid", "--dry-run", "--sweep", "seed=1,2"]
+    axes = ["--sweep", "env.API_TOKEN=sk-secret1,sk-secret2", "--sweep", "api_key=sk-secret3"]
+
+    assert main([*words, *axes, *command]) == main([*words, *axes, "--json", *command]) == 0
+    assert main([*words, "--sweep", "env.API_TOKEN=sk-secret1,sk-secret1", *command]) == 2
+    assert main([*words, "--sweep", "env.API_TOKEN=sk-secret1,", *command]) == 2
+    assert main([*words, "--sweep", "api_key=sk-secret1", "--sweep", "nothing=1", *command]) == 2
+    printed = capsys.readouterr()
+
+    assert "sk-secret" not in printed.out + printed.err
+    assert "001-seed-1\n" in printed.out
+    assert "env.API_TOKEN=(not shown)" in printed.err
+    (point,) = points_of([], [{"recipe.args.login": {"user": "ada", "password": "sk-secret"}}])
+    assert "sk-secret" not in str(point)
