@@ -67,14 +67,18 @@ class DivergedError(DdpHpcError):
 class SlurmRefusalError(ConfigError):
     """Slurm has answered, and refuses what it was asked."""
 
-    def __init__(self, message: str, code: str = "") -> None:
-        """Keep the name that Slurm has for the refusal (slurm_errno.h); empty where we have no use for it."""
+    def __init__(self, message: str, code: str = "", printed: str = "") -> None:
+        """Keep all that the command printed, and the name that Slurm has for the refusal (slurm_errno.h), where we have a use for it."""
         super().__init__(message)
-        self.code = code
+        self.code, self.printed = code, printed
 
 
 class SlurmUnavailableError(DdpHpcError):
     """Slurm is installed but does not answer; its jobs keep running."""
+
+
+class SlurmBusyError(SlurmUnavailableError):
+    """Slurm answers, but accepts no job at the moment; its command waits and asks again, and was ended."""
 
 
 class UnreadableError(DdpHpcError):

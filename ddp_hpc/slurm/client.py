@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
+from ddp_hpc.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.slurm import queries
 
 TIMEOUT_S = 30.0
@@ -34,6 +34,11 @@ _NO_ANSWER = re.compile(
     r"|slurm_load_\w+ error: (Unable|Socket)",
     re.IGNORECASE,
 )
+LIMIT = re.compile(r"submit\w* ?limit|Resource temporarily unavailable", re.IGNORECASE)
+"""What sbatch prints where too many jobs are submitted: `QOSMaxSubmitJobPerUserLimit`, or only `job submit limit`; and where the
+controller has all the jobs that it may have (MaxJobCount)."""
+_BUSY = re.compile(r"sleeping and retrying", re.IGNORECASE)
+"""What sbatch prints where the controller accepts no job now; then it asks again, for up to two minutes."""
 _NO_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 
 
@@ -143,18 +148,27 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -
             check=False,
         )
     except subprocess.TimeoutExpired as error:
+        # Python gives what it has read as bytes, `text` or not: https://docs.python.org/3/library/subprocess.html#subprocess.TimeoutExpired
+        printed = Answer(1, "", error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else "")
+        if _BUSY.search(printed.stderr):
+            raise SlurmBusyError(
+                f"Slurm accepts no job at the moment: `{argv[0]}` prints {_line(printed, _BUSY)!r}, and did not end within "
+                f"{timeout_s:.0f} s. Try again later."
+            ) from error
         raise SlurmUnavailableError(
             f"Slurm does not answer: `{argv[0]}` did not end within {timeout_s:.0f} s. Try again later."
         ) from error
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-_ANYTHING = re.compile(r"\S")
+_ERROR, _ANYTHING = re.compile(r"\berror:", re.IGNORECASE), re.compile(r"\S")
 
 
-def _line(answer: Answer, pattern: re.Pattern[str] = _ANYTHING) -> str:
-    """Return the first line of the standard error that fits."""
-    return next((line.strip() for line in answer.stderr.splitlines() if pattern.search(line)), "it printed no error")
+def _line(answer: Answer, *patterns: re.Pattern[str]) -> str:
+    """Return the first line of the standard error that fits the first pattern, or else the next one; a site may print lines before."""
+    lines = answer.stderr.splitlines()
+    found = (line.strip() for pattern in patterns or (_ERROR, _ANYTHING) for line in lines if pattern.search(line))
+    return next(found, "it printed no error")
 
 
 def user_name() -> str:
@@ -354,10 +368,12 @@ def node_states(
 
 def _succeed(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
     """Run a command that changes something; its failure is Slurm's refusal."""
-    answer = ask(argv, environ)
+    answer = ask(argv, environ, timeout_s=TIMEOUT_S)
     if answer.returncode != 0:
+        line = _line(answer, LIMIT, _ERROR, _ANYTHING)
         raise SlurmRefusalError(
-            f"Slurm refuses {what}, and nothing has changed: {_line(answer)} (if you cannot correct this, ask your cluster's support)",
+            f"Slurm refuses {what}, and nothing has changed: {line} (if you cannot correct this, ask your cluster's support)",
             queries.refusal_code(answer.stderr),
+            answer.stderr,
         )
     return answer.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from ddp_hpc import __version__
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.config import Resolved
 from ddp_hpc.containers import PACKAGE_DIR
-from ddp_hpc.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
+from ddp_hpc.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.render import render_template
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.directives import directives
@@ -43,8 +42,6 @@ from ddp_hpc.sweep.sweep_dir import (
 TEMPLATE = "sweep.sbatch.j2"
 DEFAULT_MAX_ARRAY_SIZE = 1001
 """slurm.conf(5), for a controller that does not say."""
-_LIMIT = re.compile(r"submit\w* ?limit", re.IGNORECASE)
-"""In what sbatch prints where too many jobs are submitted: `QOSMaxSubmitJobPerUserLimit`, or only `job submit limit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,18 +137,30 @@ def send(
             sending = Sending(token=os.urandom(4).hex(), numbers=tuple(rest[:count]), offset=offset)
             try:
                 job_id = _send_array(sweep_dir, sending, chain.options(), environ, at_most=sweep.at_most)
-            except SlurmRefusalError as error:
-                if _LIMIT.search(str(error)) is None:
-                    raise
-                if count // 2 < fewest:
+            except (SlurmRefusalError, SlurmBusyError) as error:
+                fewer = _fewer(count, fewest, error)
+                if fewer < fewest:
                     return Sent(jobs=jobs, num_left=len(set(numbers)) - sum(jobs.values()), refusal=str(error))
-                count, is_limited = count // 2, True
+                count, is_limited = fewer, True
                 continue
             chain.append(job_id)
             jobs[job_id] = count
             rest = rest[count:]
             count = count if is_limited else 2 * count
     return Sent(jobs=jobs)
+
+
+def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:
+    """Return how many points to send where Slurm has not accepted `count` for a limit; fewer than `fewest`: none now.
+
+    Raises:
+        SlurmRefusalError: where it refuses them for another reason.
+    """
+    if isinstance(error, SlurmBusyError):  # each try takes as long as sbatch may
+        return max(count // 8, fewest) if count > fewest else 0
+    if client.LIMIT.search(error.printed) is None:
+        raise error
+    return count // 2
 
 
 class _Chain:
@@ -262,6 +271,12 @@ def _send_array(
     except ConfigError:
         record_refusal(sweep_dir, sending)
         raise
+    except SlurmBusyError:
+        # sbatch was ended while it waited or while it asked again, so Slurm may have accepted the array.
+        accepted = next((one for one in settled(sweep_dir, environ).arrays if one.token == sending.token), None)
+        if accepted is None:
+            raise
+        return accepted.job_id
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"It is not known whether Slurm has accepted {len(sending.numbers)} points of {sweep_dir.name}: {error} Then `ddp-hpc sweep "

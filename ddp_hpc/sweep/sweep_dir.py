@@ -94,6 +94,8 @@ class SentArray:
     """The number of the point of task 0."""
     at: float = 0.0
     """When Slurm accepted it."""
+    token: str = ""
+    """Of its sending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +329,7 @@ def _read_record(record: Mapping[str, Any], found: _Found) -> None:
     elif "array" in record:
         of = found.sendings[record["of"]]
         found.unanswered.pop(of.token, None)
-        sent = SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"])
+        sent = SentArray(job_id=record["array"], numbers=of.numbers, offset=of.offset, at=record["at"], token=of.token)
         found.arrays.append(sent)
     elif "refused" in record:
         found.unanswered.pop(record["refused"], None)

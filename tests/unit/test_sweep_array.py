@@ -17,6 +17,7 @@ from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
+from ddp_hpc.slurm import client
 from ddp_hpc.slurm.queries import QueuedEntry
 from ddp_hpc.submission import slurm as slurm_backend
 from ddp_hpc.sweep.array import array_script, send
@@ -152,6 +153,64 @@ def test_points_beyond_a_limit_stay_not_submitted_until_continue_sends_them(tmp_
 
     assert (again.num_points, lab.arrays[-1]) == (10, "--array=20-29 0")
     assert read_sweep(started.sweep_dir).never_sent == []
+
+
+def test_a_limit_is_recognised_behind_the_lines_that_a_site_has_sbatch_print_first(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, limit=4)
+    prints = 'echo "sbatch: Welcome to Frontier" >&2; echo "sbatch: error: Your default account is used" >&2\n'
+    script = ACCEPTS.format(counter=tmp_path / "counter", sent=tmp_path / "sent", limit=tmp_path / "limit")
+    lab.has("sbatch", prints + script.replace('echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2', ""))
+
+    started = start(lab, tmp_path, "seed=0..5")
+
+    assert started.sent is not None
+    assert (sum(started.sent.jobs.values()), started.sent.num_left) == (4, 2)
+    assert "Your default account is used" not in started.sent.refusal
+    assert "job submit limit" in started.sent.refusal
+
+
+FULL = """
+if [ "$1" = --test-only ]; then exit 0; fi
+spec=${{2#--array=0}}
+if [ "$spec" = -1 ]; then echo 14; exit 0; fi
+echo "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying" >&2
+sleep 300
+"""
+
+
+def test_a_controller_that_is_full_and_lets_sbatch_wait_gets_fewer_points_and_the_others_are_sent_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "TIMEOUT_S", 3.0)
+    lab = Lab(tmp_path)
+    lab.has("sbatch", FULL.format())
+
+    started = start(lab, tmp_path, "seed=0..15")
+
+    assert started.sent is not None
+    assert lab.arrays[:2] == ["--array=0-15 0", "--array=0-1 0"]
+    assert (started.sent.jobs, started.sent.num_left) == ({"14": 2}, 14)
+    assert "sleeping and retrying" in started.sent.refusal
+    sweep = read_sweep(started.sweep_dir)
+    assert (sweep.never_sent, sweep.unanswered) == (list(range(2, 16)), [])
+
+
+def test_an_array_that_a_full_controller_has_accepted_after_all_is_found_by_its_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "TIMEOUT_S", 3.0)
+    lab = Lab(tmp_path)
+    lab.has("sbatch", FULL.format())
+    lab.has(
+        "squeue",
+        f"printf '77\\x1fjob.sbatch 0 %s\\x1e\\n' $(tail -n 2 {tmp_path}/called | awk '/^sbatch/ {{print $NF}}')",
+    )
+
+    started = start(lab, tmp_path, "seed=0..15")
+
+    assert started.sent is not None
+    assert (started.sent.jobs, started.sent.num_left) == ({"77": 16}, 0)
+    assert [one.job_id for one in read_sweep(started.sweep_dir).arrays] == ["77"]
 
 
 def _listed(array: SentArray, state: str) -> str:
