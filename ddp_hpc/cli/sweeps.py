@@ -131,7 +131,10 @@ def _dry_run(
         return as_json({"points": listed, **({} if script is None else {"script": script})}) + "\n"
     shown = "".join(f"# {point.name}\n" for point in points[:_MOST_SHOWN])
     more = f"# and {len(points) - _MOST_SHOWN} more\n" if len(points) > _MOST_SHOWN else ""
-    return f"{script or ''}# would start {len(points)} points in {base.spec.path}:\n{shown}{more}"
+    after = (
+        f", with `sbatch --dependency={base.spec.slurm.dependency}`" if script and base.spec.slurm.dependency else ""
+    )
+    return f"{script or ''}# would start {len(points)} points in {base.spec.path}{after}:\n{shown}{more}"
 
 
 def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from ddp_hpc import __version__
 from ddp_hpc.base.durable import replace_text
+from ddp_hpc.base.patience import is_there, known
 from ddp_hpc.config import Resolved
 from ddp_hpc.containers import PACKAGE_DIR
 from ddp_hpc.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.render import render_template
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.directives import directives
 from ddp_hpc.spec import RunSpec
@@ -70,7 +72,9 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
         raise ConfigError("`slurm.extra.array` is set, but a sweep is a job array of its own. Remove it.")
     # Slurm opens the log before any of our code runs, when the run's own directory may not exist.
     log = f"{str(sweep_dir.logs).replace('%', '%%')}/%A_%a.log"
-    made = directives(base, sweep_dir.files, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
+    # A dependency is an option of each sbatch: Slurm may have forgotten its jobs when later arrays are sent.
+    asked = directives(base, sweep_dir.files, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
+    made = [one for one in asked if one.flag != "dependency"]
     return render_template(
         TEMPLATE,
         {
@@ -168,7 +172,9 @@ class _Chain:
 
     def __init__(self, sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> None:
         self._is_needed = sweep.at_most is not None
-        self._sweep_dir = sweep_dir
+        # A point that has begun shows that the user's dependency was met.
+        has_begun = any(_is_there(sweep_dir.run(sweep.points[one])) for array in sweep.arrays for one in array.numbers)
+        self._users = None if has_begun else load_base(sweep_dir).spec.slurm.dependency
         self._last: list[str] = []
         if self._is_needed and sweep.arrays:
             queued = client.queue(client.user_name(), environ)
@@ -184,18 +190,22 @@ class _Chain:
         self._last = [job_id]
 
     def options(self) -> list[str]:
-        """Return the options of sbatch by which the next array waits for those before it."""
+        """Return the options of sbatch by which the next array waits for the user's jobs, and for the arrays before it."""
+        users = self._users or ""
         if not self._is_needed or not self._last:
-            return []
+            return [f"--dependency={users}"] if users else []
         # `afterany` of an array waits for all of its tasks: https://slurm.schedmd.com/job_array.html#dependencies
         after = f"afterany:{':'.join(self._last)}"
-        users = load_base(self._sweep_dir).spec.slurm.dependency or ""
         if "?" in users:
             raise ConfigError(
                 f"`slurm.dependency` is {users!r}, which asks for one of several jobs, and with `--at-most` an array has to wait for the "
                 "array before it, too; Slurm cannot combine the two. Leave out one of them."
             )
         return [f"--dependency={','.join(filter(None, [users, after]))}"]
+
+
+def _is_there(run: RunDir) -> bool:
+    return known(run.config, lambda: is_there(run.config), unknown=False)
 
 
 def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:

@@ -563,6 +563,29 @@ def test_sbatchs_refusal_for_another_reason_is_an_error(tmp_path: Path) -> None:
     assert not sweep_dir.path.exists(), "a sweep that no job knows leaves nothing"
 
 
+def test_what_is_sent_after_a_point_has_begun_does_not_wait_again_for_the_jobs_that_the_first_array_waited_for(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path, limit=2)
+    (tmp_path / "train.py").touch()
+    words = ["name=grid", f"runs_dir={tmp_path}/runs", "slurm.dependency=afterok:123"]
+    base = resolve(None, words, lab.environ, command=["python", "train.py"])
+    sweep = Sweep(points=points_of([parse_axis("seed=0..3")]))
+    started = start_sweep(base, sweep, slurm_backend, import_paths=[tmp_path], environ=lab.environ)
+    assert lab.arrays[1] == "--array=0-1 --dependency=afterok:123 0"
+    assert "dependency" not in started.sweep_dir.files.job_script.read_text()
+    lab.lists(*read_sweep(started.sweep_dir).arrays)
+    lab.raise_limit(3)
+    continue_sweep(started.sweep_dir, lab.environ, limits={})
+    assert "--array=2 --dependency=afterok:123 0" in lab.arrays[-2:]
+
+    assert prepare_task(started.sweep_dir, 0, task(lab, array="14", number=0, job="20")) is not None
+    lab.raise_limit(100)
+    continue_sweep(started.sweep_dir, lab.environ, limits={})
+
+    assert lab.arrays[-1] == "--array=2-3 0"  # squeue does not list the array of point 2
+
+
 def finish(run: RunDir, ending: Ending) -> None:
     """Make a run that has ended."""
     run.path.mkdir(exist_ok=True)
