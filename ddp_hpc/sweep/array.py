@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,14 +104,15 @@ def make_for_slurm(base: Resolved, sweep: Sweep, import_paths: Sequence[Path], e
     capacity.refuse_private_python(sweep_dir.path, [Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR])
     paths = tuple(slurm.job_import_paths(spec, sweep_dir.files, import_paths))
     notes = [*look_at_image(spec, sweep_dir.files, paths, environ, is_for_slurm=True), *note_on_parents(sweep_dir.path)]
-    make_sweep(sweep_dir, base, replace(sweep, import_paths=paths))
-    try:
-        notes += slurm.freeze_code(spec, sweep_dir.files, import_paths)
-        replace_text(sweep_dir.files.job_script, script)
-        return [*notes, *capacity.check(spec, sweep_dir.files, environ)]
-    except BaseException:
-        shutil.rmtree(sweep_dir.path, ignore_errors=True)
-        raise
+
+    def fill(beside: SweepDir) -> None:
+        """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
+        notes.extend(slurm.freeze_code(spec, beside.files, import_paths))
+        replace_text(beside.files.job_script, script)
+        notes.extend(capacity.check(spec, beside.files, environ))
+
+    make_sweep(sweep_dir, base, replace(sweep, import_paths=paths), fill)
+    return notes
 
 
 def send(

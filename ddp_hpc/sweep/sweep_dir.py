@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -171,8 +171,10 @@ def find_sweep(text: str, runs_dir: Path) -> SweepDir:
     )
 
 
-def make_sweep(sweep: SweepDir, base: Resolved, made: Sweep) -> None:
-    """Make the sweep's directory by one rename.
+def make_sweep(
+    sweep: SweepDir, base: Resolved, made: Sweep, fill: Callable[[SweepDir], object] = lambda _beside: None
+) -> None:
+    """Make the sweep's directory by one rename, with what `fill` writes into it; a killed process leaves a hidden directory.
 
     Raises:
         ConfigError: where a run or a sweep of that name exists, or the directory cannot be made.
@@ -197,10 +199,12 @@ def make_sweep(sweep: SweepDir, base: Resolved, made: Sweep) -> None:
             replace_text(beside.base, render_resolved(base), is_secret=True)
             replace_text(beside.ledger, "".join(f"{_line(each)}\n" for each in lines), is_secret=True)
             make_directory(beside.logs)
+            fill(beside)
             beside.path.rename(sweep.path)
-        except OSError:
+        except BaseException as error:
             shutil.rmtree(beside.path, ignore_errors=True)
-            refuse_existing(sweep)
+            if isinstance(error, OSError):
+                refuse_existing(sweep)
             raise
         fsync_path(sweep.path.parent)
     except OSError as error:

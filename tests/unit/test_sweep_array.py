@@ -534,6 +534,34 @@ def test_the_arrays_script_is_bash_and_runs_the_points_own_script_with_the_log_o
     assert (run / "logs" / "console.log").read_text() == "here with 0 arguments\n"
 
 
+def test_a_submission_that_is_killed_before_its_files_are_complete_leaves_no_sweep_and_can_be_given_again(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path)
+    lab.has("sbatch", "kill -KILL $(cat submitting); exit 1")  # while Slurm is asked whether it would refuse the script
+    words = ["--cluster", "slurm", "name=grid", f"runs_dir={tmp_path}/runs", "--sweep", "seed=0..1"]
+    (tmp_path / "train.py").touch()
+    code = (
+        "import os, sys; from pathlib import Path; Path('submitting').write_text(str(os.getpid()));"
+        "from ddp_hpc.submission.preflight import capacity; capacity.PRIVATE_PLACES = ();"
+        "from ddp_hpc.cli import main; main(sys.argv[1:])"
+    )
+    argv = [sys.executable, "-c", code, "submit", *words, "--", "python", "train.py"]
+    killed = subprocess.run(argv, env=lab.environ, capture_output=True, text=True, check=False)
+    assert killed.returncode == -9, killed.stderr
+    assert not (tmp_path / "runs" / "grid").exists()
+
+    accepts(lab, tmp_path)
+    started = start(lab, tmp_path, "seed=0..1")
+
+    sweep = read_sweep(started.sweep_dir)
+    assert len(sweep.arrays) == 1
+    assert started.sweep_dir.files.job_script.exists()
+    (path,) = sweep.import_paths
+    assert (path / "train.py").exists()
+    assert path.is_relative_to(started.sweep_dir.path)
+
+
 def test_a_sweep_is_refused_where_a_run_or_sweep_of_that_name_exists_and_its_script_cannot_be_the_users_own(
     tmp_path: Path,
 ) -> None:
