@@ -10,12 +10,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import open_private
+from ddp_hpc.base.patience import known
 from ddp_hpc.config import Resolved, render_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError
 from ddp_hpc.run_dir.ledger import Ledger
@@ -26,6 +30,8 @@ from ddp_hpc.sweep.points import Point
 from ddp_hpc.sweep.resolving import Points
 from ddp_hpc.sweep.states import num_failed
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, as_ranges, from_ranges, load_base, make_sweep, read_sweep
+
+_LOOK_S = 1.0
 
 
 def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
@@ -134,16 +140,37 @@ def run_points(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str
                 )
             is_over.set()
             return
-        _run_point(made.resolved(point), point, sweep, environ)
+        _run_point(made, point, sweep, environ)
 
     with ThreadPoolExecutor(max_workers=sweep.at_most or 1) as pool:
+        # Points that go on without the process that began them have a place each until they end.
+        live = [pool.submit(_await_end, run, sweep_dir) for run in _live_runs(sweep_dir, sweep, numbers)]
         for _ in pool.map(run, [sweep.points[number] for number in numbers]):
             pass
+        for each in live:
+            each.result()
 
 
-def _run_point(resolved: Resolved, point: Point, sweep: Sweep, environ: Mapping[str, str]) -> None:
-    """Run one point to its end. Where it fails, its own records say why, and the others run all the same."""
+def _live_runs(sweep_dir: SweepDir, sweep: Sweep, numbers: Sequence[int]) -> list[RunDir]:
+    """Return the runs that work on this host, of points other than these."""
+    others = [sweep_dir.run(point) for point in sweep.points if point.number not in set(numbers)]
+    return [run for run in others if _is_live(run, unknown=False)]
+
+
+def _is_live(run: RunDir, *, unknown: bool) -> bool:
+    return known(run.lock, lambda: processes.is_locked(run.lock), unknown=unknown)
+
+
+def _await_end(run: RunDir, sweep_dir: SweepDir) -> None:
+    """Wait until no process works on a run, or the sweep's points are to be started no more."""
+    while _is_live(run, unknown=True) and not sweep_dir.runner_stop.exists():
+        time.sleep(_LOOK_S)
+
+
+def _run_point(made: Points, point: Point, sweep: Sweep, environ: Mapping[str, str]) -> None:
+    """Run one point to its end. Where it fails, its own records or the runner's log say why, and the others run all the same."""
     try:
+        resolved = made.resolved(point)
         text, run = render_resolved(resolved), RunDir(resolved.spec.path)
         if not run.config.exists():
             make_run_dir(run, text, is_new=True)  # a refused run that `submit` has made itself would leave no record
@@ -151,7 +178,16 @@ def _run_point(resolved: Resolved, point: Point, sweep: Sweep, environ: Mapping[
         if submission.state != "finished":
             local.wait(submission.run, submission.attempt, environ)
     except DdpHpcError as error:
-        sys.stderr.write(f"{point}: {error}\n")
+        _log(f"{point}: {error}\n")
+    except Exception:  # noqa: BLE001  a full disk, or a fault of ours, is to end no other point
+        _log(
+            f"{point}: it ended with an error that ddp-hpc did not expect; the other points run on:\n{traceback.format_exc()}"
+        )
+
+
+def _log(text: str) -> None:
+    with suppress(OSError):  # the disk of the log may be full, too
+        sys.stderr.write(text)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -251,3 +253,49 @@ def test_no_other_point_starts_on_this_machine_once_enough_have_failed_or_the_sw
     run_points(sweep_dir, [0, 3], {})
 
     assert not sweep_dir.run(read_sweep(sweep_dir).points[0]).path.exists()
+
+
+def test_a_point_that_cannot_be_made_is_named_in_the_runners_log_and_the_others_are_started(
+    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_words: object, **_named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ddp_hpc.sweep.local.make_run_dir", fail)
+    base = resolve(None, ["name=grid"], {}, command=COMMAND[1:])
+    points = points_of([], [{"number": 1}, {"number": 2, "seed": "no number"}, {"number": 3}])
+    make_sweep(sweep_dir, base, Sweep(points=points, backend="local"))
+
+    run_points(sweep_dir, [0, 1, 2], {})
+
+    log = capsys.readouterr().err
+    assert [f"point {number} (number={number + 1}" in log for number in range(3)] == [True] * 3
+    assert "No space left on device" in log
+    assert "`seed` is 'no number'" in log
+
+
+def make_unusable(sweep_dir: SweepDir, number: int) -> None:
+    """Have each access to a point's directory be an error of the file system."""
+    path = sweep_dir.run(read_sweep(sweep_dir).points[number]).path
+    path.symlink_to(path)
+
+
+def test_a_point_that_runs_on_without_the_process_that_began_it_counts_among_those_that_run_at_once(
+    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_sweep(sweep_dir)
+    make_unusable(sweep_dir, 0)
+    live = sweep_dir.run(read_sweep(sweep_dir).points[3])
+    live.path.mkdir()
+    lock_fd = processes.take_lock(live.lock)
+    assert lock_fd is not None
+    runner = threading.Thread(target=run_points, args=(sweep_dir, [0], {}))
+
+    runner.start()
+    time.sleep(1)  # enough to see it start, if it does not wait
+    before = capsys.readouterr().err
+    processes.release_lock(lock_fd)
+    runner.join()
+
+    assert before == ""
+    assert "point 0" in capsys.readouterr().err
