@@ -192,7 +192,7 @@ def _continue(
 def _left_on_slurm(
     sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool
 ) -> tuple[list[int], list[str]]:
-    """Return the points that are to be sent, and notes on those of which that is not known."""
+    """Return the points that are to be sent, and notes on points whose place in Slurm is unknown."""
     try:
         queued = client.queue(client.user_name(), environ)
     except SlurmUnavailableError as error:

@@ -251,7 +251,9 @@ def test_a_run_whose_checkpoints_are_surely_gone_is_refused_with_what_to_do(run:
     note_commit(run, "ledger")
     shutil.rmtree(run.checkpoints)
 
-    with pytest.raises(ConfigError, match=r"one of step 4 was committed.*checkpoints \S*digits --verify.*submit --fresh"):
+    with pytest.raises(
+        ConfigError, match=r"one of step 4 was committed.*checkpoints \S*digits --verify.*submit --fresh"
+    ):
         restore(run)
 
 
