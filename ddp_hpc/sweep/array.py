@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -89,8 +90,17 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     )
 
 
-def make_for_slurm(base: Resolved, sweep: Sweep, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+def make_for_slurm(
+    base: Resolved,
+    sweep: Sweep,
+    import_paths: Sequence[Path],
+    environ: Mapping[str, str],
+    *,
+    until_sent: ExitStack,
+) -> list[str]:
     """Make the sweep's directory with all that its tasks need; return notes for the user. Nothing is left where it fails.
+
+    From the moment when the directory exists, nobody else sends its points before `until_sent` is closed.
 
     Raises:
         ConfigError: where the sweep exists, or Slurm would refuse its tasks.
@@ -111,7 +121,7 @@ def make_for_slurm(base: Resolved, sweep: Sweep, import_paths: Sequence[Path], e
         replace_text(beside.files.job_script, script)
         notes.extend(capacity.check(spec, beside.files, environ))
 
-    make_sweep(sweep_dir, base, replace(sweep, import_paths=paths), fill)
+    make_sweep(sweep_dir, base, replace(sweep, import_paths=paths), fill, until_sent=until_sent)
     return notes
 
 

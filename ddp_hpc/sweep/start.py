@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,15 +59,17 @@ def start_sweep(
         local.make_for_this_machine(base, replace(sweep, import_paths=tuple(import_paths)))
         local.start_runner(sweep_dir, numbers, environ)
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
-    notes = array.make_for_slurm(base, sweep, import_paths, environ)
-    try:
-        with sending_alone(sweep_dir):
+    with ExitStack() as until_sent:
+        notes = array.make_for_slurm(base, sweep, import_paths, environ, until_sent=until_sent)
+        try:
             sent = array.send(sweep_dir, read_sweep(sweep_dir), numbers, environ)
-    except ConfigError:
-        if not read_sweep(sweep_dir).arrays:
-            # No job knows it, so the user may correct and submit it again.
-            shutil.rmtree(sweep_dir.path, ignore_errors=True)
-        raise
+        except ConfigError:
+            if not read_sweep(sweep_dir).arrays:
+                # No job knows it, so the user may correct and submit it again.
+                record_cancelled(sweep_dir, is_cancelled=True)  # who follows it already sends nothing
+                until_sent.close()  # NFS keeps a directory with an open file
+                shutil.rmtree(sweep_dir.path, ignore_errors=True)
+            raise
     return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=notes)
 
 

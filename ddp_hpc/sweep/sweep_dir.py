@@ -7,10 +7,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base import processes
 from ddp_hpc.base.durable import (
     append_json_line,
     fsync_path,
@@ -172,9 +174,16 @@ def find_sweep(text: str, runs_dir: Path) -> SweepDir:
 
 
 def make_sweep(
-    sweep: SweepDir, base: Resolved, made: Sweep, fill: Callable[[SweepDir], object] = lambda _beside: None
+    sweep: SweepDir,
+    base: Resolved,
+    made: Sweep,
+    fill: Callable[[SweepDir], object] = lambda _beside: None,
+    *,
+    until_sent: ExitStack | None = None,
 ) -> None:
     """Make the sweep's directory by one rename, with what `fill` writes into it; a killed process leaves a hidden directory.
+
+    Nobody else sends its points before `until_sent` is closed.
 
     Raises:
         ConfigError: where a run or a sweep of that name exists, or the directory cannot be made.
@@ -200,6 +209,9 @@ def make_sweep(
             replace_text(beside.ledger, "".join(f"{_line(each)}\n" for each in lines), is_secret=True)
             make_directory(beside.logs)
             fill(beside)
+            lock_fd = None if until_sent is None else processes.take_lock(beside.ledger)
+            if until_sent is not None and lock_fd is not None:
+                until_sent.callback(processes.release_lock, lock_fd)
             beside.path.rename(sweep.path)
         except BaseException as error:
             shutil.rmtree(beside.path, ignore_errors=True)

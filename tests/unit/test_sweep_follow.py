@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,15 @@ import pytest
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.cli.sweep_follow import show
+from ddp_hpc.errors import RunBusyError
 from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission import slurm
+from ddp_hpc.sweep.array import Sent
 from ddp_hpc.sweep.follow import LONGEST_PAUSE_S, Look, follow
-from ddp_hpc.sweep.start import cancel_sweep, send_left
+from ddp_hpc.sweep.start import cancel_sweep, send_left, sending_alone
 from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
 from ddp_hpc.watch.queue import FRESH_S
 from tests.unit.test_sweep_array import DOWN, Lab, accepts, lose_answer, start
@@ -173,6 +177,38 @@ def test_cancelling_a_sweep_counts_and_records_the_points_that_wait_after_a_requ
     assert queued is not None
     assert queued.cancelled_at is not None
     assert len(lab.orders("scancel")) == 2
+
+
+def test_nobody_else_sends_points_of_a_sweep_while_it_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(tmp_path)
+    sent: list[Sent | None] = []
+    make = slurm.freeze_code
+
+    def freeze(spec: RunSpec, run: RunDir, paths: Sequence[Path]) -> list[str]:
+        sent.append(send_left(SweepDir(spec.path), lab.environ, first=1))
+        return make(spec, run, paths)
+
+    monkeypatch.setattr(slurm, "freeze_code", freeze)
+
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+
+    assert (sent, lab.arrays) == ([None], ["--array=0-1 0"])
+    assert not processes.is_locked(sweep_dir.ledger)
+
+
+def test_a_cancellation_says_so_where_another_process_goes_on_sending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+    monkeypatch.setattr("ddp_hpc.sweep.start._SENDING_PATIENCE_S", 0.0)
+
+    with sending_alone(sweep_dir), pytest.raises(RunBusyError, match="sweep cancel grid` again"):
+        cancel_sweep(sweep_dir, lab.environ)
+
+    assert read_sweep(sweep_dir).is_cancelled
 
 
 def test_of_two_commands_that_follow_a_sweep_one_sends_its_points(tmp_path: Path) -> None:
