@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.base.patience import patiently
 from ddp_hpc.config import render_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError
 from ddp_hpc.render import JobScript, render
@@ -44,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DdpHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except OSError as error:
+        name = arguments.sweep.name
+        sys.stderr.write(
+            f"error: the point's run cannot be prepared: {error}. Correct that; then `ddp-hpc sweep continue {name}` starts the point.\n"
+        )
+        return 1
     if run is not None:
         sys.stdout.write(f"{run.path}\n")
     return 0
@@ -60,7 +67,7 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *
         raise ConfigError(
             f"The sweep's script was started outside of a job array. Send the sweep's points with `ddp-hpc sweep continue {sweep_dir.name}`."
         )
-    sweep = read_sweep(sweep_dir)
+    sweep = patiently(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
     number = offset + allocation.array_task_id
     if not 0 <= number < len(sweep.points):
         raise ConfigError(
@@ -68,7 +75,7 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *
         )
     point = sweep.points[number]
     run = sweep_dir.run(point)
-    before = read_queued_job(run)
+    before = patiently(str(run.submission), lambda: read_queued_job(run))
     has_it = before is not None and before.job_id == allocation.scontrol_id
     if sweep.is_cancelled and number in sweep.cancelled_numbers:
         if has_it and before is not None:

@@ -36,6 +36,7 @@ from ddp_hpc.sweep.sweep_dir import (
     record_cancelled,
     record_limits,
 )
+from ddp_hpc.sweep.task import main as task_main
 from ddp_hpc.sweep.task import prepare_task
 from ddp_hpc.sweep.values import parse_axis
 from tests.unit.fake_slurm import FakeSlurm
@@ -352,6 +353,37 @@ def test_a_task_makes_its_points_run_once_and_finds_it_after_a_requeue(tmp_path:
     assert prepare_task(started.sweep_dir, 10, {**environ, "SLURM_RESTART_COUNT": "1"}) == run
     assert read_queued_job(run) == queued
     assert run.stop_request.exists(), "a requeue forgets no request"
+
+
+def test_a_task_waits_while_the_file_system_does_not_answer_and_says_so_where_it_does_not_answer_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path)
+    sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
+    environ = task(lab, array="14", number=0, job="20")
+    whole = sweep_dir.ledger.rename(tmp_path / "whole")
+    sweep_dir.ledger.symlink_to("/proc/self/mem")  # reading that is an I/O error
+
+    def restore(_seconds: float) -> None:
+        whole.replace(sweep_dir.ledger)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ddp_hpc.base.patience.time.sleep", restore)
+        run = prepare_task(sweep_dir, 0, environ)
+
+    assert run is not None
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ddp_hpc.base.patience.PATIENCE_S", 0.0)
+    run.submission.unlink()
+    run.submission.symlink_to("/proc/self/mem")
+    assert task_main([str(sweep_dir.path)]) == 1
+    assert "Input/output error" in capsys.readouterr().err
+    run.submission.unlink()
+    run.job_script.unlink()
+    run.job_script.mkdir()
+    assert task_main([str(sweep_dir.path)]) == 1
+    assert "then `ddp-hpc sweep continue grid` starts the point" in capsys.readouterr().err
 
 
 def task(lab: Lab, *, array: str, number: int, job: str) -> dict[str, str]:
