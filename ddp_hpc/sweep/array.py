@@ -100,7 +100,7 @@ def make_for_slurm(
 ) -> list[str]:
     """Make the sweep's directory with all that its tasks need; return notes for the user. Nothing is left where it fails.
 
-    From the moment when the directory exists, nobody else sends its points before `until_sent` is closed.
+    From the moment when the directory exists, no other process sends its points before `until_sent` is closed.
 
     Raises:
         ConfigError: where the sweep exists, or Slurm would refuse its tasks.

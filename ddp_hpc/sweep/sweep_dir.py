@@ -183,7 +183,7 @@ def make_sweep(
 ) -> None:
     """Make the sweep's directory by one rename, with what `fill` writes into it; a killed process leaves a hidden directory.
 
-    Nobody else sends its points before `until_sent` is closed.
+    No other process sends its points before `until_sent` is closed.
 
     Raises:
         ConfigError: where a run or a sweep of that name exists, or the directory cannot be made.

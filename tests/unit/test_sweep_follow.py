@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,7 @@ from ddp_hpc.errors import RunBusyError
 from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
-from ddp_hpc.spec import RunSpec
-from ddp_hpc.submission import slurm
+from ddp_hpc.sweep import array
 from ddp_hpc.sweep.array import Sent
 from ddp_hpc.sweep.follow import LONGEST_PAUSE_S, Look, follow
 from ddp_hpc.sweep.start import cancel_sweep, send_left, sending_alone
@@ -184,13 +184,13 @@ def test_nobody_else_sends_points_of_a_sweep_while_it_is_submitted(
 ) -> None:
     lab = Lab(tmp_path)
     sent: list[Sent | None] = []
-    make = slurm.freeze_code
+    submit = array.allocate_array
 
-    def freeze(spec: RunSpec, run: RunDir, paths: Sequence[Path]) -> list[str]:
-        sent.append(send_left(SweepDir(spec.path), lab.environ, first=1))
-        return make(spec, run, paths)
+    def another_process_sends_first(script: Path, *args: Any, **more: Any) -> str:
+        sent.append(send_left(SweepDir(script.parent), lab.environ, first=1))
+        return submit(script, *args, **more)
 
-    monkeypatch.setattr(slurm, "freeze_code", freeze)
+    monkeypatch.setattr(array, "allocate_array", another_process_sends_first)
 
     sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
 
