@@ -16,6 +16,7 @@ from ddp_hpc.errors import RunBusyError
 from ddp_hpc.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
+from ddp_hpc.submission.allocate import allocate_array
 from ddp_hpc.sweep import array
 from ddp_hpc.sweep.array import Sent
 from ddp_hpc.sweep.follow import LONGEST_PAUSE_S, Look, follow
@@ -184,7 +185,7 @@ def test_nobody_else_sends_points_of_a_sweep_while_it_is_submitted(
 ) -> None:
     lab = Lab(tmp_path)
     sent: list[Sent | None] = []
-    submit = array.allocate_array
+    submit = allocate_array
 
     def another_process_sends_first(script: Path, *args: Any, **more: Any) -> str:
         sent.append(send_left(SweepDir(script.parent), lab.environ, first=1))
