@@ -49,22 +49,32 @@ def certify_in_job(
     """
     place = RunDir(plan.folder / JOB)
     spec = _for_job(spec)
+    job_id: str | None = None
+    is_sent = False
     try:
         for note in _prepare(plan, spec, place, environ):
             say(note)
+        is_sent = True
         job_id = allocate(place, environ)
-    except BaseException:
-        shutil.rmtree(plan.folder, ignore_errors=True)
-        raise
-    say(f"job {job_id} is submitted; Ctrl-C cancels it")
-    watch = _Watch(place, job_id, environ, say)
-    try:
+        say(f"job {job_id} is submitted; Ctrl-C cancels it")
+        watch = _Watch(place, job_id, environ, say)
         lines = follow_lines(place, LogSelection(), is_over=watch.is_over, pause=lambda: time.sleep(LOOK_INTERVAL_S))
         for line in lines:
             show(line)
         return watch.exit_code(spec)
-    except (KeyboardInterrupt, BrokenPipeError):
-        _cancel(job_id, environ, say)
+    except BaseException as error:
+        if job_id is not None:
+            if not isinstance(error, ConfigError):  # which says that the job has ended
+                _cancel(job_id, environ, say)
+        elif is_sent and not isinstance(
+            error, ConfigError
+        ):  # sbatch may have succeeded, and the job needs its directory
+            say(
+                f"the job's number is not known, and the job may wait or run: find it with `squeue --me --name={spec.name}`, cancel "
+                f"it with `scancel JOBID`, and then delete {plan.folder}"
+            )
+        else:
+            shutil.rmtree(plan.folder, ignore_errors=True)
         raise
 
 

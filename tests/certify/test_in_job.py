@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -201,3 +202,41 @@ def test_a_plan_reads_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan_text(plan))
 
     assert read_plan(tmp_path / "plan.json") == plan
+
+
+class _Interrupted(io.StringIO):
+    """A standard output that cannot print that the job is submitted."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str, /) -> int:
+        if "is submitted" in text:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left", "out"), 1)])
+def test_no_job_stays_where_the_command_ends_before_it_can_print_the_jobs_number(
+    error: BaseException, code: int, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.has("sbatch", SBATCH.replace("{job}", ""))
+    out = _Interrupted(error)
+    monkeypatch.setattr(sys, "stdout", out)
+
+    assert main(["certify", "--cluster", "slurm", *SCRIPT]) == code
+
+    assert slurm.orders("scancel") == ["scancel 7"]
+    assert "job 7 was cancelled" in out.getvalue()
+
+
+def test_a_signal_that_comes_while_sbatch_works_leaves_the_jobs_directory_and_says_how_to_find_the_job(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.has("sbatch", SBATCH.replace("{job}", "kill -TERM $PPID"))
+
+    assert main(["certify", "--cluster", "slurm", *SCRIPT]) == 130
+
+    assert list(tmp_path.glob("runs/certify-*/job/job.sbatch"))
+    assert "find it with `squeue --me --name=certify-train`" in capsys.readouterr().out
