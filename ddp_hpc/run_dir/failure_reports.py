@@ -108,18 +108,20 @@ def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
     write_failure(path, failure)
 
 
-def report_killed(path: Path, number: signal.Signals, *, rank: int, log: Path) -> None:
+def report_killed(path: Path, number: int, *, rank: int, log: Path) -> None:
     """Write that a signal ended a worker."""
     by_kernel = "the kernel does that when memory runs out: `resources.mem_gb` asks for more"
     hint = by_kernel if number == signal.SIGKILL else f"its log may say why: {log}"
+    # Python has no names for the real-time signals between SIGRTMIN and SIGRTMAX.
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     failure = WorkerFailure(
         rank=rank,
         host=socket.gethostname(),
         at=time.time(),
         step=0,
-        exception=f"killed by {number.name} ({hint})",
+        exception=f"killed by {name} ({hint})",
         log=str(log),
-        signal=int(number),
+        signal=number,
     )
     write_failure(path, failure)
 

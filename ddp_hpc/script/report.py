@@ -38,7 +38,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool) -> None
     if path.exists():
         return
     if code < 0 and not was_killed:
-        report_killed(path, processes.signal_of(-code), rank=script_rank.rank, log=script_rank.log)
+        report_killed(path, -code, rank=script_rank.rank, log=script_rank.log)
         return
     text = _of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or _last_line(
         script_rank.log

@@ -272,3 +272,47 @@ def test_a_worker_that_cannot_be_imported_fails_every_attempt_and_says_why_in_ea
     assert codes == [code, code]
     assert [(failure.rank, "no such net" in failure.exception) for failure in failures if failure] == [(-1, True)] * 2
     assert len(notes(run, "imported")) == 1
+
+
+FEW_PROCESSES = """
+import errno, os
+fork, forked = os.fork, []
+
+def fork_once_only():
+    if len(forked) == 1:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    forked.append(fork())
+    return forked[-1]
+
+os.fork = fork_once_only
+"""
+
+
+def test_where_the_kernel_refuses_to_fork_a_worker_no_other_worker_is_left_and_the_report_names_the_limit(
+    run: RunDir, workers: ByAgents
+) -> None:
+    code = run.path.parent / "counting_worker.py"
+    code.write_text(WORKER + FEW_PROCESSES)
+
+    workers.begin(0, None)
+    await_news(workers)
+
+    (agent,) = [process for process in psutil.Process().children() if "ddp_hpc.job.node.agent" in process.cmdline()]
+    assert not agent.children()
+    failure = first_failure(run, 0)
+    assert failure is not None
+    assert "the worker of rank 1" in failure.exception
+    assert "`ulimit -u`" in failure.exception
+
+
+def test_a_worker_that_a_real_time_signal_ends_is_reported_and_the_agent_stays(run: RunDir, workers: ByAgents) -> None:
+    workers.begin(0, None)
+    os.kill(pids(run, 0)[1], 40)
+
+    assert await_news(workers) == exit_codes.FAILED
+
+    failure = first_failure(run, 0)
+    assert failure is not None
+    assert "killed by signal 40 (" in failure.exception
+    workers.begin(1, None)
+    assert len(pids(run, 1)) == NUM_WORKERS

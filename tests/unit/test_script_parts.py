@@ -444,6 +444,7 @@ RANK_ONE = {"RANK": "1", "LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2",
         ("mkdir -p runs/run/checkpoints/attempt-1.writing; exit 1", 97, ""),  # a newer attempt has claimed the run
         ("echo no data; exit 2", 1, "the script exited with code 2; its last line: no data"),
         ("kill -9 $$", 1, "killed by SIGKILL"),
+        ("kill -40 $$", 1, "killed by signal 40 ("),
         ("printf '\\\\377\\\\000\\\\001x\\\\n'; exit 5", 1, "the script exited with code 5; its last line: "),
         ("sleep 600 & echo $! > child; exit 3", 1, "the script exited with code 3"),
         (

@@ -328,7 +328,17 @@ def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket
     for local_rank in range(node_workers.num_workers):
         rank = node_workers.node_rank * node_workers.num_workers + local_rank
         environ = worker_env(node_workers, local_rank, port).environ
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            processes.kill(ranks)
+            for forked in ranks:  # so that none runs any more when the agent reports the end
+                os.waitpid(forked, 0)
+            raise OSError(
+                error.errno,
+                f"this node's agent cannot fork the worker of rank {rank}: {error.strerror}. The node has no memory left, or the "
+                "user or the job has too many processes: raise `ulimit -u`, or the limit of the job's cgroup (pids.max)",
+            ) from error
         if pid == 0:
             os.environ.update(environ)
             _become_worker(node_workers, worker, rank, meeting_point, agent_pid)
@@ -383,7 +393,7 @@ def _note_exit(group: WorkerGroup, rank: int, code: int) -> None:
             node_workers.run.rank_log(node_workers.attempt, rank),
             node_workers.run.rank_error(node_workers.attempt, rank),
         )
-        report_killed(path, signal.Signals(-code), rank=rank, log=log)
+        report_killed(path, -code, rank=rank, log=log)
     limit_s = node_workers.teardown_s if code in exit_codes.GOOD else GRACE_S
     if limit_s is not None:
         group.end_within(limit_s)
