@@ -326,3 +326,13 @@ def test_env_says_which_launcher_it_recognises(workplace: Workplace) -> None:
 
     assert printed.returncode == 0, printed.stderr
     assert "node 1 of 2, started by SkyPilot (recognised by SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS)" in printed.stdout
+
+
+def test_a_rank_that_waits_for_the_others_stops_at_a_stop_signal(workplace: Workplace, port: str) -> None:
+    rank_zero = start(workplace, JOIN, open_mpi(0, port))
+    until(lambda: rank_zero.poll() is not None or not is_free("127.0.0.1", int(port)))
+
+    rank_zero.send_signal(signal.SIGUSR2)
+
+    assert ends([rank_zero]) == [99]
+    assert attempts(workplace) == []

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # a killed torchrun ends no worker, and this one would hold the run and its GPU
     run = RunDir(arguments.run)
     joining = _Joining(run=run, place=of_run(place, run.path.absolute()))
-    gathering, attempt = joining.gather(is_finished=arguments.finished)
+    try:
+        with nullcontext() if joining.place.is_store_hosted else _stoppable():
+            gathering, attempt = joining.gather(is_finished=arguments.finished)
+    except _StoppedEarly:
+        sys.stderr.write(f"{run.name}: rank {place.rank} was stopped while it waited for the other ranks\n")
+        return exit_codes.STOPPED
     if attempt == _FINISHED:
         return exit_codes.FINISHED
     processes.block_awaited_signals()  # a signal that comes during the imports stays pending until the worker has handlers
@@ -82,6 +89,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     # To a launcher, each code but zero is a failure, and the highest one counts: rank zero's is enough.
     is_to_continue = place.rank == 0 and not arguments.of_node and not joining.is_stop_asked
     return exit_codes.STOPPED if is_to_continue else exit_codes.FINISHED
+
+
+class _StoppedEarly(BaseException):
+    """A signal asks this process to stop before the ranks have met."""
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Have a stop signal raise `_StoppedEarly` within the `with` block, until `block_awaited_signals` is called."""
+
+    def leave(*_: object) -> None:
+        raise _StoppedEarly
+
+    # torchrun's store waits in C++, where no handler of Python runs: there, the signal itself is to end the process.
+    numbers = [number for number in processes.STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        processes.block_awaited_signals()
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass(kw_only=True)
@@ -100,6 +130,7 @@ class _Joining:
         """Wait for all ranks, and learn the attempt's number, which rank zero chooses when all are there."""
 
         def begin() -> dict[str, int]:
+            processes.block_awaited_signals()  # the attempt that begins is to be ended by the worker
             return {"attempt": _FINISHED if is_finished else self._begin()}
 
         if self.place.world_size == 1:
