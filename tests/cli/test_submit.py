@@ -226,3 +226,16 @@ def test_a_changed_model_is_told_once_with_a_way_on(here: Path) -> None:
     assert again.returncode != 0
     assert (again.stdout + again.stderr).count("weight (2, 4) instead of (3, 4)") == 1
     assert "`ddp-hpc submit --fresh`" in again.stderr
+
+
+def test_ctrl_c_while_a_submission_works_says_that_the_run_may_have_been_started(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ddp_hpc.submission.local.subprocess.Popen", interrupted)
+
+    assert main(["submit", "run.yaml", "name=mine", "--cluster", "local"]) == 130
+
+    assert "mine may have been started. Check it: ddp-hpc status mine\n" in capsys.readouterr().err

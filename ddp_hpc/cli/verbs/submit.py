@@ -255,7 +255,12 @@ def _submit(
     from ddp_hpc.config import render_resolved
 
     text, spec = render_resolved(resolved), resolved.spec
-    submission = backend.submit(text, spec, import_paths=import_paths, environ=environment)
+    try:
+        submission = backend.submit(text, spec, import_paths=import_paths, environ=environment)
+    except KeyboardInterrupt:
+        word = word_for(RunDir(spec.path), environment)
+        print(f"\n{spec.name} may have been started. Check it: ddp-hpc status {word}", file=sys.stderr)
+        raise
     _note_awaited(args, submission, resolved)
     return submission
 
