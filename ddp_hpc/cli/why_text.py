@@ -49,11 +49,12 @@ def _row(name: str, text: str) -> str:
 
 def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, word: str) -> Iterator[tuple[str, str]]:
     yield "run", f"{run.name}, attempt {attempt.attempt} of {len(ledger.attempts)}  ({run.path})"
-    if attempt.ending is None and not verdict.evidence:
+    if attempt.ending is None and verdict.basis == "none" and verdict.rank is None:
         yield (
             "why",
             f"no end of this attempt is recorded: it runs, or its processes were killed. `ddp-hpc status {word}` shows which",
         )
+        yield "in logs", "\n".join(_shown(run, one) for one in verdict.evidence)
         return
     if not verdict.failure:
         yield "why", f"nothing failed: {attempt.cause or attempt.ending}"

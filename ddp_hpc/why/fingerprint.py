@@ -7,6 +7,8 @@ import re
 
 _SAMPLE = re.compile(r"`((?:train|eval)_data\[-?\d+\])`")
 _QUOTED_PATH = re.compile(r"""['"]((?:/|\.{1,2}/)?[^'"\s]*/[^'"]+|[^'"\s/]+\.\w{1,8})['"]""")
+_MOST_SEARCHED = 2000
+"""Characters of a message: the search for a path takes quadratic time."""
 _TEMPORARY = re.compile(r"(?:/tmp|/var/tmp|/dev/shm)(?:/|$)|/torch_\d")
 _CIRCUMSTANCES = (
     (re.compile(r"/(?:tmp|var/tmp|dev/shm)/[^\s'\":,;]*"), "<tmp>"),
@@ -37,6 +39,7 @@ def fingerprint(failure: str, text: str, place: str, *, hosts: tuple[str, ...] =
 
 def entity(text: str) -> str:
     """Return the sample or the file that a message names; empty where it names none, or a temporary file."""
+    text = text[:_MOST_SEARCHED]
     if sample := _SAMPLE.search(text):
         return sample[1]
     paths = (found[1] for found in _QUOTED_PATH.finditer(text))

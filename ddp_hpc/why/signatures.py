@@ -55,6 +55,12 @@ _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
 """Any exception's type."""
 _SYSTEM = _ERROR + r".*\[Errno {0}\]|RuntimeError: .*{1}"
 """An error of the system: Python names its number, in every language; C++ its English text, in a RuntimeError."""
+_OF_LOADER = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: {0}"
+"""A process of a DataLoader that a signal ended."""
+_GPU_FAULT = r"CUDA error: (?:uncorrectable (?:NVLink|ECC)|an illegal memory access|unspecified launch failure|misaligned address|unknown error)"
+_ASSERT = r"CUDA error: device-side assert"
+_OF_WATCHDOG = r"(?:\[[EF]\d*\s|  what\(\):  ).*Process group watchdog thread terminated with exception: "
+"""NCCL's watchdog says why it aborts its process."""
 _DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
 """A time in front of a daemon's line."""
 
@@ -93,13 +99,18 @@ REGISTRY: Sequence[Failure] = (
         to_do="Use fewer loader processes (`data.num_workers=2`), or give the container more shared memory (`--shm-size`).",
         patterns=[
             _raised(
-                _ERROR + r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: Bus error",
+                _ERROR + _OF_LOADER.format("Bus error"),
                 "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's workers "
                 "are out of shared memory. Please try to raise your shared memory limit.",
             ),
             _raised(
                 _ERROR + r"unable to (?:allocate|resize|mmap|open|write to) .*(?:shared memory|</?torch_)",
                 "RuntimeError: unable to allocate shared memory(shm) for file </torch_31_1234_5>: No space left on device (28)",
+            ),
+            _raised(
+                _ERROR + r".*Error while creating shared memory segment /dev/shm/nccl-",
+                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error\nLast error:\n"
+                "Error while creating shared memory segment /dev/shm/nccl-Yx1 (size 9637888)",
             ),
             _printed(
                 r"ERROR: Unexpected bus error encountered in worker",
@@ -240,6 +251,42 @@ REGISTRY: Sequence[Failure] = (
         ],
     ),
     Failure(
+        name="device-assert",
+        title="an index or a label is out of range on the GPU",
+        means="A kernel checked its input and stopped. Mostly an index of an embedding, or a label of a loss, is not smaller than the number of classes.",
+        to_do="Run again with CUDA_LAUNCH_BLOCKING=1: the traceback then names the line. Compare the labels and the indexes there with the sizes.",
+        patterns=[
+            _raised(
+                _ERROR + r"(?:.*Cuda failure.*|CUDA error: )device-side assert",
+                "torch.AcceleratorError: CUDA error: device-side assert triggered",
+            ),
+            _printed(
+                _OF_WATCHDOG + _ASSERT,
+                "  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+                "CUDA error: device-side assert triggered",
+            ),
+        ],
+    ),
+    Failure(
+        name="nccl-network",
+        title="NCCL finds no network between the nodes",
+        means="NCCL found no network interface, or there is no route from this node to the address of another one.",
+        to_do="Set `network.interfaces` to the one that connects the nodes; NCCL_DEBUG=INFO prints which one NCCL takes.",
+        patterns=[
+            _raised(
+                _ERROR + r".*Bootstrap : no socket interface found",
+                "torch.distributed.DistBackendError: NCCL error: internal error\nLast error:\n"
+                "Bootstrap : no socket interface found",
+            ),
+            _raised(
+                r"(?:[\w.]*\.)?(?:DistBackendError|RuntimeError): .*NCCL.*[cC]onnect to \S+ failed ?: (?:No route to host|Network is unreachable)",
+                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error\nLast error:\n"
+                "socketStartConnect: Connect to 10.0.0.2<4> failed : No route to host",
+                "either",
+            ),
+        ],
+    ),
+    Failure(
         name="gpu-fault",
         title="a GPU, or a kernel on it, has failed",
         means="The device reported an error that ends every process that uses it: a fault of the hardware, or a kernel that accessed wrong memory.",
@@ -247,11 +294,18 @@ REGISTRY: Sequence[Failure] = (
         "is none, run again with CUDA_LAUNCH_BLOCKING=1 to see the kernel.",
         patterns=[
             _raised(
-                _ERROR
-                + r"CUDA error: (?:uncorrectable ECC|an illegal memory access|unspecified launch failure|misaligned address|device-side assert|unknown error)",
+                _ERROR + _GPU_FAULT,
                 "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
             ),
-            _raised(_ERROR + r"cuDNN error: ", "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+            _raised(
+                _ERROR + r"cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+                "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+            ),
+            _printed(
+                _OF_WATCHDOG + _GPU_FAULT,
+                "[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread "
+                "terminated with exception: CUDA error: uncorrectable ECC error encountered",
+            ),
             _printed(
                 r"(?:\[ *\d+\.\d+\] )?NVRM: Xid",
                 "NVRM: Xid (PCI:0000:07:00): 79, pid=4242, GPU has fallen off the bus.",
@@ -355,7 +409,7 @@ REGISTRY: Sequence[Failure] = (
         to_do="Find the rank that ended first: `ddp-hpc logs {run} --attempt {attempt} --all`, and `dmesg` on its node.",
         patterns=[
             _raised(
-                r"(?:[\w.]*\.)?(?:RuntimeError|Dist\w*Error|Connection\w*Error): .*(?:Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)",
+                r"RuntimeError: (?:\[\S*gloo/\S+\] .*(?:onnection closed by peer|onnection reset by peer|Broken pipe|Socket closed)|Connection closed by peer \[\S+\]:\d+)",
                 "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:44715",
                 "cascade",
             ),
@@ -370,8 +424,20 @@ REGISTRY: Sequence[Failure] = (
                 "cascade",
             ),
             _raised(
-                r"(?:[\w.]*\.)?DistNetworkError: ",
+                r"(?:[\w.]*\.)?(?:Dist\w*Error: |RuntimeError: \[c10d\]).*(?:Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)",
+                "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
+                "store by key '0', but store->get('0') got error: Connection reset by peer",
+                "cascade",
+            ),
+            _raised(
+                r"(?:[\w.]*\.)?DistNetworkError: (?!.*(?:The server socket has failed|The client socket has timed out))",
                 "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+                "cascade",
+            ),
+            _printed(
+                _OF_WATCHDOG + r"NCCL error.*remote process exited",
+                "  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+                "NCCL error: remote process exited or there was a network error, NCCL version 2.21.5",
                 "cascade",
             ),
         ],
@@ -386,7 +452,12 @@ REGISTRY: Sequence[Failure] = (
                 _ERROR + r"Timed out after \d+ seconds waiting for clients",
                 "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 3/4 clients joined.",
                 "either",
-            )
+            ),
+            _raised(
+                r"(?:[\w.]*\.)?DistNetworkError: The client socket has timed out",
+                "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (node7, 29500).",
+                "either",
+            ),
         ],
     ),
     Failure(
@@ -399,6 +470,12 @@ REGISTRY: Sequence[Failure] = (
                 r"\[E.*ProcessGroupNCCL\.cpp.*Watchdog caught collective operation timeout",
                 "[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: "
                 "WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",
+                "either",
+            ),
+            _printed(
+                r"\[[EF]\d*\s.*due to ProcessGroupNCCL watchdog hang",
+                "[F321 02:07:08.408271257 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank 0] [PG ID 0 PG GUID 0(default_pg) Rank 0] "
+                "Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang.",
                 "either",
             ),
             _raised(
@@ -541,6 +618,15 @@ REGISTRY: Sequence[Failure] = (
         means="A library in C, C++ or CUDA ended the process by a signal (segmentation fault, abort, bus error, illegal instruction).",
         to_do="Read the last lines of that rank: `ddp-hpc logs {run} --attempt {attempt} --rank {rank}`. PYTHONFAULTHANDLER=1 in the environment prints the Python stack of such a crash.",
         patterns=[
+            _raised(
+                _ERROR
+                + _OF_LOADER.format("(?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)"),
+                "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Segmentation fault. ",
+            ),
+            _raised(
+                r"(?:[\w.]*\.)?ProcessExitedException: process \d+ terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)",
+                "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGSEGV",
+            ),
             _printed(r"Fatal Python error: ", "Fatal Python error: Segmentation fault", "either"),
             _printed(
                 r"(?:double free or corruption|free\(\): invalid|munmap_chunk\(\): invalid|malloc\(\): |corrupted size vs\. prev_size|\*\*\* stack smashing detected|\*\*\* buffer overflow detected)",
@@ -559,6 +645,16 @@ REGISTRY: Sequence[Failure] = (
         title="killed by SIGKILL, and no record says by whom",
         means="The kernel kills so when memory runs out, but so may a user, Slurm or another program. Nothing here proves which.",
         to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, raise `resources.mem_gb`.",
+        patterns=[
+            _raised(
+                _ERROR + _OF_LOADER.format("Killed"),
+                "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed. ",
+            ),
+            _raised(
+                r"(?:[\w.]*\.)?ProcessExitedException: process \d+ terminated with signal SIGKILL",
+                "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL",
+            ),
+        ],
     ),
     Failure(
         name="signal",
@@ -601,6 +697,12 @@ REGISTRY: Sequence[Failure] = (
         title="unknown",
         means="Nothing that was recorded, and no known text in the logs, says why it ended.",
         to_do="Read the logs: `ddp-hpc logs {run} --attempt {attempt} --all`; and on Slurm `sacct -j JOB --format=State,ExitCode,MaxRSS`.",
+        patterns=[
+            _raised(
+                _ERROR + r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly",
+                "RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly",
+            )
+        ],
     ),
 )
 """In the order in which texts are compared: a more special class stands above a more general one."""

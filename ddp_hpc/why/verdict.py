@@ -111,6 +111,12 @@ class _Finding:
     detail: str = ""
     place: str = ""
     evidence: tuple[Evidence, ...] = ()
+    has_report: bool = False
+    """Whether the rank left an error report."""
+    is_traceback: bool = False
+    """Whether it rests on a traceback in a log."""
+    is_of_silent: bool = False
+    """Whether it rests on a traceback in the log of a rank that left no report."""
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -125,20 +131,35 @@ def verdict_of(facts: Facts) -> Verdict:
     if attempt.cause in _NO_FAILURE or attempt.ending in {Ending.FINISHED, Ending.STOPPED, Ending.FENCED}:
         return Verdict(failure="", basis="record")
     findings = sorted(_findings(facts), key=lambda one: one.order)
+    if attempt.ending is None and not facts.failures:
+        return _of_unended(findings)
     recorded = _of_record(facts)
     if recorded is not None and not (attempt.cause == Cause.DIVERGED and any(one.failure == "nan" for one in findings)):
         return _with_others(recorded, findings, facts)
     if attempt.cause == Cause.HANG:
         hang = _hang(facts)
-        earlier = next((one for one in findings if one.role == "root" and one.failure != "killed"), None)
+        earlier = next(
+            (one for one in findings if one.role == "root" and one.failure not in {"killed", "unknown"}), None
+        )
         return _with_others(earlier or hang, findings, facts)
     first = next(iter(findings), None)
+    reported = [one for one in findings if one.has_report]
+    if reported and all(one.role == "cascade" for one in reported) and (first is None or first.is_of_silent):
+        first = reported[0]
     if first is not None and first.role == "cascade":
         first = _of_silent_rank(facts, findings) or replace(first, rank=None, host="", step=None, at=float("inf"))
+        if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
+            first = replace(first, failure="unknown", role="either", basis="none")
     if first is None and attempt.cause == Cause.SUPERVISOR_DIED:
         first = _Finding(failure="supervisor-died", role="root", basis="record", rank=None, host=attempt.host)
     first = first or _Finding(failure="unknown", role="either", basis="none", rank=None)
     return _with_others(first, findings, facts)
+
+
+def _of_unended(findings: Sequence[_Finding]) -> Verdict:
+    """Return the verdict on an attempt that may run: texts of its logs are shown, and prove nothing."""
+    shown = [replace(line, role="either") for one in findings for line in one.evidence]
+    return Verdict(failure="unknown", evidence=shown[:_MOST_EVIDENCE])
 
 
 def _of_record(facts: Facts) -> _Finding | None:
@@ -159,11 +180,28 @@ def _of_record(facts: Facts) -> _Finding | None:
 
 
 def _findings(facts: Facts) -> list[_Finding]:
-    reported = [_of_report(facts, failure) for failure in facts.failures if not failure.is_hang]
+    reported = [
+        _abstaining(replace(_of_report(facts, failure), has_report=True))
+        for failure in facts.failures
+        if not failure.is_hang
+    ]
     ranks = {failure.rank for failure in facts.failures}
     silent = (_of_log(facts, rank) for rank in facts.logs if rank not in ranks)
     of_job = _of_console(facts)
-    return [*reported, *(one for one in silent if one is not None), *([of_job] if of_job is not None else [])]
+    weaker = (_weaker(one) for one in silent if one is not None)
+    return [*reported, *weaker, *([of_job] if of_job is not None else [])]
+
+
+def _weaker(finding: _Finding) -> _Finding:
+    """Return what a log says of a rank that left no report: it may have gone on after that text, so it is not a root."""
+    role: Role = "either" if finding.role == "root" else finding.role
+    evidence = tuple(replace(one, role=role) for one in finding.evidence)
+    return _abstaining(replace(finding, role=role, evidence=evidence, is_of_silent=finding.is_traceback))
+
+
+def _abstaining(finding: _Finding) -> _Finding:
+    """Return the finding; nothing proves the class `unknown`."""
+    return replace(finding, basis="none") if finding.failure == "unknown" else finding
 
 
 def _of_report(facts: Facts, failure: WorkerFailure) -> _Finding:
@@ -184,17 +222,33 @@ def _of_report(facts: Facts, failure: WorkerFailure) -> _Finding:
         return _by_signal(facts, finding, failure.signal)
     if failure.exit_code is not None:
         return _by_exit_code(facts, finding, failure.exit_code)
-    raised = next(reversed(tracebacks(failure.traceback.splitlines())), None)
+    all_raised = tracebacks(failure.traceback.splitlines())
+    raised = next(reversed(all_raised), None)
     text = _typed(failure)
     found = match_exception(text) or (match_exception(raised.text) if raised else None)
+    found = _of_earlier(found, all_raised)
     if raised is not None and (found is None or found.name == "data"):
         found = _of_cause(raised) or found
-    if found is None and failure.is_secondary:
-        found = Match("peer-gone", "cascade")
     if found is None:
         found = Match(_unmatched(failure), "root")
-    place = _place(raised)
-    return _with_line(replace(finding, failure=found.name, role=found.role, place=place), facts)
+    finding = _with_line(replace(finding, failure=found.name, role=found.role, place=_place(raised)), facts)
+    return _of_killed_child(facts, finding)
+
+
+def _of_earlier(found: Match | None, all_raised: Sequence[Raised]) -> Match | None:
+    """Return the class of the exception before, where the last one only says that a process is gone."""
+    if found is None or found.name != "unknown" or len(all_raised) < 2 or not all_raised[-2].is_linked:
+        return found
+    return match_exception(all_raised[-2].text) or found
+
+
+def _of_killed_child(facts: Facts, finding: _Finding) -> _Finding:
+    """Return host-memory where SIGKILL ended a process of the rank's own, and a message says that memory ran out."""
+    if finding.failure != "killed":
+        return finding
+    own = [] if finding.rank is None else _matches(facts.logs.get(finding.rank, ())[-_NEAR_END:])
+    killed = _killed(finding, own, _matches(facts.console))
+    return replace(killed, evidence=tuple(dict.fromkeys((*finding.evidence, *killed.evidence))))
 
 
 def _typed(failure: WorkerFailure) -> str:
@@ -208,13 +262,19 @@ def _unmatched(failure: WorkerFailure) -> str:
     """Return the class of an exception that the registry does not know, by the report's fields."""
     if failure.is_input_error:
         return "configuration"
-    if failure.is_hardware:
-        return "gpu-fault"
+    if failure.is_hardware:  # the device, its driver, NCCL's network, or a call that was wrong: it does not say which
+        return "unknown"
     if failure.rank < 0:
         return "launch-failed"
     if failure.exception_type == "SystemExit":
         return "exit-code"
+    if failure.is_secondary and failure.exception_type in _OF_TORCH:
+        return "unknown"
     return "user-exception" if failure.exception_type or failure.traceback else "unknown"
+
+
+_OF_TORCH = {"RuntimeError", "DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
+"""Types by which PyTorch reports a lost connection, among other errors."""
 
 
 def _of_cause(raised: Raised) -> Match | None:
@@ -238,9 +298,10 @@ def _by_signal(facts: Facts, finding: _Finding, number: int) -> _Finding:
         return _killed(finding, own, _matches(facts.console))
     if number not in _CRASHES:
         return replace(finding, failure="signal")
-    reasons = [pair for pair in own if pair[1].role in {"root", "either"} and pair[1].name not in _OF_STARTS]
+    reasons = [pair for pair in own if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS]
     more = [pair for pair in reasons if pair[1].name != "native-crash"]
-    said = min(more or reasons, key=lambda pair: (pair[1].role != "root", pair[0].offset), default=None)
+    strength = {"root": 0, "either": 1}
+    said = min(more or reasons, key=lambda pair: (strength.get(pair[1].role, 2), pair[0].offset), default=None)
     if said is None:
         return replace(finding, failure="native-crash")
     line, match = said
@@ -283,11 +344,12 @@ def _by_exit_code(facts: Facts, finding: _Finding, code: int) -> _Finding:
 def _of_log(facts: Facts, rank: int) -> _Finding | None:
     """Return what only the log of a rank says: the exception that ended it, or a known text near its end."""
     lines = facts.logs.get(rank, ())
-    raised = uncaught([line.text for line in lines])
+    texts = [line.text for line in lines]
+    raised = uncaught(texts)
     if raised is not None:
-        found = _of_cause(raised) or Match("user-exception", "root")
+        found = _of_earlier(_of_cause(raised), tracebacks(texts)) or Match("user-exception", "root")
         evidence = Evidence(role=found.role, rank=rank, text=raised.first_line, line=lines[raised.at])
-        return _Finding(
+        finding = _Finding(
             failure=found.name,
             role=found.role,
             basis="log",
@@ -295,7 +357,9 @@ def _of_log(facts: Facts, rank: int) -> _Finding | None:
             detail=raised.first_line,
             place=_place(raised),
             evidence=(evidence,),
+            is_traceback=True,
         )
+        return _of_killed_child(facts, finding)
     last = [line.offset for line in lines[-_AT_END:]][:1]
     matches = [
         (line, match)
@@ -318,6 +382,8 @@ def _matches(lines: Iterable[Line]) -> list[tuple[Line, Match]]:
 
 def _of_console(facts: Facts) -> _Finding | None:
     """Return why the workers could not be started, by what Slurm and the container runtime printed."""
+    if any(line.text for lines in facts.logs.values() for line in lines):
+        return None  # a rank has started: such a line is of a setup that went on
     for line in facts.console:
         found = match_line(line.text)
         if found is not None and found.role == "root" and found.name in {"image", "launch-failed"}:
@@ -329,12 +395,19 @@ def _of_console(facts: Facts) -> _Finding | None:
 
 
 def _of_silent_rank(facts: Facts, findings: Iterable[_Finding]) -> _Finding | None:
-    """Return the one rank that left no report while all others lost their connection to it."""
-    silent = sorted(set(facts.logs) - {one.rank for one in findings if one.rank is not None})
+    """Return the one rank that left no report while all others lost a connection."""
+    silent = sorted(set(facts.logs) - {one.rank for one in findings if one.has_report})
     if len(silent) != 1:
         return None
-    detail = "it ended without an error report, and the other ranks lost their connection to it"
-    return _Finding(failure="unknown", role="either", basis="none", rank=silent[0], detail=detail)
+    said = next((one for one in findings if one.rank == silent[0]), None)
+    return _Finding(
+        failure="unknown",
+        role="either",
+        basis="none",
+        rank=silent[0],
+        detail=f"rank {silent[0]} ended without an error report",
+        evidence=said.evidence if said else (),
+    )
 
 
 def _hang(facts: Facts) -> _Finding:

@@ -33,7 +33,7 @@ WATCHDOG = "[rank2]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 2] 
 OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."
 
 
-def attempt(cause: Cause = Cause.WORKER_CRASHED, **more: Any) -> Attempt:
+def attempt(cause: Cause | None = Cause.WORKER_CRASHED, **more: Any) -> Attempt:
     ending = more.pop("ending", Ending.FAILED)
     return Attempt(attempt=0, job_id="1", host="node0", pid=1, started_at=0.0, ending=ending, cause=cause, **more)
 
@@ -55,7 +55,7 @@ def facts(
     *failures: WorkerFailure,
     logs: Mapping[int, str] | None = None,
     console: str = "",
-    cause: Cause = Cause.WORKER_CRASHED,
+    cause: Cause | None = Cause.WORKER_CRASHED,
     places: Mapping[int, str] | None = None,
     **more: Any,
 ) -> Facts:

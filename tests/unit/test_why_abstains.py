@@ -1,0 +1,89 @@
+"""Texts that look like a cause and prove none: of a network, of a DataLoader's process, of NCCL, of a run that goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.ledger import Cause
+from ddp_hpc.why.fingerprint import entity
+from ddp_hpc.why.verdict import Facts, verdict_of
+from tests.unit.test_why_verdict import OOM_KILL, USERS, facts, raised, report, reset
+
+NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nLast error:\n"
+LOADER_KILLED = "RuntimeError: DataLoader worker (pid 42) is killed by signal: Killed. "
+LOADER_ENDED = "RuntimeError: DataLoader worker (pid(s) 42) exited unexpectedly"
+THEN = "\nThe above exception was the direct cause of the following exception:\n\n"
+WATCHDOG = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+
+
+def traceback_of(text: str) -> str:
+    return f'Traceback (most recent call last):\n  File "/home/me/train.py", line 3, in f\n    x\n{text}\n'
+
+
+def error(rank: int, text: str, **more: object) -> WorkerFailure:
+    return report(
+        rank, text, traceback=traceback_of(text), exception_type=text.partition(":")[0].rpartition(".")[2], **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "failure", "rank"),
+    [
+        # a process of the user's own, or a server, is no other rank
+        (facts(error(0, "BrokenPipeError: [Errno 32] Broken pipe", is_secondary=True, of_script=True), logs={0: ""}), "user-exception", 0),
+        (facts(error(1, "ConnectionResetError: [Errno 104] Connection reset by peer", is_secondary=True, of_script=True), logs={0: "", 1: ""}), "user-exception", 1),
+        (facts(reset(0), error(1, "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))", is_secondary=True, of_script=True), reset(2)), "user-exception", 1),
+        (facts(error(1, "RuntimeError: helper said Broken pipe", is_secondary=True), logs={0: "", 1: ""}), "unknown", 1),
+        (facts(reset(0), logs={0: ""}), "unknown", None),
+        # a process of a DataLoader, or of `mp.spawn`, that a signal ended
+        (facts(error(1, LOADER_KILLED)), "killed", 1),
+        (facts(error(1, LOADER_KILLED), console=OOM_KILL), "host-memory", 1),
+        (facts(report(1, LOADER_ENDED, exception_type="RuntimeError", traceback=traceback_of(LOADER_KILLED) + THEN + traceback_of(LOADER_ENDED))), "killed", 1),
+        (facts(report(1, exit_code=1), logs={1: traceback_of(LOADER_KILLED) + THEN + traceback_of(LOADER_ENDED)}, console=OOM_KILL), "host-memory", 1),
+        (facts(error(1, "RuntimeError: DataLoader worker (pid 42) is killed by signal: Segmentation fault. ")), "native-crash", 1),
+        (facts(error(1, LOADER_ENDED)), "unknown", 1),
+        (facts(error(1, "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL")), "killed", 1),
+        # NCCL, CUDA and cuDNN also fail for other reasons than a broken GPU
+        (facts(error(1, NCCL + "socketStartConnect: Connect to 10.0.0.2<4> failed : No route to host", is_hardware=True)), "nccl-network", 1),
+        (facts(error(1, NCCL + "Bootstrap : no socket interface found", is_hardware=True)), "nccl-network", 1),
+        (facts(error(1, NCCL + "Error while creating shared memory segment /dev/shm/nccl-Yx (size 96)", is_hardware=True)), "shared-memory", 1),
+        (facts(error(1, NCCL + "something else", is_hardware=True)), "unknown", 1),
+        (facts(error(1, "torch.AcceleratorError: CUDA error: operation not permitted when stream is capturing", is_hardware=True)), "unknown", 1),
+        (facts(error(1, "torch.AcceleratorError: CUDA error: invalid argument", is_hardware=True)), "unknown", 1),
+        (facts(error(1, "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", is_hardware=True)), "unknown", 1),
+        (facts(error(1, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", is_hardware=True)), "unknown", 1),
+        (facts(error(1, "RuntimeError: CUDA error: device-side assert triggered", is_hardware=True)), "device-assert", 1),
+        (facts(error(1, "RuntimeError: CUDA error: uncorrectable ECC error encountered", is_hardware=True)), "gpu-fault", 1),
+        # ranks that never met
+        (facts(error(1, "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (node7, 29500).", is_secondary=True)), "ranks-missing", 1),
+        (facts(error(0, "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 80, code: -13, name: EACCES", is_secondary=True)), "unknown", 0),
+        # a line of the setup, before ranks that trained
+        (facts(logs={0: "step 900\n"}, console="env.sh: line 3: nvcc: command not found"), "unknown", None),
+        # the signal is of NCCL's watchdog
+        (facts(report(1, signal=6), logs={0: "", 1: WATCHDOG + "NCCL error: remote process exited or there was a network error, NCCL version 2.21.5"}), "unknown", 0),
+        (facts(report(1, signal=6), logs={1: WATCHDOG + "CUDA error: uncorrectable ECC error encountered"}), "gpu-fault", 1),
+        (facts(report(1, signal=6), logs={1: "[F321 02:07:08.408271257 ProcessGroupNCCL.cpp:1557] [PG ID 0 Rank 1] Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."}), "collective-timeout", 1),
+        # a traceback in the log of a rank that left no report
+        (facts(logs={0: USERS, 1: "step 7\n"}, cause=Cause.HANG), "hang", None),
+        (facts(reset(0), logs={0: "", 1: USERS}), "unknown", 1),
+        (facts(reset(0), logs={0: "", 1: USERS, 2: ""}), "peer-gone", None),
+    ],
+)  # fmt: skip
+def test_a_text_that_only_looks_like_a_cause_is_not_taken_for_one(made: Facts, failure: str, rank: int | None) -> None:
+    found = verdict_of(made)
+
+    assert (found.failure, found.rank) == (failure, rank)
+    assert failure != "unknown" or found.basis == "none"
+
+
+def test_an_attempt_without_a_recorded_end_has_not_failed_by_its_log() -> None:
+    found = verdict_of(facts(logs={0: USERS}, cause=None, ending=None))
+
+    assert (found.failure, found.basis, found.rank) == ("unknown", "none", None)
+    assert [one.text for one in found.evidence] == ["KeyError: 'no such key'"]
+    assert verdict_of(facts(raised(1), cause=None, ending=None)).failure == "user-exception"
+
+
+def test_a_long_message_without_blanks_is_searched_in_a_moment() -> None:
+    assert entity("KeyError: '" + "a/" * 16_000) == ""
