@@ -107,6 +107,29 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
+class StopSignalled(BaseException):
+    """A stop signal has come within `leaving_at_stop_signals`."""
+
+
+@contextmanager
+def leaving_at_stop_signals() -> Iterator[None]:
+    """Have a stop signal raise `StopSignalled` within the `with` block, until `block_awaited_signals` is called; then they are blocked."""
+
+    def leave(*_: object) -> None:
+        raise StopSignalled
+
+    # A wait in C++, such as that of torchrun's store, runs no handler of Python: there, the signal itself is to end the process.
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        block_awaited_signals()
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
 _SIGSET_BYTES = 128
 """Size of a `sigset_t`, in glibc and in musl."""
 _AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunDir(arguments.run)
     joining = _Joining(run=run, place=of_run(place, run.path.absolute()))
     try:
-        with nullcontext() if joining.place.is_store_hosted else _stoppable():
+        with nullcontext() if joining.place.is_store_hosted else processes.leaving_at_stop_signals():
             gathering, attempt = joining.gather(is_finished=arguments.finished)
-    except _StoppedEarly:
+    except processes.StopSignalled:
         sys.stderr.write(f"{run.name}: rank {place.rank} was stopped while it waited for the other ranks\n")
         return exit_codes.STOPPED
     if attempt == _FINISHED:
@@ -89,29 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # To a launcher, each code but zero is a failure, and the highest one counts: rank zero's is enough.
     is_to_continue = place.rank == 0 and not arguments.of_node and not joining.is_stop_asked
     return exit_codes.STOPPED if is_to_continue else exit_codes.FINISHED
-
-
-class _StoppedEarly(BaseException):
-    """A signal asks this process to stop before the ranks have met."""
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Have a stop signal raise `_StoppedEarly` within the `with` block, until `block_awaited_signals` is called."""
-
-    def leave(*_: object) -> None:
-        raise _StoppedEarly
-
-    # torchrun's store waits in C++, where no handler of Python runs: there, the signal itself is to end the process.
-    numbers = [number for number in processes.STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        processes.block_awaited_signals()
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass(kw_only=True)
