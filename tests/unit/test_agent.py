@@ -297,7 +297,11 @@ def test_where_the_kernel_refuses_to_fork_a_worker_no_other_worker_is_left_and_t
     workers.begin(0, None)
     await_news(workers)
 
-    (agent,) = [process for process in psutil.Process().children() if "ddp_hpc.job.node.agent" in process.cmdline()]
+    every = psutil.process_iter(
+        ["ppid", "cmdline"]
+    )  # of a process that has ended and is not reaped, it gives no command line
+    ours = [process for process in every if process.info["ppid"] == os.getpid()]
+    (agent,) = [process for process in ours if "ddp_hpc.job.node.agent" in (process.info["cmdline"] or [])]
     assert not agent.children()
     failure = first_failure(run, 0)
     assert failure is not None
