@@ -39,8 +39,7 @@ def fingerprint(failure: str, text: str, place: str, *, hosts: tuple[str, ...] =
 
 def entity(text: str) -> str:
     """Return the sample or the file that a message names; empty where it names none, or a temporary file."""
-    text = text[:_MOST_SEARCHED]
     if sample := _SAMPLE.search(text):
         return sample[1]
-    paths = (found[1] for found in _QUOTED_PATH.finditer(text))
+    paths = (found[1] for found in _QUOTED_PATH.finditer(text[:_MOST_SEARCHED]))
     return next((path for path in paths if not _TEMPORARY.match(path)), "")

@@ -214,7 +214,7 @@ def _of_report(facts: Facts, failure: WorkerFailure) -> _Finding:
         host=failure.host,
         at=failure.at,
         step=None if failure.of_script or not failure.step else failure.step,
-        detail=failure.exception.partition("\n")[0],
+        detail=_said(failure.exception),
     )
     if failure.is_diverged:
         return _with_line(replace(finding, failure="nan"), facts)
@@ -233,6 +233,12 @@ def _of_report(facts: Facts, failure: WorkerFailure) -> _Finding:
         found = Match(_unmatched(failure), "root")
     finding = _with_line(replace(finding, failure=found.name, role=found.role, place=_place(raised)), facts)
     return _of_killed_child(facts, finding)
+
+
+def _said(exception: str) -> str:
+    """Return an exception's first line; of one that a DataLoader's process has passed on, the original's, which is the last."""
+    lines = [line for line in exception.splitlines() if line.strip()] or [""]
+    return lines[-1] if _PASSED_ON.search(lines[0]) else lines[0]
 
 
 def _of_earlier(found: Match | None, all_raised: Sequence[Raised]) -> Match | None:
@@ -273,6 +279,8 @@ def _unmatched(failure: WorkerFailure) -> str:
     return "user-exception" if failure.exception_type or failure.traceback else "unknown"
 
 
+_PASSED_ON = re.compile(r"Caught \w+ in (?:DataLoader worker process|pin memory thread|replica) ")
+"""`torch._utils.ExceptionWrapper.reraise`: the text of the original, with its traceback, follows in the next lines."""
 _OF_TORCH = {"RuntimeError", "DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
 """Types by which PyTorch reports a lost connection, among other errors."""
 

@@ -302,6 +302,18 @@ def test_a_fingerprint_is_that_of_the_mechanism() -> None:
     assert mechanism("[Errno 28] x") != mechanism("[Errno 2] x")
 
 
+def test_the_sample_is_named_that_a_loaders_process_could_not_read() -> None:
+    passed_on = (
+        "SampleError: Caught SampleError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        + "  line\n" * 900
+    )
+    original = "ddp_hpc.train.data.loader.SampleError: `train_data[9]` raised ValueError: label 12 is out of range."
+
+    found = verdict_of(facts(report(1, f"{passed_on}{original}\n", exception_type="SampleError")))
+
+    assert (found.failure, found.entity, found.detail) == ("data", "train_data[9]", original)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
