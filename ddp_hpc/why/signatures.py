@@ -541,7 +541,7 @@ REGISTRY: Sequence[Failure] = (
         name="preempted",
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
-        to_do="Nothing, if the run was started again; else submit it again: it continues from its newest checkpoint.",
+        to_do="Nothing, if the run was started again; else submit it again: it continues from what it has saved.",
         patterns=[
             _printed(
                 _DAEMON + r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO PREEMPTION",
@@ -554,7 +554,7 @@ REGISTRY: Sequence[Failure] = (
         name="time-limit",
         title="the job reached its time limit",
         means="Slurm ends a job at its limit; a checkpoint is written before that.",
-        to_do="Submit the run again: it continues from its newest checkpoint. A larger `resources.time_limit_min` means fewer restarts.",
+        to_do="Submit the run again: it continues from what it has saved. A larger `resources.time_limit_min` means fewer restarts.",
         patterns=[
             _printed(
                 _DAEMON + r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO TIME LIMIT",
@@ -678,7 +678,7 @@ REGISTRY: Sequence[Failure] = (
         name="user-exception",
         title="an exception in the user's code",
         means="The code of the model, the recipe or the script raised an exception that nothing caught.",
-        to_do="Mend the code at that line, and submit the run again: it continues from its newest checkpoint.",
+        to_do="Mend the code at that line, and submit the run again: it continues from what it has saved.",
         patterns=[
             _raised(
                 r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ",
