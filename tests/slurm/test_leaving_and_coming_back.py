@@ -156,7 +156,7 @@ def test_a_cancelled_run_never_comes_back(cluster: Cluster, place: LoginNode, wh
         cluster.wait_for(lambda: attempts(place, "gone")[-1].next == "requeue", 60)
         # The ledger has it before Slurm has: a scancel in between would be overtaken by the supervisor's `scontrol requeue`.
         pending = ("squeue", "--noheader", f"--jobs={job}", "--states=PENDING")
-        cluster.wait_for(lambda: cluster.run(*pending).stdout.strip(), 60)
+        cluster.wait_for(lambda: cluster.run(*pending).stdout.strip() != "", 60)
 
     cluster.run("scancel", job)
     cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 60)
