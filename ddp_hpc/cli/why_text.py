@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddp_hpc.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.why.lines import number_of
-from ddp_hpc.why.signatures import BY_NAME
+from ddp_hpc.why.signatures import BY_NAME, Role
 from ddp_hpc.why.verdict import Evidence, Verdict
 
 _WIDTH = 110
@@ -23,6 +23,9 @@ _THEN = {
     Next.SLURM: "Slurm put the job back into the queue",
 }
 _BASIS = {"record": "from the run's records", "log": "from a text in a log", "none": "nothing proves it"}
+
+_ROLES: Mapping[Role, str] = {"root": "root", "cascade": "cascade", "confirmation": "confirms", "either": "perhaps"}
+"""What a piece of evidence is -> the word before it; `--json` has the first."""
 
 
 def as_text(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, word: str) -> str:
@@ -54,7 +57,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
             "why",
             f"no end of this attempt is recorded: it runs, or its processes were killed. `ddp-hpc status {word}` shows which",
         )
-        yield "in logs", "\n".join(_shown(run, one) for one in verdict.evidence)
+        yield "in logs", "\n".join(f"{_where(run, one)}: {_quoted(one)}" for one in verdict.evidence)
         return
     if not verdict.failure:
         yield "why", f"nothing failed: {attempt.cause or attempt.ending}"
@@ -100,9 +103,16 @@ def _others(verdict: Verdict) -> str:
 
 
 def _shown(run: RunDir, evidence: Evidence) -> str:
+    return f"{_ROLES[evidence.role]} ({_where(run, evidence)}): {_quoted(evidence)}"
+
+
+def _where(run: RunDir, evidence: Evidence) -> str:
     rank = "" if evidence.rank is None else f"rank {evidence.rank}, "
-    where = "record" if evidence.line is None else place_of(run, evidence)
-    return f"{evidence.role} ({rank}{where}): {evidence.text[:_LONGEST].strip()}"
+    return rank + ("record" if evidence.line is None else place_of(run, evidence))
+
+
+def _quoted(evidence: Evidence) -> str:
+    return evidence.text[:_LONGEST].strip()
 
 
 def place_of(run: RunDir, evidence: Evidence) -> str:

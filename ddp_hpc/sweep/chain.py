@@ -8,12 +8,11 @@ from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.records import When
 from ddp_hpc.slurm import client
+from ddp_hpc.submission.chain import after_job
 from ddp_hpc.sweep import array
 from ddp_hpc.sweep.start import sending_alone
 from ddp_hpc.sweep.states import points_in_queue
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep
-
-_AFTER: Mapping[When, str] = {"ok": "afterok", "notok": "afternotok", "any": "afterany"}
 
 
 def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> str:
@@ -58,8 +57,8 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
     if not live:
         return ""
     # Where a point has failed already, the sweep is not ok whatever follows.
-    how = "any" if when == "notok" and others else when
-    return f"{_AFTER[how]}:{':'.join(_jobs(sweep, waiting, live))}"
+    how: When = "any" if when == "notok" and others else when
+    return after_job(":".join(_jobs(sweep, waiting, live)), how)
 
 
 def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]], live: set[int]) -> list[str]:
@@ -67,9 +66,10 @@ def _jobs(sweep: Sweep, waiting: Mapping[str, set[int]], live: set[int]) -> list
     names = []
     for one in sweep.arrays:
         here = waiting[one.job_id]
-        if here and not live.isdisjoint(
+        run_elsewhere = not live.isdisjoint(
             set(one.numbers) - here
-        ):  # a point that failed here runs again in another array
+        )  # a point that has failed here runs again in another array
+        if here and run_elsewhere:
             names += [f"{one.job_id}_{number - one.offset}" for number in sorted(here)]
         elif here:
             names.append(one.job_id)

@@ -60,6 +60,23 @@ def test_one_screen_names_root_evidence_and_what_to_do(run: RunDir, capsys: pyte
     assert len(out.splitlines()) <= 24
 
 
+def test_a_run_that_may_run_on_is_not_said_to_have_failed_whatever_its_log_ends_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs")
+    add_attempt(run)
+    add_log(run, TRACEBACK)  # which the script has caught and printed
+
+    out = said(capsys, "why", "digits")
+
+    assert "no end of this attempt is recorded: it runs, or its processes were killed" in out
+    assert "in logs   rank 0, logs/attempt-0/rank-0.log:4: KeyError: 7" in out
+    assert "exception in the user's code" not in out
+    assert "to do" not in out
+    assert as_json(capsys, "why", "digits")["failure"] == "unknown"
+
+
 def test_json_has_the_same_and_a_fingerprint(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     record = as_json(capsys, "why", "digits")
 
