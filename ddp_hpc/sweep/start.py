@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,15 +100,25 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
 
 
 def _cancel_begun(sweep_dir: SweepDir, sweep: Sweep, backend: Backend, environ: Mapping[str, str]) -> int:
-    """Cancel the runs that wait again or run; return how many there were."""
+    """Cancel the runs that wait again or run; return how many there were.
+
+    Raises:
+        ConfigError: for the first that could not be cancelled and still runs; the others are cancelled.
+    """
     live = [
         run
         for run in map(sweep_dir.run, sweep.points)
         if has_begun(run) and not has_ended(run) and backend.find_job(run, environ) is not None
     ]
+    refusals = []
     for run in live:
-        with suppress(ConfigError):  # it has ended meanwhile
+        try:
             backend.cancel(run, environ)
+        except ConfigError as error:
+            if backend.find_job(run, environ) is not None:  # else it has ended meanwhile
+                refusals.append(error)
+    if refusals:
+        raise refusals[0]
     return len(live)
 
 

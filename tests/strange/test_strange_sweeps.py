@@ -15,6 +15,8 @@ from ddp_hpc.cli import main
 from ddp_hpc.config import resolve
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.submission import local
 from ddp_hpc.sweep.points import points_of, read_points
 from ddp_hpc.sweep.resolving import Points
 from ddp_hpc.sweep.states import unbegun_points
@@ -342,3 +344,30 @@ def test_a_value_that_may_be_a_secret_stands_in_no_name_no_output_and_no_error(
     assert "env.API_TOKEN=(not shown)" in printed.err
     (point,) = points_of([], [{"recipe.args.login": {"user": "ada", "password": "sk-secret"}}])
     assert "sk-secret" not in str(point)
+
+
+def test_a_point_that_cannot_be_cancelled_from_here_is_not_said_to_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_dir = made_sweep(("a=1,2",))
+    runs = [sweep_dir.run(point) for point in read_sweep(sweep_dir).points]
+    for run in runs:
+        run.attempts.unlink(missing_ok=True)
+        run.path.mkdir(exist_ok=True)
+        run.config.write_text(f"name: {run.name}\n")
+        add_attempt(run)
+    cancelled: list[str] = []
+
+    def cancel(run: RunDir, _environ: object) -> None:
+        if run.name == runs[0].name:
+            raise ConfigError("it runs on another host. Cancel it there")
+        cancelled.append(run.name)
+
+    monkeypatch.setattr(local, "find_job", lambda _run, _environ: object())
+    monkeypatch.setattr(local, "cancel", cancel)
+
+    assert main(["sweep", "cancel", "grid"]) == 2
+    captured = capsys.readouterr()
+    assert "it runs on another host" in captured.err
+    assert "were cancelled" not in captured.out
+    assert cancelled == [runs[1].name]  # the others all the same
