@@ -90,7 +90,7 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
         if not is_alone:
             raise RunBusyError(
                 f"No other point of {sweep_dir.name} starts, but another process has been sending points of it for {_SENDING_PATIENCE_S:.0f} s, "
-                f"so its jobs are not cancelled. Say `ddp-hpc sweep cancel {sweep_dir.name}` again when that is done."
+                f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that is done."
             )
         sweep = array.settled(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
