@@ -196,6 +196,16 @@ def sigchld_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def all_signals_blocked() -> Iterator[None]:
+    """Block all signals of this thread: a thread that is started meanwhile never takes one (pthread_sigmask(3))."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def await_signal(timeout_s: float, also: Iterable[int] = ()) -> signal.Signals | None:
     """Wait for a stop signal, the exit of a child, input, or one of `also`; return the signal, or None after `timeout_s`."""
     # Through the C library: Python's `signal.sigtimedwait` returns a signal that was not sent if the process was stopped

@@ -281,6 +281,15 @@ def for_attach(run: Path, *, attempt: int, stop_signal: str, stop_exit_code: int
     return {ATTACHED: json.dumps(facts)}
 
 
+PROBE_FOLDER = "_DDP_HPC_PROBE_FOLDER"
+"""The variable with the directory in which a rank opens the socket for questions to it (`rank_probe`)."""
+
+
+def for_probe(folder: Path | None) -> dict[str, str]:
+    """Return what a rank reads to answer questions; nothing where this node has no directory for sockets."""
+    return {} if folder is None else {PROBE_FOLDER: str(folder)}
+
+
 STORE_IS_HOSTED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Says to PyTorch that the store at MASTER_ADDR and MASTER_PORT is there already, so that rank zero does not host it."""
 

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
-from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED, contract_of_torchrun, for_attach
+from ddp_hpc.rank_probe.folder import socket_of
+from ddp_hpc.rank_probe.server import serve_at_rendezvous
+from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED, contract_of_torchrun, for_attach
 from ddp_hpc.script.interpreter import run_as_main
 from ddp_hpc.script.output import redirect
 from ddp_hpc.script.plan import users_python_path
@@ -97,4 +100,6 @@ def _exec(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
 
 
 def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
+    if folder := environ.get(PROBE_FOLDER):
+        serve_at_rendezvous(socket_of(Path(folder), script_rank.rank))
     return run_as_main(script_rank.plan, environ, users_python_path(environ), partial(report_exception, script_rank))

@@ -16,6 +16,9 @@ from ddp_hpc.base.processes import unclaimed_stop_signals
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, exit_code_of
 from ddp_hpc.exit_codes import FINISHED, STOPPED
+from ddp_hpc.rank_probe.folder import socket_of
+from ddp_hpc.rank_probe.server import serve
+from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER
 from ddp_hpc.run_dir.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, write_failure
 from ddp_hpc.run_dir.paths import RunDir
@@ -66,6 +69,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     open_rank_log(run.rank_log(attempt, rank_info.rank), is_rank_zero=rank_info.is_rank_zero)
     flag = StopFlag(run.stop_request, unclaimed_stop_signals())
     flag.listen()
+    _answer_questions(rank_info.rank, environ)
     training: Training | None = None
     phase: Phase = "joining"
     try:
@@ -98,6 +102,14 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     del training, group
     process_group.leave()
     return code
+
+
+def _answer_questions(rank: int, environ: Mapping[str, str]) -> None:
+    """Answer this node's questions about stacks and collectives from here on, as far as this PyTorch can."""
+    folder = environ.get(PROBE_FOLDER)
+    why_not = serve(socket_of(Path(folder), rank)) if folder else "this node has no directory for sockets"
+    if why_not and rank == 0:
+        log.info("a hang is reported without the ranks' collectives, because %s", why_not)
 
 
 def _join(  # noqa: PLR0913  a rank, and what it needs to join the others

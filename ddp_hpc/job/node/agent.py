@@ -40,11 +40,13 @@ from ddp_hpc.job.node.python_environ import (
 )
 from ddp_hpc.job.wire.control_channel import Line
 from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting, PortTakenError, listen
+from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
     Fact,
     WorkerEnv,
     endpoint_of_run,
+    for_probe,
     launched,
     library_variables,
     node_variables,
@@ -81,6 +83,8 @@ class NodeWorkers:
     """How long the others may take to exit, after the first worker has exited after a commit; None: no limit."""
     node_rank: int = 0
     num_nodes: int = 1
+    probe_folder: Path | None = None
+    """Where the workers open their sockets for questions."""
 
 
 @dataclass
@@ -133,6 +137,7 @@ class Agent:
         self._is_stop_pending = False
         """Whether a stop signal came while no worker ran."""
         self._interruptions = processes.blocked_interruptions()
+        self._probes = make_folder()
 
     def serve(self) -> None:
         """Carry out the supervisor's orders until it closes the connection; then kill the workers that are left."""
@@ -148,6 +153,8 @@ class Agent:
             self._look_after_workers()
         if self._group:
             processes.kill(self._group.alive)
+        if self._probes:
+            self._probes.close()
 
     def _ask_workers_to_stop(self) -> None:
         """Send the workload's stop signal to the workers; where none runs, keep it for the next ones."""
@@ -190,6 +197,7 @@ class Agent:
             teardown_s=self._arguments.teardown_s,
             node_rank=self._node_rank,
             num_nodes=self._num_nodes,
+            probe_folder=self._probes.path if self._probes else None,
         )
 
     def _obey(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
@@ -242,7 +250,8 @@ class Agent:
                 meeting_point.set_inheritable(True)
                 options.append(f"--listen-fd={meeting_point.fileno()}")
             argv = [sys.executable, "-m", "ddp_hpc.job.node.spawned", str(node_workers.run.path), *options]
-            environ = {**os.environ, **worker_env(node_workers, local_rank, port).environ, **self._python}
+            probe = for_probe(node_workers.probe_folder)
+            environ = {**os.environ, **worker_env(node_workers, local_rank, port).environ, **probe, **self._python}
             try:
                 ranks[os.posix_spawn(sys.executable, argv, environ)] = rank
             except OSError:
@@ -340,7 +349,7 @@ def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket
                 "user or the job has too many processes: raise `ulimit -u`, or the limit of the job's cgroup (pids.max)",
             ) from error
         if pid == 0:
-            os.environ.update(environ)
+            os.environ.update({**environ, **for_probe(node_workers.probe_folder)})
             _become_worker(node_workers, worker, rank, meeting_point, agent_pid)
         ranks[pid] = rank
     return ranks

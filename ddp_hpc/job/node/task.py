@@ -22,10 +22,13 @@ from ddp_hpc.errors import exit_code_of
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
+    PROBE_FOLDER,
     WorkerEnv,
     endpoint_of_run,
+    for_probe,
     launched,
     node_variables,
     of_torchrun,
@@ -56,7 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
     worker_env = _by_torchrun(import_paths) if meeting is None else _by_srun(meeting, import_paths)
     os.environ.update(worker_env.environ)
-    code = _work(run, arguments.worker, arguments.attempt, meeting)
+    # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.
+    probes = None if PROBE_FOLDER in os.environ else make_folder()
+    os.environ.update(for_probe(probes.path if probes else None))
+    try:
+        code = _work(run, arguments.worker, arguments.attempt, meeting)
+    finally:
+        if probes:
+            probes.close()
     if os.environ["RANK"] == "0":
         write_rank_zero_exit(run, arguments.attempt, code)
     return exit_codes.FINISHED if code == exit_codes.STOPPED else code

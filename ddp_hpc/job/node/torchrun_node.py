@@ -31,8 +31,9 @@ import psutil
 from ddp_hpc.base import processes
 from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.wire.endpoint import Meeting, own_address
+from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.worker_env import WorkerEnv, node_variables, settled
+from ddp_hpc.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled
 from ddp_hpc.run_dir.records import read_rendezvous_token
 from ddp_hpc.slurm.allocation import step_task
 
@@ -61,13 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     token = read_rendezvous_token(arguments.token_file)
     # Other users can list the names of rendezvous; this one does not reveal the token.
     name = hashlib.sha256(f"torchrun {token}".encode()).hexdigest()[:32]
+    probes = make_folder()
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *rendezvous, *arguments.options],
-        env={**os.environ, **node.environ, "PET_RDZV_ID": name},
+        env={**os.environ, **node.environ, "PET_RDZV_ID": name, **for_probe(probes.path if probes else None)},
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
-    return see_through(torchrun, arguments.stop_signal, interruptions)
+    try:
+        return see_through(torchrun, arguments.stop_signal, interruptions)
+    finally:
+        if probes:
+            probes.close()
 
 
 def see_through(

@@ -1,0 +1,247 @@
+"""A process answers questions about itself over its socket, and what does not answer is said to be unknown."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
+from ddp_hpc.rank_probe.server import serve, serve_at_rendezvous
+
+assert torch.distributed.is_available()
+
+
+@pytest.fixture
+def folder() -> Iterator[ProbeFolder]:
+    made = make_folder()
+    assert made is not None
+    yield made
+    made.close()
+
+
+@contextmanager
+def process(work: Callable[[], object], *, errors: Path | None = None) -> Iterator[int]:
+    """Run `work` in a forked process, and kill that one at the end; what it prints as errors goes to a file."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            if errors is not None:
+                os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            work()
+        os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def answering(probe: RankProbe) -> int:
+    """Wait until somebody answers; return its process id."""
+    ends_at = time.monotonic() + 60
+    while True:
+        try:
+            return probe.ping()
+        except NoAnswerError:
+            assert time.monotonic() < ends_at
+            time.sleep(0.02)
+
+
+def refusal(probe: RankProbe) -> NoAnswerError | None:
+    """Return how it does not answer."""
+    try:
+        probe.ping()
+    except NoAnswerError as error:
+        return error
+    return None
+
+
+def test_a_rank_gives_its_stacks_flight_record_and_wait_counters_and_prints_nothing(
+    folder: ProbeFolder, tmp_path: Path
+) -> None:
+    def work() -> None:
+        assert serve(folder.socket(3)) == ""
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.all_reduce(torch.ones(7))
+        (tmp_path / "reduced").touch()
+        sleep_for_good()
+
+    def sleep_for_good() -> None:
+        time.sleep(600)
+
+    with process(work, errors=tmp_path / "errors") as pid:
+        probe = RankProbe(path=folder.socket(3), answer_s=30)
+        assert answering(probe) == pid
+        ends_at = time.monotonic() + 60
+        while not ((tmp_path / "reduced").exists() and "sleep_for_good" in probe.stacks()):
+            assert time.monotonic() < ends_at
+        [entry] = probe.flight_record()["entries"]
+        assert entry["input_sizes"] == [[7]]
+        assert "pytorch.wait_counter.c10d.init_process_group" in probe.wait_counters()
+    assert "WorkerServer" not in (tmp_path / "errors").read_text()
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_rank_that_holds_the_interpreter_gives_no_stacks_but_all_else_and_a_stopped_one_gives_nothing(
+    folder: ProbeFolder, tmp_path: Path
+) -> None:
+    def work() -> None:
+        serve(folder.socket(0))
+        (tmp_path / "holds").touch()
+        ctypes.PyDLL(None).sleep(600)
+
+    with process(work) as pid:
+        probe = RankProbe(path=folder.socket(0), answer_s=30)
+        answering(probe)
+        ends_at = time.monotonic() + 60
+        while not (tmp_path / "holds").exists():
+            assert time.monotonic() < ends_at
+        time.sleep(0.2)  # until its main thread is in the C function
+
+        with pytest.raises(NoAnswerError, match=r"no answer to dump_traceback within 0\.5 s"):
+            RankProbe(path=folder.socket(0), answer_s=0.5).stacks()
+        assert probe.ping() == pid
+        assert "version" in probe.flight_record()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(NoAnswerError) as silent:
+            RankProbe(path=folder.socket(0), answer_s=0.3).ping()
+        assert silent.value.pid == pid
+
+
+def test_a_process_that_executes_another_program_or_has_ended_is_not_taken_for_one_that_is_silent(
+    folder: ProbeFolder,
+) -> None:
+    probe = RankProbe(path=folder.socket(0))
+    go_read, go_write = os.pipe()
+
+    def work() -> None:
+        serve(folder.socket(0))
+        os.read(go_read, 1)
+        os.execv("/bin/sleep", ["sleep", "600"])  # noqa: S606
+
+    with process(work):
+        answering(probe)
+        os.write(go_write, b"x")
+        ends_at = time.monotonic() + 60
+        said = None
+        while said is None or "refused" not in str(said):  # at first the connection may be cut in the middle
+            assert time.monotonic() < ends_at
+            said = refusal(probe)
+    assert said.pid is None
+    with pytest.raises(NoAnswerError, match="No such file"):
+        RankProbe(path=folder.socket(1)).ping()
+
+
+def test_a_script_that_forks_before_and_after_it_meets_others_answers_itself_and_ends_as_ever(
+    folder: ProbeFolder, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "import torch.distributed as dist\n"
+        "from ddp_hpc.rank_probe.server import serve_at_rendezvous\n"
+        "assert serve_at_rendezvous(Path(sys.argv[1])) == ''\n"
+        "def fork():\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        os._exit(5)\n"
+        "    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5\n"
+        "fork()\n"
+        "assert len(os.listdir('/proc/self/task')) == 1 or sys.version_info < (3, 12)\n"
+        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+        "fork()\n"
+        "assert Path(sys.argv[1]).is_socket()\n"
+        "dist.destroy_process_group()\n"
+        "sys.exit(7)\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, script, folder.socket(0)], capture_output=True, text=True, check=False, timeout=120
+    )
+
+    assert (done.returncode, done.stdout) == (7, ""), done.stderr
+    assert "WorkerServer" not in done.stderr
+
+
+def _reply(path: Path, reply: bytes) -> None:
+    """Answer one connection with these bytes."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def work() -> None:
+            with suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(reply)
+                    connection.recv(4096)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        with pytest.raises(NoAnswerError) as error:
+            RankProbe(path=path, answer_s=5, most_bytes=1000).flight_record()
+        thread.join()
+    raise error.value
+
+
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (_HEAD % 5000 + b"x" * 5000, "more than 1000 bytes"),
+        (_HEAD % 5 + b"{\xff}} ", "no JSON"),
+        (_HEAD % 2 + b"[]", "no JSON object"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "status 404"),
+        (b"\x00\x01garbage\r\n", "no answer to fr_trace_json"),
+    ],
+)
+def test_an_answer_that_is_too_large_or_unreadable_is_no_answer(reply: bytes, said: str, folder: ProbeFolder) -> None:
+    with pytest.raises(NoAnswerError, match=said):
+        _reply(folder.socket(0), reply)
+
+
+def test_what_a_killed_maker_left_is_removed_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
+    living, killed = make_folder([str(tmp_path)]), make_folder([str(tmp_path)])
+    assert living is not None
+    assert killed is not None
+    for one in (living, killed):
+        os.utime(one.path, (1, 1))
+    os.close(killed.lock_fd)
+
+    newest = make_folder([str(tmp_path / "missing"), str(tmp_path)])
+
+    assert newest is not None
+    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, newest.path.name}
+    living.close()
+    newest.close()
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_pytorchs_server_a_process_goes_on_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as without:
+        without.delattr(sys.modules["torch._C._distributed_c10d"], "_WorkerServer")
+        assert "has no worker server" in serve(tmp_path / "socket")
+        without.delitem(sys.modules, "torch.distributed.rendezvous")
+        assert "no table" in serve_at_rendezvous(tmp_path / "socket")
+    assert "did not start" in serve(tmp_path / ("x" * 120))
