@@ -63,6 +63,8 @@ _OF_WATCHDOG = r"(?:\[[EF]\d*\s|  what\(\):  ).*Process group watchdog thread te
 """NCCL's watchdog says why it aborts its process."""
 _DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
 """A time in front of a daemon's line."""
+_STEPD = r"slurmstepd(?:-[\w.-]+)?: error: "
+"""Where several slurmd share a machine, the daemon's name ends with the node's."""
 
 REGISTRY: Sequence[Failure] = (
     Failure(
@@ -141,12 +143,12 @@ REGISTRY: Sequence[Failure] = (
                 "  what():  std::bad_alloc",
             ),
             _printed(
-                _DAEMON + r"slurmstepd: error: Detected \d+ oom[-_]kill event",
+                _DAEMON + _STEPD + r"Detected \d+ oom[-_]kill event",
                 "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
                 "confirmation",
             ),
             _printed(
-                _DAEMON + r"(?:slurmstepd|srun): error: .*(?:task \d+: Out Of Memory|oom-kill)",
+                _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*(?:task \d+: Out Of Memory|oom-kill)",
                 "srun: error: node1: task 3: Out Of Memory",
                 "confirmation",
             ),
@@ -500,9 +502,7 @@ REGISTRY: Sequence[Failure] = (
                 r"FATAL: +(?:could not open image|container creation failed|while (?:extracting|loading|making image)|[Uu]nable to (?:pull|handle))",
                 "FATAL:   could not open image /images/torch.sif: no such file or directory",
             ),
-            _printed(
-                _DAEMON + r"slurmstepd: error: pyxis: ", "slurmstepd: error: pyxis: failed to import docker image"
-            ),
+            _printed(_DAEMON + _STEPD + r"pyxis: ", "slurmstepd: error: pyxis: failed to import docker image"),
             _printed(
                 r"(?:docker: )?Error response from daemon: ",
                 "docker: Error response from daemon: pull access denied for torch",
@@ -524,7 +524,7 @@ REGISTRY: Sequence[Failure] = (
                 "srun: error: Unable to create step for job 12: Memory required by task is not available",
             ),
             _printed(
-                _DAEMON + r"slurmstepd: error: execve\(\): ",
+                _DAEMON + _STEPD + r"execve\(\): ",
                 "slurmstepd: error: execve(): /opt/venv/bin/python: No such file or directory",
             ),
             _printed(
@@ -544,7 +544,7 @@ REGISTRY: Sequence[Failure] = (
         to_do="Nothing, if the run was started again; else submit it again: it continues from what it has saved.",
         patterns=[
             _printed(
-                _DAEMON + r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO PREEMPTION",
+                _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO PREEMPTION",
                 "slurmstepd: error: *** JOB 12 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO PREEMPTION ***",
                 "confirmation",
             )
@@ -557,7 +557,7 @@ REGISTRY: Sequence[Failure] = (
         to_do="Submit the run again: it continues from what it has saved. A larger `resources.time_limit_min` means fewer restarts.",
         patterns=[
             _printed(
-                _DAEMON + r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO TIME LIMIT",
+                _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO TIME LIMIT",
                 "slurmstepd: error: *** STEP 12.0 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO TIME LIMIT ***",
                 "confirmation",
             )
@@ -570,7 +570,7 @@ REGISTRY: Sequence[Failure] = (
         to_do="Nothing, if the run was started again on other nodes; else exclude the node (`slurm.exclude`) and submit again.",
         patterns=[
             _printed(
-                _DAEMON + r"s(?:lurmstepd|run): error: .*(?:DUE TO NODE FAILURE|[Nn]ode failure on)",
+                _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*(?:DUE TO NODE FAILURE|[Nn]ode failure on)",
                 "slurmstepd: error: *** STEP 12.0 ON node1 CANCELLED AT 2026-06-18T13:05:36 DUE TO NODE FAILURE ***",
                 "confirmation",
             )

@@ -18,6 +18,7 @@ from ddp_hpc.why.exceptions import Raised, tracebacks, uncaught
 from ddp_hpc.why.fingerprint import entity, fingerprint
 from ddp_hpc.why.lines import Line
 from ddp_hpc.why.signatures import Match, Role, match_exception, match_line
+from ddp_hpc.why.slurm_lines import of_step
 
 Basis = Literal["record", "log", "none"]
 """What the verdict rests on: a field of a record, a text in a log, or nothing."""
@@ -253,7 +254,7 @@ def _of_killed_child(facts: Facts, finding: _Finding) -> _Finding:
     if finding.failure != "killed":
         return finding
     own = [] if finding.rank is None else _matches(facts.logs.get(finding.rank, ())[-_NEAR_END:])
-    killed = _killed(finding, own, _matches(facts.console))
+    killed = _killed(finding, own, _matches(of_step(facts.console, facts.attempt.job_id, finding.host)))
     return replace(killed, evidence=tuple(dict.fromkeys((*finding.evidence, *killed.evidence))))
 
 
@@ -303,7 +304,7 @@ def _by_signal(facts: Facts, finding: _Finding, number: int) -> _Finding:
     own = [] if finding.rank is None else _matches(facts.logs.get(finding.rank, ())[-_NEAR_END:])
     finding = replace(finding, detail=f"killed by {_name_of(number)}")
     if number == _KILL:
-        return _killed(finding, own, _matches(facts.console))
+        return _killed(finding, own, _matches(of_step(facts.console, facts.attempt.job_id, finding.host)))
     if number not in _CRASHES:
         return replace(finding, failure="signal")
     reasons = [pair for pair in own if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS]
@@ -335,7 +336,7 @@ def _killed(finding: _Finding, own: Sequence[tuple[Line, Match]], of_job: Sequen
         return replace(finding, failure="killed")
     line, rank = proofs[0]
     evidence = Evidence(role="confirmation", rank=rank, text=line.text, line=line)
-    return replace(finding, failure="host-memory", evidence=(evidence,))
+    return replace(finding, failure="host-memory", basis="log", evidence=(evidence,))
 
 
 def _by_exit_code(facts: Facts, finding: _Finding, code: int) -> _Finding:

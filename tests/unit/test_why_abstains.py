@@ -87,3 +87,25 @@ def test_an_attempt_without_a_recorded_end_has_not_failed_by_its_log() -> None:
 
 def test_a_long_message_without_blanks_is_searched_in_a_moment() -> None:
     assert entity("KeyError: '" + "a/" * 16_000) == ""
+
+
+@pytest.mark.parametrize(
+    ("console", "failure"),
+    [
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.1. Some of the step tasks have been OOM Killed.", "host-memory"),
+        ("[2026-06-18T13:05:36.123] error: Detected 1 oom_kill event in StepId=2.1. Some of the step tasks have been OOM Killed.", "killed"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=2.1. Some of the step tasks have been OOM Killed.", "killed"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.", "killed"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0. Some of the step tasks have been OOM Killed.\nsrun: Force Terminated StepId=1.1", "killed"),
+        ("slurmstepd-node1: error: Detected 1 oom_kill event in StepId=1.1. Some of the step tasks have been OOM Killed.", "host-memory"),
+        ("slurmstepd-node2: error: Detected 1 oom_kill event in StepId=1.1. Some of the step tasks have been OOM Killed.", "killed"),
+        ("srun: error: node1: task 1: Out Of Memory", "host-memory"),
+        ("srun: error: node2: task 2: Out Of Memory", "killed"),
+        ("srun: error: node1.hpc: task 1: Out Of Memory", "host-memory"),
+    ],
+)  # fmt: skip
+def test_memory_that_ran_out_in_another_step_or_on_another_node_killed_no_rank(console: str, failure: str) -> None:
+    found = verdict_of(facts(report(1, signal=9), console=console))
+
+    assert (found.failure, found.rank, found.host) == (failure, 1, "node1")
+    assert found.basis == ("log" if failure == "host-memory" else "record")

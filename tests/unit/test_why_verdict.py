@@ -30,7 +30,7 @@ KeyError: 'no such key'
 """
 RESET = "RuntimeError: [../gloo/transport/tcp/pair.cc:561] Connection closed by peer [10.0.0.1]:44715"
 WATCHDOG = "[rank2]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE) ran for 600060 milliseconds before timing out."
-OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."
+OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0. Some of the step tasks have been OOM Killed."
 
 
 def attempt(cause: Cause | None = Cause.WORKER_CRASHED, **more: Any) -> Attempt:
