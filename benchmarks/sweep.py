@@ -2,13 +2,15 @@
 
 On the test cluster (real Slurm, so as root), on its login node. All jobs are held, so that none starts meanwhile, and are cancelled after
 each row. `ddp-hpc submit` reads the points, checks each, writes the sweep's directory and asks Slurm whether it would accept the script
-(`sbatch --test-only`) before it sends the array; plain sbatch only sends it.
+(`sbatch --test-only`) before it sends the array; plain sbatch only sends it. submitit's `map_array` pickles a call of a function for each point. All byte code is on
+disk before the first round, as in an installed package.
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,10 +21,33 @@ from benchmarks.rounds import Benchmark, Row, Samples, Verdict, added, judge, ru
 from tests.slurm.cluster import USER, Cluster, booted, why_not
 from tests.slurm.runs import LoginNode
 
+ROOT = Path(__file__).resolve().parent.parent
 NUM_POINTS = 1000
 WALL = "wall_s"
+SUBMITIT, SUBMITIT_ARRAY = "limit: import submitit, submit one job", "submitit: map_array of 1,000 points"
 PYTHON, PLAIN, OURS = "limit: python -c pass", "plain sbatch --array=0-999", "ddp-hpc submit --points, 1,000 points"
+OF_OTHERS = (
+    "jinja2",
+    "msgspec",
+    "psutil",
+    "submitit",
+    "xxhash",
+    "yaml",
+    "ddp_hpc.cli.verbs.submit",
+    "ddp_hpc.sweep.start",
+)
 CONSOLE_SCRIPT = "import sys; from ddp_hpc.cli import main; sys.exit(main())"
+SUBMITIT_CODE = """
+import sys, submitit
+def train(lr, seed): pass
+executor = submitit.SlurmExecutor(folder=sys.argv[1])
+executor.update_parameters(additional_parameters={"hold": True})
+if sys.argv[2] == "1":
+    executor.submit(train, 0.1, 0)
+else:
+    points = range(int(sys.argv[2]))
+    executor.map_array(train, [number / 1000 for number in points], [number % 5 for number in points])
+"""
 TIMED = 'begin=$EPOCHREALTIME; "$@" >out 2>err || { cat err >&2; exit 1; }; echo "$begin $EPOCHREALTIME"'
 
 
@@ -51,6 +76,12 @@ class Login:
         self._login.cluster.cancel_all()
         return figures
 
+    def submitit(self, num_points: int) -> Mapping[str, float]:
+        folder = f"submitit-{next(self._numbers)}"
+        figures = self._timed(sys.executable, "-c", SUBMITIT_CODE, folder, str(num_points))
+        self._login.cluster.cancel_all()
+        return figures
+
     def plain(self) -> Mapping[str, float]:
         if self._script is None:
             self.ours()
@@ -69,11 +100,20 @@ def measure(rounds: int) -> Samples:
     """Boot a cluster, and submit there."""
     if reason := why_not():
         raise SystemExit(f"no Slurm cluster can be booted here: {reason}")
+    # The login node's user may not write byte code beside the sources, and to compile them takes as long as all the rest.
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(ROOT / "ddp_hpc")], check=True)
+    subprocess.run([sys.executable, "-c", f"import {', '.join(OF_OTHERS)}"], env={"PYTHONPATH": str(ROOT)}, check=True)
     with booted("bench") as cluster:
         login = Login(cluster)
         rows: Sequence[Row] = [
             Row(name, partial(each))
-            for name, each in ((PYTHON, login.python), (PLAIN, login.plain), (OURS, login.ours))
+            for name, each in (
+                (PYTHON, login.python),
+                (PLAIN, login.plain),
+                (SUBMITIT, partial(login.submitit, 1)),
+                (SUBMITIT_ARRAY, partial(login.submitit, NUM_POINTS)),
+                (OURS, login.ours),
+            )
         ]
         return run_rounds("sweep", rows, rounds=rounds)
 
@@ -82,9 +122,15 @@ def verdicts(samples: Samples) -> list[Verdict]:
     """Hold the added time against the target; show beside it how much of it is the start of Python."""
     added_ms = [1e3 * each for each in samples.differences(WALL, of=OURS, less=PLAIN)]
     python_ms = [1e3 * each for each in samples.by_row[PYTHON][WALL]]
+    of_one_ms = [1e3 * each for each in samples.differences(WALL, of=SUBMITIT, less=PLAIN)]
+    of_array = [
+        by / ours for by, ours in zip(samples.by_row[SUBMITIT_ARRAY][WALL], samples.by_row[OURS][WALL], strict=True)
+    ]
     return [
         judge("a sweep's time, less plain sbatch's", added_ms, unit="ms", limit=60, wanted="at most"),
         judge("of these: the start of Python itself", python_ms, unit="ms"),
+        judge("submitit's time for one job, less plain sbatch's", of_one_ms, unit="ms"),
+        judge("submitit's map_array, by our sweep", of_array, unit="x"),
     ]
 
 

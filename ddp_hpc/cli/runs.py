@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_hpc.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, is_folder, settings_dirs
-from ddp_hpc.watch.find import find_run, newest_run
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.queue import Ask, QueueStatus
@@ -47,6 +46,8 @@ def add_site(parser: argparse.ArgumentParser) -> None:
 
 def chosen_run(args: argparse.Namespace, environment: Mapping[str, str]) -> RunDir:
     """Return the run that RUN names, or the newest."""
+    from ddp_hpc.watch.find import find_run, newest_run  # late: `submit` names its run itself
+
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     return find_run(args.run, runs_dir) if args.run else newest_run(runs_dir)
 

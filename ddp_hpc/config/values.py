@@ -9,6 +9,7 @@ from ddp_hpc.config.keys import OF_A_VARIABLE, Key
 from ddp_hpc.errors import ConfigError
 
 _SCALARS = frozenset({bool, int, float, str})
+_TEXT_OR_WHOLE = without_none(OF_A_VARIABLE)
 _NOTHING = {"", "~", "null", "none"}
 
 
@@ -35,6 +36,10 @@ def _plain(value: Any, wanted: Any) -> Any:
     """Return the value if no rule has to be looked up to see that it has the type: a scalar, or a list of texts; else None."""
     if type(value) is wanted and wanted in _SCALARS:
         return value
+    if wanted is Any:
+        return value if type(value) in _SCALARS else None
+    if wanted == _TEXT_OR_WHOLE:
+        return value if type(value) in {str, int} else None
     if get_origin(wanted) is Literal:
         return value if type(value) is str and value in get_args(wanted) else None
     is_list_of_texts = type(value) is list and wanted == tuple[str, ...] and all(type(item) is str for item in value)

@@ -20,6 +20,7 @@ except ImportError:  # PyYAML was built without its C parser
     from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]  # the same class, slower
 
 _TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
 _INFINITIES = {"+": float("inf"), "-": float("-inf")}
 
 
@@ -76,15 +77,25 @@ def _construct_scalar(value_of: Callable[[str], Any]) -> Callable[[Any, yaml.Sca
 
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> DictWithLines:
-    _refuse_duplicates(loader, node)
-    loader.flatten_mapping(node)  # `<<: *defaults`
+    has_merge = any(key_node.tag == _MERGE for key_node, _ in node.value)
+    if has_merge:
+        _refuse_duplicates(loader, node)
+        loader.flatten_mapping(node)  # `<<: *defaults`
     mapping = DictWithLines()
     mapping.lines = {}
     for key_node, value_node in node.value:
         key = _construct_key(loader, key_node)
-        mapping[key] = loader.construct_object(value_node, deep=True)
+        mapping[key] = _construct(loader, value_node)
         mapping.lines[key] = key_node.start_mark.line + 1
+    if len(mapping) < len(node.value) and not has_merge:  # what merges may set a key twice
+        _refuse_duplicates(loader, node)
     return mapping
+
+
+def _construct(loader: Any, node: yaml.Node) -> Any:
+    """Return a node's value; that of a scalar without the steps that PyYAML needs for values that hold others."""
+    constructor = _Loader.yaml_constructors.get(node.tag) if isinstance(node, yaml.ScalarNode) else None
+    return loader.construct_object(node, deep=True) if constructor is None else constructor(loader, node)
 
 
 def _refuse_tag(_: Any, node: yaml.Node) -> NoReturn:
@@ -96,13 +107,13 @@ def _refuse_tag(_: Any, node: yaml.Node) -> NoReturn:
 def _construct_key(loader: Any, node: yaml.Node) -> Any:
     if not isinstance(node, yaml.ScalarNode):
         raise yaml.constructor.ConstructorError(None, None, "a key must be text or a number", node.start_mark)
-    return loader.construct_object(node, deep=True)
+    return _construct(loader, node)
 
 
 def _refuse_duplicates(loader: Any, node: yaml.MappingNode) -> None:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        if key_node.tag == f"{_TAG}merge":
+        if key_node.tag == _MERGE:
             continue
         key, line = _construct_key(loader, key_node), key_node.start_mark.line + 1
         if key in seen:

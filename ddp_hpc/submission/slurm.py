@@ -134,6 +134,7 @@ def submit(
     there = _already(run, spec, environ)
     if there is not None:
         return there
+    questions = capacity.Questions(environ)
     plan = _plan(resolved_text, spec, import_paths, environ, is_new=is_new)
     if is_new:
         _make(plan)  # by one rename: of two that submit a new run at once, the second is refused here
@@ -146,8 +147,10 @@ def submit(
             is_to_be_removed = is_new
             if not is_new:
                 _make(plan)
-            notes = [*plan.notes, *_fill(plan), *_notes_on_restarts(run, spec, environ)]
-            notes += capacity.check(spec, run, environ)
+            notes = [*plan.notes, *_fill(plan)]
+            questions.ask_about(run.job_script)
+            notes += _notes_on_restarts(run, spec, environ)
+            notes += questions.notes(spec, run)
             attempt = ownership.next_attempt(run)
             job = QueuedJob(job_id=allocate(run, environ), attempt=attempt, at=time.time(), since=attempt, backend=NAME)
             is_to_be_removed = False

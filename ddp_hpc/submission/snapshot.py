@@ -251,7 +251,14 @@ _WITHOUT_COMMANDS = (
 
 def _git(folder: Path, *words: str) -> str | None:
     """Return what git says about a directory; None where it is not a work tree, or this host has no git."""
-    return _asked(folder, *_WITHOUT_COMMANDS, *_without_filters(folder), *words)
+    # git looks for a repository in these places, and each of its processes takes 4 ms. A repository may also be the directory
+    # itself, with `core.worktree`: then it has a HEAD.
+    places = [folder.absolute(), *folder.absolute().parents, *folder.resolve().parents]
+    if not any(os.path.lexists(place / name) for place in places for name in (".git", "HEAD")):
+        return None
+    # Of what is asked here, `status` alone reads files through filters.
+    without_filters = _without_filters(folder) if words[0] == "status" else []
+    return _asked(folder, *_WITHOUT_COMMANDS, *without_filters, *words)
 
 
 def _without_filters(folder: Path) -> list[str]:

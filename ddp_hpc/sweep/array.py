@@ -20,6 +20,7 @@ from ddp_hpc.render import render_template
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.directives import directives
+from ddp_hpc.slurm.queries import ClusterConfig
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import slurm
 from ddp_hpc.submission.allocate import allocate_array
@@ -58,6 +59,18 @@ class Sent:
     """What Slurm printed then."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A sweep whose directory was just made, as it is written there."""
+
+    sweep_dir: SweepDir
+    sweep: Sweep
+    base: RunSpec
+    cluster: ClusterConfig
+    notes: Sequence[str]
+    """For the user."""
+
+
 def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     """Return the script of the sweep's arrays.
 
@@ -94,11 +107,11 @@ def make_for_slurm(
     base: Resolved,
     sweep: Sweep,
     import_paths: Sequence[Path],
-    environ: Mapping[str, str],
+    questions: capacity.Questions,
     *,
     until_sent: ExitStack,
-) -> list[str]:
-    """Make the sweep's directory with all that its tasks need; return notes for the user. Nothing is left where it fails.
+) -> Made:
+    """Make the sweep's directory with all that its tasks need. Nothing is left where it fails.
 
     From the moment when the directory exists, no other process sends its points before `until_sent` is closed.
 
@@ -106,7 +119,7 @@ def make_for_slurm(
         ConfigError: where the sweep exists, or Slurm would refuse its tasks.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    spec, sweep_dir = base.spec, SweepDir(base.spec.path)
+    spec, sweep_dir, environ = base.spec, SweepDir(base.spec.path), questions.environ
     client.require("sbatch", environ)
     refuse_existing(sweep_dir)
     script = array_script(spec, sweep_dir)
@@ -117,12 +130,26 @@ def make_for_slurm(
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
-        notes.extend(slurm.freeze_code(spec, beside.files, import_paths))
         replace_text(beside.files.job_script, script)
-        notes.extend(capacity.check(spec, beside.files, environ))
+        questions.ask_about(beside.files.job_script)
+        notes.extend(slurm.freeze_code(spec, beside.files, import_paths))
+        notes.extend(questions.notes(spec, beside.files))
 
-    make_sweep(sweep_dir, base, replace(sweep, import_paths=paths), fill, until_sent=until_sent)
-    return notes
+    sweep = replace(sweep, import_paths=paths)
+    make_sweep(sweep_dir, base, sweep, fill, until_sent=until_sent)
+    return Made(sweep_dir=sweep_dir, sweep=sweep, base=spec, cluster=questions.config(), notes=notes)
+
+
+def send_first(made: Made, environ: Mapping[str, str]) -> Sent:
+    """Send the points of a sweep that this process has just made, and whose ledger it still has locked.
+
+    Raises:
+        ConfigError: where Slurm refuses for another reason than a limit of submitted jobs.
+        SlurmUnavailableError: where Slurm does not answer; what was sent before is recorded.
+    """
+    chain = _Chain(made.base.slurm.dependency, [], is_needed=made.sweep.at_most is not None)
+    numbers, size = [point.number for point in made.sweep.points], _most_tasks(made.cluster)
+    return _send(_Order(made.sweep_dir, made.sweep, numbers, size, chain), environ)
 
 
 def send(
@@ -139,10 +166,29 @@ def send(
     """
     if not numbers:
         return Sent(jobs={})
-    size = client.config(environ).max_array_size or DEFAULT_MAX_ARRAY_SIZE
-    chain = _Chain(sweep_dir, sweep, environ)
+    size, chain = _most_tasks(client.config(environ)), _chain(sweep_dir, sweep, environ)
+    return _send(_Order(sweep_dir, sweep, numbers, size, chain), environ, first=first)
+
+
+def _most_tasks(cluster: ClusterConfig) -> int:
+    return cluster.max_array_size or DEFAULT_MAX_ARRAY_SIZE
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Points that are to be sent, in arrays of at most `size` tasks."""
+
+    sweep_dir: SweepDir
+    sweep: Sweep
+    numbers: Sequence[int]
+    size: int
+    chain: _Chain
+
+
+def _send(order: _Order, environ: Mapping[str, str], *, first: int | None = None) -> Sent:
+    sweep_dir, sweep, numbers, chain = order.sweep_dir, order.sweep, order.numbers, order.chain
     jobs: dict[str, int] = {}
-    for offset, group in _groups(numbers, size):
+    for offset, group in _groups(numbers, order.size):
         count, rest, is_limited = first or len(group), group, False
         while rest:
             # A small array would hold back those after it below the limit of points at once.
@@ -180,15 +226,9 @@ def _fewer(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -
 class _Chain:
     """The arrays of a sweep that start one after another, because they share a limit of points at once."""
 
-    def __init__(self, sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> None:
-        self._is_needed = sweep.at_most is not None
-        # A point that has begun shows that the user's dependency was met.
-        has_begun = any(_is_there(sweep_dir.run(sweep.points[one])) for array in sweep.arrays for one in array.numbers)
-        self._users = None if has_begun else load_base(sweep_dir).spec.slurm.dependency
-        self._last: list[str] = []
-        if self._is_needed and sweep.arrays:
-            queued = client.queue(client.user_name(), environ)
-            self._last = [array.job_id for array in sweep.arrays if points_in_queue(array, queued)]
+    def __init__(self, users: str | None, last: Sequence[str], *, is_needed: bool) -> None:
+        """`users`: the dependency that the user asks for; `last`: the arrays for which the next one waits."""
+        self._users, self._last, self._is_needed = users, list(last), is_needed
 
     @property
     def is_begun(self) -> bool:
@@ -212,6 +252,18 @@ class _Chain:
                 "array before it, too; Slurm cannot combine the two. Leave out one of them."
             )
         return [f"--dependency={','.join(filter(None, [users, after]))}"]
+
+
+def _chain(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> _Chain:
+    is_needed = sweep.at_most is not None
+    # A point that has begun shows that the user's dependency was met.
+    has_begun = any(_is_there(sweep_dir.run(sweep.points[one])) for array in sweep.arrays for one in array.numbers)
+    users = None if has_begun else load_base(sweep_dir).spec.slurm.dependency
+    last: list[str] = []
+    if is_needed and sweep.arrays:
+        queued = client.queue(client.user_name(), environ)
+        last = [array.job_id for array in sweep.arrays if points_in_queue(array, queued)]
+    return _Chain(users, last, is_needed=is_needed)
 
 
 def _is_there(run: RunDir) -> bool:

@@ -13,7 +13,6 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from ddp_hpc.config import Resolved, render_resolved
 from ddp_hpc.errors import ConfigError, DdpHpcError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.submission import local
 from ddp_hpc.submission.run_dir_setup import make_run_dir
 from ddp_hpc.sweep.points import Point
 from ddp_hpc.sweep.resolving import Points
@@ -40,6 +38,8 @@ def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
     Raises:
         ConfigError: where it exists, or the points need several machines.
     """
+    from ddp_hpc.submission import local  # late: a sweep on Slurm needs none
+
     local.refuse_several_nodes(base.spec)
     make_sweep(SweepDir(base.spec.path), base, sweep)
 
@@ -125,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_points(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str]) -> None:
     """Run points, as many at once as the sweep allows, until all have ended or too many have failed."""
+    from concurrent.futures import ThreadPoolExecutor  # late: as above
+
     sweep = read_sweep(sweep_dir)
     made = Points(load_base(sweep_dir), environ)
     is_over = threading.Event()
@@ -169,6 +171,8 @@ def _await_end(run: RunDir, sweep_dir: SweepDir) -> None:
 
 def _run_point(made: Points, point: Point, sweep: Sweep, environ: Mapping[str, str]) -> None:
     """Run one point to its end. Where it fails, its own records or the runner's log say why, and the others run all the same."""
+    from ddp_hpc.submission import local  # late: as above
+
     try:
         resolved = made.resolved(point)
         text, run = render_resolved(resolved), RunDir(resolved.spec.path)

@@ -23,6 +23,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_VALUE = 24
 _LONGEST_NAME = 96
 _FEWEST_DIGITS = 3
+_SCALARS = frozenset({bool, int, float, str, type(None)})
 _OF_THE_SWEEP = frozenset(
     {"base.yaml", "job.sbatch", "logs", "runner.lock", "runner.stop", "snapshot", "snapshots", "sweep.jsonl"}
 )
@@ -137,15 +138,28 @@ def _refuse_repeated(axes: Sequence[Axis], listed: Sequence[Mapping[str, Any]]) 
 
 def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:
     """Refuse two points of the same name, or of the same settings; a search names its points, and may try the same settings twice."""
-    seen: dict[str, Point] = {}
+    names: dict[str, Point] = {}
+    settings: dict[tuple[tuple[str, str], ...], Point] = {}
     for point in points:
-        of_point = {"name": point.name} if point.number in named else {"set": point.settings}
-        for what, value in {"has the same name": {"name": point.name}, "sets the same": of_point}.items():
-            first = seen.setdefault(json.dumps(value, sort_keys=True, default=str), point)
-            if first is not point:
-                raise ConfigError(
-                    f"{_capital(point)} {what} as {first}. Give each point values, or a name, of its own."
-                )
+        _refuse_second(point, names.setdefault(point.name, point), "has the same name")
+        if point.number not in named:
+            _refuse_second(point, settings.setdefault(as_set(point.settings), point), "sets the same")
+
+
+def _refuse_second(point: Point, first: Point, what: str) -> None:
+    if first is not point:
+        raise ConfigError(f"{_capital(point)} {what} as {first}. Give each point values, or a name, of its own.")
+
+
+def as_set(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return what is equal for equal settings, and can be a key of a dictionary."""
+    return tuple(sorted((key, _distinct(value)) for key, value in settings.items()))
+
+
+def _distinct(value: Any) -> str:
+    """Return a text that differs for different values: 1, 1.0, true and "1" are four."""
+    # A sweep compares thousands of values, most of them scalars: of those, JSON takes ten times as long.
+    return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
 
 
 def _capital(point: Point) -> str:
@@ -189,7 +203,7 @@ def _varied(all_settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {
         key: label
         for key, label in labels.items()
-        if len({json.dumps(settings.get(key), default=str) for settings in all_settings}) > 1
+        if len({_distinct(settings.get(key)) for settings in all_settings}) > 1
     }
 
 
@@ -207,6 +221,8 @@ def _in_name(value: Any) -> str:
 
 
 def _as_text(value: Any) -> str:
+    if type(value) is int or (type(value) is float and math.isfinite(value)):
+        return repr(value)  # as JSON has it
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

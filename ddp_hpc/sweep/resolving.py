@@ -12,7 +12,7 @@ from ddp_hpc.config.keys import is_section, key_of, unknown_key
 from ddp_hpc.config.paths import literal
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec.launch import NAME_PATTERN
-from ddp_hpc.sweep.points import Point
+from ddp_hpc.sweep.points import Point, as_set
 
 POINT = "point"
 """The word in braces that stands for the point's name in a script's command."""
@@ -61,6 +61,8 @@ def _is_key(key: str) -> bool:
 
 
 def _as_word(value: Any) -> str:
+    if type(value) is int:
+        return str(value)  # as JSON has it
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -74,13 +76,16 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     """
     in_braces = {name for word in base.spec.script.command for name in names_in_braces(word)}
     made = Points(base, environ)
-    refused: set[str] = set()
-    resolved: set[str] = set()
+    checked: set[str] = set()
+    keys: set[str] = set()
+    """Those that the points set, without the words of a script's command."""
+    resolved: set[tuple[tuple[str, str], ...]] = set()
     for point in points:
-        refused |= set(_refusals(point, refused, in_braces, is_array=is_array))
+        for key in _refusals(point, checked, in_braces, is_array=is_array):
+            checked.add(key)
+            keys |= {key} if _is_key(key) else set()
         # To resolve 1,000 points takes as long as all the rest of a submission, and many differ in a script's words alone.
-        of_config = {key: value for key, value in sorted(point.settings.items()) if _is_key(key)}
-        settings = json.dumps(of_config, default=repr)
+        settings = as_set({key: value for key, value in point.settings.items() if key in keys})
         if settings not in resolved or not _has_valid_words(point, base.spec.script.command):
             made.resolved(point)
         resolved.add(settings)

@@ -13,9 +13,9 @@ from ddp_hpc.config import Resolved
 from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.slurm import client
 from ddp_hpc.submission.backend import Backend, load_backend
+from ddp_hpc.submission.preflight.capacity import Questions
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.array import Sent
-from ddp_hpc.sweep.left import failed_by_slurm, points_left
 from ddp_hpc.sweep.resolving import check_points
 from ddp_hpc.sweep.states import (
     cancelled_points,
@@ -53,16 +53,18 @@ def start_sweep(
         ConfigError: where a point or the sweep's name cannot be used; nothing is left then.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    check_points(base, sweep.points, environ, is_array=backend.HAS_QUEUE)
     sweep_dir, numbers = SweepDir(base.spec.path), [point.number for point in sweep.points]
     if not backend.HAS_QUEUE:
+        check_points(base, sweep.points, environ, is_array=False)
         local.make_for_this_machine(base, replace(sweep, import_paths=tuple(import_paths)))
         local.start_runner(sweep_dir, numbers, environ)
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
+    questions = Questions(environ)  # Slurm answers while this process checks the points
+    check_points(base, sweep.points, environ, is_array=True)
     with ExitStack() as until_sent:
-        notes = array.make_for_slurm(base, sweep, import_paths, environ, until_sent=until_sent)
+        made = array.make_for_slurm(base, sweep, import_paths, questions, until_sent=until_sent)
         try:
-            sent = array.send(sweep_dir, read_sweep(sweep_dir), numbers, environ)
+            sent = array.send_first(made, environ)
         except ConfigError:
             if not read_sweep(sweep_dir).arrays:
                 # No job knows it, so the user may correct and submit it again.
@@ -70,7 +72,7 @@ def start_sweep(
                 until_sent.close()  # NFS keeps a directory with an open file
                 shutil.rmtree(sweep_dir.path, ignore_errors=True)
             raise
-    return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=notes)
+    return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=sent, notes=made.notes)
 
 
 def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
@@ -205,6 +207,8 @@ def _left_on_slurm(
     sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool
 ) -> tuple[list[int], list[str]]:
     """Return the points that are to be sent, and notes on points whose place in Slurm is unknown."""
+    from ddp_hpc.sweep.left import failed_by_slurm, points_left  # late: a new sweep has no past
+
     try:
         queued = client.queue(client.user_name(), environ)
     except SlurmUnavailableError as error:

@@ -36,6 +36,7 @@ VERBS = {
     "status --json": ["status", "digits", "--json"],
     "submit --dry-run": ["submit", "digits.yaml", "name=other", "--dry-run"],
 }
+OF_A_SWEEP = ["submit", "name=grid", "--cluster=slurm", "slurm.extra.hold=true", "--sweep=seed=0..9"]
 
 
 @pytest.fixture
@@ -161,6 +162,22 @@ def test_a_dry_run_imports_what_reads_a_configuration_and_nothing_else_slow(dire
     loaded = loaded_by(THEN_SAY_WHAT_IS_LOADED, *VERBS["submit --dry-run"], cwd=directory)
 
     assert loaded & (SLOW | SLOW_OF_OURS | OF_RUNS) <= NEEDED_BY_A_DRY_RUN
+
+
+@pytest.mark.usefixtures("_nothing_set")
+def test_a_sweep_for_slurm_imports_nothing_that_only_a_look_at_runs_or_another_back_end_needs(directory: Path) -> None:
+    program = directory / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.symlink_to("/bin/true")
+    alone = THEN_SAY_WHAT_IS_LOADED.replace(
+        "import sys\n", f"import os, sys\nos.environ['PATH'] = '{program.parent}'\n", 1
+    )
+
+    loaded = loaded_by(alone, *OF_A_SWEEP, "--dry-run", "--", "python", "train.py", cwd=directory)
+
+    needless = {"msgspec", "concurrent", "ddp_hpc.pipeline", "ddp_hpc.sweep.left", "ddp_hpc.submission.local"}
+    assert "ddp_hpc.sweep.array" in loaded
+    assert loaded & (needless | OF_RUNS | {"ddp_hpc.watch"}) == set()
 
 
 @pytest.mark.usefixtures("_nothing_set")

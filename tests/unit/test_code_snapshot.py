@@ -89,6 +89,24 @@ def test_submodules_links_and_modes_come_along(tmp_path: Path, code: Path, run: 
     assert (taken.path / "link.py").readlink() == Path("package/net.py")
 
 
+def test_outside_of_a_work_tree_git_is_not_started(
+    tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its processes takes 4 ms, and a submission asked it fifteen times."""
+    plain, program = tmp_path / "plain", tmp_path / "bin" / "git"
+    plain.mkdir()
+    (plain / "train.py").touch()
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+
+    snapshot = take_snapshot(plain, run, max_bytes=10**6)
+
+    assert snapshot.num_files == 1
+    assert not (tmp_path / "started").exists()
+
+
 def test_without_git_hidden_files_caches_and_environments_stay_out(tmp_path: Path, run: RunDir) -> None:
     plain = tmp_path / "plain"
     for name in ("net.py", ".secret", "__pycache__/net.pyc", "venv/pyvenv.cfg", "venv/lib/torch.py", "lib/util.py"):

@@ -127,6 +127,28 @@ def test_a_thousand_points_are_three_files_and_one_array(tmp_path: Path) -> None
     assert not sweep.never_sent
 
 
+def test_a_submission_asks_slurm_each_question_once_and_its_ledger_is_read_by_later_commands_only(
+    tmp_path: Path,
+) -> None:
+    lab = Lab(tmp_path)
+
+    start(lab, tmp_path, "seed=0..999")
+
+    asked = (tmp_path / "called").read_text().splitlines()
+    kinds = sorted(" ".join(line.split()[: 3 if line.startswith("scontrol") else 2]) for line in asked)
+    assert kinds == ["sbatch --parsable", "sbatch --test-only", "scontrol --oneliner show", "scontrol show config"]
+
+
+def test_a_script_that_slurm_would_refuse_is_named_before_the_sweeps_directory_has_its_name(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.has("sbatch", "sleep 0.2; echo 'sbatch: error: invalid partition specified: gpus' >&2; exit 1")
+
+    with pytest.raises(ConfigError, match="gpus"):
+        start(lab, tmp_path, "seed=0..3")
+
+    assert not list((tmp_path / "runs").iterdir())
+
+
 def test_more_points_than_an_array_may_have_are_several_arrays_of_one_script(
     tmp_path: Path,
 ) -> None:

@@ -112,6 +112,16 @@ def test_a_file_lists_points_and_may_name_them(tmp_path: Path) -> None:
     ]
 
 
+def test_values_of_different_types_and_orders_of_keys_are_told_apart_as_yaml_does() -> None:
+    values = [1, 1.0, True, "1", None, [1], ["1"], {"a": 1, "b": 2}]
+
+    assert len(points_of([], [{"x": value} for value in values])) == len(values)
+    with pytest.raises(ConfigError, match="sets the same"):
+        points_of([], [{"x": {"a": 1, "b": 2}}, {"x": {"b": 2, "a": 1}}])
+    with pytest.raises(ConfigError, match="has the same name"):
+        points_of([], [{"name": "a", "x": 1}, {"name": "a", "x": 2}])
+
+
 def test_a_search_may_try_the_same_values_under_two_names() -> None:
     assert [
         point.name for point in points_of([], [{"name": "trial-1", "seed": 1}, {"name": "trial-2", "seed": 1}])

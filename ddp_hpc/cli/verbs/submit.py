@@ -85,10 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Start the run that the configuration asks for, or the steps of a pipeline."""
-    from ddp_hpc.pipeline.steps import read_pipeline
-
     path, settings = sorted_words(args)
-    pipeline = None if path is None else read_pipeline(path, [*settings, *runs_dir_setting(args.runs_dir)])
+    if path is None:
+        return _run_one(args, environment)
+    from ddp_hpc.pipeline.steps import read_pipeline  # late: a script without a file is no pipeline
+
+    pipeline = read_pipeline(path, [*settings, *runs_dir_setting(args.runs_dir)])
     return _run_one(args, environment) if pipeline is None else _run_pipeline(args, pipeline, environment)
 
 

@@ -13,7 +13,8 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_progress
 from ddp_hpc.slurm import client, states
-from ddp_hpc.slurm.queries import ClusterConfig, JobRecord, Partition
+from ddp_hpc.slurm.meanwhile import Meanwhile
+from ddp_hpc.slurm.queries import ClusterConfig, JobRecord, Partition, TestOnly
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.preflight.sbatch_errors import Cluster, asked, chosen_partition, explain
 
@@ -77,15 +78,51 @@ def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
         ConfigError: where Slurm would refuse it: what was asked, what the cluster has, what to do.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    answer = client.test_only(run.job_script, environ)
-    partitions = client.partitions(environ)
-    if answer.refusal is not None:
-        associations = client.associations(environ) if partitions else ()
-        raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
-    partition = chosen_partition(spec, partitions)
-    progress = read_progress(run)
-    save_s = progress.save_s if progress else None
-    return [*_costs(spec, answer.starts_at), *_misfits(spec, client.config(environ), partition, save_s)]
+    questions = Questions(environ)
+    questions.ask_about(run.job_script)
+    return questions.notes(spec, run)
+
+
+class Questions:
+    """What Slurm is asked before a submission. The questions are asked at once, and while the caller prepares the submission."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """Begin to ask about the cluster."""
+        self.environ = environ
+        self._partitions = Meanwhile(lambda: client.partitions(environ))
+        self._config = Meanwhile(lambda: client.config(environ))
+        self._test: Meanwhile[TestOnly] | None = None
+
+    def ask_about(self, script: Path) -> None:
+        """Begin to ask whether Slurm would accept this script."""
+        self._test = Meanwhile(lambda: client.test_only(script, self.environ))
+
+    def config(self) -> ClusterConfig:
+        """Return the cluster's configuration.
+
+        Raises:
+            SlurmUnavailableError: where Slurm does not answer.
+        """
+        return self._config.answer()
+
+    def notes(self, spec: RunSpec, run: RunDir) -> list[str]:
+        """Wait for the answers, and return what the user should know. The caller has asked about the script.
+
+        Raises:
+            ConfigError: where Slurm would refuse it: what was asked, what the cluster has, what to do.
+            SlurmUnavailableError: where Slurm does not answer.
+        """
+        assert self._test is not None  # noqa: S101
+        for each in (self._test, self._partitions, self._config):
+            each.wait()  # so that none is still being asked where another has failed
+        answer, partitions = self._test.answer(), self._partitions.answer()
+        if answer.refusal is not None:
+            associations = client.associations(self.environ) if partitions else ()
+            raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
+        partition = chosen_partition(spec, partitions)
+        progress = read_progress(run)
+        save_s = progress.save_s if progress else None
+        return [*_costs(spec, answer.starts_at), *_misfits(spec, self.config(), partition, save_s)]
 
 
 def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
