@@ -238,6 +238,11 @@ def reap() -> dict[int, int]:
         ended[pid] = os.waitstatus_to_exitcode(status)
 
 
+def is_stop_pending() -> bool:
+    """Tell whether a stop signal has come that `await_signal` has not taken yet."""
+    return not signal.sigpending().isdisjoint(STOP_SIGNALS)
+
+
 def send(pids: Iterable[int], number: int) -> None:
     """Send a signal to those of `pids` that still run."""
     for pid in pids:

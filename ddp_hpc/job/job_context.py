@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddp_hpc.job.run_records import RunRecords
 from ddp_hpc.job.slurm_job import SlurmJob
+from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.spec.launch import LaunchSpec
@@ -87,3 +88,7 @@ class Outcome:
     """Nodes that did not answer."""
     avoided_nodes: tuple[str, ...] = ()
     """Nodes that failed before, because of which no workers were started."""
+    met_at: str = ""
+    """The address where the ranks met; empty without Slurm."""
+    network: NetworkFindings | None = None
+    """What a probe of the network between the nodes found; None without one."""

@@ -27,7 +27,7 @@ from ddp_hpc.containers import CommandWrapper, HostPaths
 from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.job.container_launch import moved, wrapper_of
-from ddp_hpc.job.ending import last_resort, node_probe, stale_attempts, takeover
+from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_attempts, takeover
 from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
@@ -290,6 +290,7 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
             outcome = _see_through(context, workers, attempt, notifier)
             if context.allocation is not None:
                 outcome = node_probe.blame(context, wrapper, attempt, outcome)
+                outcome = network_probe.examine(context, attempt, outcome)
             conclusion = last_resort.conclude(context, attempt, outcome)
             notifier.ended(conclusion)
             if conclusion.decision.next != Next.IN_PLACE:
@@ -418,6 +419,7 @@ def _watch_over(
         is_unresponsive=monitor.is_unresponsive,
         was_suspended=monitor.was_just_suspended(time.time()),
         lost_nodes=tuple(names_of(workers.silent_nodes(), context.nodes)),
+        met_at="" if meeting is None else meeting.address,
     )
 
 

@@ -214,6 +214,10 @@ class RunDir:
         """The stacks of all ranks when an attempt hung."""
         return self.attempt_errors(attempt) / "stacks.txt"
 
+    def network(self, attempt: int) -> Path:
+        """What a probe of the network between the nodes found at the end of an attempt."""
+        return self.attempt_logs(attempt) / "network.json"
+
     def agent_error(self, attempt: int, node_rank: int) -> Path:
         return self.attempt_errors(attempt) / f"agent-{node_rank}.json"
 

@@ -10,6 +10,7 @@ from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.failure_reports import read_failures
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
+from ddp_hpc.run_dir.network import read_network
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.why.lines import Line, tail
 from ddp_hpc.why.verdict import Facts
@@ -56,6 +57,7 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> Facts:
         logs={rank: tail(run.rank_log(number, rank)) for rank in sorted(ranks)},
         console=_of_attempt(tail(run.console), ledger, attempt),
         places=_places(run, number),
+        network=read_network(run, number),
     )
 
 

@@ -601,6 +601,12 @@ REGISTRY: Sequence[Failure] = (
         to_do="Check the network between the nodes, and try another one with `network.interfaces`.",
     ),
     Failure(
+        name="hang-network",
+        title="nodes do not reach each other on the network",
+        means="After the ranks had stopped making progress, the nodes probed each other on the network of the workers: packets do not pass to or from the named node, or between the named pair of nodes.",
+        to_do="Report the nodes to the administrators. A node that no other reaches is left out of the next job; for a pair, exclude one of the two: `slurm.exclude`. Or use another network: `network.interfaces`.",
+    ),
+    Failure(
         name="hang",
         title="a hang",
         means="No rank made progress for longer than `restart.hang_timeout_s`. No record says where the ranks were.",

@@ -14,6 +14,7 @@ from typing import Literal
 from ddp_hpc.base.processes import signal_number, signal_of
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.why.exceptions import Raised, tracebacks, uncaught
 from ddp_hpc.why.fingerprint import entity, fingerprint
 from ddp_hpc.why.lines import Line
@@ -71,6 +72,8 @@ class Facts:
     """What the job's log says of this attempt."""
     places: Mapping[int, str] = field(default_factory=dict)
     """Where each rank was when the attempt hung: `file:line in function`."""
+    network: NetworkFindings | None = None
+    """What a probe of the network between the nodes found at the end; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +147,8 @@ def verdict_of(facts: Facts) -> Verdict:
         )
         return _with_others(earlier or hang, findings, facts)
     first = next(iter(findings), None)
+    if _is_network_to_blame(facts, findings):
+        return _with_others(_of_network(facts), findings, facts)
     reported = [one for one in findings if one.has_report]
     if reported and all(one.role == "cascade" for one in reported) and (first is None or first.is_of_silent):
         first = reported[0]
@@ -419,8 +424,31 @@ def _of_silent_rank(facts: Facts, findings: Iterable[_Finding]) -> _Finding | No
     )
 
 
+def _is_network_to_blame(facts: Facts, findings: Sequence[_Finding]) -> bool:
+    """Tell whether a probe proves that nodes do not reach each other, and all that ranks report are lost connections."""
+    if facts.network is None or not facts.network.is_faulty:
+        return False
+    return all(one.role == "cascade" or one.failure in _OF_CONNECTIONS for one in findings)
+
+
+_OF_CONNECTIONS = {"unknown", "collective-timeout", "ranks-missing"}
+"""Classes that say no more than that a rank did not hear of another one."""
+
+
+def _of_network(facts: Facts) -> _Finding:
+    """Return what the probe of the network proves."""
+    assert facts.network is not None  # noqa: S101  the callers looked
+    words, nodes = facts.network.words, facts.network.culprits
+    evidence = (Evidence(role="root", rank=None, text=f"probe of the network: {words}"),)
+    return _Finding(
+        failure="hang-network", role="root", basis="record", rank=None, host=nodes, detail=words, evidence=evidence
+    )
+
+
 def _hang(facts: Facts) -> _Finding:
     failure = next((one for one in facts.failures if one.is_hang), None)
+    if facts.network is not None and facts.network.is_faulty and (failure is None or failure.rank not in facts.places):
+        return _of_network(facts)
     if failure is None:
         return _Finding(failure="hang", role="either", basis="record", rank=None)
     finding = _Finding(failure="hang", role="either", basis="record", rank=None, at=failure.at)

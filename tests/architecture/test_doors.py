@@ -27,6 +27,7 @@ DOORS: dict[str, set[str]] = {
         "job/node/torchrun_node.py",
         "job/node/unpack.py",
         "rendezvous/interfaces.py",
+        "rendezvous/links/node.py",
         "script/interpreter.py",  # it makes this process what a new Python would be
         "script/worker.py",
         "sweep/local.py",

@@ -9,7 +9,9 @@ import pytest
 from ddp_hpc import exit_codes
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
+from ddp_hpc.run_dir.network import NetworkFindings, PairFault
 from ddp_hpc.run_dir.paths import RunDir
+from tests.made_run import add_failure
 from tests.unit.made_job import CRASHED, Make
 
 
@@ -60,3 +62,63 @@ def test_a_hang_that_cannot_be_written_down_is_a_hang_all_the_same(supervised: M
 
     assert (concluded.cause, one.last.cause) == ("hang", "hang")
     assert "no rank made progress" in one.last.reason
+
+
+def test_a_node_that_no_other_reaches_is_left_out_at_once(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_stacks(one.run, attempt, "all_reduce")
+    cut_off = replace(PROBED, bad_nodes=("node2",), pairs=(NOTHING_PASSES,))
+
+    concluded = conclude(one.context, attempt, replace(CRASHED, network=cut_off))
+
+    assert (concluded.cause, one.last.next, one.last.failed_nodes) == ("hang", "requeue", ("node2",))
+    assert concluded.decision.exclude == ("node2",)
+    assert (
+        "; all ranks wait for each other, and node2 does not reach the other nodes on the network of 10.2.0.1: no"
+        in one.last.reason
+    )
+
+
+def test_of_a_pair_that_does_not_carry_neither_node_is_blamed(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_stacks(one.run, attempt, "all_reduce")
+
+    conclude(one.context, attempt, replace(CRASHED, network=replace(PROBED, pairs=(NOTHING_PASSES,))))
+
+    assert (one.last.next, one.last.failed_nodes) == ("in place", ())
+    assert (
+        "; all ranks wait for each other, and on the network of 10.2.0.1, no packet passes between node1 and node2"
+        in one.last.reason
+    )
+
+
+def test_a_network_that_carries_is_said_to_and_changes_no_blame(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_stacks(one.run, attempt, "build_recipe", rank=1)
+
+    conclude(one.context, attempt, replace(CRASHED, network=PROBED))
+
+    assert one.last.failed_nodes == ("node1",)  # the others wait for rank 0, which printed no stack
+    assert "other ranks wait for rank 0" in one.last.reason
+
+
+def test_workers_that_lost_their_connections_are_explained_by_a_broken_network(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    for rank in (0, 1):
+        add_failure(
+            one.run, attempt, rank=rank, host=f"node{rank + 1}", exception="Connection reset", is_secondary=True
+        )
+    cut_off = replace(PROBED, bad_nodes=("node2",), pairs=(NOTHING_PASSES,))
+
+    concluded = conclude(one.context, attempt, replace(CRASHED, network=cut_off))
+
+    assert (concluded.cause, one.last.next, one.last.failed_nodes) == ("worker crashed", "requeue", ("node2",))
+    assert "; node2 does not reach the other nodes" in one.last.reason
+
+
+PROBED = NetworkFindings(at=0.0, seconds=3.0, address="10.2.0.1", num_nodes=2, num_pairs=1)
+NOTHING_PASSES = PairFault(nodes=("node1", "node2"), fault="nothing passes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.run_dir.network import NetworkFindings, PairFault
 from ddp_hpc.why.exceptions import tracebacks, uncaught
 from ddp_hpc.why.fingerprint import entity, fingerprint, mechanism
 from ddp_hpc.why.lines import Line, clean, number_of, tail
@@ -326,3 +328,48 @@ def test_the_sample_is_named_that_a_loaders_process_could_not_read() -> None:
 )
 def test_the_sample_or_the_file_is_the_entity(text: str, named: str) -> None:
     assert entity(text) == named
+
+
+FAULTY = NetworkFindings(
+    at=0.0,
+    seconds=3.0,
+    address="10.2.0.1",
+    num_nodes=4,
+    num_pairs=6,
+    pairs=(PairFault(nodes=("node1", "node3"), fault="one way"),),
+)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_hang_over_a_network_that_does_not_carry_names_the_pair(rank: int) -> None:
+    hang = report(rank, "no rank made progress", is_hang=True)  # rank 2 has left no stack
+    places = {0: "d.py:9 in all_reduce", 1: "d.py:9 in all_reduce"}
+
+    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG, places=places), network=FAULTY))
+
+    assert (verdict.failure, verdict.basis, verdict.rank, verdict.host) == (
+        "hang-network",
+        "record",
+        None,
+        "node1 - node3",
+    )
+    assert verdict.detail.endswith("nothing that node1 sends arrives at node3, while packets pass the other way")
+    assert verdict.evidence[0].line is None
+
+
+def test_a_rank_that_is_elsewhere_is_named_before_the_network() -> None:
+    hang = report(1, "no rank made progress", is_hang=True)
+    places = {0: "d.py:9 in all_reduce", 1: "data.py:3 in read"}
+
+    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG, places=places), network=FAULTY))
+
+    assert (verdict.failure, verdict.rank) == ("hang-behind", 1)
+
+
+def test_lost_connections_are_explained_by_a_network_that_does_not_carry_but_an_exception_is_not() -> None:
+    lost = [report(rank, RESET, is_secondary=True, exception_type="RuntimeError") for rank in (0, 1)]
+    raised = report(2, "KeyError: 'no such key'", exception_type="KeyError", traceback=USERS)
+
+    assert verdict_of(replace(facts(*lost), network=FAULTY)).failure == "hang-network"
+    assert verdict_of(replace(facts(*lost, raised), network=FAULTY)).failure == "user-exception"
+    assert verdict_of(replace(facts(*lost), network=replace(FAULTY, pairs=()))).failure == "peer-gone"

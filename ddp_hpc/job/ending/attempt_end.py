@@ -54,8 +54,10 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     evidence = gather(context, attempt, outcome, known.ledger)
     cause, failure = cause_of(evidence), known.failure
     if cause == Cause.HANG:
-        failure = report_hang(context, attempt, known.failures)
+        failure = report_hang(context, attempt, known.failures, outcome.network)
     failed_nodes = blame.failed_nodes(cause, failure, evidence, node_of=context.node_of)
+    unreached = blame.unreached_nodes(cause, outcome.network, context.nodes)
+    failed_nodes = unreached or failed_nodes
     if outcome.avoided_nodes:
         # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
         before = requeue.bad_nodes(known.ledger.attempts, context.spec.restart, now=time.time())
@@ -75,11 +77,11 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         is_supervised=context.is_supervised,
         is_requeued_by_slurm=evidence.is_requeued_by_slurm,
         failed_nodes=failed_nodes,
-        bad_nodes=[node for node in bad_nodes if node in context.nodes],
+        bad_nodes=[node for node in dict.fromkeys((*unreached, *bad_nodes)) if node in context.nodes],
         may_requeue=context.spec.slurm.requeue,
     )
     decision = requeue.decide(situation, context.spec.restart)
-    remarks = _remarks(context, attempt) if cause == Cause.FINISHED else ()
+    remarks = _remarks(context, attempt) if cause == Cause.FINISHED else _of_network(cause, outcome)
     conclusion = Conclusion(
         attempt=attempt,
         cause=cause,
@@ -102,6 +104,12 @@ def _remarks(context: JobContext, attempt: int) -> Sequence[str]:
 
 
 _MOST_REMARKS = 3
+
+
+def _of_network(cause: Cause, outcome: Outcome) -> Sequence[str]:
+    """Return what is wrong with the network, where workers lost their connections; the report of a hang says it itself."""
+    is_told = cause == Cause.WORKER_CRASHED and outcome.network is not None and outcome.network.is_faulty
+    return [outcome.network.words] if is_told and outcome.network is not None else []
 
 
 def _write(context: JobContext, conclusion: Conclusion) -> None:

@@ -10,6 +10,7 @@ from ddp_hpc import requeue
 from ddp_hpc.job.ending.causes import Evidence
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.ledger import Attempt, Cause
+from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.spec.launch import RestartSpec
 
 NodeOf = Callable[[int], str | None]
@@ -28,6 +29,13 @@ def failed_nodes(
     is_nodes = is_hang_of_node or failure.signal is not None or failure.is_hardware
     node = node_of(failure.rank) if failure.rank >= 0 else None
     return (node,) if is_nodes and node is not None else ()
+
+
+def unreached_nodes(cause: Cause, network: NetworkFindings | None, nodes: Collection[str]) -> tuple[str, ...]:
+    """Return the nodes that no other node reaches, as a probe found. Of a pair of nodes, neither is proved to be the bad one."""
+    if network is None or cause not in {Cause.HANG, Cause.WORKER_CRASHED}:
+        return ()
+    return tuple(node for node in network.bad_nodes if node in nodes)
 
 
 def refusing_nodes(failure: WorkerFailure | None, nodes: Collection[str], *, node_of: NodeOf) -> tuple[str, ...]:

@@ -10,9 +10,12 @@ from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
+from ddp_hpc.run_dir.network import NetworkFindings
 
 
-def report_hang(context: JobContext, attempt: int, failures: Sequence[WorkerFailure]) -> WorkerFailure:
+def report_hang(
+    context: JobContext, attempt: int, failures: Sequence[WorkerFailure], network: NetworkFindings | None = None
+) -> WorkerFailure:
     """Write all ranks' stacks into one file, and an error report that names the rank that the others wait for."""
     run, world_size = context.run, context.world.world_size
     stands = stacks.read_rank_stacks(run, attempt, world_size)
@@ -24,9 +27,9 @@ def report_hang(context: JobContext, attempt: int, failures: Sequence[WorkerFail
     with best_effort():
         make_directories(path.parent)
         replace_text(path, "".join(texts))
-    rank, how = (
-        found if found is not None else (-1, "all ranks wait for each other: check the network between the nodes")
-    )
+    if network is not None and network.is_faulty and found is not None and found[0] not in nodes:
+        found = None  # it printed no stack: the network is proved to fail, and explains it
+    rank, how = found if found is not None else (-1, _of_nobody(network))
     node = context.node_of(rank)
     others_wait = ("other ranks wait for ", ", which") if world_size > 1 else ("", "")
     who = "" if found is None else f"{others_wait[0]}rank {rank}{f' on {node}' if node else ''}{others_wait[1]} "
@@ -44,6 +47,18 @@ def report_hang(context: JobContext, attempt: int, failures: Sequence[WorkerFail
     with best_effort():
         write_failure(run.rank_error(attempt, max(rank, 0)), failure)
     return failure
+
+
+def _of_nobody(network: NetworkFindings | None) -> str:
+    """Say why all ranks wait, as far as a probe of the network has found it."""
+    if network is None or network.problem:
+        why = f" ({network.problem})" if network is not None else ""
+        return f"all ranks wait for each other: check the network between the nodes{why}"
+    if network.is_faulty:
+        return f"all ranks wait for each other, and {network.words}"
+    if network.carries:
+        return f"all ranks wait for each other, but {network.words}: check the devices, and the calls in the stacks"
+    return f"all ranks wait for each other; {network.words}"
 
 
 def _timeout(context: JobContext, phase: Phase) -> str:

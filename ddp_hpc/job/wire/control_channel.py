@@ -19,15 +19,21 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Line:
-    """One end of the connection: reading returns whole objects and never waits; each object is one write(2)."""
+    """One end of the connection: reading returns whole objects and never waits; each object is one write(2).
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
+    With `wakes`, input wakes `processes.await_signal`; a process that does not block SIGIO would be killed by it.
+    """
+
+    def __init__(self, read_fd: int, write_fd: int, *, wakes: bool = True) -> None:
         self._read_fd = read_fd
         self._write_fd = write_fd
         self._rest = b""
         self.is_closed = False
         """Whether the other end has closed the connection."""
-        processes.wake_on_input(read_fd)
+        if wakes:
+            processes.wake_on_input(read_fd)
+        else:
+            os.set_blocking(read_fd, False)
 
     @classmethod
     def of_agent(cls) -> Line:

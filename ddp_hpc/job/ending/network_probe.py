@@ -1,0 +1,209 @@
+"""Probes the network between the nodes of a job after a hang: which node, or which pair of nodes, it does not carry.
+
+A short job step runs `rendezvous.links.node` on every node. Orders and reports go through srun, over Slurm's network; the probe itself
+goes over the network on which the ranks met. A node that Slurm does not reach either is left out, and the record says so.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
+from ddp_hpc.job.ending import stacks
+from ddp_hpc.job.ending.best_effort import best_effort
+from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.wire import subprocesses
+from ddp_hpc.job.wire.control_channel import Line
+from ddp_hpc.rendezvous.links.node import LONGEST_S, PACE_S
+from ddp_hpc.rendezvous.links.rounds import rounds_of
+from ddp_hpc.rendezvous.links.verdict import Answer, findings_of
+from ddp_hpc.requeue import reserve_s
+from ddp_hpc.run_dir.network import NetworkFindings, write_network
+from ddp_hpc.slurm.steps import probe_argv
+
+READY_S = 20.0
+"""How long the nodes may take to start Python and to listen."""
+REPORT_S = 5.0
+MOST_S = 60.0
+"""How long all of it takes at most."""
+_LOOK_S = 0.05
+_END_S = 2.0
+
+StepArgv = Callable[[Sequence[str]], list[str]]
+"""From the names of nodes to the beginning of the command that runs one task on each."""
+
+
+def examine(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
+    """Return the outcome with what a probe of the network found, where the attempt hung or its ranks lost each other."""
+    if not outcome.met_at or len(context.nodes) < 2 or not _is_suspect(context, attempt, outcome):
+        return outcome
+    newest = context.records.ledger().newest
+    ends_at = newest.ends_at if newest else None
+    if ends_at is not None and time.time() > ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s):
+        return outcome  # the job must be requeued before its time is over
+    sys.stderr.write(
+        "note: ddp-hpc now probes the network between the nodes, as it may be why the ranks made no progress\n"
+    )
+    findings = probe(context.nodes, outcome.met_at)
+    sys.stderr.write(f"note: {findings.words} (probed in {findings.seconds:.0f} s)\n")
+    with best_effort():
+        write_network(context.run, attempt, findings)
+    return replace(outcome, network=findings)
+
+
+def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
+    """Tell whether an attempt failed in a way that a broken network can cause."""
+    if outcome.code in exit_codes.GOOD or outcome.code == exit_codes.FENCED or outcome.was_suspended:
+        return False
+    if outcome.reason or outcome.was_signalled or outcome.is_out_of_time or processes.is_stop_pending():
+        return False
+    if outcome.is_unresponsive or stacks.has_stacks(context.run, attempt, context.world.world_size):
+        return True
+    failures = context.records.failures(attempt)
+    return bool(failures) and failures[0].is_secondary  # the first cause comes first: all have lost a connection
+
+
+def step_on(nodes: Sequence[str]) -> list[str]:
+    """Return the beginning of the command that runs one short task on each of these nodes of the job."""
+    return [*probe_argv(len(nodes)), f"--nodelist={','.join(nodes)}"]
+
+
+def probe(
+    nodes: Sequence[str], address: str, *, step_argv: StepArgv = step_on, ready_s: float = READY_S
+) -> NetworkFindings:
+    """Probe the network of `address` between nodes; a stop signal to this process ends it early."""
+    began, at = time.monotonic(), time.time()
+    talk = _Talk(nodes, address, step_argv, began + MOST_S)
+    try:
+        talk.gather(nodes, ready_s)
+        if talk.has_ended and 2 <= len(talk.places) < len(nodes):
+            # srun ends the whole step where it cannot start a task on one node.
+            talk.close()
+            talk.gather([nodes[number] for number in sorted(talk.places)], ready_s)
+        if len(talk.places) >= 2:
+            talk.carry_out()
+    except OSError as error:
+        return _unknown(f"srun cannot be started: {error}", nodes, address, at)
+    finally:
+        talk.close()
+    if not talk.answers:
+        return _unknown("no node answered over Slurm's network", nodes, address, at)
+    return findings_of(nodes, talk.answers, address=address, at=at, seconds=time.monotonic() - began)
+
+
+def _unknown(problem: str, nodes: Sequence[str], address: str, at: float) -> NetworkFindings:
+    return NetworkFindings(
+        at=at,
+        seconds=time.time() - at,
+        address=address,
+        num_nodes=len(nodes),
+        num_pairs=0,
+        silent=tuple(nodes),
+        problem=problem,
+    )
+
+
+@dataclass
+class _Talk:
+    """The conversation with the nodes' sides of one probe."""
+
+    nodes: Sequence[str]
+    address: str
+    step_argv: StepArgv
+    deadline: float
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    answers: dict[int, Answer] = field(default_factory=dict)
+    places: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Where the nodes listen that do."""
+    _done: set[int] = field(default_factory=set)
+    _step: Any = None
+    _line: Line | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step is over."""
+        return self._step is None or self._step.poll() is not None
+
+    def gather(self, nodes: Sequence[str], seconds: float) -> None:
+        """Start the step; wait until each of these nodes says where it listens, or why it does not."""
+        self.answers, self.places, self._done = {}, {}, set()
+        self.mark = secrets.token_hex(8)
+        command = [
+            sys.executable,
+            "-m",
+            "ddp_hpc.rendezvous.links.node",
+            f"--toward={self.address}",
+            f"--mark={self.mark}",
+        ]
+        self._step = subprocesses.start([*self.step_argv(nodes), *command], [], on_line=True)
+        stdin, stdout = self._step.stdin, self._step.stdout
+        self._line = Line(stdout.fileno(), stdin.fileno(), wakes=False)
+        self._read_until(lambda: len(self.answers) == len(nodes), seconds)
+
+    def carry_out(self) -> None:
+        """Order the nodes to probe each other, and read what they report."""
+        rows = [[node, *self.places.get(number, ("", 0))] for number, node in enumerate(self.nodes)]
+        self._send(do="go", token=secrets.token_hex(16), nodes=rows)
+        whole = set(self.places)
+        self._read_until(lambda: self._done >= whole, len(rounds_of(len(self.nodes))) * PACE_S + LONGEST_S + REPORT_S)
+        self._send(do="finish")
+        self._read_until(lambda: all(self.answers[number].is_whole for number in whole), REPORT_S)
+
+    def close(self) -> None:
+        """End the step."""
+        if self._step is None:
+            return
+        for pipe in (self._step.stdin, self._step.stdout):
+            pipe.close()
+        for end in (lambda _: None, processes.terminate, processes.kill):
+            end([self._step.pid])
+            until = time.monotonic() + _END_S
+            while not self.has_ended and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+        self._step = self._line = None
+
+    def _send(self, **order: Any) -> None:
+        assert self._line is not None  # noqa: S101  `gather` comes first
+        self._line.send(mark=self.mark, **order)
+
+    def _read_until(self, is_over: Callable[[], bool], seconds: float) -> None:
+        assert self._line is not None  # noqa: S101  `gather` comes first
+        until = min(time.monotonic() + seconds, self.deadline - REPORT_S)
+        while True:
+            has_ended = self.has_ended  # asked first, so that the last reports are not missed
+            for message in self._line.read():
+                if message.get("mark") == self.mark:
+                    self._note(message)
+            # A stop signal stays pending here, for the supervisor: so this sleeps instead of waiting for signals.
+            if is_over() or has_ended or time.monotonic() >= until or processes.is_stop_pending():
+                return
+            time.sleep(_LOOK_S)
+
+    def _note(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"ready": str(name), "error": str()} if name in self.nodes:
+                self.answers[self.nodes.index(name)] = Answer(is_whole=True)
+            case {"ready": str(name), "address": str(address), "port": int(port), "network": str(network)} if (
+                name in self.nodes
+            ):
+                number = self.nodes.index(name)
+                self.places[number] = (address, port)
+                self.answers[number] = Answer(address=address, network=network)
+            case {"tcp": str(found), "at": int(number), "to": int(partner)} if number in self.answers:
+                answer = self.answers[number]
+                self.answers[number] = replace(answer, tcp={**answer.tcp, partner: found})
+            case {"heard": [int(small), int(large)], "at": int(number), "sender": int(sender)} if (
+                number in self.answers
+            ):
+                answer = self.answers[number]
+                self.answers[number] = replace(answer, heard={**answer.heard, sender: (small, large)})
+            case {"done": int(number)}:
+                self._done.add(number)
+            case {"end": int(number), "dropped": int(num_dropped)} if number in self.answers:
+                self.answers[number] = replace(self.answers[number], num_dropped=num_dropped, is_whole=True)

@@ -1,0 +1,1 @@
+"""Which nodes of a job reach each other on the network that the workers use."""

@@ -1,0 +1,65 @@
+"""Which pairs of nodes are probed, and in which order: rounds whose pairs have no node in common. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+
+Pair = tuple[int, int]
+
+ALL_PAIRS_UP_TO = 16
+"""Of up to so many nodes, all pairs are probed; of more, each node with those at distances 1, 2, 4, 8, ... on the ring."""
+
+
+def rounds_of(num_nodes: int) -> list[list[Pair]]:
+    """Return the rounds: neighbours on the ring first. A pair stands in one round, its lower number first.
+
+    Up to `ALL_PAIRS_UP_TO` nodes there are at most 20 rounds, beyond at most three for each doubling: 27 for 512 nodes.
+    """
+    distances = range(1, num_nodes // 2 + 1) if num_nodes <= ALL_PAIRS_UP_TO else _powers(num_nodes // 2)
+    rounds: list[list[Pair]] = []
+    for distance in distances:
+        rounds += _of_distance(num_nodes, distance)
+    return rounds if num_nodes > ALL_PAIRS_UP_TO else _joined(rounds)
+
+
+def partners(num_nodes: int, node: int) -> Sequence[int | None]:
+    """Return a node's partner in each round; None in a round in which it has none."""
+    return [
+        next((high if low == node else low for low, high in pairs if node in (low, high)), None)
+        for pairs in rounds_of(num_nodes)
+    ]
+
+
+def _powers(most: int) -> Iterator[int]:
+    distance = 1
+    while distance <= most:
+        yield distance
+        distance *= 2
+
+
+def _of_distance(num_nodes: int, distance: int) -> list[list[Pair]]:
+    """Return all pairs at a distance on the ring, in two rounds, or three where a cycle of steps is odd."""
+    if 2 * distance == num_nodes:
+        return [[(node, node + distance) for node in range(distance)]]
+    cycles = gcd(num_nodes, distance)
+    length = num_nodes // cycles
+    colours: list[list[Pair]] = [[], [], []]
+    for first in range(cycles):
+        for step in range(length):
+            here, there = (first + step * distance) % num_nodes, (first + (step + 1) * distance) % num_nodes
+            is_odd_one = length % 2 == 1 and step == length - 1
+            colours[2 if is_odd_one else step % 2].append((min(here, there), max(here, there)))
+    return [pairs for pairs in colours if pairs]
+
+
+def _joined(rounds: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
+    """Return fewer rounds: each pair moves into the first round that has neither of its nodes."""
+    joined: list[list[Pair]] = []
+    for low, high in (pair for pairs in rounds for pair in pairs):
+        free = next((pairs for pairs in joined if not any({low, high} & {*pair} for pair in pairs)), None)
+        if free is None:
+            joined.append([(low, high)])
+        else:
+            free.append((low, high))
+    return joined

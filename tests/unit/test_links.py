@@ -1,0 +1,255 @@
+"""Which pairs of nodes are probed, and which node or pair is named for what they saw."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.job.ending.network_probe import probe
+from ddp_hpc.rendezvous.links.node import NUM_DATAGRAMS
+from ddp_hpc.rendezvous.links.rounds import ALL_PAIRS_UP_TO, partners, rounds_of
+from ddp_hpc.rendezvous.links.verdict import Answer, findings_of
+from ddp_hpc.run_dir.network import Fault, NetworkFindings, PairFault, read_network, write_network
+from ddp_hpc.run_dir.paths import RunDir
+from tests.distributed.node_networks import step_argv
+
+ALL = (NUM_DATAGRAMS, NUM_DATAGRAMS)
+ADDRESS = "10.2.0.1"
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 7, 8, 12, 15, 16])
+def test_all_pairs_of_a_small_job_are_probed_once(num_nodes: int) -> None:
+    probed = Counter(pair for pairs in rounds_of(num_nodes) for pair in pairs)
+
+    assert probed == {(low, high): 1 for high in range(num_nodes) for low in range(high)}
+
+
+@pytest.mark.parametrize("num_nodes", [*range(1, 19), 100, 511, 512])
+def test_no_node_has_two_partners_in_a_round_and_rounds_are_few(num_nodes: int) -> None:
+    rounds = rounds_of(num_nodes)
+
+    assert all(max(Counter(node for pair in pairs for node in pair).values()) == 1 for pairs in rounds)
+    assert len(rounds) <= (20 if num_nodes <= ALL_PAIRS_UP_TO else 27)
+
+
+@pytest.mark.parametrize("num_nodes", [17, 64, 99, 512])
+def test_in_a_large_job_each_node_is_probed_by_both_neighbours_and_by_few_others(num_nodes: int) -> None:
+    probed = [pair for pairs in rounds_of(num_nodes) for pair in pairs]
+
+    assert len(set(probed)) == len(probed)
+    assert {(node, (node + 1) % num_nodes) for node in range(num_nodes - 1)} <= {*probed}
+    assert all(4 <= len([one for one in partners(num_nodes, node) if one is not None]) <= 18 for node in (0, 1, 16))
+
+
+def healthy(num_nodes: int) -> dict[int, Answer]:
+    others = {node: [one for one in range(num_nodes) if one != node] for node in range(num_nodes)}
+    return {
+        node: Answer(
+            address=f"10.2.0.{node + 1}",
+            network="10.2.0.0/24",
+            tcp=dict.fromkeys(others[node], "good"),
+            heard=dict.fromkeys(others[node], ALL),
+            is_whole=True,
+        )
+        for node in range(num_nodes)
+    }
+
+
+def with_link(
+    answers: dict[int, Answer], sender: int, receiver: int, tcp: str, heard: tuple[int, int] = (0, 0)
+) -> dict[int, Answer]:
+    """Change what the sender's connection came to, and what the receiver heard of it."""
+    one, other = answers[sender], answers[receiver]
+    return {
+        **answers,
+        sender: replace(one, tcp={**one.tcp, receiver: tcp}),
+        receiver: replace(other, heard={**other.heard, sender: heard}),
+    }
+
+
+def cut(answers: dict[int, Answer], one: int, other: int) -> dict[int, Answer]:
+    return with_link(with_link(answers, one, other, "connect"), other, one, "connect")
+
+
+def found(answers: dict[int, Answer], num_nodes: int = 4) -> NetworkFindings:
+    names = [f"node{number + 1}" for number in range(num_nodes)]
+    return findings_of(names, answers, address=ADDRESS, at=0.0, seconds=1.0)
+
+
+def test_a_network_that_carries_is_said_to_carry() -> None:
+    findings = found(healthy(4))
+
+    assert (findings.carries, findings.is_faulty, findings.num_pairs) == (True, False, 6)
+    assert findings.words == "all 4 nodes that were probed reach each other on the network of 10.2.0.1"
+
+
+def test_a_node_that_reaches_no_other_is_named_without_its_partners() -> None:
+    answers = healthy(4)
+    for other in (0, 1, 3):
+        answers = cut(answers, 2, other)
+
+    findings = found(answers)
+
+    assert (findings.bad_nodes, findings.own_pairs, findings.culprits) == (("node3",), [], "node3")
+    assert findings.words == "node3 does not reach the other nodes on the network of 10.2.0.1: no packet passes"
+
+
+def test_of_one_bad_pair_neither_node_is_blamed() -> None:
+    findings = found(cut(healthy(4), 0, 2))
+
+    assert (findings.bad_nodes, findings.culprits) == ((), "node1 - node3")
+    assert findings.words == "on the network of 10.2.0.1, no packet passes between node1 and node3"
+
+
+def test_of_two_nodes_neither_is_blamed() -> None:
+    findings = found(cut(healthy(2), 0, 1), 2)
+
+    assert (findings.bad_nodes, findings.culprits) == ((), "node1 - node2")
+
+
+def test_a_network_split_into_two_groups_blames_no_node() -> None:
+    answers = healthy(4)
+    for one in (0, 1):
+        for other in (2, 3):
+            answers = cut(answers, one, other)
+
+    findings = found(answers)
+
+    assert findings.bad_nodes == ()
+    assert findings.culprits == "node1 - node3, node1 - node4, node2 - node3, node2 - node4"
+
+
+def test_where_no_pair_carries_no_node_is_blamed() -> None:
+    answers = healthy(3)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        answers = cut(answers, one, other)
+
+    findings = found(answers, 3)
+
+    assert (findings.bad_nodes, findings.is_faulty) == ((), True)
+    assert findings.words.startswith("no two of the 3 nodes reach each other")
+
+
+def test_two_bad_nodes_and_a_bad_pair_beside_them_are_all_named() -> None:
+    answers = healthy(6)
+    for bad in (1, 4):
+        for other in {0, 1, 2, 3, 4, 5} - {bad}:
+            answers = cut(answers, bad, other)
+
+    findings = found(cut(answers, 0, 3), 6)
+
+    assert (findings.bad_nodes, findings.culprits) == (("node2", "node5"), "node2, node5, node1 - node4")
+
+
+Seen = tuple[str, tuple[int, int]]
+"""What became of a connection, and how many small and large datagrams arrived the same way."""
+WHOLE: Seen = ("good", ALL)
+ODD_LINKS: list[tuple[Seen, Seen, tuple[Fault, str, str] | None]] = [
+    (("connect", (0, 0)), ("connect", ALL), ("one way", "node1", "node2")),
+    (("connect", ALL), ("connect", (0, 0)), ("one way", "node2", "node1")),
+    (("large", (200, 0)), ("large", ALL), ("large packets", "node1", "node2")),
+    (("large", (0, 0)), ("large", (0, 0)), ("large packets", "node1", "node2")),  # and a firewall drops datagrams
+    (("large", (139, 141)), ("connect", ALL), ("loss", "node1", "node2")),
+    (("good", (142, 138)), WHOLE, ("loss", "node1", "node2")),
+    (WHOLE, ("good", (197, 199)), ("little loss", "node2", "node1")),
+    (("connect", ALL), ("connect", ALL), ("TCP", "node1", "node2")),
+    (("refused", ALL), WHOLE, ("refused", "node1", "node2")),
+    (("good", (0, 0)), ("connect", (0, 0)), ("TCP", "node1", "node2")),
+    (("good", (0, 0)), ("good", (0, 0)), None),  # a firewall drops datagrams, which the workers do not use
+    (("good", (200, 199)), WHOLE, None),
+]
+
+
+@pytest.mark.parametrize(("there", "back", "expected"), ODD_LINKS)
+def test_what_is_wrong_with_a_link_follows_from_its_connections_and_datagrams(
+    there: Seen, back: Seen, expected: tuple[Fault, str, str] | None
+) -> None:
+    findings = found(with_link(with_link(healthy(4), 0, 1, *there), 1, 0, *back))
+
+    seen = [(one.fault, *one.nodes) for one in (*findings.pairs, *findings.lossy)]
+    assert seen == ([] if expected is None else [expected])
+    assert findings.is_faulty is (expected is not None and expected[0] != "little loss")
+
+
+def test_datagrams_that_the_readers_own_kernel_dropped_are_not_held_against_the_network() -> None:
+    answers = with_link(healthy(4), 0, 1, "good", (180, 185))
+
+    assert found(answers).is_faulty
+    assert not found({**answers, 1: replace(answers[1], num_dropped=35)}).is_faulty
+
+
+def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> None:
+    answers = healthy(4)
+    for other in (0, 1, 2):
+        answers = cut(answers, 3, other)
+
+    for silent in ({key: value for key, value in answers.items() if key != 3}, {**answers, 3: Answer()}):
+        findings = found(silent)
+
+        assert (findings.silent, findings.bad_nodes, findings.num_pairs, findings.carries) == (("node4",), (), 3, False)
+        assert "node4 did not answer over Slurm's network, so nothing is known of their links" in findings.words
+
+
+@pytest.mark.parametrize(
+    "lost", [Answer(is_whole=True), Answer(address="10.1.0.3", network="10.1.0.0/24", is_whole=True)]
+)
+def test_a_node_whose_interface_is_down_is_named_even_if_another_network_leads_to_it(lost: Answer) -> None:
+    answers = {**healthy(4), 2: lost}
+
+    findings = found(answers)
+
+    assert (findings.bad_nodes, findings.off_network, findings.num_pairs) == (("node3",), ("node3",), 3)
+    assert "node3 has no address on the network of 10.2.0.1" in findings.words
+
+
+def test_rank_zeros_own_interface_may_be_the_one_that_is_down() -> None:
+    answers = {**healthy(4), 0: Answer(address="10.1.0.1", network="10.1.0.0/24", is_whole=True)}
+
+    assert found(answers).bad_nodes == ("node1",)
+
+
+def test_in_a_routed_network_another_subnet_proves_nothing() -> None:
+    answers = {number: replace(answer, network=f"10.2.{number}.0/24") for number, answer in healthy(4).items()}
+    answers[0] = replace(answers[0], network="10.2.0.0/24")
+
+    assert found(answers).carries
+
+
+def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    findings = found(with_link(cut(healthy(4), 0, 2), 1, 3, "good", (197, 199)))
+
+    write_network(run, 3, findings)
+
+    assert read_network(run, 3) == findings
+    assert read_network(run, 4) is None
+    for text in ("", "[]", '{"at": 1}', '{"pairs": 3}', '{"pairs": [{"nodes": ["a"]}]}'):
+        run.network(3).write_text(text)
+        assert read_network(run, 3) is None
+
+
+def test_many_pairs_are_not_all_spelled_out() -> None:
+    pairs = tuple(PairFault(nodes=(f"a{n}", f"b{n}"), fault="nothing passes") for n in range(200))
+
+    findings = NetworkFindings(at=0, seconds=1, address=ADDRESS, num_nodes=512, num_pairs=4000, pairs=pairs)
+
+    assert findings.words.endswith("no packet passes between a5 and b5; and 194 more")
+    assert len(findings.words) < 400
+
+
+def test_processes_that_listen_on_this_machine_reach_each_other() -> None:
+    findings = probe(["a", "b", "c"], "127.0.0.1", step_argv=lambda nodes: step_argv(dict.fromkeys(nodes, "")))
+
+    assert (findings.carries, findings.num_pairs, findings.silent) == (True, 3, ())
+
+
+@pytest.mark.parametrize("command", [["/does/not/exist"], ["false"], [sys.executable, "-c", "print('hello')"]])
+def test_where_no_step_can_be_started_nothing_is_known(command: list[str]) -> None:
+    findings = probe(["a", "b"], "127.0.0.1", step_argv=lambda _: command)
+
+    assert (findings.is_faulty, findings.carries, findings.silent) == (False, False, ("a", "b"))
+    assert findings.words.startswith("the network between the nodes could not be probed: ")
