@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next
+from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next, Root
 from ddp_hpc.spec.launch import RestartSpec
 
 SLURMS_SLOP_S = 60.0
@@ -65,6 +65,8 @@ class Situation:
     """Whether no process wrote an error report: perhaps none could even be started."""
     without_progress: str = "ended without a new checkpoint"
     """What those failures have in common, as a text."""
+    fails_again: str = ""
+    """The sample or file of which this attempt failed as the one before it (`fails_again`)."""
     is_on_slurm: bool = True
     is_supervised: bool = False
     """Whether a supervisor is there to start another attempt without Slurm."""
@@ -101,13 +103,7 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     )  # these two need nothing from the user
     if not row.next or not (situation.is_on_slurm or goes_on_here):
         return Decision(ending=row.ending)
-    if row.is_failure and situation.num_without_progress >= policy.max_no_progress:
-        count = situation.num_without_progress
-        attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
-        why = (
-            f"{attempts} {situation.without_progress}, so the run ends (`restart.max_no_progress`); correct the cause, and submit "
-            "the run again"
-        )
+    if why := _why_last(situation, policy):
         return Decision(ending=Ending.FAILED, why=why)
     is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1
     is_right_here = row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying
@@ -120,6 +116,23 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
         )
     lost = situation.failed_nodes if situation.cause == Cause.NODE_FAILED else ()
     return Decision(ending=ending, next=Next(policy.by), exclude=tuple(sorted({*situation.bad_nodes, *lost})))
+
+
+def _why_last(situation: Situation, policy: RestartSpec) -> str:
+    """Return why a failure ends the run; empty where another attempt may follow."""
+    if situation.fails_again and situation.cause == Cause.WORKER_CRASHED:
+        return (
+            f"`{situation.fails_again}` ended two attempts in a row in the same way, without progress between them, so the run "
+            "ends: another attempt would fail there, too; correct it or leave it out, and submit the run again"
+        )
+    count = situation.num_without_progress
+    if not TABLE[situation.cause].is_failure or count < policy.max_no_progress:
+        return ""
+    attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
+    return (
+        f"{attempts} {situation.without_progress}, so the run ends (`restart.max_no_progress`); correct the cause, and submit "
+        "the run again"
+    )
 
 
 def reserve_s(lead_s: float) -> float:
@@ -182,6 +195,25 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
         count += TABLE[ended_of].is_failure and not only_avoided
         step_after = attempt.first_step
     return count
+
+
+def fails_again(attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
+    """Return the sample or file of which the newest attempt failed as the one before it; empty where that is not proved.
+
+    Both failures have to be proved to last, of one fingerprint, one entity and one version of it; the newest attempt has to
+    have come no further: no new checkpoint, no later step.
+    """
+    if len(attempts) < 2:
+        return ""
+    before, newest = attempts[-2:]
+    earlier = before.root
+    is_same = replace(earlier, failed_step=None) == replace(root, failed_step=None) and bool(root.fingerprint)
+    lasts = bool(root.entity) and not root.may_recover
+    is_next = before.attempt + 1 == newest.attempt and before.cause == Cause.WORKER_CRASHED
+    is_without_progress = newest.first_step == before.last_step == newest_step
+    step, step_before = root.failed_step, earlier.failed_step
+    is_no_later = step == step_before if step is None or step_before is None else step <= step_before
+    return root.entity if is_same and lasts and is_next and is_without_progress and is_no_later else ""
 
 
 def _avoided(attempt: Attempt) -> bool:

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 from ddp_hpc.base.durable import make_directories, read_json, replace_text
 from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError, DivergedError
+from ddp_hpc.run_dir.affected import affected_by
 from ddp_hpc.run_dir.paths import RunDir
 
 Phase = Literal["", "starting", "joining", "building", "training"]
@@ -57,6 +58,14 @@ class WorkerFailure:
     """What a user's script exited with, where no exception of it was seen."""
     is_hang: bool = False
     """The supervisor's report of a hang; `rank` is the one that the others wait for."""
+    entity: str = ""
+    """The sample or the file that the exception concerns, where the process knew."""
+    entity_version: str = ""
+    """Size and time of that file."""
+    may_recover: bool = True
+    """Whether another attempt may get past it; false only where that process has proved the opposite."""
+    place: str = ""
+    """`file.py in function`, where the exception was raised."""
 
 
 def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "") -> WorkerFailure:
@@ -64,6 +73,7 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
     import traceback  # late: only a process that fails pays for it
 
     is_plain = isinstance(error, ConfigError | DivergedError)  # the message is clear without the type
+    affected = affected_by(error)
     return WorkerFailure(
         rank=rank,
         host=socket.gethostname(),
@@ -77,6 +87,10 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
         is_hardware=is_of_hardware(error),
         phase=phase,
         exception_type=type(error).__name__,
+        entity=affected.entity,
+        entity_version=affected.version,
+        may_recover=affected.may_recover,
+        place=affected.place,
     )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,6 +96,17 @@ class Next(_TextEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Root:
+    """The failure that came first in an attempt; without fields, none is known."""
+
+    fingerprint: str = ""
+    entity: str = ""
+    entity_version: str = ""
+    may_recover: bool = True
+    failed_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One attempt at a run: from the ledger's line of its start, and of its end where it has one."""
 
@@ -128,6 +139,23 @@ class Attempt:
     """The nodes that failed, where a node did."""
     image: str = ""
     """Identity of the image that it ran in; empty without an image, or where that is not known."""
+    fingerprint: str = ""
+    """Of the failure that came first, without rank, node, time and entity; empty where no process reported one."""
+    entity: str = ""
+    """The sample or the file that this failure concerns."""
+    entity_version: str = ""
+    """Size and time of that file when the attempt failed."""
+    may_recover: bool = True
+    """Whether another attempt may get past that failure; false only where that is proved."""
+    failed_step: int | None = None
+    """The step at which it failed, where a process reported that."""
+    why_last: str = ""
+    """Why no attempt follows, where one might be expected."""
+
+    @property
+    def root(self) -> Root:
+        """The failure that came first."""
+        return Root(**{name: getattr(self, name) for name in Root.__dataclass_fields__})
 
     @property
     def is_last(self) -> bool:
@@ -260,6 +288,7 @@ _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "float": _float,
     "float | None": _optional(_float),
     "str": _str,
+    "bool": lambda value: _require(isinstance(value, bool), value),
     "tuple[str, ...]": lambda value: tuple(map(_str, _require(isinstance(value, list), value))),
     "Cluster": _str,
     "Next": Next,
@@ -312,6 +341,15 @@ class End:
     last_step: int | None = None
     next: Next = Next.NOTHING
     failed_nodes: tuple[str, ...] = ()
+    root: Root = field(default_factory=Root)
+    why_last: str = ""
+
+    @property
+    def as_record(self) -> Mapping[str, Any]:
+        """The keys of the line; of the root and of `why_last`, those that say something."""
+        record = asdict(self)
+        about = {**record.pop("root"), "why_last": record.pop("why_last")}
+        return {**record, **{key: value for key, value in about.items() if value != getattr(Attempt, key)}}
 
 
 def record_end(  # noqa: PLR0913  a record's fields
@@ -325,7 +363,7 @@ def record_end(  # noqa: PLR0913  a record's fields
             "ending": ending,
             "exit_code": exit_code,
             "reason": reason,
-            **({} if end is None else asdict(end)),
+            **({} if end is None else end.as_record),
             "ended_at": time.time(),
         },
     )

@@ -13,10 +13,10 @@ from typing import Literal
 
 from ddp_hpc.base.processes import signal_number, signal_of
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.fingerprint import entity, fingerprint
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.why.exceptions import Raised, tracebacks, uncaught
-from ddp_hpc.why.fingerprint import entity, fingerprint
 from ddp_hpc.why.lines import Line
 from ddp_hpc.why.signatures import Match, Role, match_exception, match_line
 from ddp_hpc.why.slurm_lines import of_step

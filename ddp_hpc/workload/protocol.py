@@ -61,6 +61,9 @@ class Workload(Protocol):
         comes from `ledger` and the run's other records; without `is_patient`, where it does not answer at once.
         """
 
+    def seen_progress(self, run: RunDir) -> int | None:
+        """Return the same number as the file system shows it now; None where it does not answer, or nothing shows it."""
+
     @property
     def without_progress(self) -> str:
         """What attempts have in common that made no progress, as a text: `ended without a new checkpoint`."""

@@ -52,6 +52,13 @@ class RecipeWorkload:
         """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""
         return progress(run, ledger, is_patient=is_patient)
 
+    def seen_progress(self, run: RunDir) -> int | None:
+        """Return the step of the newest checkpoint, 0 without one."""
+        try:
+            return max(checkpoint_names.committed_steps(run), default=0)
+        except (OSError, UnreadableError):
+            return None
+
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:
         """Return where the recipe's module is imported from; None for one that is built in or installed."""
         code = code_dir_of(self.spec.recipe.target, import_paths)

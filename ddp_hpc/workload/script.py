@@ -52,19 +52,28 @@ class ScriptWorkload:
         # Each of them only grows, so their sum does.
         pattern = self.spec.script.progress
 
-        def count() -> int:
-            committed = max(checkpoint_names.committed_steps(run), default=0)
-            return committed + (0 if pattern is None else num_changes(read_seen(run), look(pattern, Path.cwd())))
-
         try:
             return patiently(
                 pattern or str(run.checkpoints),
-                count,
+                lambda: self._count(run),
                 patience_s=LISTING_PATIENCE_S if is_patient else 0.0,
             )
         except UnreadableError as error:
             sys.stderr.write(f"note: {error} ddp-hpc takes the script's progress from the run's ledger instead.\n")
             return max((one.last_step or one.first_step for one in ledger.attempts), default=0)
+
+    def _count(self, run: RunDir) -> int:
+        pattern = self.spec.script.progress
+        committed = max(checkpoint_names.committed_steps(run), default=0)
+        return committed + (0 if pattern is None else num_changes(read_seen(run), look(pattern, Path.cwd())))
+
+    def seen_progress(self, run: RunDir) -> int | None:
+        """Return the same; None also where neither the key names the files that the script saves, nor has it committed one."""
+        try:
+            count = self._count(run)
+        except (OSError, UnreadableError):
+            return None
+        return None if self.spec.script.progress is None and not count else count
 
     @property
     def without_progress(self) -> str:

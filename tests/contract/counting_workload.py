@@ -41,6 +41,9 @@ class CountingWorkload:
         del ledger, is_patient
         return counted(run)
 
+    def seen_progress(self, run: RunDir) -> int | None:
+        return counted(run)
+
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:
         return UsersCode(import_paths[0], Path("counting.txt")) if import_paths else None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.fingerprint import entity
 from ddp_hpc.run_dir.ledger import Cause
-from ddp_hpc.why.fingerprint import entity
 from ddp_hpc.why.verdict import Facts, verdict_of
 from tests.unit.test_why_verdict import OOM_KILL, USERS, facts, raised, report, reset
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.fingerprint import entity, fingerprint, mechanism
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault
 from ddp_hpc.why.exceptions import tracebacks, uncaught
-from ddp_hpc.why.fingerprint import entity, fingerprint, mechanism
 from ddp_hpc.why.lines import Line, clean, number_of, tail
 from ddp_hpc.why.verdict import Facts, verdict_of
 

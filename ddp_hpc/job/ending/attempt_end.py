@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddp_hpc import exit_codes, requeue
 from ddp_hpc.job.ending import blame
@@ -12,10 +12,11 @@ from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
 from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
 from ddp_hpc.job.ending.hang_report import report_hang
+from ddp_hpc.job.ending.roots import root_of
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.requeue import Decision, Situation
 from ddp_hpc.run_dir.failure_reports import WorkerFailure, silent_end
-from ddp_hpc.run_dir.ledger import Cause, End
+from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Root
 
 _ENDED_EARLY = (
     "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, "
@@ -35,6 +36,8 @@ class Conclusion:
     """Of the newest checkpoint."""
     failed_nodes: tuple[str, ...] = ()
     """The nodes that failed, where a node did."""
+    root: Root = field(default_factory=Root)
+    """The failure that came first."""
     is_slurm_away: bool = False
     """Whether the controller did not answer, or was not asked."""
 
@@ -45,7 +48,14 @@ class Conclusion:
     @property
     def end(self) -> End:
         """What the ledger says of it."""
-        return End(cause=self.cause, last_step=self.last_step, next=self.decision.next, failed_nodes=self.failed_nodes)
+        return End(
+            cause=self.cause,
+            last_step=self.last_step,
+            next=self.decision.next,
+            failed_nodes=self.failed_nodes,
+            root=self.root,
+            why_last=self.decision.why,
+        )
 
 
 def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
@@ -67,11 +77,13 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         failed_nodes = blame.refusing_nodes(failure, context.nodes, node_of=context.node_of)
     bad_nodes = blame.bad_nodes(known.attempts, attempt, failed_nodes, context.spec.restart)
     newest_step = context.workload.progress(context.run, known.ledger)
+    root = root_of(cause, known.failures, hosts=context.nodes)
     situation = Situation(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
         num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
+        fails_again=_fails_again(context, known.attempts, root, newest_step),
         has_no_report=failure is None,
         is_on_slurm=context.allocation is not None,
         is_supervised=context.is_supervised,
@@ -89,10 +101,17 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         reason="; ".join(filter(None, [outcome.reason or _message(cause, outcome, failure), *remarks, decision.why])),
         last_step=newest_step,
         failed_nodes=failed_nodes,
+        root=root,
         is_slurm_away=context.allocation is not None and evidence.job is None,
     )
     _write(context, conclusion)
     return conclusion
+
+
+def _fails_again(context: JobContext, attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
+    """Return the sample or file of which the attempt failed as the one before it, if the file system shows no progress."""
+    entity = requeue.fails_again(attempts, root, newest_step)
+    return entity if entity and context.workload.seen_progress(context.run) == newest_step else ""
 
 
 def _remarks(context: JobContext, attempt: int) -> Sequence[str]:

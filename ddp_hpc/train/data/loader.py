@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
 from ddp_hpc.errors import DdpHpcError
+from ddp_hpc.run_dir.affected import Affected, is_of_content, place_of
 from ddp_hpc.spec import DataSpec
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.state.rng import HostGenerators, seed_host_libraries
@@ -36,8 +39,22 @@ class SeededFetch(Dataset[Any]):
         self._seed = seed
         self._collate = collate
 
-    def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
-        """Fetch one micro batch; the DataLoader passes a list of one."""
+    def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched | Unread:
+        """Fetch one micro batch; the DataLoader passes a list of one. In a loader process, return an error of a sample."""
+        if get_worker_info() is None:
+            return self.fetched(micro_batch)
+        try:
+            return self.fetched(micro_batch)
+        except SampleError as error:
+            # Raised, it would reach the worker as a text only (`torch._utils.ExceptionWrapper`).
+            return Unread(str(error), error.affected, "".join(traceback.format_exception(error)))
+
+    def fetched(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
+        """Fetch a list of one micro batch.
+
+        Raises:
+            SampleError: where a sample cannot be read.
+        """
         (wanted,) = micro_batch
         if self._collate is None and type(self._dataset) is TensorDataset:
             # Exactly TensorDataset, so no code of the user runs and no random number is drawn: take all rows at once.
@@ -50,25 +67,80 @@ class SeededFetch(Dataset[Any]):
         return Fetched(wanted.indices, batch)
 
     def _fetch(self, epoch: int, index: int) -> Any:
+        try:
+            return self._read(epoch, index)
+        except DdpHpcError:
+            raise
+        except Exception as error:
+            sample = f"{'eval_data' if epoch < 0 else 'train_data'}[{index}]"
+            lasts = is_of_content(error) and self._is_sure(error, epoch, index)
+            raise SampleError(
+                f"`{sample}` raised {type(error).__name__}: {str(error).rstrip('.')}. Check this sample and the "
+                "dataset's `__getitem__`; the rank's log has the traceback.",
+                Affected(entity=sample, may_recover=not lasts, place=place_of(error)),
+            ) from error
+
+    def _read(self, epoch: int, index: int) -> Any:
         # Which loader process fetches a sample depends on their number. So each sample gets a seed of its own, rather
         # than each process: https://pytorch.org/docs/stable/notes/randomness.html#dataloader
         seed = derive_seed("sample", self._seed, epoch, index)
         torch.default_generator.manual_seed(seed)
         seed_host_libraries(seed)
+        return self._dataset[index]
+
+    def _is_sure(self, error: Exception, epoch: int, index: int) -> bool:
+        """Tell whether a sample fails again in the same way, and another one does not.
+
+        If none can be read, it is not this sample: a server of data may answer with an error page, a mount may be empty.
+        """
         try:
-            return self._dataset[index]
-        except DdpHpcError:
-            raise
-        except Exception as error:
-            data = "eval_data" if epoch < 0 else "train_data"
-            raise SampleError(
-                f"`{data}[{index}]` raised {type(error).__name__}: {str(error).rstrip('.')}. Check this sample and the "
-                "dataset's `__getitem__`; the rank's log has the traceback."
-            ) from error
+            self._read(epoch, index)
+        except Exception as again:  # noqa: BLE001  whatever the user's data set raises
+            if type(again) is not type(error) or not is_of_content(again):
+                return False
+        else:
+            return False
+        num = len(self._dataset)  # type: ignore[arg-type]  # map-style data has a length
+        return any(self._is_readable(epoch, other % num) for other in (index + 1, index - 1, index + num // 2))
+
+    def _is_readable(self, epoch: int, index: int) -> bool:
+        try:
+            self._read(epoch, index)
+        except Exception:  # noqa: BLE001  whatever the user's data set raises
+            return False
+        return True
 
 
 class SampleError(RuntimeError):
     """A sample could not be read. It does not count as an invalid request: another attempt may succeed."""
+
+    def __init__(self, message: str, affected: Affected) -> None:
+        super().__init__(message)
+        self.affected = affected
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What a loader process returns instead of a micro batch that has a sample that cannot be read."""
+
+    message: str
+    affected: Affected
+    traceback: str
+
+
+class InLoaderProcessError(Exception):
+    """Holds the traceback of an error in a loader process, as a text."""
+
+
+def received(fetched: Fetched | Unread) -> Fetched:
+    """Return what a loader has fetched.
+
+    Raises:
+        SampleError: where a loader process could not read a sample.
+    """
+    if isinstance(fetched, Unread):
+        raise SampleError(fetched.message, fetched.affected) from InLoaderProcessError(f"\n{fetched.traceback}")
+    return fetched
 
 
 class _MicroBatches:
@@ -98,10 +170,10 @@ def load_global_batches(
     fetch, micro_batches = SeededFetch(dataset, sampler.order.seed, collate), _MicroBatches(ahead)
     fetched: Iterator[Fetched]
     if data.num_workers or pin_memory:
-        fetched = begin(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory))
+        fetched = map(received, begin(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory)))
     else:
         # What a DataLoader without processes does, without its overhead.
-        fetched = map(fetch.__getitems__, micro_batches)
+        fetched = map(fetch.fetched, micro_batches)
     for plan in plans:
         yield LoadedGlobalBatch(plan, (next(fetched) for _ in plan.micro_batches))
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.train.data.loader import SeededFetch, begin, make_loader, to_device
+from ddp_hpc.train.data.loader import SeededFetch, begin, make_loader, received, to_device
 from ddp_hpc.train.data.sample_order import MicroBatch
 from ddp_hpc.train.engine.modes import evaluation_mode
 from ddp_hpc.train.engine.precision import Precision
@@ -88,7 +88,7 @@ class Evaluator:
         # A layer may merge its weights for evaluation (as LoRA does) and unmerge them with other last bits: restore them.
         unchanged = put_back(model, with_parameters=True)
         with unchanged, evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
-            for fetched in begin(self._loader):
+            for fetched in map(received, begin(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._score(model, batch, len(fetched.indices))
         self._held_out.is_wanted = True
@@ -106,7 +106,7 @@ class Evaluator:
             for buffer in model.buffers():
                 torch.distributed.broadcast(buffer, src=0)
         with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
-            for fetched in self._loader:
+            for fetched in map(received, self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 sums += self._score(model, batch, len(fetched.indices))
                 self._on_batch()

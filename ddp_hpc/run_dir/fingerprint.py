@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 
 _SAMPLE = re.compile(r"`((?:train|eval)_data\[-?\d+\])`")
 _QUOTED_PATH = re.compile(r"""['"]((?:/|\.{1,2}/)?[^'"\s]*/[^'"]+|[^'"\s/]+\.\w{1,8})['"]""")
 _MOST_SEARCHED = 2000
-"""Characters of a message: the search for a path takes quadratic time."""
+"""Characters of a message: the search for a path takes quadratic time, and a message may have a million."""
 _TEMPORARY = re.compile(r"(?:/tmp|/var/tmp|/dev/shm)(?:/|$)|/torch_\d")
 _CIRCUMSTANCES = (
     (re.compile(r"/(?:tmp|var/tmp|dev/shm)/[^\s'\":,;]*"), "<tmp>"),
@@ -33,7 +34,7 @@ def mechanism(text: str, *, hosts: tuple[str, ...] = ()) -> str:
 
 def fingerprint(failure: str, text: str, place: str, *, hosts: tuple[str, ...] = ()) -> str:
     """Return a short hash that two failures share if they are of one class, one text and one place in the code."""
-    whole = "\n".join([failure, mechanism(text, hosts=hosts), place])
+    whole = "\n".join([failure, mechanism(text[:_MOST_SEARCHED], hosts=hosts), place])
     return hashlib.sha256(whole.encode("utf-8", errors="replace")).hexdigest()[:12]
 
 
@@ -41,5 +42,10 @@ def entity(text: str) -> str:
     """Return the sample or the file that a message names; empty where it names none, or a temporary file."""
     if sample := _SAMPLE.search(text):
         return sample[1]
+    return next(iter(quoted_files(text)), "")
+
+
+def quoted_files(text: str) -> Sequence[str]:
+    """Return the paths in quotation marks, each once, without temporary ones."""
     paths = (found[1] for found in _QUOTED_PATH.finditer(text[:_MOST_SEARCHED]))
-    return next((path for path in paths if not _TEMPORARY.match(path)), "")
+    return list(dict.fromkeys(path for path in paths if not _TEMPORARY.match(path)))

@@ -1,0 +1,197 @@
+"""What an exception concerns, and whether another attempt may get past it."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import pickle
+import struct
+import types
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.run_dir.affected import Affected, affected_by, is_of_content
+
+
+def caught(act: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as info:  # noqa: PT011  each case has its own
+        act()
+    return info.value
+
+
+def raises(error: BaseException) -> Callable[[], object]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def wrapped(inner: BaseException, outer: BaseException, *, is_hidden: bool = False) -> Callable[[], object]:
+    def act() -> None:
+        try:
+            raises(inner)()
+        except BaseException as error:  # noqa: BLE001  whatever a case raises
+            raise outer from (None if is_hidden else error)
+
+    return act
+
+
+class BadImageError(OSError):
+    """As Pillow's, which has this module and name."""
+
+
+BadImageError.__module__, BadImageError.__name__ = "PIL", "UnidentifiedImageError"
+
+
+def in_module(name: str, error: BaseException) -> Callable[[], object]:
+    """Return what raises an error in code of a module with this name."""
+    module = types.ModuleType(name)
+    exec("def act(error):\n    raise error\n", vars(module))  # noqa: S102  a line of ours
+    return lambda: module.act(error)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        raises(ValueError("label 12")),
+        raises(KeyError("label")),
+        raises(AssertionError()),
+        lambda: struct.unpack("<I", b"ab"),
+        lambda: zlib.decompress(b"no zlib"),
+        lambda: pickle.loads(b"\x80\x05no pickle."),  # noqa: S301  a line of ours
+        lambda: json.loads("{"),
+        lambda: b"\xff".decode("utf-8"),
+        lambda: list(csv.reader(['"a' + "b"], strict=True)),
+        raises(BadImageError("cannot identify image file")),
+        in_module("PIL.ImageFile", OSError("image file is truncated (3 bytes not processed)")),
+        wrapped(KeyError("label"), ValueError("no label")),
+    ],
+    ids=str,
+)
+def test_an_error_of_the_content_is_one(act: Callable[[], object]) -> None:
+    assert is_of_content(caught(act))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        *(raises(OSError(getattr(errno, name), name)) for name in
+          ("EIO", "ESTALE", "ETIMEDOUT", "ENOSPC", "EDQUOT", "ECONNRESET", "ENOENT", "EACCES", "EMFILE", "ENOTCONN")),
+        raises(OSError("file read failed: errno = 5")),  # as h5py says it
+        raises(BadImageError(errno.EIO, "Input/output error")),
+        raises(MemoryError()),
+        raises(EOFError()),
+        raises(TimeoutError()),
+        raises(RuntimeError("CUDA error: device-side assert triggered")),
+        raises(RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed.")),
+        raises(SystemExit(3)),
+        raises(KeyboardInterrupt()),
+        raises(Exception("HTTP 503")),
+        wrapped(OSError(errno.EIO, "x"), ValueError("bad image")),
+        wrapped(OSError(errno.EIO, "x"), ValueError("bad image"), is_hidden=True),
+        wrapped(ConnectionResetError(), KeyError("x")),
+        in_module("torchvision.io", OSError("something")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_file_system_the_network_or_a_device_may_have_caused_is_none(act: Callable[[], object]) -> None:
+    assert not is_of_content(caught(act))
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file, written long ago, in a working directory; its path is relative, as one below /tmp would not count."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("index.json")
+    path.write_text("{")
+    os.utime(path, (1000, 1000))
+    return path
+
+
+def undecodable(text: str) -> Affected:
+    return affected_by(caught(wrapped(caught(lambda: json.loads("{")), ValueError(text))))
+
+
+def test_a_file_that_a_decoder_rejects_is_named_with_its_version(index: Path) -> None:
+    found = undecodable(f"cannot read '{index}'")
+
+    assert found == Affected(
+        entity="index.json", version="1 bytes, 1000000000000", may_recover=False, place=found.place
+    )
+    assert found.place.endswith(" in act")
+
+
+def test_a_file_that_has_changed_is_another_version(index: Path) -> None:
+    before = undecodable(f"cannot read '{index}'")
+
+    os.utime(index, (2000, 2000))
+
+    assert undecodable(f"cannot read '{index}'").version != before.version
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot read 'no-such-file.json'",
+        "cannot read 'index.json' or 'other.json'",
+        "cannot read '/tmp/index.json'",
+        "cannot read 'https://user:secret@host/index.json?sig=abc'",
+        "cannot read 'a\x1b[31m\nindex.json'",
+        f"cannot read '{'x/' * 600}index.json'",
+        "cannot read 'a\0b.json'",
+        "no file is named",
+        "",
+    ],
+)
+def test_a_text_that_names_no_single_file_concerns_none(index: Path, text: str) -> None:
+    found = undecodable(text)
+
+    assert (found.entity, found.version, found.may_recover) == ("", "", True)
+
+
+def test_a_file_that_was_just_written_may_still_be_written(index: Path) -> None:
+    index.write_text("{")
+
+    assert undecodable(f"cannot read '{index}'").may_recover
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("the lock 'index.json' is held"),
+        FileNotFoundError(2, "No such file or directory", "index.json"),
+        RuntimeError("cannot read 'index.json'"),
+        KeyError("index.json"),
+    ],
+    ids=str,
+)
+def test_an_error_that_no_decoder_has_raised_proves_nothing_of_a_file(index: Path, error: BaseException) -> None:
+    assert affected_by(caught(raises(error))).may_recover
+
+
+def test_what_a_loader_process_has_passed_on_proves_nothing_as_its_reasons_are_unknown(index: Path) -> None:
+    error = json.JSONDecodeError(f"Caught JSONDecodeError in DataLoader worker process 0. '{index}'", "{", 0)
+
+    assert affected_by(caught(in_module("torch._utils", error))).may_recover
+
+
+def test_an_exception_in_a_circle_and_one_with_odd_attributes_are_read_to_their_end() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__context__ = second, first
+    odd: Any = ValueError("c")
+    odd.affected = "everything"
+
+    assert is_of_content(first)
+    assert affected_by(odd).entity == ""
+
+
+def test_a_message_of_a_million_characters_is_read_at_once(index: Path) -> None:
+    found = undecodable(f"cannot read '{index}' " + "'a/b" * 250_000)
+
+    assert found.may_recover in (True, False)

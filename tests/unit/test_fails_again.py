@@ -1,0 +1,175 @@
+"""When two failures of the same sample or file end a run, case by case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddp_hpc.job.ending.roots import root_of
+from ddp_hpc.requeue import Situation, decide, fails_again
+from ddp_hpc.run_dir.failure_reports import WorkerFailure
+from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next, Root
+from ddp_hpc.spec import RestartSpec
+
+POISONED = Root(fingerprint="f1", entity="train_data[17]", may_recover=False, failed_step=5)
+OF_FILE = Root(fingerprint="f2", entity="/data/a.json", entity_version="3 bytes, 1", may_recover=False)
+
+
+def attempt(number: int, root: Root | None = None, **more: Any) -> Attempt:
+    known: dict[str, Any] = {"cause": Cause.WORKER_CRASHED, "last_step": 4, "first_step": 0, **more}
+    if root is not None:
+        known |= {name: getattr(root, name) for name in Root.__dataclass_fields__}
+    return Attempt(attempt=number, job_id="7", host="node1", pid=1, started_at=0.0, **known)
+
+
+NEWEST = attempt(1, first_step=4, cause=None, last_step=None)
+
+
+@pytest.mark.parametrize("root", [POISONED, OF_FILE, replace(POISONED, failed_step=4)])
+def test_the_same_proved_failure_twice_without_progress_is_named(root: Root) -> None:
+    before = root if root.failed_step is None else replace(root, failed_step=5)
+
+    assert fails_again([attempt(0, before), NEWEST], root, 4) == root.entity
+
+
+@pytest.mark.parametrize(
+    ("why", "before", "newest", "root", "step"),
+    [
+        ("another fingerprint", attempt(0, replace(POISONED, fingerprint="f9")), NEWEST, POISONED, 4),
+        ("another sample", attempt(0, replace(POISONED, entity="train_data[18]")), NEWEST, POISONED, 4),
+        ("another version of the file", attempt(0, replace(OF_FILE, entity_version="4 bytes, 2")), NEWEST, OF_FILE, 4),
+        ("no entity", attempt(0, replace(POISONED, entity="")), NEWEST, replace(POISONED, entity=""), 4),
+        ("no fingerprint", attempt(0, replace(POISONED, fingerprint="")), NEWEST, replace(POISONED, fingerprint=""), 4),
+        ("the first might recover", attempt(0, replace(POISONED, may_recover=True)), NEWEST, POISONED, 4),
+        ("the second may recover", attempt(0, POISONED), NEWEST, replace(POISONED, may_recover=True), 4),
+        ("both may recover", attempt(0, replace(POISONED, may_recover=True)), NEWEST, replace(POISONED, may_recover=True), 4),
+        ("a checkpoint between", attempt(0, POISONED), NEWEST, POISONED, 6),
+        ("fewer checkpoints than before", attempt(0, POISONED), NEWEST, POISONED, 2),
+        ("begun elsewhere", attempt(0, POISONED), replace(NEWEST, first_step=2), POISONED, 4),
+        ("progress was not recorded", attempt(0, POISONED, last_step=None), NEWEST, POISONED, 4),
+        ("a later step", attempt(0, POISONED), NEWEST, replace(POISONED, failed_step=6), 4),
+        ("a step is not known", attempt(0, POISONED), NEWEST, replace(POISONED, failed_step=None), 4),
+        ("the first was a hang", attempt(0, POISONED, cause=Cause.HANG), NEWEST, POISONED, 4),
+        ("an attempt between is lost", attempt(0, POISONED), replace(NEWEST, attempt=2), POISONED, 4),
+        ("a ledger without the keys", attempt(0), NEWEST, POISONED, 4),
+    ],
+)  # fmt: skip
+def test_nothing_is_named_where_one_point_differs_or_is_not_known(
+    why: str, before: Attempt, newest: Attempt, root: Root, step: int
+) -> None:
+    assert fails_again([before, newest], root, step) == "", why
+
+
+def test_the_first_attempt_of_a_submission_has_nothing_before_it() -> None:
+    assert fails_again([NEWEST], POISONED, 4) == fails_again([], POISONED, 4) == ""
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_a_failure_that_is_named_ends_the_run_only_where_workers_crashed(cause: Cause) -> None:
+    known = Situation(cause=cause, num_without_progress=2)
+    policy = RestartSpec(max_no_progress=100)
+
+    decision = decide(replace(known, fails_again="train_data[17]"), policy)
+
+    if cause == Cause.WORKER_CRASHED:
+        assert (decision.ending, decision.next) == (Ending.FAILED, Next.NOTHING)
+        assert "`train_data[17]` ended two attempts in a row in the same way" in decision.why
+    else:
+        assert decision == decide(known, policy)
+
+
+def test_a_job_that_slurm_has_requeued_goes_on_all_the_same() -> None:
+    known = Situation(cause=Cause.WORKER_CRASHED, fails_again="train_data[17]", is_requeued_by_slurm=True)
+
+    assert decide(known, RestartSpec()).next == Next.SLURM
+
+
+# --- the root of several reports ---------------------------------------------------------------------------------------
+
+
+def report(rank: int = 0, message: str = "label 99 is unknown", **more: Any) -> WorkerFailure:
+    known: dict[str, Any] = {
+        "rank": rank,
+        "host": f"node{rank}",
+        "at": 10.0 + rank,
+        "step": 5,
+        "exception": f"SampleError: `train_data[17]` raised ValueError: {message}",
+        "exception_type": "SampleError",
+        "log": "",
+        "entity": "train_data[17]",
+        "may_recover": False,
+        "place": "data.py in __getitem__",
+        **more,
+    }
+    return WorkerFailure(**known)
+
+
+LOST: dict[str, Any] = {"exception": "RuntimeError: Connection closed by peer", "exception_type": "RuntimeError", "entity": "", "may_recover": True}  # fmt: skip
+
+
+def root(*failures: WorkerFailure, cause: Cause = Cause.WORKER_CRASHED) -> Root:
+    ordered = sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
+    return root_of(cause, ordered, hosts=["node0", "node1", "node2"])
+
+
+def test_the_fingerprint_does_not_depend_on_the_rank_the_node_the_time_or_numbers() -> None:
+    here = root(report(0, "label 99 is unknown at 0x7f12 of /tmp/x1/y on node0", at=1.0))
+    there = root(report(2, "label 98 is unknown at 0x8a34 of /tmp/x2/y on node2", at=2.0))
+
+    assert here == there
+    assert here.entity == "train_data[17]"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        report(1, "header is not known"),
+        report(1, exception_type="OtherError"),
+        report(1, place="other.py in __getitem__"),
+    ],
+)
+def test_another_error_of_the_same_sample_is_another_fingerprint(other: WorkerFailure) -> None:
+    assert root(other).fingerprint != root(report(0)).fingerprint
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [report(1, is_secondary=True, **LOST)],
+        [report(1, at=0.0, **LOST)],  # another clock, or a text that is not known to be of a lost connection
+        [report(1, at=0.0, **(LOST | {"exception": "killed by SIGABRT", "signal": 6}))],  # by NCCL's watchdog
+        [report(1, at=0.0)],  # the same sample: ranks that take parts of one
+    ],
+)
+def test_what_other_ranks_report_beside_a_poisoned_sample_changes_nothing(others: list[WorkerFailure]) -> None:
+    found = root(report(0), *others)
+
+    assert (found.entity, found.may_recover, found.failed_step) == ("train_data[17]", False, 5)
+
+
+def test_several_samples_that_fail_at_once_may_have_one_reason_that_recovers() -> None:
+    found = root(report(0), report(1, entity="train_data[42]"))
+
+    assert (found.entity, found.may_recover) == ("train_data[17]", True)
+
+
+def test_a_report_without_an_entity_has_a_fingerprint_and_may_recover() -> None:
+    found = root(report(0, **LOST))
+
+    assert found.fingerprint
+    assert (found.entity, found.may_recover) == ("", True)
+
+
+@pytest.mark.parametrize("cause", [cause for cause in Cause if cause != Cause.WORKER_CRASHED])
+def test_an_attempt_that_ended_otherwise_has_no_root(cause: Cause) -> None:
+    assert root(report(0), cause=cause) == Root()
+
+
+def test_lost_connections_alone_have_no_root() -> None:
+    assert root(report(0, is_secondary=True, **LOST)) == Root()
+
+
+def test_a_script_whose_step_is_not_known_has_none_in_the_ledger() -> None:
+    assert root(report(0, of_script=True, step=0)).failed_step is None
