@@ -13,6 +13,7 @@ def as_text(status: RunStatus, *, now: float, word: str | None = None) -> str:
         "run": f"{status.run}  ({status.path})",
         "state": status.state,
         "reason": status.reason,
+        "concerns": status.entity,
         "why": f"`ddp-hpc why {word or status.run}` explains it" if status.state == "failed" else "",
         "starts": ""
         if status.starts_at is None

@@ -28,6 +28,8 @@ def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> N
     failure = first_failure(run, status.attempt) if status.state == "failed" and status.attempt is not None else None
     if failure is not None and not (failure.is_diverged or failure.is_input_error):  # else the reason says all
         print(cause(run, failure), file=sys.stderr)
+        if status.why_last:
+            print(f"why the run ended: {status.why_last}", file=sys.stderr)
     elif status.reason:
         print(f"{status.state}: {status.reason}", file=sys.stderr)
     print("\n".join([headline(status), f"run   {status.path}", *next_steps(status, word=word, again=again)]))

@@ -72,12 +72,32 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "root", _root(verdict)
     yield "detail", verdict.detail[:_LONGEST]
     yield "at", verdict.place
-    yield "concerns", verdict.entity
+    yield "concerns", _entity(attempt, verdict)
+    yield "alike", _alike(ledger, attempt)
     yield "evidence", "\n".join(_shown(run, one) for one in verdict.evidence)
     yield "others", _others(verdict)
     yield "means", about.means
     yield "to do", to_do(attempt, verdict, word=word)
-    yield "then", _THEN[attempt.next] if attempt.ending is not None else ""
+    then = _THEN[attempt.next] if attempt.ending is not None else ""
+    yield "then", f"{then}: {attempt.why_last}" if attempt.why_last else then
+
+
+def _entity(attempt: Attempt, verdict: Verdict) -> str:
+    """Return the sample or file; of a run that one has ended, the ledger's."""
+    return attempt.entity if attempt.why_last and attempt.entity else verdict.entity
+
+
+def _alike(ledger: Ledger, attempt: Attempt) -> str:
+    """Return which other attempts failed in the same way, at the same sample or file."""
+    about = (attempt.fingerprint, attempt.entity)
+    others = [
+        one.attempt
+        for one in ledger.attempts
+        if (one.fingerprint, one.entity) == about and one.attempt != attempt.attempt
+    ]
+    if not attempt.fingerprint or not others:
+        return ""
+    return f"{'attempt' if len(others) == 1 else 'attempts'} {', '.join(map(str, others))} failed in the same way"
 
 
 def to_do(attempt: Attempt, verdict: Verdict, *, word: str) -> str:
@@ -140,8 +160,8 @@ def as_record(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> 
         "step": verdict.step,
         "detail": verdict.detail,
         "place": verdict.place or None,
-        "entity": verdict.entity or None,
-        "fingerprint": verdict.fingerprint or None,
+        "entity": _entity(attempt, verdict) or None,
+        "fingerprint": attempt.fingerprint or verdict.fingerprint or None,
         "num_cascades": verdict.num_cascades,
         "num_alike": verdict.num_alike,
         "to_do": to_do(attempt, verdict, word=word) if about else None,

@@ -112,6 +112,12 @@ class RunStatus:
     """Where the state comes from: the run directory, or a command of Slurm."""
     age_s: float | None
     """Age of the newest information that was read."""
+    entity: str = ""
+    """The sample or file that the failure of the newest attempt concerns, where a worker reported one."""
+    fingerprint: str = ""
+    """Of that failure: equal where two attempts failed in the same way."""
+    why_last: str = ""
+    """Why no attempt follows, where one might be expected."""
 
     @property
     def is_alive(self) -> bool:
@@ -224,6 +230,9 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         save_error=progress.save_error if progress else None,
         source=source,
         age_s=age_s,
+        entity=last.entity if last and seen.has_begun else "",
+        fingerprint=last.fingerprint if last and seen.has_begun else "",
+        why_last=last.why_last if last and seen.has_begun else "",
     )
 
 

@@ -98,6 +98,7 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         ]
         print(table((*HEADER, *names), rows))
         _say_why_not_started(statuses)
+        _name_entities(statuses)
     else:
         such = f" with {' and '.join(args.filter)}" if args.filter else " outside of sweeps" if is_swept else ""
         print(f"There are no runs{such} in {str(runs_dir)!r}. List another directory with `--runs-dir DIR`.")
@@ -109,6 +110,13 @@ def _say_why_not_started(statuses: Sequence[RunStatus]) -> None:
     for status in statuses:
         if status.state == "cancelled" and status.attempt is None and status.reason:
             print(f"{status.run}: {status.reason}", file=sys.stderr)
+
+
+def _name_entities(statuses: Sequence[RunStatus]) -> None:
+    """Name the sample or file of each run that has failed because of one."""
+    for status in statuses:
+        if status.state == "failed" and status.entity:
+            print(f"{status.run}: {status.why_last or f'`{status.entity}` failed'}", file=sys.stderr)
 
 
 def _name_sweeps(runs_dir: Path) -> bool:
