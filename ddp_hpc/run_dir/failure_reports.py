@@ -56,6 +56,8 @@ class WorkerFailure:
     """Name of the exception's class, where one ended the process."""
     exit_code: int | None = None
     """What a user's script exited with, where no exception of it was seen."""
+    memory_ran_out: bool = False
+    """The kernel killed a process in this rank's cgroup, whose memory had run out, and SIGKILL ended this rank."""
     is_hang: bool = False
     """The supervisor's report of a hang; `rank` is the one that the others wait for."""
     entity: str = ""
@@ -122,9 +124,13 @@ def report(path: Path, error: BaseException, *, rank: int, log: Path) -> None:
     write_failure(path, failure)
 
 
-def report_killed(path: Path, number: int, *, rank: int, log: Path) -> None:
+def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_out: bool = False) -> None:
     """Write that a signal ended a worker."""
-    by_kernel = "the kernel does that when memory runs out: `resources.mem_gb` asks for more"
+    by_kernel = (
+        "the memory of its cgroup ran out, and the kernel killed a process there: `resources.mem_gb` asks for more"
+        if memory_ran_out
+        else "the kernel does that when memory runs out: `resources.mem_gb` asks for more"
+    )
     hint = by_kernel if number == signal.SIGKILL else f"its log may say why: {log}"
     # Python has no names for the real-time signals between SIGRTMIN and SIGRTMAX.
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -136,6 +142,7 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path) -> None:
         exception=f"killed by {name} ({hint})",
         log=str(log),
         signal=number,
+        memory_ran_out=memory_ran_out and number == signal.SIGKILL,
     )
     write_failure(path, failure)
 

@@ -32,13 +32,13 @@ def report_exception(script_rank: ScriptRank, error: BaseException) -> None:
         )
 
 
-def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool) -> None:
+def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_ran_out: bool = False) -> None:
     """Write the error report of a script that has ended badly, if its own process has written none."""
     path = script_rank.run.rank_error(script_rank.attempt, script_rank.rank)
     if path.exists():
         return
     if code < 0 and not was_killed:
-        report_killed(path, -code, rank=script_rank.rank, log=script_rank.log)
+        report_killed(path, -code, rank=script_rank.rank, log=script_rank.log, memory_ran_out=memory_ran_out)
         return
     text = _of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or _last_line(
         script_rank.log

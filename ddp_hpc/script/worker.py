@@ -21,6 +21,7 @@ import psutil
 
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
+from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import exit_code_of
@@ -124,6 +125,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     # A worker that is alone may have no socket. Then its script hosts the store, unless torchrun does.
     has_store = listen_fd is not None or environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items()
     is_hosted = has_store and find_spec("torch") is not None
+    memory_kills_before = num_memory_kills()
     pid = start(script_rank, environ, log_fd, listen_fd, is_hosted=is_hosted)
     os.close(log_fd)
     # After the fork, because the store has threads. The socket listens already: ranks that connect meanwhile wait.
@@ -144,7 +146,7 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
         # `attach` has ended the script, or it could not write: a newer attempt has the run.
         means = exit_codes.FENCED
     elif means == exit_codes.FAILED:
-        report_exit(script_rank, code, was_killed=watcher.has_killed)
+        report_exit(script_rank, code, was_killed=watcher.has_killed, memory_ran_out=has_killed(memory_kills_before))
     if code in script_rank.spec.script.resume_exit_codes and watcher.sent_signal is None:
         with suppress(OSError):  # without it, the supervisor takes the code for the answer to a signal
             script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch()

@@ -225,7 +225,7 @@ def _of_report(facts: Facts, failure: WorkerFailure) -> _Finding:
     if failure.is_diverged:
         return _with_line(replace(finding, failure="nan"), facts)
     if failure.signal is not None:
-        return _by_signal(facts, finding, failure.signal)
+        return _by_memory(finding) if failure.memory_ran_out else _by_signal(facts, finding, failure.signal)
     if failure.exit_code is not None:
         return _by_exit_code(facts, finding, failure.exit_code)
     all_raised = tracebacks(failure.traceback.splitlines())
@@ -302,6 +302,13 @@ def _of_cause(raised: Raised) -> Match | None:
 def _place(raised: Raised | None) -> str:
     frame = raised.users_frame if raised else None
     return f"{frame.file}:{frame.line} in {frame.function}" if frame else ""
+
+
+def _by_memory(finding: _Finding) -> _Finding:
+    """Return the class of a rank that SIGKILL ended while the kernel counted a process that it killed for memory."""
+    detail = "killed by SIGKILL, and the kernel has killed a process of its cgroup because memory ran out"
+    evidence = Evidence(role="confirmation", rank=finding.rank, text=detail)
+    return replace(finding, failure="host-memory", detail=detail, evidence=(evidence,))
 
 
 def _by_signal(facts: Facts, finding: _Finding, number: int) -> _Finding:

@@ -30,6 +30,7 @@ from typing import Any
 
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
+from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
 from ddp_hpc.errors import exit_code_of
 from ddp_hpc.job.node.cpus import Share, share_here
 from ddp_hpc.job.node.python_environ import (
@@ -100,6 +101,8 @@ class WorkerGroup:
     """When the agent kills those that still run."""
     was_cut: bool = False
     """Whether it has killed them."""
+    num_memory_kills: int | None = field(default_factory=num_memory_kills)
+    """How often the kernel had killed in this cgroup when they were started."""
 
     @property
     def alive(self) -> set[int]:
@@ -402,7 +405,7 @@ def _note_exit(group: WorkerGroup, rank: int, code: int) -> None:
             node_workers.run.rank_log(node_workers.attempt, rank),
             node_workers.run.rank_error(node_workers.attempt, rank),
         )
-        report_killed(path, -code, rank=rank, log=log)
+        report_killed(path, -code, rank=rank, log=log, memory_ran_out=has_killed(group.num_memory_kills))
     limit_s = node_workers.teardown_s if code in exit_codes.GOOD else GRACE_S
     if limit_s is not None:
         group.end_within(limit_s)
