@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,6 +17,7 @@ from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.fingerprint import entity, fingerprint
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run_dir.network import NetworkFindings
+from ddp_hpc.why.ends import signalled
 from ddp_hpc.why.exceptions import Raised, tracebacks, uncaught
 from ddp_hpc.why.lines import Line
 from ddp_hpc.why.signatures import Match, Role, match_exception, match_line
@@ -195,7 +197,22 @@ def _findings(facts: Facts) -> list[_Finding]:
     silent = (_of_log(facts, rank) for rank in facts.logs if rank not in ranks)
     of_job = _of_console(facts)
     weaker = (_weaker(one) for one in silent if one is not None)
-    return [*reported, *weaker, *([of_job] if of_job is not None else [])]
+    return [*reported, *_of_signalled(facts, ranks), *weaker, *([of_job] if of_job is not None else [])]
+
+
+def _of_signalled(facts: Facts, reported: AbstractSet[int]) -> list[_Finding]:
+    """Return the ranks without a report that a signal ended by the job's log, if no other rank is without a report."""
+    ended = signalled(facts.console, facts.attempt.nodes, len(facts.logs))
+    silent = set(facts.logs) - reported
+    found = []
+    for one in ended:
+        if one.rank not in silent or silent - {other.rank for other in ended}:
+            continue  # a rank that left nothing at all may have been the first
+        finding = _Finding(failure="unknown", role="root", basis="record", rank=one.rank, host=one.host)
+        finding = replace(_by_signal(facts, finding, one.signal), basis="log", has_report=True)
+        line = Evidence(role="root", rank=None, text=one.line.text.strip(), line=one.line)
+        found.append(replace(finding, evidence=(line, *finding.evidence)))
+    return found
 
 
 def _weaker(finding: _Finding) -> _Finding:
