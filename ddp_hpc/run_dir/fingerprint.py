@@ -25,8 +25,8 @@ _CIRCUMSTANCES = (
 
 def mechanism(text: str, *, hosts: tuple[str, ...] = ()) -> str:
     """Return a text without rank, node, time, addresses, temporary paths and counts."""
-    for host in sorted(filter(None, hosts), key=len, reverse=True):
-        text = re.sub(rf"\b{re.escape(host)}\b", "<node>", text)
+    if names := "|".join(map(re.escape, sorted({host for host in hosts if host}, key=len, reverse=True))):
+        text = re.sub(rf"\b(?:{names})\b", "<node>", text)
     for pattern, word in _CIRCUMSTANCES:
         text = pattern.sub(word, text)
     return " ".join(text.split())

@@ -140,6 +140,8 @@ def test_a_message_of_a_million_characters_is_compared_and_recorded(supervised: 
     fails(one, long)
 
     assert one.last.next == ""
+    assert one.last.reason.endswith(one.last.why_last)
+    assert len(one.last.reason) < 5000  # each command reads the ledger
 
 
 def test_an_entity_with_a_new_line_escape_codes_and_what_looks_like_a_secret_is_never_recorded(tmp_path: Path) -> None:

@@ -94,11 +94,12 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     )
     decision = requeue.decide(situation, context.spec.restart)
     remarks = _remarks(context, attempt) if cause == Cause.FINISHED else _of_network(cause, outcome)
+    message = _short(outcome.reason or _message(cause, outcome, failure))
     conclusion = Conclusion(
         attempt=attempt,
         cause=cause,
         decision=decision,
-        reason="; ".join(filter(None, [outcome.reason or _message(cause, outcome, failure), *remarks, decision.why])),
+        reason="; ".join(filter(None, [message, *remarks, decision.why])),
         last_step=newest_step,
         failed_nodes=failed_nodes,
         root=root,
@@ -129,6 +130,15 @@ def _of_network(cause: Cause, outcome: Outcome) -> Sequence[str]:
     """Return what is wrong with the network, where workers lost their connections; the report of a hang says it itself."""
     is_told = cause == Cause.WORKER_CRASHED and outcome.network is not None and outcome.network.is_faulty
     return [outcome.network.words] if is_told and outcome.network is not None else []
+
+
+def _short(message: str) -> str:
+    """Return a message without the end of a very long one, as each command reads the ledger; error reports have all of it."""
+    left_out = len(message) - _MOST_CHARACTERS
+    return message if left_out <= 0 else f"{message[:_MOST_CHARACTERS]} ... ({left_out} more characters)"
+
+
+_MOST_CHARACTERS = 4000
 
 
 def _write(context: JobContext, conclusion: Conclusion) -> None:
