@@ -184,6 +184,10 @@ class RunDir:
         """There when this rank's script has ended, so that it needs the store at rank zero no more."""
         return self.attempt_logs(attempt) / f"rank-{rank}.ended"
 
+    def rank_end(self, attempt: int, rank: int) -> Path:
+        """How this rank's process ended, where it ended badly (`rank_ends`)."""
+        return self.attempt_logs(attempt) / f"rank-{rank}.end.json"
+
     def torch_error(self, attempt: int, rank: int) -> Path:
         """Where `torch.distributed.elastic` writes the exception of a script (TORCHELASTIC_ERROR_FILE)."""
         return self.attempt_logs(attempt) / f"rank-{rank}.error.json"

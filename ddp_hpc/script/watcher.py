@@ -16,6 +16,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.patience import known
 from ddp_hpc.run_dir.failure_reports import read_failures
+from ddp_hpc.run_dir.rank_ends import write_rank_end
 from ddp_hpc.run_dir.records import Progress, with_report, write_progress
 from ddp_hpc.script.ending import is_of_stop_signal, meaning
 from ddp_hpc.script.life import Life
@@ -75,6 +76,8 @@ class Watcher:
                 self.has_killed, self._kill_at = True, float("inf")
                 processes.kill(left)
             ended.update(processes.reap())
+            if pids[0] in ended and self.sent_signal is None and ended[pids[0]]:
+                write_rank_end(self.script_rank.run, self.script_rank.attempt, self.script_rank.rank, ended[pids[0]])
             if self.echo:
                 self.echo.copy()
             have_ended = ended.keys() >= {*pids}

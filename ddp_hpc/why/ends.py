@@ -20,6 +20,7 @@ _SIGNALS: Mapping[str, int] = {
     "Illegal instruction": signal_number("ILL"),
     "Floating point exception": signal_number("FPE"),
     "Killed": _KILL,
+    "Out Of Memory": _KILL,
 }
 """As `srun` prints them -> the signal."""
 _CRASHES = frozenset(_SIGNALS.values()) - {_KILL}

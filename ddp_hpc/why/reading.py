@@ -12,6 +12,7 @@ from ddp_hpc.run_dir.failure_reports import read_failures
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run_dir.network import read_network
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.rank_ends import read_rank_ends
 from ddp_hpc.why.lines import Line, tail
 from ddp_hpc.why.verdict import Facts
 
@@ -58,6 +59,7 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> Facts:
         console=_of_attempt(tail(run.console), ledger, attempt),
         places=_places(run, number),
         network=read_network(run, number),
+        ends=read_rank_ends(run, number, sorted(ranks)),
     )
 
 

@@ -21,6 +21,12 @@ def of_step(lines: Sequence[Line], job_id: str, host: str) -> Sequence[Line]:
     return [line for line in lines if _may_be_of_step(line, job_id, newest) and _may_be_of_node(line, host)]
 
 
+def node_of(line: Line) -> str:
+    """Return the node that a line names; empty where it names none."""
+    found = _NODE.match(line.text)
+    return (found["daemon"] or found["node"]) if found else ""
+
+
 def _step_of(line: Line) -> re.Match[str] | None:
     return _STEP.search(line.text)
 
@@ -34,6 +40,5 @@ def _may_be_of_step(line: Line, job_id: str, newest: str) -> bool:
 
 
 def _may_be_of_node(line: Line, host: str) -> bool:
-    found = _NODE.match(line.text)
-    named = (found["daemon"] or found["node"]) if found else ""
+    named = node_of(line)
     return not named or not host or named.partition(".")[0] == host.partition(".")[0]

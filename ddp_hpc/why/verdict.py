@@ -17,11 +17,12 @@ from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.fingerprint import entity, fingerprint
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run_dir.network import NetworkFindings
+from ddp_hpc.run_dir.rank_ends import RankEnd
 from ddp_hpc.why.ends import signalled
 from ddp_hpc.why.exceptions import Raised, tracebacks, uncaught
 from ddp_hpc.why.lines import Line
 from ddp_hpc.why.signatures import Match, Role, match_exception, match_line
-from ddp_hpc.why.slurm_lines import of_step
+from ddp_hpc.why.slurm_lines import node_of, of_step
 
 Basis = Literal["record", "log", "none"]
 """What the verdict rests on: a field of a record, a text in a log, or nothing."""
@@ -48,6 +49,8 @@ _OF_STARTS = {"image", "import", "launch-failed"}
 _NO_MEMORY = Match("host-memory", "confirmation")
 _ANY_NUMBER = re.compile(r"(?:line |:)\d+")
 _MOST_EVIDENCE = 5
+_EXIT_S = 0.2
+"""From a process's report to its exit, at least: it has connections and threads to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,8 @@ class Facts:
     """Where each rank was when the attempt hung: `file:line in function`."""
     network: NetworkFindings | None = None
     """What a probe of the network between the nodes found at the end; None without one."""
+    ends: Mapping[int, RankEnd] = field(default_factory=dict)
+    """How the process of a rank ended that nobody had asked to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +160,9 @@ def verdict_of(facts: Facts) -> Verdict:
     if reported and all(one.role == "cascade" for one in reported) and (first is None or first.is_of_silent):
         first = reported[0]
     if first is not None and first.role == "cascade":
-        first = _of_silent_rank(facts, findings) or replace(first, rank=None, host="", step=None, at=float("inf"))
+        silent = _of_silent_rank(facts, findings)
+        memory = _of_lost_memory(facts) if silent is None or silent.failure == "unknown" else None
+        first = memory or silent or replace(first, rank=None, host="", step=None, at=float("inf"))
         if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
             first = replace(first, failure="unknown", role="either", basis="none")
     if first is None and attempt.cause == Cause.SUPERVISOR_DIED:
@@ -437,6 +444,8 @@ def _of_silent_rank(facts: Facts, findings: Iterable[_Finding]) -> _Finding | No
     silent = sorted(set(facts.logs) - {one.rank for one in findings if one.has_report})
     if len(silent) != 1:
         return None
+    if ended := _of_end(facts, silent[0]):
+        return ended
     said = next((one for one in findings if one.rank == silent[0]), None)
     return _Finding(
         failure="unknown",
@@ -467,6 +476,43 @@ def _of_network(facts: Facts) -> _Finding:
     return _Finding(
         failure="hang-network", role="root", basis="record", rank=None, host=nodes, detail=words, evidence=evidence
     )
+
+
+def _of_lost_memory(facts: Facts) -> _Finding | None:
+    """Return that memory ran out in the ranks' step, where the ranks that are left only lost their connections."""
+    lines = _matches(of_step(facts.console, facts.attempt.job_id, ""))
+    line = next((line for line, match in lines if match == _NO_MEMORY), None)
+    if line is None:
+        return None
+    evidence = Evidence(role="confirmation", rank=None, text=line.text, line=line)
+    host = node_of(line)
+    return _Finding(
+        failure="host-memory",
+        role="either",
+        basis="log",
+        rank=None,
+        host=host,
+        detail=line.text,
+        evidence=(evidence,),
+    )
+
+
+def _of_end(facts: Facts, rank: int) -> _Finding | None:
+    """Return the end of the one rank without a report; of one that a signal ended, if no launcher can have sent it."""
+    end = facts.ends.get(rank)
+    if end is None or not end.code:
+        return None
+    # A launcher ends the others after a task has exited, which takes longer than that from its report on.
+    noticed = min((one.at for one in facts.failures), default=float("inf")) + _EXIT_S
+    if (end.code < 0 or end.code > _OF_SHELL) and end.at > noticed:
+        return None
+    finding = _Finding(failure="unknown", role="root", basis="record", rank=rank, at=end.at)
+    finding = _by_signal(facts, finding, -end.code) if end.code < 0 else _with_line(_of_code(finding, end.code), facts)
+    return replace(finding, at=end.at)
+
+
+def _of_code(finding: _Finding, code: int) -> _Finding:
+    return replace(finding, failure="exit-code", detail=f"exit code {code}")
 
 
 def _hang(facts: Facts) -> _Finding:

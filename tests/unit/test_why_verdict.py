@@ -17,6 +17,7 @@ from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.fingerprint import entity, fingerprint, mechanism
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault
+from ddp_hpc.run_dir.rank_ends import RankEnd
 from ddp_hpc.why.exceptions import tracebacks, uncaught
 from ddp_hpc.why.lines import Line, clean, number_of, tail
 from ddp_hpc.why.verdict import Facts, verdict_of
@@ -59,11 +60,17 @@ def facts(
     console: str = "",
     cause: Cause | None = Cause.WORKER_CRASHED,
     places: Mapping[int, str] | None = None,
+    ends: Mapping[int, RankEnd] | None = None,
     **more: Any,
 ) -> Facts:
     lines = {rank: log(text, f"rank-{rank}.log") for rank, text in (logs or {}).items()}
     return Facts(
-        attempt=attempt(cause, **more), failures=failures, logs=lines, console=log(console), places=places or {}
+        attempt=attempt(cause, **more),
+        failures=failures,
+        logs=lines,
+        console=log(console),
+        places=places or {},
+        ends=ends or {},
     )
 
 

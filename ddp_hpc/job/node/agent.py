@@ -56,6 +56,7 @@ from ddp_hpc.rendezvous.worker_env import (
 )
 from ddp_hpc.run_dir.failure_reports import report, report_killed
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.rank_ends import write_rank_end
 from ddp_hpc.slurm.allocation import step_task
 from ddp_hpc.workload.protocol import WorkerModule, load_worker
 
@@ -400,6 +401,8 @@ def _note_exit(group: WorkerGroup, rank: int, code: int) -> None:
     if is_ours and first in exit_codes.GOOD:
         code = first  # it had committed with the others, and hung only on its way to exit
     group.codes[rank] = code
+    if code not in exit_codes.GOOD and not is_ours and group.deadline is None:
+        write_rank_end(node_workers.run, node_workers.attempt, rank, code)
     if code < 0 and not is_ours:
         log, path = (
             node_workers.run.rank_log(node_workers.attempt, rank),
