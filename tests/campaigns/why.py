@@ -1,83 +1,176 @@
-"""How often `ddp-hpc why` is right: each death of `tests.distributed.deaths`, really, and a table of the answers.
+"""How often `ddp-hpc why` is right: every death that was made, asked again, and a page of the answers beside those of NVRx.
 
-    python -m tests.campaigns.why [FOLDER]
+    python -m tests.campaigns.deaths.on_machine FOLDER
+    python -m tests.campaigns.deaths.on_cluster FOLDER
+    python -m tests.campaigns.deaths.blind FOLDER
+    python -m tests.campaigns.why FOLDER [PYTHON-OF-NVRX SOURCE-OF-NVRX COMMIT-OF-NVRX]
 
-Writes docs/results/why.json and docs/results/why.md. Runs that FOLDER holds already are not made again: `why` is asked about them, as
-it reads the run directory alone.
+Writes docs/results/why.json and docs/results/why.md. `why` reads run directories alone, so that the page can be made anew by later code
+from deaths that were made once.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.durable import replace_text
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.why.reading import chosen_attempt, read_facts
+from ddp_hpc.why.verdict import verdict_of
+from tests.campaigns.deaths.blind import BLIND
+from tests.campaigns.deaths.on_machine import WHOLE
+from tests.campaigns.deaths.peer import MEANS, Peer, Said, one_log
+from tests.campaigns.deaths.table import ON_CLUSTER, ON_MACHINE, Death
 from tests.campaigns.written import RESULTS, stamp
-from tests.distributed.deaths import DEATHS, Death, ask, happen
 
 ABSTAINED = "unknown"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """What was asked, and what was said."""
 
-    name: str
-    expected: str
+    death: Death
     said: str
-    is_right_rank: bool
+    rank: int | None
+    made: str
+    """The commit that the death was made at."""
+    peer: Said | None = None
 
     @property
-    def is_right(self) -> bool:
-        return self.said == self.expected
+    def grade(self) -> str:
+        if self.said == ABSTAINED:
+            return "abstained"
+        return "right" if self.said in self.death.true else "wrong"
+
+    @property
+    def rank_grade(self) -> str:
+        """Of a death that one rank has begun."""
+        if self.rank is None:
+            return "abstained"
+        return "right" if self.rank == self.death.rank else "wrong"
 
 
 def answer_to(death: Death, folder: Path) -> Answer:
-    """Let it happen, unless it has, and ask."""
-    if not folder.exists():
-        happen(death, folder)
-    said = ask(folder)
-    is_right_rank = death.rank in (None, said["rank"])
-    return Answer(death.name, death.failure, str(said["failure"]), is_right_rank)
+    """Ask `why` about the first attempt in this folder."""
+    run = RunDir(folder / "runs" / "dying")
+    ledger = Ledger.read(run)
+    attempt = chosen_attempt(run, ledger, 0)
+    found = verdict_of(read_facts(run, ledger, attempt))
+    # Where nothing has failed, because the run stopped as it was asked to, `why` prints the cause that the ledger has.
+    said = found.failure or str(attempt.cause or "nothing").replace(" ", "-")
+    return Answer(death=death, said=said, rank=found.rank, made=(folder / WHOLE).read_text().strip())
 
 
-def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], made: Mapping[str, str]) -> str:
-    """Return the page: the rates, and expected against said."""
-    num_right = sum(one.is_right for one in answers)
-    of_one_rank = {death.name for death in DEATHS if death.rank is not None}
-    ranks = [one.is_right_rank for one in answers if one.name in of_one_rank]
-    num_abstained = sum(one.said == ABSTAINED for one in answers)
-    pairs = Counter((one.expected, one.said) for one in answers)
-    rows = [f"| {expected} | {said} | {count} |" for (expected, said), count in sorted(pairs.items())]
-    wrong = [f"- `{one.name}`: {one.said} instead of {one.expected}" for one in answers if not one.is_right]
-    wrong += [f"- `{one.name}`: another rank" for one in answers if one.is_right and not one.is_right_rank]
+def _counts(grades: Sequence[str]) -> str:
+    count = Counter(grades)
+    whole = f"right {count['right']}, abstained {count['abstained']}, wrong {count['wrong']}, of {len(grades)}"
+    return f"{whole} ({count['right'] / len(grades):.1%} right)" if grades else "none"
+
+
+def _row(name: str, answers: Sequence[Answer]) -> str:
+    of_one_rank = [one.rank_grade for one in answers if one.death.rank is not None]
+    peers = [one.peer.grade(one.death) for one in answers if one.peer is not None]
+    return f"| {name} | {_counts([one.grade for one in answers])} | {_counts(of_one_rank)} | {_counts(peers)} |"
+
+
+def _confusion(answers: Sequence[Answer]) -> list[str]:
+    ours = Counter((one.death.failure, one.said) for one in answers)
+    names = sorted({one.death.failure for one in answers})
+    rows = []
+    for name in names:
+        said = ", ".join(f"{other} {count}" for (failure, other), count in sorted(ours.items()) if failure == name)
+        theirs = Counter(
+            (one.peer.failure or "abstained", one.peer.grade(one.death))
+            for one in answers
+            if one.peer is not None and one.death.failure == name
+        )
+        peer = ", ".join(f"{other} {count} ({grade})" for (other, grade), count in sorted(theirs.items()))
+        rows.append(f"| {name} | {said} | {peer} |")
+    return rows
+
+
+def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], peer: str) -> str:
+    """Return the page."""
+    fitted = [one for one in answers if not one.death.is_blind]
+    blind = [one for one in answers if one.death.is_blind]
+    made = ", ".join(f"`{commit}` {count}" for commit, count in sorted(Counter(one.made for one in answers).items()))
+    stops = sum(one.peer is not None and one.peer.decision == "STOP" for one in answers)
+    amiss = [
+        one for one in answers if one.grade != "right" or (one.death.rank is not None and one.rank_grade != "right")
+    ]
     return "\n".join(
         [
             "# How often `ddp-hpc why` is right",
             "",
             (
-                f"Measured on {when['date']} at commit `{when['commit']}` by `python -m tests.campaigns.why`: {len(answers)} runs on one machine, each of two ranks, "
-                "that really ended badly (`tests/distributed/deaths.py`): recipes, scripts that are forked, and scripts that are new processes."
+                f"Measured on {when['date']} at commit `{when['commit']}` by `python -m tests.campaigns.why`: {len(answers)} runs that really "
+                f"ended badly, on this machine and on the test cluster of Slurm. They were made once, at these commits: {made}; `why` was then asked "
+                f"about the first attempt of each, by the code of `{when['commit']}`, from the run directory alone."
             ),
-            f"The runs were made at commit `{made['commit']}`. Classes and cases are from the same authors, so this is no blind trial.",
             "",
-            f"- Class right: {num_right} of {len(answers)}. Abstained (`unknown`): {num_abstained}. Wrong: {len(answers) - num_right - num_abstained}.",
-            f"- Rank right, where one rank is the root: {sum(ranks)} of {len(ranks)}. In the others no rank is expected beforehand.",
-            "",
-            "| happened | said | runs |",
-            "| --- | --- | --- |",
-            *rows,
-            "",
-            *(["Wrong or abstained:", "", *wrong, ""] if wrong else []),
             (
-                "Not measured here: anything of a GPU, of NCCL, of Slurm or of a container; their texts are only compared with the registry "
-                "(`tests/unit/test_why_signatures.py`)."
+                "The first two rows and the registry are from the same authors, and the rules were mended by the first two rows: by the lines of "
+                "srun and torchrun, by the kernel's count of what it killed for memory, and by the step and the node of a line of Slurm. The third row was "
+                "written after the last change of the rules, from texts in public threads (`tests/campaigns/deaths/blind.py`), and no rule was changed after it."
+            ),
+            "",
+            "| deaths | class | rank, where one began it | NVRx's class |",
+            "| --- | --- | --- | --- |",
+            _row("this machine, 3 ranks", [one for one in fitted if one.death.place == "machine"]),
+            _row("Slurm, 2 nodes x 2 ranks", [one for one in fitted if one.death.place == "cluster"]),
+            _row("blind", blind),
+            _row("all", answers),
+            "",
+            (
+                "`why` abstains by `unknown`. For a rank that hangs, `hang` counts as right for `hang-behind`; the column of the rank then says "
+                "that it abstained. `why` never ends a run, so it has no wrong `stop` to give."
+            ),
+            "",
+            "## What happened, and what was said",
+            "",
+            "| happened | `ddp-hpc why` | NVRx |",
+            "| --- | --- | --- |",
+            *_confusion(answers),
+            "",
+            "## Beside NVRx",
+            "",
+            (
+                f"NVRx is the restart agent of nvidia-resiliency-ext at commit `{peer}`, by itself, without a language model: its first failure and its "
+                "decision for a job's first failure. It reads one log and no run directory, so it got each rank's log, with the rank in front of the "
+                "line and the rank that ended first before the others, and then the job's console, which has ddp_hpc's own sentence on the end. The run's name was "
+                "taken out, because NVRx takes a word such as `segfault` in a path for the cause. Its classes are wider than ours; each answer that "
+                "is not wrong counts as right:"
+            ),
+            "",
+            "| its class | right for |",
+            "| --- | --- |",
+            *(f"| {name} | {', '.join(sorted(ours))} |" for name, ours in sorted(MEANS.items())),
+            "",
+            (
+                "An `observed_exception` that quotes a lost connection is wrong: it follows from another rank's end. One for a rank without an exception "
+                f"(a crash, a signal, an exit code) is right if it quotes a signal or an exit code. It said STOP {stops} times."
+            ),
+            "",
+            "## Abstained, wrong, or of another rank",
+            "",
+            *(
+                f"- `{one.death.name}`: {one.said}, rank {one.rank}; it was {one.death.failure}, rank {one.death.rank}"
+                for one in amiss
+                if one.grade != "right" or one.rank_grade == "wrong"
+            ),
+            f"- `hang` without a rank: {sum(one.grade == 'right' and one.rank_grade == 'abstained' for one in amiss)} runs",
+            "",
+            (
+                "Not measured here: faults of a GPU and real ones of NCCL (the blind row has their texts only), containers, and a recipe's SIGTERM and "
+                "SIGINT, by which nothing fails."
             ),
             "",
         ]
@@ -85,20 +178,28 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], made: Mappin
 
 
 def main() -> int:
-    """Run all, and write the page."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
-    when, answers = stamp(), []
-    made = folder / "made.json"
-    if not made.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        made.write_text(json.dumps(when))
-    for death in DEATHS:
-        answers.append(answer_to(death, folder / death.name))
-        print(answers[-1], flush=True)  # noqa: T201  a campaign is watched
-    record: dict[str, Any] = {**when, "answers": [vars(one) for one in answers]}
+    """Ask about all, and write the page."""
+    folder, when = Path(sys.argv[1]), stamp()
+    deaths = [one for one in (*ON_MACHINE, *ON_CLUSTER, *BLIND) if (folder / one.name / WHOLE).exists()]
+    answers = [answer_to(death, folder / death.name) for death in deaths]
+    commit = ""
+    if len(sys.argv) > 2:
+        python, source, commit = sys.argv[2:5]
+        logs = [
+            one_log(one, folder / one.name / "runs" / "dying", folder / "logs" / f"{one.name}.log") for one in deaths
+        ]
+        said = Peer(python=Path(python), source=Path(source)).ask(logs)
+        answers = [Answer(**{**vars(one), "peer": peer}) for one, peer in zip(answers, said, strict=True)]
+    record: dict[str, Any] = {**when, "nvrx": commit, "answers": [_record(one) for one in answers]}
     replace_text(RESULTS / "why.json", json.dumps(record, indent=1) + "\n")
-    replace_text(RESULTS / "why.md", as_markdown(answers, when, json.loads(made.read_text())))
+    replace_text(RESULTS / "why.md", as_markdown(answers, when, commit))
     return 0
+
+
+def _record(answer: Answer) -> dict[str, Any]:
+    peer = {} if answer.peer is None else {**asdict(answer.peer), "grade": answer.peer.grade(answer.death)}
+    ours = {"said": answer.said, "said_rank": answer.rank, "grade": answer.grade, "made": answer.made}
+    return {"name": answer.death.name, "failure": answer.death.failure, "rank": answer.death.rank, **ours, "nvrx": peer}
 
 
 if __name__ == "__main__":
