@@ -10,11 +10,13 @@ _words = {word.partition(".")[0] for word in sys.orig_argv} if sys.argv[:1] == [
 if "ddp_hpc" in _words and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
-from typing import TYPE_CHECKING, Any  # noqa: E402  after the path is what it should be
-
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False
+"""Type checkers take it as true. `typing` is not imported for it: a command that is interrupted meanwhile would print a traceback."""
 if TYPE_CHECKING:
+    from typing import Any
+
     from ddp_hpc.api import Job, load, submit
     from ddp_hpc.attached.run import attach
     from ddp_hpc.errors import ConfigError, DdpHpcError

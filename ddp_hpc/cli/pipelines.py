@@ -85,8 +85,12 @@ def _submit(args: argparse.Namespace, steps: Sequence[ResolvedStep], target: Tar
     except DdpHpcError as error:
         raise type(error)(_half_submitted(error, started, steps, target.environ)) from error
     except BaseException:  # the user interrupts it, or the disk is full
-        there = _what_is_there(started, target.environ)
-        print(f"\n{there}" if there else "", file=sys.stderr)
+        parts = [_what_is_there(started, target.environ)]
+        if len(started) < len(steps):
+            run = steps[len(started)].run
+            word = word_for(run, target.environ)
+            parts.append(f"{run.name} may have been submitted, too: see `ddp-hpc status {word}`.")
+        print("\n" + " ".join(filter(None, parts)), file=sys.stderr)
         raise
     return started
 

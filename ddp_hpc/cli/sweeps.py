@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ddp_hpc.submission.backend import Backend
     from ddp_hpc.sweep.points import Point
     from ddp_hpc.sweep.start import Started
+    from ddp_hpc.sweep.sweep_dir import SweepDir
 
 _MOST_SHOWN = 20
 
@@ -99,15 +100,20 @@ def submit_sweep(
         print(_dry_run(base, points, backend, environment, is_json=args.json), end="")
         return 0
     from ddp_hpc.sweep.start import start_sweep
-    from ddp_hpc.sweep.sweep_dir import Sweep
+    from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
 
+    refuse_existing(SweepDir(base.spec.path))  # first: what is found there after Ctrl-C is of this submission
     sweep = Sweep(
         points=points,
         backend=backend.NAME,
         at_most=args.at_most,
         stop_after_failures=args.stop_after_failures,
     )
-    started = start_sweep(base, sweep, backend, import_paths=import_paths, environ=environment)
+    try:
+        started = start_sweep(base, sweep, backend, import_paths=import_paths, environ=environment)
+    except KeyboardInterrupt:
+        print(f"\n{_interrupted(SweepDir(base.spec.path), environment)}", file=sys.stderr)
+        raise
     code = report(started, is_json=args.json, is_followed=args.wait or args.follow)
     if not (args.wait or args.follow):
         return code
@@ -115,6 +121,26 @@ def submit_sweep(
 
     word = word_for(started.sweep_dir.files, environment)
     return follow_sweep(started.sweep_dir, environment, word=word, is_json=args.json, is_quiet=args.wait)
+
+
+def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
+    """Return what a submission that the user has interrupted has left, and how to go on."""
+    from ddp_hpc.run_dir.paths import holds_sweep
+    from ddp_hpc.sweep.sweep_dir import read_sweep
+
+    name = sweep_dir.name
+    if not holds_sweep(sweep_dir.path):
+        return f"{name}: nothing was submitted"
+    sweep, word = read_sweep(sweep_dir), word_for(sweep_dir.files, environment)
+    parts = [f"job {array.job_id} ({_points(len(array.numbers))}) submitted" for array in sweep.arrays]
+    if sweep.unanswered:
+        parts.append(f"{_points(len(sweep.unanswered_numbers))} may have been submitted")
+    if sweep.never_sent:
+        parts.append(f"{_points(len(sweep.never_sent))} not {'started' if sweep.backend != 'slurm' else 'submitted'}")
+    return (
+        f"{name}: {', '.join(parts)}. To find out and start the rest: ddp-hpc sweep continue {word}; to end it: "
+        f"ddp-hpc sweep cancel {word}"
+    )
 
 
 def _dry_run(

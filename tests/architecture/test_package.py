@@ -91,7 +91,7 @@ def test_the_wheel_says_its_version_and_licence(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_brings_the_command(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
 
-    assert "ddp-hpc = ddp_hpc.cli:main" in wheel.read(name).decode().splitlines()
+    assert "ddp-hpc = ddp_hpc.__main__:main" in wheel.read(name).decode().splitlines()
 
 
 @pytest.mark.parametrize("module", MODULES)

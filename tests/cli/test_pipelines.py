@@ -172,6 +172,21 @@ def test_where_the_second_of_several_is_refused_the_message_names_what_is_in_the
     assert sorted(path.name for path in Path("runs").iterdir()) == ["digits-train"]
 
 
+def test_ctrl_c_amid_a_pipeline_names_what_is_in_the_queue_and_the_step_that_may_be(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = (
+        f"[ -e {tmp_path}/sent ] && {{ kill -INT $PPID; exit 1; }}; touch {tmp_path}/sent; echo Submitted batch job 11"
+    )
+    slurm.has("sbatch", f'[ "$1" = --test-only ] || {{ {once}; }}')
+
+    assert submit("--cluster", "slurm") == 130
+
+    err = capsys.readouterr().err
+    assert "stay in Slurm's queue: digits-train (job 11). Submit the pipeline again" in err
+    assert "digits-evaluate may have been submitted, too: see `ddp-hpc status digits-evaluate`" in err
+
+
 def test_a_pipeline_that_is_submitted_again_leaves_what_has_finished_and_waits_for_the_new_job(
     slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,3 +57,28 @@ def test_a_setting_from_python_that_cannot_be_is_named(settings: dict[str, objec
 
     with pytest.raises(ddp_hpc.ConfigError, match=told):
         ddp_hpc.load(tmp_path / "net.yaml", settings, cluster="local")
+
+
+def test_ctrl_c_while_the_command_loads_is_one_line_and_exit_code_130(tmp_path: Path) -> None:
+    """The module that a user interrupts here is among the first that the command imports."""
+    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    console_script = "import sys; from ddp_hpc.__main__ import main; sys.exit(main())"
+
+    for argv in (["-m", "ddp_hpc", "list"], ["-c", console_script, "list"]):
+        done = subprocess.run(
+            [sys.executable, *argv], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+        )
+
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted before the command began\n")
+
+
+def test_the_package_itself_imports_next_to_nothing() -> None:
+    """What it imports cannot be interrupted without a traceback, and each process of a job waits for it."""
+    package = Path(ddp_hpc.__file__).parent.parent
+    program = "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules); import ddp_hpc; print(*sys.modules.keys() - before)"
+
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program, str(package)], capture_output=True, text=True, check=True
+    )
+
+    assert set(done.stdout.split()) == {"__future__", "ddp_hpc"}

@@ -139,6 +139,39 @@ def test_a_submission_asks_slurm_each_question_once_and_its_ledger_is_read_by_la
     assert kinds == ["sbatch --parsable", "sbatch --test-only", "scontrol --oneliner show", "scontrol show config"]
 
 
+def test_ctrl_c_amid_the_submission_of_a_sweep_says_what_slurm_may_have_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path, max_array_size=10)
+    lab.has(
+        "sbatch",
+        '[ "$1" = --test-only ] && exit 0; [ -e sent ] || { touch sent; echo 14; exit; }; kill -INT $PPID; exit 1',
+    )
+    monkeypatch.setenv("PATH", lab.environ["PATH"])
+
+    code = main(["submit", "name=grid", "--cluster", "slurm", "--sweep", "seed=0..24", "--", "python", "train.py"])
+
+    said = capsys.readouterr().err
+    assert code == 130
+    assert "job 14 (10 points) submitted, 10 points may have been submitted, 5 points not submitted" in said
+    assert "ddp-hpc sweep continue grid" in said
+    assert "ddp-hpc sweep cancel grid" in said
+
+
+def test_ctrl_c_before_a_sweep_has_its_directory_says_that_nothing_was_submitted_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(tmp_path)
+    lab.has("sbatch", "kill -INT $PPID; exit 1")
+    monkeypatch.setenv("PATH", lab.environ["PATH"])
+
+    code = main(["submit", "name=grid", "--cluster", "slurm", "--sweep", "seed=0..24", "--", "python", "train.py"])
+
+    assert code == 130
+    assert "grid: nothing was submitted" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").iterdir())
+
+
 def test_a_script_that_slurm_would_refuse_is_named_before_the_sweeps_directory_has_its_name(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     lab.has("sbatch", "sleep 0.2; echo 'sbatch: error: invalid partition specified: gpus' >&2; exit 1")
