@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_hpc import exit_codes
+from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import word_for
 from ddp_hpc.errors import ConfigError
@@ -102,6 +103,7 @@ def submit_sweep(
     from ddp_hpc.sweep.start import start_sweep
     from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, refuse_existing
 
+    remove_leftovers(base.spec.path.parent)
     refuse_existing(SweepDir(base.spec.path))  # first: what is found there after Ctrl-C is of this submission
     sweep = Sweep(
         points=points,

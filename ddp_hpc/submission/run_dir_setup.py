@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import fsync_path, make_directories, make_directory, replace_text
+from ddp_hpc.base.leftovers import name_beside
 from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.run_dir.paths import RunDir, holds_sweep
 from ddp_hpc.run_dir.records import is_done
@@ -63,7 +64,7 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
             replace_text(run.config, resolved_text, is_secret=True)
             return
         make_directories(run.path.parent)
-        beside = RunDir(run.path.with_name(f".{run.name}.{os.getpid()}.tmp"))
+        beside = RunDir(name_beside(run.path))
         beside.path.mkdir(mode=0o700)
         try:
             replace_text(beside.config, resolved_text, is_secret=True)

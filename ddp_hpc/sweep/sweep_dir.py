@@ -21,6 +21,7 @@ from ddp_hpc.base.durable import (
     read_json_lines,
     replace_text,
 )
+from ddp_hpc.base.leftovers import name_beside
 from ddp_hpc.config import Resolved, load_resolved, render_resolved
 from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.run_dir.paths import RunDir, holds_sweep
@@ -200,7 +201,7 @@ def make_sweep(
         "stop_after_failures": made.stop_after_failures,
     }
     lines = [header, *({"point": one.number, "name": one.name, "set": one.settings} for one in made.points)]
-    beside = SweepDir(sweep.path.with_name(f".{sweep.name}.{os.getpid()}.tmp"))
+    beside = SweepDir(name_beside(sweep.path))
     try:
         make_directories(sweep.path.parent)
         beside.path.mkdir(mode=0o700)

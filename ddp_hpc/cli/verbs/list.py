@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import steps
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[str, str]) -> int:
+    remove_leftovers(runs_dir)
     ask = slurm_asker(environment)
     runs, num_unreadable = scan_runs(runs_dir)
     statuses = []

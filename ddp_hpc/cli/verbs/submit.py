@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting, slurm_asker, word_for
@@ -257,6 +258,7 @@ def _submit(
     from ddp_hpc.config import render_resolved
 
     text, spec = render_resolved(resolved), resolved.spec
+    remove_leftovers(spec.path.parent)
     try:
         submission = backend.submit(text, spec, import_paths=import_paths, environ=environment)
     except KeyboardInterrupt:
