@@ -283,11 +283,15 @@ def for_attach(run: Path, *, attempt: int, stop_signal: str, stop_exit_code: int
 
 PROBE_FOLDER = "_DDP_HPC_PROBE_FOLDER"
 """The variable with the directory in which a rank opens the socket for questions to it (`rank_probe`)."""
+PROBES_ITSELF = "_DDP_HPC_PROBES_ITSELF"
+"""Set where no other process of the node asks the rank what it does before a watchdog ends it."""
 
 
-def for_probe(folder: Path | None) -> dict[str, str]:
+def for_probe(folder: Path | None, *, is_alone: bool = False) -> dict[str, str]:
     """Return what a rank reads to answer questions; nothing where this node has no directory for sockets."""
-    return {} if folder is None else {PROBE_FOLDER: str(folder)}
+    if folder is None:
+        return {}
+    return {PROBE_FOLDER: str(folder), **({PROBES_ITSELF: "1"} if is_alone else {})}
 
 
 STORE_IS_HOSTED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -222,6 +222,10 @@ class RunDir:
         """What a probe of the network between the nodes found at the end of an attempt."""
         return self.attempt_logs(attempt) / "network.json"
 
+    def hang_record(self, attempt: int, rank: int) -> Path:
+        """What a rank was doing when it made no progress."""
+        return self.attempt_errors(attempt) / "hang" / f"rank-{rank}.json"
+
     def agent_error(self, attempt: int, node_rank: int) -> Path:
         return self.attempt_errors(attempt) / f"agent-{node_rank}.json"
 

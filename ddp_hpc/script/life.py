@@ -6,6 +6,7 @@ no CPU. With NCCL, a waiting process may use a whole CPU: such a hang ends by NC
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ import psutil
 
 LEAST_SHARE = 0.01
 """Of one CPU. Threads that only look whether there is something to do, as loggers and watchdogs have, use less."""
+LEAST_CPU_S = 0.03
+"""The kernel counts in steps of 0.01 s, so one step says nothing about a short time."""
+_ANSWERING = "pt_workerserver"
+"""The name of the threads that answer our questions: they use CPU time also where the script does nothing."""
 
 
 @dataclass(kw_only=True)
@@ -39,7 +44,7 @@ class Life:
         with suppress(OSError):
             log_size = self.log.stat().st_size
         # Children that have ended, and were not waited for by the script, are missing in the sum, which then is smaller.
-        is_busy = abs(cpu_s - self._cpu_s) >= LEAST_SHARE * (now - self._looked_at)
+        is_busy = abs(cpu_s - self._cpu_s) >= max(LEAST_SHARE * (now - self._looked_at), LEAST_CPU_S)
         has_written = log_size != self._log_size
         self._cpu_s, self._log_size, self._looked_at = cpu_s, log_size, now
         return is_busy or has_written
@@ -54,4 +59,17 @@ def cpu_seconds(pid: int) -> float:
             with suppress(psutil.Error):
                 times = each.cpu_times()
                 total += times.user + times.system + times.children_user + times.children_system
-    return total
+    return total - _answering_s(pid)
+
+
+def _answering_s(pid: int) -> float:
+    """Return the CPU time of the threads of a process that answer questions about it; 0 where the kernel does not say it."""
+    ticks, tasks = 0, list[Path]()
+    with suppress(OSError):  # it has ended
+        tasks = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    for task in tasks:
+        with suppress(OSError, ValueError, IndexError):
+            name, _, fields = task.read_text(encoding="utf-8", errors="replace").partition("(")[2].rpartition(")")
+            if name == _ANSWERING:
+                ticks += sum(map(int, fields.split()[11:13]))  # utime, stime (proc_pid_stat(5))
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -19,6 +19,7 @@ from ddp_hpc.run_dir.failure_reports import read_failures
 from ddp_hpc.run_dir.rank_ends import write_rank_end
 from ddp_hpc.run_dir.records import Progress, with_report, write_progress
 from ddp_hpc.script.ending import is_of_stop_signal, meaning
+from ddp_hpc.script.hang_watch import HangWatch
 from ddp_hpc.script.life import Life
 from ddp_hpc.script.output import Echo
 from ddp_hpc.script.script_rank import ScriptRank
@@ -40,6 +41,8 @@ class Watcher:
 
     script_rank: ScriptRank
     seen: Seen
+    probe_folder: Path | None = None
+    """Where the script answers questions, if it does."""
     echo: Echo | None
     sent_signal: int | None = None
     """The stop signal, once the script was sent it."""
@@ -64,6 +67,7 @@ class Watcher:
         interval_s = min(LONGEST_LOOK_S, max(1.0, spec.restart.hang_timeout_s / 10))
         life = Life(pid=pids[0], log=self.script_rank.log, interval_s=interval_s)
         self._note_life()
+        hang = HangWatch(self.script_rank, self.probe_folder, spec.restart.hang_timeout_s)
         patience_s = ECHO_S if self.echo else STOP_LOOK_S
         ended: dict[int, int] = {}
         while left := [pid for pid in pids if pid not in ended]:
@@ -83,6 +87,8 @@ class Watcher:
             have_ended = ended.keys() >= {*pids}
             if have_ended or life.is_due():
                 is_alive = life.look()
+                if hang.is_due(is_alive=is_alive) and not have_ended:
+                    hang.keep_record(pids[0])
                 # At the end, there may be what the script has reported by `attach` since the last look.
                 if self.count_saves() or is_alive or have_ended:
                     self._note_life()

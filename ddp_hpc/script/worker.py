@@ -25,7 +25,7 @@ from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import exit_code_of
-from ddp_hpc.rendezvous.worker_env import STORE_IS_HOSTED
+from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
 from ddp_hpc.run_dir.failure_reports import report
 from ddp_hpc.run_dir.ownership import is_fenced
 from ddp_hpc.run_dir.paths import RunDir
@@ -120,7 +120,12 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     processes.show_as_listening()
     processes.adopt_orphans()  # so that processes that the script leaves behind are found
     seen = patiently(str(script_rank.run.script_progress), lambda: read_seen(script_rank.run))
-    watcher = Watcher(script_rank=script_rank, seen=seen, echo=Echo(script_rank.log) if script_rank.rank == 0 else None)
+    watcher = Watcher(
+        script_rank=script_rank,
+        seen=seen,
+        echo=Echo(script_rank.log) if script_rank.rank == 0 else None,
+        probe_folder=Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None,
+    )
     watcher.count_saves()  # of the attempts before: what this one adds is counted from there
     # A worker that is alone may have no socket. Then its script hosts the store, unless torchrun does.
     has_store = listen_fd is not None or environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items()

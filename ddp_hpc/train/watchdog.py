@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_hpc.base.durable import open_private
+from ddp_hpc.rank_probe.deadlines import Deadline
 from ddp_hpc.run_dir.failure_reports import Phase
 
 FEED_INTERVAL_S = 0.5
@@ -38,11 +39,13 @@ class Watchdog:
         *,
         touches_log: bool = False,
         allowance: Path | None = None,
+        deadline: Deadline | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = timeout_s
         self._touches_log = touches_log
         self._allowance = allowance
+        self._deadline = deadline
         self._is_allowed = False
         self._clock = clock
         self._fed_at = self._touched_at = float("-inf")
@@ -58,6 +61,7 @@ class Watchdog:
             # while an extension hangs. With `exit=True` it calls _exit, without cleanup. Each call replaces the timer before:
             # https://docs.python.org/3/library/faulthandler.html#faulthandler.dump_traceback_later
             faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=sys.stderr)
+            self._put_off(self._timeout_s)
             if self._is_allowed and self._allowance is not None:
                 self._is_allowed = False
                 with suppress(OSError):
@@ -73,6 +77,7 @@ class Watchdog:
             return
         self._fed_at = self._touched_at = float("-inf")
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
+        self._put_off(seconds)
         if self._allowance is not None:
             # The supervisor learns of it by a file whose modification time lies in the future. The log cannot serve for that:
             # each line that is printed sets its time to now.
@@ -85,6 +90,12 @@ class Watchdog:
     def dismiss(self) -> None:
         """Stop watching."""
         faulthandler.cancel_dump_traceback_later()
+        self._put_off(float("inf"))
+
+    def _put_off(self, seconds: float) -> None:
+        """Let this node know when to ask what this process does, before it ends."""
+        if self._deadline is not None:
+            self._deadline.put_off(seconds)
 
 
 def leave_within(seconds: float, leave: Callable[[], object]) -> threading.Timer:

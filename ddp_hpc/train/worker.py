@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from ddp_hpc.base.processes import unclaimed_stop_signals
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, exit_code_of
 from ddp_hpc.exit_codes import FINISHED, STOPPED
+from ddp_hpc.rank_probe.deadlines import Deadline, HangCollector, deadline_file
 from ddp_hpc.rank_probe.folder import socket_of
 from ddp_hpc.rank_probe.server import serve
-from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER
+from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF
 from ddp_hpc.run_dir.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, write_failure
 from ddp_hpc.run_dir.paths import RunDir
@@ -69,13 +71,18 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     open_rank_log(run.rank_log(attempt, rank_info.rank), is_rank_zero=rank_info.is_rank_zero)
     flag = StopFlag(run.stop_request, unclaimed_stop_signals())
     flag.listen()
-    _answer_questions(rank_info.rank, environ)
+    deadline = _answer_questions(run, attempt, rank_info.rank, environ)
     training: Training | None = None
     phase: Phase = "joining"
     try:
         spec = load_resolved(run.config, is_patient=True)
         allowance = run.allowance(attempt) if rank_info.is_rank_zero else None
-        watchdog = Watchdog(spec.restart.hang_timeout_s, touches_log=rank_info.is_rank_zero, allowance=allowance)
+        watchdog = Watchdog(
+            spec.restart.hang_timeout_s,
+            touches_log=rank_info.is_rank_zero,
+            allowance=allowance,
+            deadline=deadline,
+        )
         group = _join(run, spec, rank_info, environ, attempt=attempt, listen_fd=listen_fd)
         watchdog.allow(spec.restart.build_timeout_s)  # joining has its own timeout: other nodes may start later
         phase = "building"
@@ -104,12 +111,24 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     return code
 
 
-def _answer_questions(rank: int, environ: Mapping[str, str]) -> None:
-    """Answer this node's questions about stacks and collectives from here on, as far as this PyTorch can."""
-    folder = environ.get(PROBE_FOLDER)
-    why_not = serve(socket_of(Path(folder), rank)) if folder else "this node has no directory for sockets"
+def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str, str]) -> Deadline | None:
+    """Answer this node's questions about stacks and collectives from here on, as far as this PyTorch can.
+
+    Return where this rank writes when its watchdog would end it, as somebody asks shortly before.
+    """
+    folder = Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None
+    why_not = serve(socket_of(folder, rank)) if folder else "this node has no directory for sockets"
     if why_not and rank == 0:
         log.info("a hang is reported without the ranks' collectives, because %s", why_not)
+    if folder is None:
+        return None
+    deadline = Deadline(deadline_file(folder, rank))
+    deadline.put_off(float("inf"))
+    if PROBES_ITSELF in environ and not why_not:
+        # No agent runs beside it, so a thread asks: in vain only where another thread holds the interpreter (GIL).
+        collector = HangCollector(run, attempt, folder, [rank])
+        threading.Thread(target=collector.look_for_ever, name="hang collector", daemon=True).start()
+    return deadline
 
 
 def _join(  # noqa: PLR0913  a rank, and what it needs to join the others

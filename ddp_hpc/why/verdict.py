@@ -51,6 +51,8 @@ _ANY_NUMBER = re.compile(r"(?:line |:)\d+")
 _MOST_EVIDENCE = 5
 _EXIT_S = 0.2
 """From a process's report to its exit, at least: it has connections and threads to end."""
+_HANGS: Mapping[str, str] = {"behind": "hang-behind", "different": "hang-mismatch", "network": "hang-nobody"}
+"""What the ranks' collectives show (`WorkerFailure.hang_kind`) -> class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,11 +519,21 @@ def _of_code(finding: _Finding, code: int) -> _Finding:
 
 def _hang(facts: Facts) -> _Finding:
     failure = next((one for one in facts.failures if one.is_hang), None)
-    if facts.network is not None and facts.network.is_faulty and (failure is None or failure.rank not in facts.places):
+    is_found = failure is not None and (failure.rank in facts.places or failure.hang_kind in {"behind", "different"})
+    if facts.network is not None and facts.network.is_faulty and not is_found:
         return _of_network(facts)
     if failure is None:
         return _Finding(failure="hang", role="either", basis="record", rank=None)
     finding = _Finding(failure="hang", role="either", basis="record", rank=None, at=failure.at)
+    if failure.hang_kind not in _HANGS:
+        return _by_stacks(finding, failure, facts)
+    rank = failure.rank if failure.rank >= 0 else None
+    name = _HANGS[failure.hang_kind]
+    return replace(finding, failure=name, rank=rank, host=failure.host, detail=failure.hang_detail)
+
+
+def _by_stacks(finding: _Finding, failure: WorkerFailure, facts: Facts) -> _Finding:
+    """Return what a hang was, as far as the places show it at which the ranks were."""
     if failure.rank >= 0 and facts.places:
         place = facts.places.get(failure.rank, "")
         name = "hang-behind" if len(facts.places) > 1 or len(facts.logs) > 1 else "hang"

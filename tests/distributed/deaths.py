@@ -63,7 +63,7 @@ DEATHS: Sequence[Death] = (
     Death("script", "data", "data"),
     Death("script", "nan", "nan"),
     Death("script", "caught", "exit-code"),
-    Death("script", "hang", "hang", rank=None),
+    Death("script", "hang", "hang-behind"),
     *(Death("new process", how, failure) for how, failure in _BOTH),
     Death("new process", "data", "data"),
     Death("new process", "caught", "exit-code"),

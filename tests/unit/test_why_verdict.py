@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -192,6 +192,21 @@ def test_a_hang_is_told_by_where_the_ranks_were(
     found = verdict_of(facts(hang, cause=Cause.HANG, places=places, logs={0: "", 1: ""}))
 
     assert (found.failure, found.rank) == (failure, named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "failure"),
+    [("behind", 1, "hang-behind"), ("different", -1, "hang-mismatch"), ("network", -1, "hang-nobody")],
+)
+def test_what_the_collectives_show_of_a_hang_counts_before_the_stacks(
+    kind: Literal["behind", "different", "network"], rank: int, failure: str
+) -> None:
+    hang = report(rank, "no rank made progress; and so on", is_hang=True, hang_kind=kind, hang_detail="rank 1 is late")
+    places = {0: "d.py:9 in all_reduce", 1: "d.py:5 in broadcast"}
+
+    found = verdict_of(facts(hang, cause=Cause.HANG, places=places, logs={0: "", 1: ""}))
+
+    assert (found.failure, found.rank, found.detail) == (failure, None if rank < 0 else rank, "rank 1 is late")
 
 
 def test_an_exception_before_a_hang_is_its_root() -> None:

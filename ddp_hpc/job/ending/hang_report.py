@@ -9,7 +9,9 @@ from ddp_hpc.base.durable import make_directories, replace_text
 from ddp_hpc.job.ending import stacks
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.rank_probe.compare import verdict_of
 from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
+from ddp_hpc.run_dir.hang_records import read_hang_records
 from ddp_hpc.run_dir.network import NetworkFindings
 
 
@@ -18,9 +20,15 @@ def report_hang(
 ) -> WorkerFailure:
     """Write all ranks' stacks into one file, and an error report that names the rank that the others wait for."""
     run, world_size = context.run, context.world.world_size
-    stands = stacks.read_rank_stacks(run, attempt, world_size)
+    records = read_hang_records(run, attempt)
+    verdict = verdict_of(records, world_size)
+    stands = stacks.with_records(stacks.read_rank_stacks(run, attempt, world_size), records)
     lost_peer = {failure.rank for failure in failures if failure.is_secondary}
     found = stacks.straggler(stands, world_size, lost_peer=lost_peer)
+    if verdict.kind == "behind":
+        found = verdict.ranks[0], verdict.how
+    elif verdict.kind:
+        found = None
     path = run.stacks(attempt)
     nodes = {stand.rank: context.node_of(stand.rank) or "this machine" for stand in stands}
     texts = [f"=== rank {stand.rank} on {nodes[stand.rank]}: {stand.place}\n{stand.stacks}\n" for stand in stands]
@@ -30,6 +38,10 @@ def report_hang(
     if network is not None and network.is_faulty and found is not None and found[0] not in nodes:
         found = None  # it printed no stack: the network is proved to fail, and explains it
     rank, how = found if found is not None else (-1, _of_nobody(network))
+    if verdict.kind == "different":
+        how = verdict.how
+    elif verdict.kind == "network":
+        how = f"{verdict.how} on the nodes {', '.join(context.nodes) or 'of this machine'}; {how}"
     node = context.node_of(rank)
     others_wait = ("other ranks wait for ", ", which") if world_size > 1 else ("", "")
     who = "" if found is None else f"{others_wait[0]}rank {rank}{f' on {node}' if node else ''}{others_wait[1]} "
@@ -43,6 +55,8 @@ def report_hang(
         log=str(run.rank_log(attempt, max(rank, 0))),
         phase=phase,
         is_hang=True,
+        hang_kind=verdict.kind,
+        hang_detail=f"{who}{how}" if verdict.kind else "",
     )
     with best_effort():
         write_failure(run.rank_error(attempt, max(rank, 0)), failure)

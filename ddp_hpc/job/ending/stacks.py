@@ -7,18 +7,17 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ddp_hpc.rank_probe.compare import main_frames
+from ddp_hpc.run_dir.hang_records import HangRecord
 from ddp_hpc.run_dir.paths import RunDir
 
 _DUMP = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
-_THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _TAIL_BYTES = 256 << 10
 _WAITING_FOR_OTHERS = (
     *("torch/distributed/", "torch/autograd/", "torch/nn/parallel/"),
     "ddp_hpc/train/sealed_store.py",
 )
 """Code in which a rank waits for others: a collective, the backward pass that exchanges gradients, or the store."""
-_NOT_MAIN = ("threading.py", "concurrent/futures/thread.py")
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,17 @@ class RankStack:
 def read_rank_stacks(run: RunDir, attempt: int, world_size: int) -> list[RankStack]:
     """Return the stacks of the ranks whose watchdogs timed out in an attempt."""
     return [stand for rank in range(world_size) if (stand := _read(run, attempt, rank)) is not None]
+
+
+def with_records(stands: Sequence[RankStack], records: Sequence[HangRecord]) -> list[RankStack]:
+    """Add the stacks of the ranks that only their node has asked for: a script's, which has no watchdog of ours."""
+    there = {stand.rank for stand in stands}
+    asked = [
+        RankStack(one.rank, main_frames(one.stacks), one.stacks)
+        for one in records
+        if one.stacks is not None and one.rank not in there
+    ]
+    return sorted((*stands, *asked), key=lambda stand: stand.rank)
 
 
 def has_stacks(run: RunDir, attempt: int, world_size: int) -> bool:
@@ -81,13 +91,4 @@ def _read(run: RunDir, attempt: int, rank: int) -> RankStack | None:
     if not dumps:
         return None
     stacks = text[dumps[-1].start() :]
-    return RankStack(rank, _main_frames(stacks), stacks)
-
-
-def _main_frames(stacks: str) -> list[str]:
-    """Return the frames of the main thread: the one whose outermost frame is not in `threading`."""
-    for thread in _THREAD.finditer(stacks):
-        frames = [f"{match['file']}:{match['line']} in {match['function']}" for match in _FRAME.finditer(thread[1])]
-        if frames and not any(part in frames[-1] for part in _NOT_MAIN):
-            return frames
-    return []
+    return RankStack(rank, main_frames(stacks), stacks)

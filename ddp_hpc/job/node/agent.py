@@ -41,6 +41,7 @@ from ddp_hpc.job.node.python_environ import (
 )
 from ddp_hpc.job.wire.control_channel import Line
 from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting, PortTakenError, listen
+from ddp_hpc.rank_probe.deadlines import HangCollector
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
@@ -104,6 +105,7 @@ class WorkerGroup:
     """Whether it has killed them."""
     num_memory_kills: int | None = field(default_factory=num_memory_kills)
     """How often the kernel had killed in this cgroup when they were started."""
+    collector: HangCollector | None = None
 
     @property
     def alive(self) -> set[int]:
@@ -221,6 +223,7 @@ class Agent:
             return
         try:
             with ExitStack() as resources:
+                collector = _collector(node_workers)
                 meeting_point = (
                     resources.enter_context(listen(node_workers.meeting)) if node_workers.node_rank == 0 else None
                 )
@@ -228,7 +231,7 @@ class Agent:
                     ranks = self._spawn(node_workers, meeting_point)
                 else:
                     ranks = _fork(node_workers, self._worker, meeting_point)
-                self._group = WorkerGroup(node_workers, ranks)
+                self._group = WorkerGroup(node_workers, ranks, collector=collector)
             if self._is_stop_pending:
                 self._ask_workers_to_stop()
         except PortTakenError:
@@ -281,8 +284,10 @@ class Agent:
         self._line.send(node_rank=self._node_rank, attempt=attempt, code=code)
 
     def _patience_s(self) -> float:
-        if self._group is None or self._group.deadline is None:
+        if self._group is None:
             return 3600.0
+        if self._group.deadline is None:
+            return self._group.collector.patience_s() if self._group.collector else 3600.0
         return 1.0 if self._group.was_cut else self._group.deadline - time.monotonic()
 
     def _look_after_workers(self) -> None:
@@ -296,6 +301,8 @@ class Agent:
         for pid, code in died.items():
             if pid in group.ranks:
                 _note_exit(group, group.ranks[pid], code)
+        if group.collector and group.deadline is None:
+            group.collector.look()
         if not group.alive:
             self._group = None
             self._report_end(group.node_workers.attempt, exit_codes.joint(group.codes.values()))
@@ -357,6 +364,17 @@ def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket
             _become_worker(node_workers, worker, rank, meeting_point, agent_pid)
         ranks[pid] = rank
     return ranks
+
+
+def _collector(node_workers: NodeWorkers) -> HangCollector | None:
+    """Return what asks this node's workers what they do, shortly before their watchdogs end them."""
+    if node_workers.probe_folder is None:
+        return None
+    first = node_workers.node_rank * node_workers.num_workers
+    ranks = range(first, first + node_workers.num_workers)
+    collector = HangCollector(node_workers.run, node_workers.attempt, node_workers.probe_folder, ranks)
+    collector.forget()
+    return collector
 
 
 def _become_worker(

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(worker_env.environ)
     # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.
     probes = None if PROBE_FOLDER in os.environ else make_folder()
-    os.environ.update(for_probe(probes.path if probes else None))
+    os.environ.update(for_probe(probes.path if probes else None, is_alone=True))
     try:
         code = _work(run, arguments.worker, arguments.attempt, meeting)
     finally:

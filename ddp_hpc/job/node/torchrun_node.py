@@ -65,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     probes = make_folder()
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *rendezvous, *arguments.options],
-        env={**os.environ, **node.environ, "PET_RDZV_ID": name, **for_probe(probes.path if probes else None)},
+        env={
+            **os.environ,
+            **node.environ,
+            "PET_RDZV_ID": name,
+            **for_probe(probes.path if probes else None, is_alone=True),
+        },
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )

@@ -1,0 +1,82 @@
+"""Asks ranks that make no progress what they do, and keeps the answers in the run directory, before anybody kills them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.base.processes import host_name
+from ddp_hpc.rank_probe.client import ANSWER_S, NoAnswerError, RankProbe
+from ddp_hpc.run_dir.hang_records import HangRecord, write_hang_record
+from ddp_hpc.run_dir.paths import RunDir
+
+_AT_ONCE = 16
+_STATES = {"R": "running", "S": "sleeping", "T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended"}
+"""Letters of proc_pid_stat(5)."""
+
+
+def keep_hang_records(run: RunDir, attempt: int, ranks: Mapping[int, Path], *, answer_s: float = ANSWER_S) -> None:
+    """Ask these ranks, whose sockets are given, all at once; write a record of each. A rank that does not answer has one, too."""
+
+    def keep(rank: int) -> None:
+        record = collect(rank, RankProbe(path=ranks[rank], answer_s=answer_s))
+        with suppress(OSError):  # a full disk: then the report of the hang has what the logs say
+            write_hang_record(run, attempt, record)
+
+    # The pool ends here, so nobody forks beside its threads. Signals are blocked in them, as in the thread that starts them.
+    with ThreadPoolExecutor(min(_AT_ONCE, len(ranks) or 1)) as pool:
+        list(pool.map(keep, ranks))
+
+
+def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks: bool = True) -> HangRecord:
+    """Ask one rank everything; `pid` is its process, where that is known without asking."""
+    unknown: dict[str, str] = {}
+    try:
+        pid = probe.ping()
+    except NoAnswerError as error:
+        pid = error.pid or pid
+        unknown["ping"] = str(error)
+
+    def ask(name: str, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except NoAnswerError as error:
+            unknown[name] = str(error)
+            return None
+
+    answers = "ping" not in unknown
+    state = process_state(pid)
+    # The stacks come last: where a thread holds the interpreter, that question stays with the server, and takes one of its threads.
+    return HangRecord(
+        rank=rank,
+        host=host_name(),
+        at=time.time(),
+        pid=pid,
+        state=state,
+        answers=answers,
+        flight_record=ask("flight_record", probe.flight_record) if answers else None,
+        wait_counters=ask("wait_counters", probe.wait_counters) if answers else None,
+        stacks=ask("stacks", probe.stacks) if answers and with_stacks else None,
+        unknown=unknown,
+    )
+
+
+def process_state(pid: int | None) -> str:
+    """Return what the kernel says of a process's main thread; empty where it is not known."""
+    if pid is None:
+        return ""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    letter = text.rpartition(")")[2].split()[:1]
+    if letter != ["D"]:
+        return _STATES.get("".join(letter), "")
+    where = ""
+    with suppress(OSError):  # not on every kernel
+        where = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip("0\n")
+    return f"in the kernel{f' ({where})' if where else ''}"

@@ -1,0 +1,306 @@
+"""Compares what the ranks were doing in a hang: which one is behind, who calls something else, or that nobody is behind. Pure.
+
+Each rank numbers the collectives of each process group, so the numbers of all ranks can be compared. With gloo only the launch
+and the end on the rank itself are recorded; a point-to-point operation is not, so ranks that wait in one are left to their stacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from ddp_hpc.run_dir.hang_records import HangRecord
+
+Kind = Literal["", "behind", "different", "network"]
+"""Empty where the records do not say it."""
+_SAME_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "allreduce_coalesced"})
+"""Operations to which every rank gives as many elements of the same type. To a gather or a scatter, ranks may give different ones."""
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_NOT_MAIN = ("threading.py", "concurrent/futures/thread.py")
+_NOT_USERS = ("/torch/", "/ddp_hpc/", "/lib/python", "<frozen")
+_MOST_NAMED = 4
+
+
+class GroupId(NamedTuple):
+    """A process group, and the backend by which its ranks meet."""
+
+    name: str
+    backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One entry of a flight record."""
+
+    group: GroupId
+    title: str
+    """What the user has called the group, or PyTorch."""
+    number: int
+    """Of the collectives of this group on this rank."""
+    operation: str
+    elements: tuple[int, ...]
+    """Of each tensor."""
+    dtypes: tuple[str, ...]
+    is_over: bool
+
+    def differs(self, other: Collective) -> bool:
+        """Tell whether two ranks cannot mean the same by it."""
+        if self.operation != other.operation:
+            return True
+        return self.operation in _SAME_SIZE and (self.elements, self.dtypes) != (other.elements, other.dtypes)
+
+    @property
+    def words(self) -> str:
+        what = " and ".join(map(str, self.elements))
+        return f"{self.operation} of {what} {'/'.join(sorted(set(self.dtypes)))} elements" if what else self.operation
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangVerdict:
+    """Who hangs."""
+
+    kind: Kind = ""
+    ranks: Sequence[int] = ()
+    """Those that are behind, or call different operations; of `network`, those that wait."""
+    how: str = ""
+    """What the first of them does, as a predicate, where it is behind; else a whole sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What one rank's record says of its collectives."""
+
+    newest: Mapping[GroupId, int] = field(default_factory=dict)
+    """The number of the newest collective of each group."""
+    by_number: Mapping[tuple[GroupId, int], Collective] = field(default_factory=dict)
+    members: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """The ranks of a group, where the record lists them."""
+
+    @property
+    def waits_in(self) -> Sequence[Collective]:
+        """Those that it has launched and that are not over on it."""
+        return [one for one in self.by_number.values() if not one.is_over]
+
+
+def verdict_of(records: Sequence[HangRecord], world_size: int) -> HangVerdict:
+    """Compare the records of one hang."""
+    # A flight record without entries is of a rank that has not launched a collective.
+    by_rank = {record.rank: record for record in records}
+    ranks = {
+        rank: _read(record.flight_record)
+        for rank, record in by_rank.items()
+        if record.flight_record is not None and isinstance(record.flight_record.get("entries", []), list)
+    }
+    waiting = {rank: one.waits_in for rank, one in ranks.items() if one.waits_in}
+    if not waiting or world_size == 1:
+        return HangVerdict()
+    if (different := _different(ranks, waiting, by_rank)) is not None:
+        return different
+    missing = _missing(ranks, waiting)
+    free = sorted(ranks.keys() - waiting.keys())
+    if behind := [rank for rank in free if any(rank in others for others in missing.values())] or [
+        rank for rank in free if not _waits_by_stack(by_rank[rank])
+    ]:
+        return _behind(behind, ranks, waiting, by_rank)
+    stopped = [rank for rank, record in sorted(by_rank.items()) if rank not in ranks and _is_held(record)]
+    if stopped:
+        return HangVerdict(kind="behind", ranks=stopped, how=_doing(by_rank[stopped[0]]))
+    if len(ranks) < world_size or free:
+        return HangVerdict()  # somebody is not known, so that nobody may be called behind, and nobody is cleared
+    return _nobody(ranks, waiting, missing, by_rank)
+
+
+def _nobody(
+    ranks: Mapping[int, _Rank],
+    waiting: Mapping[int, Sequence[Collective]],
+    missing: Mapping[int, Collection[int]],
+    by_rank: Mapping[int, HangRecord],
+) -> HangVerdict:
+    """Return what all ranks do that wait for each other."""
+    complete = [rank for rank in sorted(waiting) if not missing[rank]]
+    if not complete:
+        named = "; ".join(f"rank {rank} waits in {_where(waiting[rank][0], by_rank[rank])}" for rank in _few(waiting))
+        how = (
+            f"ranks wait for each other in different groups: {named}. All ranks must use their groups in the same order"
+        )
+        return HangVerdict(kind="different", ranks=sorted(waiting), how=how)
+    one = waiting[complete[0]][0]
+    how = f"no rank is behind: all have launched the same collectives, up to {_name(one)}, which does not end"
+    return HangVerdict(kind="network", ranks=sorted(ranks), how=how)
+
+
+def _different(
+    ranks: Mapping[int, _Rank], waiting: Mapping[int, Sequence[Collective]], by_rank: Mapping[int, HangRecord]
+) -> HangVerdict | None:
+    """Return the first collective that is not the same on all ranks, among those that are not over."""
+    open_ = sorted({(one.number, one.group) for several in waiting.values() for one in several})
+    for number, group in open_:
+        there = {rank: found for rank, one in ranks.items() if (found := one.by_number.get((group, number)))}
+        first = min(there)
+        other = next((rank for rank in sorted(there) if there[rank].differs(there[first])), None)
+        if other is None:
+            continue
+        said = [f"rank {rank} calls {there[rank].words}{_at(by_rank[rank])}" for rank in (first, other)]
+        how = f"{', '.join(said)}; collective {number} of {_group(there[first])} must be the same on all its ranks"
+        return HangVerdict(kind="different", ranks=[first, other], how=how)
+    return None
+
+
+def _missing(ranks: Mapping[int, _Rank], waiting: Mapping[int, Sequence[Collective]]) -> Mapping[int, set[int]]:
+    """Return for each waiting rank the ranks that have not launched what it waits in."""
+    found: dict[int, set[int]] = {}
+    for rank, several in waiting.items():
+        found[rank] = set()
+        for one in several:
+            members = _members(one.group, ranks)
+            found[rank] |= {other for other in members if ranks[other].newest.get(one.group, 0) < one.number}
+    return found
+
+
+def _members(group: GroupId, ranks: Mapping[int, _Rank]) -> Collection[int]:
+    """Return the ranks of a group that have answered; where no record lists them, those that have used it."""
+    listed = next((one.members[group.name] for one in ranks.values() if group.name in one.members), None)
+    if listed is not None:
+        return [rank for rank in listed if rank in ranks]
+    # The first group of a process has this name and all ranks. Of another one, a rank that has not used it may not be in it.
+    return [rank for rank, one in ranks.items() if group.name == "0" or group in one.newest]
+
+
+def _behind(
+    behind: Sequence[int],
+    ranks: Mapping[int, _Rank],
+    waiting: Mapping[int, Sequence[Collective]],
+    by_rank: Mapping[int, HangRecord],
+) -> HangVerdict:
+    first = behind[0]
+    awaited = next(
+        (one for several in waiting.values() for one in several if ranks[first].newest.get(one.group, 0) < one.number),
+        None,
+    )
+    how = _doing(by_rank[first])
+    if awaited is not None:
+        num = ranks[first].newest.get(awaited.group, 0)
+        how += f": it has launched {num} collectives of {_group(awaited)}, and others wait in number {awaited.number}, {awaited.words}"
+    if len(behind) > 1:
+        more = ", ".join(map(str, behind[1:_MOST_NAMED])) + (" and more" if len(behind) > _MOST_NAMED else "")
+        how += f" (so do ranks {more})" if len(behind) > 2 else f" (so does rank {more})"
+    return HangVerdict(kind="behind", ranks=behind, how=how)
+
+
+def _doing(record: HangRecord) -> str:
+    """Say what a rank does that no other one waits with."""
+    if record.state.startswith("stopped"):
+        return f"is {record.state} (SIGSTOP)" if record.state == "stopped" else f"is {record.state}"
+    if record.state.startswith("in the kernel"):
+        where = f", at {place(record)}" if place(record) else ""
+        return f"waits {record.state}, as for a file system that does not answer{where}"
+    if record.holds_interpreter:
+        return "is in a call that holds Python's interpreter (GIL), so that its line is not known"
+    if not record.answers:
+        return "does not answer"
+    return f"is in {place(record) or 'code without a Python frame'}"
+
+
+def _is_held(record: HangRecord) -> bool:
+    """Tell whether the kernel says that a process which does not answer cannot."""
+    return record.state.startswith(("stopped", "in the kernel"))
+
+
+def _waits_by_stack(record: HangRecord) -> bool:
+    """Tell whether a rank waits for others, or may: by its stack, as not all that ranks wait in is recorded."""
+    if record.stacks is None:
+        return not record.holds_interpreter
+    return any("torch/distributed/" in frame or "sealed_store.py" in frame for frame in main_frames(record.stacks)[:4])
+
+
+def place(record: HangRecord) -> str:
+    """Return the innermost line of the user's code in the main thread, or else the innermost line."""
+    frames = main_frames(record.stacks or "")
+    return next((frame for frame in frames if not any(part in frame for part in _NOT_USERS)), "".join(frames[:1]))
+
+
+def main_frames(stacks: str) -> list[str]:
+    """Return the frames of the main thread: the one whose outermost frame is not in `threading`."""
+    for thread in _THREAD.finditer(stacks):
+        frames = [f"{match['file']}:{match['line']} in {match['function']}" for match in _FRAME.finditer(thread[1])]
+        if frames and not any(part in frames[-1] for part in _NOT_MAIN):
+            return frames
+    return []
+
+
+def _where(one: Collective, record: HangRecord) -> str:
+    return f"{_name(one)}{_at(record)}"
+
+
+def _at(record: HangRecord) -> str:
+    return f" at {place(record)}" if place(record) else ""
+
+
+def _name(one: Collective) -> str:
+    return f"{one.operation} (number {one.number} of {_group(one)})"
+
+
+def _group(one: Collective) -> str:
+    return f"group {one.group.name}{f' ({one.title})' if one.title not in ('', 'undefined') else ''}"
+
+
+def _few(ranks: Mapping[int, object]) -> Sequence[int]:
+    return sorted(ranks)[:_MOST_NAMED]
+
+
+# --- flight records ----------------------------------------------------------------------------------------------------
+
+
+def _read(flight_record: Mapping[str, Any]) -> _Rank:
+    """Read one flight record; an entry that is not as expected is left out."""
+    newest: dict[GroupId, int] = {}
+    by_number: dict[tuple[GroupId, int], Collective] = {}
+    for one in _collectives(flight_record.get("entries")):
+        newest[one.group] = max(newest.get(one.group, 0), one.number)
+        by_number[one.group, one.number] = one
+    return _Rank(newest=newest, by_number=by_number, members=dict(_listed(flight_record.get("pg_config"))))
+
+
+def _collectives(entries: object) -> Iterator[Collective]:
+    for entry in entries if isinstance(entries, list) else []:
+        match entry:
+            case {
+                "process_group": [str(name), str(title)],
+                "collective_seq_id": int(number),
+                "profiling_name": str(called),
+                "is_p2p": False,
+                **rest,
+            }:
+                backend, _, operation = called.partition(":")
+                yield Collective(
+                    group=GroupId(name, backend),
+                    title=title,
+                    number=number,
+                    operation=operation or called,
+                    elements=_elements(rest.get("input_sizes")),
+                    dtypes=_texts(rest.get("input_dtypes")),
+                    is_over=bool(rest.get("retired")) or rest.get("state") == "completed",
+                )
+
+
+def _elements(sizes: object) -> tuple[int, ...]:
+    """Return the numbers of elements: [2, 4] and [8] may be one collective."""
+    if not isinstance(sizes, list):
+        return ()
+    return tuple(prod(one) for one in sizes if isinstance(one, list) and all(isinstance(size, int) for size in one))
+
+
+def _texts(values: object) -> tuple[str, ...]:
+    return tuple(str(value) for value in values) if isinstance(values, list) else ()
+
+
+def _listed(config: object) -> Iterator[tuple[str, Collection[int]]]:
+    for name, group in config.items() if isinstance(config, dict) else ():
+        ranks = group.get("ranks") if isinstance(group, dict) else None
+        numbers = re.findall(r"\d+", ranks) if isinstance(ranks, str) else []
+        if name and numbers:
+            yield str(name), [int(number) for number in numbers]
