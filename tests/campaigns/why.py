@@ -66,7 +66,7 @@ def answer_to(death: Death, folder: Path) -> Answer:
     found = verdict_of(read_facts(run, ledger, attempt))
     # Where nothing has failed, because the run stopped as it was asked to, `why` prints the cause that the ledger has.
     said = found.failure or str(attempt.cause or "nothing").replace(" ", "-")
-    return Answer(death=death, said=said, rank=found.rank, made=(folder / WHOLE).read_text().strip())
+    return Answer(death=death, said=said, rank=found.rank, made=(folder / WHOLE).read_text().strip()[:7])
 
 
 def _counts(grades: Sequence[str]) -> str:
@@ -103,6 +103,9 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], peer: str) -
     blind = [one for one in answers if one.death.is_blind]
     made = ", ".join(f"`{commit}` {count}" for commit, count in sorted(Counter(one.made for one in answers).items()))
     stops = sum(one.peer is not None and one.peer.decision == "STOP" for one in answers)
+    peers = [(one.peer, one.death) for one in answers if one.peer is not None]
+    lost = sum(said.grade(death) == "wrong" and said.quotes_lost_connection for said, death in peers)
+    num_less = sum(one.said in one.death.true - {one.death.failure} for one in blind)
     amiss = [
         one for one in answers if one.grade != "right" or (one.death.rank is not None and one.rank_grade != "right")
     ]
@@ -131,7 +134,7 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], peer: str) -
             "",
             (
                 "`why` abstains by `unknown`. For a rank that hangs, `hang` counts as right for `hang-behind`; the column of the rank then says "
-                "that it abstained. `why` never ends a run, so it has no wrong `stop` to give."
+                f"that it abstained. In the blind row, {num_less} answers are a wider class that is true, too (`less` in the table). `why` never ends a run, so it has no wrong `stop` to give."
             ),
             "",
             "## What happened, and what was said",
@@ -156,7 +159,9 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], peer: str) -
             "",
             (
                 "An `observed_exception` that quotes a lost connection is wrong: it follows from another rank's end. One for a rank without an exception "
-                f"(a crash, a signal, an exit code) is right if it quotes a signal or an exit code. It said STOP {stops} times."
+                f"(a crash, a signal, an exit code) is right if it quotes a signal or an exit code. Of its wrong answers, "
+                f"{lost} quote a lost connection, where no line of the log says more than ddp_hpc's own sentence at its end. It said STOP {stops} times, "
+                "so none of its wrong answers ends a job at the first failure."
             ),
             "",
             "## Abstained, wrong, or of another rank",

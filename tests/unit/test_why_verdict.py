@@ -38,7 +38,8 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0. Some of 
 
 def attempt(cause: Cause | None = Cause.WORKER_CRASHED, **more: Any) -> Attempt:
     ending = more.pop("ending", Ending.FAILED)
-    return Attempt(attempt=0, job_id="1", host="node0", pid=1, started_at=0.0, ending=ending, cause=cause, **more)
+    known = {"job_id": "1", **more}
+    return Attempt(attempt=0, host="node0", pid=1, started_at=0.0, ending=ending, cause=cause, **known)
 
 
 def report(rank: int, exception: str = "", **more: Any) -> WorkerFailure:

@@ -91,11 +91,15 @@ class Said:
     rank: str
     decision: str
 
+    @property
+    def quotes_lost_connection(self) -> bool:
+        return _LOST.search(self.quote) is not None
+
     def grade(self, death: Death) -> str:
         """Return right, wrong or abstained; every answer that is not wrong is right."""
         if not self.failure:
             return "abstained"
-        if self.failure == "observed_exception" and _LOST.search(self.quote):
+        if self.failure == "observed_exception" and self.quotes_lost_connection:
             return "wrong"  # it follows from another rank's end
         if self.failure == "observed_exception" and death.failure in {"native-crash", "killed", "signal", "exit-code"}:
             return "right" if _KILLED.search(self.quote) else "wrong"
