@@ -26,7 +26,7 @@ def submit_pipeline(
 ) -> int:
     """Start the steps, or with `--dry-run` print what would be started; with `--wait` or `--follow`, stay until all have ended."""
     from ddp_hpc.pipeline.resolving import resolve_steps
-    from ddp_hpc.pipeline.start import check_steps
+    from ddp_hpc.pipeline.start import ask_about_steps, check_steps
 
     environment, has_queue = target.environ, target.backend.HAS_QUEUE
 
@@ -38,6 +38,7 @@ def submit_pipeline(
         return 0
     if not has_queue:
         return _run_here(args, steps, target, stay)
+    ask_about_steps(steps, target)
     started = _submit(args, steps, target)
     if not (args.wait or args.follow):
         if args.json:

@@ -128,6 +128,7 @@ def submit_sweep(
 def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     """Return what a submission that the user has interrupted has left, and how to go on."""
     from ddp_hpc.run_dir.paths import holds_sweep
+    from ddp_hpc.submission.backend import load_backend
     from ddp_hpc.sweep.sweep_dir import read_sweep
 
     name = sweep_dir.name
@@ -137,8 +138,10 @@ def _interrupted(sweep_dir: SweepDir, environment: Mapping[str, str]) -> str:
     parts = [f"job {array.job_id} ({_points(len(array.numbers))}) submitted" for array in sweep.arrays]
     if sweep.unanswered:
         parts.append(f"{_points(len(sweep.unanswered_numbers))} may have been submitted")
-    if sweep.never_sent:
-        parts.append(f"{_points(len(sweep.never_sent))} not {'started' if sweep.backend != 'slurm' else 'submitted'}")
+    if not load_backend(sweep.backend).HAS_QUEUE:
+        parts.append(f"{_points(len(sweep.points))} may have been started on this machine")
+    elif sweep.never_sent:
+        parts.append(f"{_points(len(sweep.never_sent))} not submitted")
     return (
         f"{name}: {', '.join(parts)}. To find out and start the rest: ddp-hpc sweep continue {word}; to end it: "
         f"ddp-hpc sweep cancel {word}"

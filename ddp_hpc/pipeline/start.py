@@ -70,6 +70,23 @@ def check_steps(steps: Sequence[ResolvedStep], target: Target) -> None:
             raise type(error)(f"The step {step.name!r} cannot be submitted: {error}") from error
 
 
+def ask_about_steps(steps: Sequence[ResolvedStep], target: Target) -> None:
+    """Ask the scheduler about each step that is to be submitted, before the first one is.
+
+    Raises:
+        ConfigError: for the first step that it would refuse; it names the step.
+        SlurmUnavailableError: where Slurm does not answer; nothing is submitted then.
+    """
+    for step in steps:
+        spec, environ = step.resolved.spec, target.environ
+        if is_finished(step.run, spec) or target.backend.find_job(step.run, environ) is not None:
+            continue  # it is left as it is, also where the cluster has changed since
+        try:
+            target.backend.refuse(spec, import_paths=target.import_paths, environ=environ)
+        except ConfigError as error:
+            raise type(error)(f"The step {step.name!r} cannot be submitted, so none was: {error}") from error
+
+
 def submit_steps(steps: Sequence[ResolvedStep], target: Target) -> Iterator[Started]:
     """Put each step into the queue, behind those that it waits for; yield each as soon as it is there.
 

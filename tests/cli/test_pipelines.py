@@ -172,6 +172,24 @@ def test_where_the_second_of_several_is_refused_the_message_names_what_is_in_the
     assert sorted(path.name for path in Path("runs").iterdir()) == ["digits-train"]
 
 
+def test_a_step_that_slurm_would_refuse_is_named_before_any_is_submitted(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a script that asks for a partition of its own is refused: the third step's."""
+    text = Path("pipeline.yaml").read_text()
+    Path("pipeline.yaml").write_text(text.replace("export: {", "export: {slurm: {partition: gone}, "))
+    refusal = "sbatch: error: invalid partition specified: gone"
+    slurm.has("sbatch", f'grep -q "partition=gone" "${{@: -1}}" && {{ echo "{refusal}" >&2; exit 1; }}; exit 0')
+
+    assert submit("--cluster", "slurm") != 0
+
+    err = capsys.readouterr().err
+    assert "The step 'export' cannot be submitted, so none was: " in err
+    assert "gone" in err
+    assert not Path("runs").exists()
+    assert all("--test-only" in order for order in slurm.orders("sbatch"))
+
+
 def test_ctrl_c_amid_a_pipeline_names_what_is_in_the_queue_and_the_step_that_may_be(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
