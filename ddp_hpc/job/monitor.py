@@ -78,6 +78,10 @@ class Monitor:
             return LOOK_S
         return max(0.0, min(LOOK_S, moment - now))
 
+    def ends_within(self, seconds: float, now: float) -> bool:
+        """Tell whether the workers are asked to stop within this time, or have been."""
+        return self.is_signalled or self.is_out_of_time or self._is_past(self._stop_time(), now + seconds)
+
     def _has_run_out(self, now: float) -> bool:
         """Tell whether it is time to stop; ask Slurm for a later end only then, as it may take long to answer."""
         if not self._is_past(self._stop_time(), now):

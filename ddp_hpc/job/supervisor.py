@@ -31,6 +31,7 @@ from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_att
 from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
+from ddp_hpc.job.joining import Joining
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
@@ -398,6 +399,8 @@ def _watch_over(
 ) -> Outcome:
     """Start the workers and wait for their end; ask them to stop, or kill them, when it is time."""
     monitor = _monitor(context, begun)
+    met_at = "" if meeting is None else meeting.address
+    joining = Joining(context=context, attempt=begun.attempt, met_at=met_at, probe=network_probe.probe)
     workers.begin(begun.attempt, meeting)
     while (code := workers.poll()) is None:
         number = processes.await_signal(min(monitor.patience_s(time.time()), workers.patience_s()))
@@ -406,6 +409,8 @@ def _watch_over(
                 workers.stop()
             case "end":
                 workers.end()
+        if not monitor.ends_within(network_probe.MOST_S, time.time()):  # it may probe the network, which takes so long
+            joining.look(time.monotonic())
         if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
             notifier.silent(begun.attempt, monitor.silence_s)
     if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
@@ -419,7 +424,7 @@ def _watch_over(
         is_unresponsive=monitor.is_unresponsive,
         was_suspended=monitor.was_just_suspended(time.time()),
         lost_nodes=tuple(names_of(workers.silent_nodes(), context.nodes)),
-        met_at="" if meeting is None else meeting.address,
+        met_at=met_at,
     )
 
 

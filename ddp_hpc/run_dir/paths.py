@@ -218,6 +218,10 @@ class RunDir:
         """The stacks of all ranks when an attempt hung."""
         return self.attempt_errors(attempt) / "stacks.txt"
 
+    def missing_ranks(self, attempt: int) -> Path:
+        """Which ranks the others wait for, while an attempt begins; it stays where they never come."""
+        return self.attempt_logs(attempt) / "missing-ranks.json"
+
     def network(self, attempt: int) -> Path:
         """What a probe of the network between the nodes found at the end of an attempt."""
         return self.attempt_logs(attempt) / "network.json"

@@ -6,7 +6,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.train.joining import Report, announce, missing_reported
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 
 JOIN_TIMEOUT = timedelta(minutes=10)
@@ -180,18 +181,20 @@ class Group:
         return values
 
 
-def join(
+def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     rank_info: RankInfo,
     device: torch.device,
     *,
     token: str = "",
     listen_fd: int | None = None,
     timeout_s: float = 1800.0,
+    report_missing: Report | None = None,
 ) -> Group:
     """Join the process group; a world of one is normal.
 
     All keys in the store begin with a prefix that only owners of the attempt's `token` can compute. `listen_fd` is a
-    listening socket for rank zero's store: the launcher that chose the port keeps it, so that no other process takes it.
+    listening socket for rank zero's store: the launcher that chose the port keeps it, so that no other process takes it. On rank zero,
+    `report_missing` is called with the ranks that the others wait for, if that takes long, and with None when all have joined.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -200,19 +203,32 @@ def join(
     prefix = f"{prefix_of(token)}/start-{rank_info.restart}"
     store, side_store = (dist.PrefixStore(prefix, one) for one in _connect(rank_info, listen_fd))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("group", store),
-        rank=rank_info.rank,
-        world_size=rank_info.world_size,
-        timeout=timedelta(seconds=timeout_s + (0 if device.type == "cuda" else _GLOO_LAG_S)),
-    )
+    announce(store, rank_info.rank)
+    with _missing_reported(rank_info, prefix, report_missing):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            timeout=timedelta(seconds=timeout_s + (0 if device.type == "cuda" else _GLOO_LAG_S)),
+        )
     return Group(
         rank_info,
         device,
         SealedStore(dist.PrefixStore("main", store), token, silence_s=timeout_s),
         SealedStore(dist.PrefixStore("side", side_store), token, silence_s=timeout_s),
     )
+
+
+def _missing_reported(rank_info: RankInfo, prefix: str, report: Report | None) -> AbstractContextManager[None]:
+    if report is None or not rank_info.is_rank_zero or rank_info.world_size == 1:
+        return nullcontext()
+
+    def connect() -> dist.Store:
+        place, timeout = (rank_info.master_addr, rank_info.master_port), JOIN_TIMEOUT
+        return dist.PrefixStore(prefix, dist.TCPStore(*place, is_master=False, timeout=timeout, wait_for_workers=False))
+
+    return missing_reported(connect, rank_info.world_size, report)
 
 
 def _connect(rank_info: RankInfo, listen_fd: int | None) -> tuple[dist.Store, dist.Store]:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ddp_hpc.rank_probe.server import serve
 from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF
 from ddp_hpc.run_dir.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, write_failure
+from ddp_hpc.run_dir.joining import forget_missing, write_missing
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_rendezvous_token
 from ddp_hpc.spec import RunSpec
@@ -145,7 +146,16 @@ def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
     num_gpus, timeout_s = spec.resources.gpus_per_node, spec.restart.hang_timeout_s
     device = process_group.choose_device(rank_info, num_gpus, visible=visible, may_be_alone=is_task)
     token = read_rendezvous_token(run.rendezvous_token(attempt)) if rank_info.world_size > 1 else ""
-    return process_group.join(rank_info, device, token=token, listen_fd=listen_fd, timeout_s=timeout_s)
+
+    def report(missing: Sequence[int] | None) -> None:
+        if missing is None:
+            forget_missing(run, attempt)
+        else:
+            write_missing(run, attempt, missing, workers_per_node=rank_info.local_world_size)
+
+    return process_group.join(
+        rank_info, device, token=token, listen_fd=listen_fd, timeout_s=timeout_s, report_missing=report
+    )
 
 
 def _recipe(spec: RunSpec) -> Recipe:

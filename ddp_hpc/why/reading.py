@@ -9,6 +9,7 @@ from functools import partial
 from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.failure_reports import read_failures
+from ddp_hpc.run_dir.joining import read_missing
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run_dir.network import read_network
 from ddp_hpc.run_dir.paths import RunDir
@@ -58,6 +59,7 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> Facts:
         logs={rank: tail(run.rank_log(number, rank)) for rank in sorted(ranks)},
         console=_of_attempt(tail(run.console), ledger, attempt),
         places=_places(run, number),
+        missing=read_missing(run, number),
         network=read_network(run, number),
         ends=read_rank_ends(run, number, sorted(ranks)),
     )

@@ -15,6 +15,7 @@ from typing import Literal
 from ddp_hpc.base.processes import signal_number, signal_of
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.fingerprint import entity, fingerprint
+from ddp_hpc.run_dir.joining import MissingRanks
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.run_dir.rank_ends import RankEnd
@@ -79,6 +80,8 @@ class Facts:
     """What the job's log says of this attempt."""
     places: Mapping[int, str] = field(default_factory=dict)
     """Where each rank was when the attempt hung: `file:line in function`."""
+    missing: MissingRanks | None = None
+    """Which ranks the others waited for at the beginning; None where nobody waited for long, or all have joined."""
     network: NetworkFindings | None = None
     """What a probe of the network between the nodes found at the end; None without one."""
     ends: Mapping[int, RankEnd] = field(default_factory=dict)
@@ -517,6 +520,21 @@ def _of_code(finding: _Finding, code: int) -> _Finding:
     return replace(finding, failure="exit-code", detail=f"exit code {code}")
 
 
+def _of_missing(finding: _Finding, facts: Facts) -> _Finding:
+    """Name the ranks that never joined, instead of one that waited for them."""
+    if facts.missing is None or not facts.missing.ranks:
+        return finding
+    nodes = {rank: facts.missing.node_of(rank, facts.attempt.nodes) for rank in facts.missing.ranks}
+    named = ", ".join(f"rank {rank}{f' on {node}' if node else ''}" for rank, node in list(nodes.items())[:8])
+    more = f", and {len(nodes) - 8} more" if len(nodes) > 8 else ""
+    words = f"{named}{more} did not join"
+    evidence = (Evidence(role="root", rank=None, text=f"record of rank zero: {words}"), *finding.evidence)
+    first = facts.missing.ranks[0]
+    return replace(
+        finding, rank=first, host=nodes[first], basis="record", detail=f"{words}; {finding.detail}", evidence=evidence
+    )
+
+
 def _hang(facts: Facts) -> _Finding:
     failure = next((one for one in facts.failures if one.is_hang), None)
     is_found = failure is not None and (failure.rank in facts.places or failure.hang_kind in {"behind", "different"})
@@ -561,6 +579,7 @@ def _with_line(finding: _Finding, facts: Facts) -> _Finding:
 
 def _with_others(first: _Finding, findings: Sequence[_Finding], facts: Facts) -> Verdict:
     """Return the verdict: the first failure, and what followed on other ranks."""
+    first = _of_missing(first, facts) if first.failure == "ranks-missing" else first
     others = [one for one in findings if one.rank is not None and one.rank != first.rank]
     cascades = [one for one in others if one.role == "cascade"]
     alike = [one for one in others if one.failure == first.failure and one.role != "cascade"]

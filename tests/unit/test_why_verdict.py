@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.fingerprint import entity, fingerprint, mechanism
+from ddp_hpc.run_dir.joining import MissingRanks
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault
 from ddp_hpc.run_dir.rank_ends import RankEnd
@@ -396,3 +397,15 @@ def test_lost_connections_are_explained_by_a_network_that_does_not_carry_but_an_
     assert verdict_of(replace(facts(*lost), network=FAULTY)).failure == "hang-network"
     assert verdict_of(replace(facts(*lost, raised), network=FAULTY)).failure == "user-exception"
     assert verdict_of(replace(facts(*lost), network=replace(FAULTY, pairs=()))).failure == "peer-gone"
+
+
+def test_ranks_that_never_joined_are_named_instead_of_those_that_waited() -> None:
+    waited = "DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients joined."
+    failure = report(0, waited, exception_type="DistStoreError")
+    known = facts(failure, nodes=("node0", "node1"))
+
+    verdict = verdict_of(replace(known, missing=MissingRanks(ranks=(3,), workers_per_node=2, at=0.0)))
+
+    assert (verdict.failure, verdict.rank, verdict.host, verdict.basis) == ("ranks-missing", 3, "node1", "record")
+    assert verdict.detail.startswith("rank 3 on node1 did not join; ")
+    assert verdict_of(known).rank == 0

@@ -1,0 +1,96 @@
+"""Says in the job's log, while the ranks of an attempt meet, which of them the others wait for, and whether the network is why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ddp_hpc.job.ending.best_effort import best_effort
+from ddp_hpc.job.job_context import JobContext
+from ddp_hpc.rendezvous.links.rounds import ALL_PAIRS_UP_TO
+from ddp_hpc.run_dir.joining import read_missing, started_ranks, write_missing
+from ddp_hpc.run_dir.network import NetworkFindings, write_network
+
+WAIT_S = 30.0
+"""How long the first rank may wait for the others before they are named."""
+_MOST_NAMED = 8
+
+WATCHED_S = 660.0
+"""How long to look: longer than the ranks wait for each other."""
+
+Probe = Callable[[Sequence[str], str], NetworkFindings]
+
+
+@dataclass(kw_only=True)
+class Joining:
+    """The ranks of one attempt while they meet."""
+
+    context: JobContext
+    attempt: int
+    met_at: str
+    probe: Probe
+    _began: float | None = None
+    """When the first rank was there."""
+    _have_all_started: bool = False
+    _said: tuple[int, ...] | None = None
+
+    def look(self, now: float) -> None:
+        """Look who is missing; name them in the job's log, once for each set of ranks."""
+        if self.context.world.world_size < 2 or (self._began is not None and now - self._began > WATCHED_S):
+            return
+        absent = self._absent(now)
+        if self._began is None or now - self._began < WAIT_S:
+            return
+        record = read_missing(self.context.run, self.attempt)
+        if absent and 0 in absent:  # rank zero, which would write the record, is not there
+            with best_effort():
+                workers_per_node = self.context.world.workers_per_node
+                write_missing(self.context.run, self.attempt, absent, workers_per_node=workers_per_node)
+        missing = tuple(sorted({*absent, *(record.ranks if record else ())}))
+        if (record is None and not absent) or missing == self._said:
+            return
+        is_first, self._said = self._said is None, missing
+        sys.stderr.write(f"note: {self._words(missing, absent)}\n")
+        if is_first and len(self.context.nodes) > 1 and self.met_at:
+            findings = self.probe(self.context.nodes, self.met_at)
+            with best_effort():
+                write_network(self.context.run, self.attempt, findings)
+            sys.stderr.write(f"note: {reached(findings, self._nodes_of(missing), self.context.nodes[0])}\n")
+
+    def _absent(self, now: float) -> list[int]:
+        """Return the ranks whose processes have not started; note when the first one was there."""
+        if self._have_all_started:
+            return []
+        started = started_ranks(self.context.run, self.attempt)
+        if started and self._began is None:
+            self._began = now
+        absent = [rank for rank in range(self.context.world.world_size) if rank not in started]
+        self._have_all_started = not absent
+        return absent
+
+    def _nodes_of(self, ranks: Iterable[int]) -> list[str]:
+        return list(dict.fromkeys(node for rank in ranks if (node := self.context.node_of(rank)) is not None))
+
+    def _words(self, missing: Sequence[int], absent: Sequence[int]) -> str:
+        began = f"the first rank has waited for {WAIT_S:.0f} s or more"
+        if not missing:
+            return f"{began}: all ranks have reached rank zero, but they have not all connected to each other"
+        named = ", ".join(self._named(rank, is_absent=rank in absent) for rank in missing[:_MOST_NAMED])
+        more = f", and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        return f"{began} for {named}{more}; all ranks wait until they have joined"
+
+    def _named(self, rank: int, *, is_absent: bool) -> str:
+        node = self.context.node_of(rank)
+        how = "its process has not started" if is_absent else "its process runs, but has not reached rank zero"
+        return f"rank {rank}{f' on {node}' if node else ''} ({how})"
+
+
+def reached(findings: NetworkFindings, nodes: Sequence[str], zero: str) -> str:
+    """Say whether these nodes reach rank zero's, as a probe found, and what else it found."""
+    if findings.is_faulty or findings.problem or not findings.num_pairs:
+        return findings.words
+    known = [node for node in nodes if node not in findings.silent and node != zero]
+    if not known or len(findings.pairs) or findings.num_nodes > ALL_PAIRS_UP_TO:
+        return findings.words
+    return f"{', '.join(known)} {'reaches' if len(known) == 1 else 'reach'} the node of rank zero; {findings.words}"

@@ -1,0 +1,164 @@
+"""Ranks that never join are named while the others wait for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from ddp_hpc.job.joining import WAIT_S, Joining
+from ddp_hpc.run_dir.joining import MissingRanks, forget_missing, read_missing, write_missing
+from ddp_hpc.run_dir.network import NetworkFindings, PairFault, read_network
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.train.joining import announce, missing_reported
+from tests.unit.made_job import Make
+
+CARRIES = NetworkFindings(at=0.0, seconds=3.0, address="10.2.0.1", num_nodes=2, num_pairs=1)
+CUT = NetworkFindings(
+    at=0.0,
+    seconds=3.0,
+    address="10.2.0.1",
+    num_nodes=2,
+    num_pairs=1,
+    pairs=(PairFault(nodes=("node1", "node2"), fault="nothing passes"),),
+)
+
+
+def start(run: RunDir, attempt: int, rank: int) -> None:
+    """Have a rank open its log, as its process does first."""
+    log = run.rank_log(attempt, rank)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch()
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict"),
+    [
+        (
+            CARRIES,
+            "node2 reaches the node of rank zero; all 2 nodes that were probed reach each other on the network of 10.2.0.1",
+        ),
+        (CUT, "on the network of 10.2.0.1, no packet passes between node1 and node2"),
+    ],
+)
+def test_a_rank_whose_process_never_starts_is_named_with_its_node_and_the_network_is_probed(
+    supervised: Make, capsys: pytest.CaptureFixture[str], findings: NetworkFindings, verdict: str
+) -> None:
+    one, asked = supervised(), []
+
+    def probe(nodes: Sequence[str], address: str) -> NetworkFindings:
+        asked.append((*nodes, address))
+        return findings
+
+    attempt = one.begin()
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=probe)
+    joining.look(0.0)  # nobody is there yet
+    start(one.run, attempt, 0)
+    joining.look(100.0)
+    early = capsys.readouterr().err
+    joining.look(100.0 + WAIT_S)
+    joining.look(105.0 + WAIT_S)
+
+    said = capsys.readouterr().err
+    assert early == ""
+    assert said.count("rank 1 on node2 (its process has not started)") == 1
+    assert f"note: {verdict}\n" in said
+    assert asked == [("node1", "node2", "10.2.0.1")]
+    assert read_network(one.run, attempt) == findings
+    assert WAIT_S + 5 < 60
+
+
+def test_where_rank_zero_does_not_start_the_record_names_it(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=lambda *_: CARRIES)
+    start(one.run, attempt, 1)
+
+    joining.look(0.0)
+    joining.look(WAIT_S)
+
+    missing = read_missing(one.run, attempt)
+    assert missing is not None
+    assert (missing.ranks, missing.node_of(0, one.context.nodes)) == ((0,), "node1")
+
+
+def test_a_rank_that_runs_but_does_not_reach_rank_zero_is_named_by_rank_zeros_record(
+    supervised: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervised()
+    attempt = one.begin()
+    for rank in (0, 1):
+        start(one.run, attempt, rank)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=lambda *_: CUT)
+    joining.look(0.0)
+    joining.look(WAIT_S)
+    before = capsys.readouterr().err
+
+    write_missing(one.run, attempt, [1], workers_per_node=1)
+    joining.look(WAIT_S + 5)
+    named = capsys.readouterr().err
+    write_missing(one.run, attempt, [], workers_per_node=1)
+    joining.look(WAIT_S + 10)
+    all_there = capsys.readouterr().err
+    forget_missing(one.run, attempt)
+    joining.look(WAIT_S + 15)
+
+    assert before == ""
+    assert "rank 1 on node2 (its process runs, but has not reached rank zero)" in named
+    assert "all ranks have reached rank zero, but they have not all connected to each other" in all_there
+    assert "no packet passes" not in all_there  # it is probed once
+    assert capsys.readouterr().err == ""
+
+
+def test_a_damaged_record_is_none(supervised: Make) -> None:
+    run = supervised().run
+    write_missing(run, 0, [3, 4], workers_per_node=2)
+
+    assert isinstance(read_missing(run, 0), MissingRanks)
+    for text in ("", "[]", "{}", '{"ranks": 3}', '{"ranks": ["a"], "workers_per_node": 1, "at": 0}'):
+        run.missing_ranks(0).write_text(text)
+        assert read_missing(run, 0) is None
+
+
+def test_rank_zero_reports_who_has_not_reached_the_store_until_all_have_joined() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    reports: list[Sequence[int] | None] = []
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+    for rank in (0, 2):
+        announce(server, rank)
+    with missing_reported(connect, 3, reports.append, first_look_s=0.0):
+        while not reports:
+            time.sleep(0.01)
+
+    assert reports == [[1], None]
+
+
+def test_ranks_that_join_soon_are_not_reported() -> None:
+    reports: list[Sequence[int] | None] = []
+
+    with missing_reported(dist.HashStore, 2, reports.append):
+        pass
+
+    assert reports == []
+
+
+def test_where_joining_fails_the_report_stays() -> None:
+    store = dist.HashStore()
+    reports: list[Sequence[int] | None] = []
+
+    def fail() -> None:
+        with missing_reported(lambda: store, 2, reports.append, first_look_s=0.0):
+            while not reports:
+                time.sleep(0.01)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+
+    assert reports == [[0, 1]]
