@@ -101,7 +101,7 @@ class NetworkFindings:
             parts.append(lossy)
         if self.silent:
             parts.append(
-                f"{', '.join(_few(self.silent))} did not answer over Slurm's network, so nothing is known of their links"
+                f"{', '.join(_few(self.silent))} did not answer in time over Slurm's network, so nothing is known of their links"
             )
         return "; ".join(parts)
 
@@ -110,7 +110,7 @@ class NetworkFindings:
         for node in self.bad_nodes:
             if node in self.off_network:
                 said.append(
-                    f"{node} has no address on the network of {self.address} (its interface is down, or has lost its address)"
+                    f"{node} has no address of its own on the network of {self.address} (its interface is down, or has lost its address, or has another node's)"
                 )
                 continue
             faults = {pair.fault for pair in self.pairs if node in pair.nodes}

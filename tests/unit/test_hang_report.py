@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from ddp_hpc import exit_codes
+from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
+from ddp_hpc.run_dir.ledger import JobFacts, record_start
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault
 from ddp_hpc.run_dir.paths import RunDir
 from tests.made_run import add_failure
-from tests.unit.made_job import CRASHED, Make
+from tests.unit.made_job import CRASHED, NODES, Make
 
 
 def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -> None:
@@ -122,3 +125,28 @@ def test_workers_that_lost_their_connections_are_explained_by_a_broken_network(s
 
 PROBED = NetworkFindings(at=0.0, seconds=3.0, address="10.2.0.1", num_nodes=2, num_pairs=1)
 NOTHING_PASSES = PairFault(nodes=("node1", "node2"), fault="nothing passes")
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(code=exit_codes.FAILED, met_at="10.2.0.1"),  # a crash with no lost connection
+        Outcome(code=exit_codes.FAILED, is_unresponsive=True),  # no meeting: not in Slurm
+        Outcome(code=exit_codes.FAILED, is_unresponsive=True, was_signalled=True, met_at="10.2.0.1"),
+        Outcome(code=exit_codes.FAILED, is_unresponsive=True, was_suspended=True, met_at="10.2.0.1"),
+        Outcome(code=exit_codes.FENCED, is_unresponsive=True, met_at="10.2.0.1"),
+    ],
+)
+def test_an_end_that_no_network_explains_costs_no_probe(supervised: Make, outcome: Outcome) -> None:
+    one = supervised()
+    attempt = one.begin()
+
+    assert network_probe.examine(one.context, attempt, outcome) is outcome
+
+
+def test_a_job_whose_time_is_nearly_over_is_not_kept_by_a_probe(supervised: Make) -> None:
+    one = supervised()
+    record_start(one.run, attempt=0, job_id="7", job=JobFacts(nodes=NODES, ends_at=time.time() + 30))
+    hung = Outcome(code=exit_codes.FAILED, is_unresponsive=True, met_at="10.2.0.1")
+
+    assert network_probe.examine(one.context, 0, hung) is hung

@@ -191,7 +191,7 @@ def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> No
         findings = found(silent)
 
         assert (findings.silent, findings.bad_nodes, findings.num_pairs, findings.carries) == (("node4",), (), 3, False)
-        assert "node4 did not answer over Slurm's network, so nothing is known of their links" in findings.words
+        assert "node4 did not answer in time over Slurm's network, so nothing is known of their links" in findings.words
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_node_whose_interface_is_down_is_named_even_if_another_network_leads_t
     findings = found(answers)
 
     assert (findings.bad_nodes, findings.off_network, findings.num_pairs) == (("node3",), ("node3",), 3)
-    assert "node3 has no address on the network of 10.2.0.1" in findings.words
+    assert "node3 has no address of its own on the network of 10.2.0.1" in findings.words
 
 
 def test_rank_zeros_own_interface_may_be_the_one_that_is_down() -> None:

@@ -63,13 +63,17 @@ def findings_of(
 
 
 def off_network(answers: Mapping[int, Answer], address: str) -> set[int]:
-    """Return the nodes without an address on the workers' network, where others have one.
+    """Return the nodes without an address of their own on the workers' network, where others have one.
 
     Where the interface is down, the kernel's route to the others leads over another network, which proves nothing of this one. In
     a routed network, no node but rank zero's shares a subnet with the address; then this says nothing.
     """
     answers = {number: answer for number, answer in answers.items() if answer.address or answer.is_whole}
     on = {number for number, answer in answers.items() if answer.address and _holds(answer.network, address)}
+    zeros = answers[0].address if 0 in answers else ""
+    if zeros and not ip_address(zeros.partition("%")[0]).is_loopback:  # else all are on this machine
+        # A node of a cloned image, or one that may bind addresses that it does not have (ip_nonlocal_bind), listens at rank zero's.
+        on -= {number for number in on if number and answers[number].address == zeros}
     if len(on) < min(2, len(answers)):
         return {number for number, answer in answers.items() if not answer.address}
     return set(answers) - on
