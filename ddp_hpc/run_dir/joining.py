@@ -20,7 +20,7 @@ _LOG = re.compile(r"rank-(\d+)\.log")
 
 @dataclass(frozen=True, kw_only=True)
 class MissingRanks:
-    """Who had not joined, when this was last looked at."""
+    """Who had not joined, when rank zero last checked."""
 
     ranks: tuple[int, ...]
     """None where all have reached rank zero, but have not all connected to each other."""
