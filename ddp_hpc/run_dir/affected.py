@@ -14,9 +14,10 @@ from types import FrameType
 
 from ddp_hpc.run_dir.fingerprint import quoted_files
 
-_OF_CODE_OR_DATA = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
-"""What code raises that meets data which it does not expect. RuntimeError is left out, because PyTorch raises it for devices, the
-network and processes that are gone; EOFError too, because `multiprocessing` raises it where a peer is gone."""
+_OF_CONTENT = (ValueError, LookupError, ArithmeticError)
+"""What code raises that meets content which it does not expect. TypeError, AttributeError and AssertionError are left out, because
+some readers return None where a file system fails (`cv2.imread`); RuntimeError, because PyTorch raises it for devices, the network
+and processes that are gone; EOFError, because `multiprocessing` raises it where a peer is gone."""
 _OF_DECODING = frozenset(
     {
         ("PIL", "UnidentifiedImageError"),
@@ -70,13 +71,12 @@ def affected_by(error: BaseException) -> Affected:
 
 
 def is_of_content(error: BaseException) -> bool:
-    """Tell whether code has met data that it does not accept, and nothing of a file system, the network or a device.
+    """Tell whether code has met content that it does not accept, and nothing of a file system, the network or a device.
 
     All exceptions that led to this one count, also those that `raise ... from None` hides.
     """
     return all(
-        (isinstance(one, _OF_CODE_OR_DATA) and not isinstance(one, OSError)) or _is_of_decoder(one)
-        for one in _chain(error)
+        (isinstance(one, _OF_CONTENT) and not isinstance(one, OSError)) or _is_of_decoder(one) for one in _chain(error)
     )
 
 

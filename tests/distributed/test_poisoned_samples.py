@@ -50,11 +50,11 @@ def entities(job: Job) -> list[tuple[str, bool]]:
     return [(one.entity, one.may_recover) for one in job.attempts]
 
 
-@pytest.mark.parametrize("num_workers", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.long)])
 def test_a_sample_that_cannot_be_decoded_ends_the_run_after_two_attempts_with_its_name(
-    job: Job, num_workers: int
+    job: Job, ranks: int, num_workers: int
 ) -> None:
-    code = trains(job, {"9": "value"}, data={"num_workers": num_workers})
+    code = trains(job, {"9": "value"}, data={"num_workers": num_workers}, resources={"workers_per_node": ranks})
 
     first, second = job.attempts
     assert code == exit_codes.FAILED
