@@ -26,6 +26,7 @@ _OF_DECODING = frozenset(
         ("_pickle", "UnpicklingError"),
         ("binascii", "Error"),
         ("builtins", "UnicodeDecodeError"),
+        ("gzip", "BadGzipFile"),
         ("json.decoder", "JSONDecodeError"),
         ("lzma", "LZMAError"),
         ("pickle", "UnpicklingError"),

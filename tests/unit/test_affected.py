@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import errno
+import gzip
+import io
 import json
 import os
 import pickle
 import struct
 import types
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +67,8 @@ def in_module(name: str, error: BaseException) -> Callable[[], object]:
         raises(ZeroDivisionError()),
         lambda: struct.unpack("<I", b"ab"),
         lambda: zlib.decompress(b"no zlib"),
+        lambda: gzip.decompress(b"no gzip"),
+        lambda: zipfile.ZipFile(io.BytesIO(b"no zip")),
         lambda: pickle.loads(b"\x80\x05no pickle."),  # noqa: S301  a line of ours
         lambda: json.loads("{"),
         lambda: b"\xff".decode("utf-8"),
@@ -128,6 +133,22 @@ def test_a_file_that_a_decoder_rejects_is_named_with_its_version(index: Path) ->
         entity="index.json", version="1 bytes, 1000000000000", may_recover=False, place=found.place
     )
     assert found.place.endswith(" in act")
+
+
+@pytest.mark.parametrize("kept", [5, 600])
+def test_pillows_errors_of_damaged_images_are_of_the_content(index: Path, kept: int) -> None:
+    image = pytest.importorskip("PIL.Image")
+    whole = io.BytesIO()
+    image.new("RGB", (64, 64)).save(whole, "JPEG")
+    index.write_bytes(whole.getvalue()[:kept])
+
+    def load() -> None:
+        with image.open(index) as opened:
+            opened.load()
+
+    error = caught(load)
+
+    assert is_of_content(error), error
 
 
 def test_a_file_that_has_changed_is_another_version(index: Path) -> None:
