@@ -24,5 +24,5 @@ def test_a_run_that_ended_badly_is_explained(death: Death, tmp_path: Path) -> No
     assert answer["failure"] == death.failure, answer
     assert death.rank in (None, answer["rank"])
     assert death.entity in ("", answer["entity"])
-    assert answer["evidence"] or death.how in {"hang", "segfault", "abort", "kill"}
+    assert answer["evidence"] or death.how in {"hang", "segfault", "abort", "kill", "term"}
     assert answer["to_do"]

@@ -99,7 +99,6 @@ def _cut_power(cluster: Cluster, run: RunDir, folder: Path) -> None:
 
 DEEDS: Mapping[str, Callable[[Cluster, RunDir, Path], object]] = {
     "preempt": _preempt,
-    "time-limit": lambda *_: None,
     "node-failure": _cut_power,
     "scancel": lambda cluster, run, folder: cluster.run("scancel", _job(run)),
     "cancel": lambda cluster, run, folder: cluster.run(

@@ -124,7 +124,7 @@ def main() -> int:
     chosen = [death for death in ON_MACHINE if fnmatch.fnmatch(death.name, pattern)]
     hangs = [death for death in chosen if death.failure.startswith("hang")]
     others = [death for death in chosen if death not in hangs]
-    with ThreadPoolExecutor(2) as busy, ThreadPoolExecutor(4) as idle:  # a hang is waited for, and computes nothing
+    with ThreadPoolExecutor(3) as busy, ThreadPoolExecutor(4) as idle:  # a hang is waited for, and computes nothing
         ways = ((idle, hangs), (busy, others))
         said = [pool.submit(_said, death, Path(folder).resolve()) for pool, deaths in ways for death in deaths]
         for one in as_completed(said):

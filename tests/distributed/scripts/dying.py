@@ -51,6 +51,9 @@ def end(how):
         os.abort()
     elif how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
     elif how == "exit":
         sys.exit(3)
     elif how == "import":
