@@ -195,8 +195,9 @@ def main() -> int:
         ]
         said = Peer(python=Path(python), source=Path(source)).ask(logs)
         answers = [Answer(**{**vars(one), "peer": peer}) for one, peer in zip(answers, said, strict=True)]
-    record: dict[str, Any] = {**when, "nvrx": commit, "answers": [_record(one) for one in answers]}
-    replace_text(RESULTS / "why.json", json.dumps(record, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(_record(one)) for one in answers)
+    head = json.dumps({**when, "nvrx": commit}).removesuffix("}")
+    replace_text(RESULTS / "why.json", f'{head}, "answers": [\n{lines}\n]}}\n')
     replace_text(RESULTS / "why.md", as_markdown(answers, when, commit))
     return 0
 
