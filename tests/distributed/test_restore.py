@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,7 +36,7 @@ from ddp_hpc.train.state.checkpoint import Checkpointer
 from ddp_hpc.train.stop import StopFlag
 from tests.distributed.processes import in_group
 from tests.made_run import make_run
-from tests.unit.made_state import SEED, make_checkpointers, make_state, save
+from tests.unit.made_state import SEED, make_checkpointers, make_state, save, take_step
 
 OLDER, NEWEST = 2, 4
 
@@ -487,3 +488,29 @@ def test_python_does_not_search_for_garbage_among_the_tables_of_a_checkpoint(
     num_during = len(collections)
     assert gc.isenabled()
     assert num_during <= 2, "none between the first and the last line of a restore"
+
+
+def test_a_save_does_not_search_for_garbage_while_the_loop_waits_for_its_copy(tmp_path: Path) -> None:
+    """With many tensors, the search took more than half of the time that the loop waits."""
+    state = make_state(steps=1)
+    (checkpointer,) = make_checkpointers(make_run(tmp_path))
+    checkpointer.save_and_wait(state)
+    take_step(state)
+    searches: list[int] = []
+
+    def note(phase: str, _: object) -> None:
+        if phase == "start" and threading.current_thread() is threading.main_thread():
+            searches.append(1)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(3)
+    gc.callbacks.append(note)
+    try:
+        checkpointer.save(state)
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*threshold)
+    checkpointer.wait()
+
+    assert gc.isenabled()
+    assert len(searches) < 20, "some before and after the copy"

@@ -37,7 +37,7 @@ from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import training_state
-from ddp_hpc.train.state.restore import DTYPES, Restorer
+from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 
 log = logging.getLogger(__name__)
@@ -236,21 +236,24 @@ class Checkpointer:
             return
         self.wait()
         rank_info = self._group.rank_info
-        mine = partition_tensors(training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size)
-        self._staging.fill(mine)
-        manifest = Manifest(
-            step=step,
-            world_size=rank_info.world_size,
-            shards=(),
-            state=training_state.numbers(state),
-            metrics=dict(metrics or {}),
-            made={
-                "at": time.time(),
-                "attempt": self._attempt,
-                "torch": torch.__version__,
-                "ddp_hpc": ddp_hpc.__version__,
-            },
-        )
+        with without_garbage_collection():
+            mine = partition_tensors(
+                training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size
+            )
+            self._staging.fill(mine)
+            manifest = Manifest(
+                step=step,
+                world_size=rank_info.world_size,
+                shards=(),
+                state=training_state.numbers(state),
+                metrics=dict(metrics or {}),
+                made={
+                    "at": time.time(),
+                    "attempt": self._attempt,
+                    "torch": torch.__version__,
+                    "ddp_hpc": ddp_hpc.__version__,
+                },
+            )
         self._last_saved = step
         self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
 
