@@ -71,7 +71,11 @@ def cause(run: RunDir, failure: WorkerFailure) -> str:
     """Return which process failed first, its error, and the last lines of its log."""
     who = "ddp-hpc's agent process" if failure.rank < 0 else f"rank {failure.rank}"
     where = "" if failure.of_script else f", at step {failure.step}"
-    told = [f"{who} on {failure.host} failed first{where}: {failure.exception}"]
+    host = f" on {failure.host}" if failure.host else ""
+    # The report of a hang is the supervisor's, and says itself which rank it is.
+    told = [
+        f"hang: {failure.exception}" if failure.is_hang else f"{who}{host} failed first{where}: {failure.exception}"
+    ]
     log = log_of(run, failure)
     if log is not None:
         told += [f"the last lines of {log}:", *(f"  {line}" for line in last_lines(log, NUM_LINES))]

@@ -33,7 +33,7 @@ def serve(socket: Path) -> str:
             started = server(str(socket), -1)
         # It answers to the end of the process. A destructor would wait for threads, which a fork does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(started))
-    except Exception as error:  # noqa: BLE001  a training must not end because nobody can ask it
+    except Exception as error:  # noqa: BLE001  a training must not end because it cannot be asked
         return f"PyTorch's worker server did not start: {error}"
     return ""
 
@@ -66,7 +66,9 @@ def serve_at_rendezvous(socket: Path) -> str:
 @contextmanager
 def _without_its_log() -> Iterator[None]:
     """Leave out what the server prints at its start to standard error, and nothing else."""
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # a script may have closed it
+            sys.stderr.flush()
     try:
         before = os.dup(2)
         caught = os.memfd_create("stderr")

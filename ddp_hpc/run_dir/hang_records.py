@@ -63,11 +63,17 @@ def read_hang_records(run: RunDir, attempt: int) -> Sequence[HangRecord]:
     """Return the records of an attempt's last hang, by rank."""
     folder = run.hang_record(attempt, 0).parent
     paths: list[Path] = known(folder, lambda: sorted(folder.glob("rank-*.json")), unknown=[])
-    found = []
+    found: list[tuple[float, HangRecord]] = []
     for path in paths:
         fields = known(path, partial(read_json, path), unknown=None) or {}
         names = HangRecord.__annotations__.keys()
         with suppress(TypeError):  # the file has no record
-            found.append(HangRecord(**{key: value for key, value in fields.items() if key in names}))
-    newest = max((record.at for record in found), default=0.0)
-    return sorted((one for one in found if newest - one.at <= SAME_HANG_S), key=lambda one: one.rank)
+            record = HangRecord(**{key: value for key, value in fields.items() if key in names})
+            # By the file's time, which one file server gives: the clocks of nodes may differ by more.
+            found.append((known(path, partial(_written_at, path), unknown=0.0), record))
+    newest = max((written for written, _ in found), default=0.0)
+    return sorted((one for written, one in found if newest - written <= SAME_HANG_S), key=lambda one: one.rank)
+
+
+def _written_at(path: Path) -> float:
+    return path.stat().st_mtime

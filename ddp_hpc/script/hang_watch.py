@@ -27,7 +27,7 @@ class HangWatch:
     """Whether to ask for stacks: a question that waits for the interpreter (GIL) keeps a thread of the server for ever."""
 
     def is_due(self, *, is_alive: bool) -> bool:
-        """Tell whether to ask now; call it after each look at the script."""
+        """Tell whether to ask now; call it whenever the script was checked."""
         if is_alive:
             self._alive_at, self._has_asked = time.monotonic(), False
         return not self._has_asked and time.monotonic() - self._alive_at >= self.timeout_s

@@ -115,7 +115,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
 def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str, str]) -> Deadline | None:
     """Answer this node's questions about stacks and collectives from here on, as far as this PyTorch can.
 
-    Return where this rank writes when its watchdog would end it, as somebody asks shortly before.
+    Return where this rank writes when its watchdog would end it, as its node asks shortly before.
     """
     folder = Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None
     why_not = serve(socket_of(folder, rank)) if folder else "this node has no directory for sockets"
