@@ -30,7 +30,9 @@ from ddp_hpc.checkpoints.checkpoint_store import prune
 from ddp_hpc.checkpoints.foreign_files import commit_files, flush_files, newest, step_of
 from ddp_hpc.errors import CheckpointError, ConfigError, DdpHpcError, FencedError, UnreadableError
 from ddp_hpc.exit_codes import FENCED, STOPPED
-from ddp_hpc.rendezvous.worker_env import ATTACHED
+from ddp_hpc.rank_probe.folder import socket_of
+from ddp_hpc.rank_probe.server import serve
+from ddp_hpc.rendezvous.worker_env import ATTACHED, PROBE_FOLDER
 from ddp_hpc.run_dir.ownership import claim_again, is_fenced, next_attempt, release
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_rendezvous_token
@@ -82,6 +84,9 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
         flag = StopFlag(run.stop_request if facts else None, signals)
         flag.listen()
         _attached = os.getpid(), AttachedRun(run, flag, facts, os.environ)
+        # A script that is a new process has not been started as one that answers.
+        if folder := os.environ.get(PROBE_FOLDER):
+            serve(socket_of(Path(folder), int(os.environ["RANK"])))
     return _attached[1]
 
 

@@ -16,8 +16,8 @@ from ddp_hpc.rank_probe.folder import socket_of
 from ddp_hpc.run_dir.paths import RunDir
 
 _FORMAT = struct.Struct("dd")
-LOOK_S = 5.0
-"""The longest time between two looks."""
+LOOK_S = 2.0
+"""The longest time between two looks: a deadline may come nearer, as when building has ended and training begins."""
 _MOST_LEAD_S = 10.0
 _LEAD = 0.25
 """How long before the end to ask, as a share of the time that the rank was given: slow ranks go on, and then nothing was lost."""

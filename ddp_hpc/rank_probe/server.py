@@ -13,6 +13,8 @@ from pathlib import Path
 from ddp_hpc.base.processes import all_signals_blocked
 
 _ITS_LOG = b"WorkerServer.cpp"
+_answering: list[tuple[int, Path]] = []
+"""Process ids and sockets of the servers that were started: a fork has a copy of this list, and of no thread."""
 
 
 def serve(socket: Path) -> str:
@@ -20,6 +22,8 @@ def serve(socket: Path) -> str:
 
     The directory of the socket must be one that only this user can enter.
     """
+    if (os.getpid(), socket) in _answering:
+        return ""
     if "torch" not in sys.modules:
         return "PyTorch is not imported"
     try:
@@ -33,6 +37,7 @@ def serve(socket: Path) -> str:
             started = server(str(socket), -1)
         # It answers to the end of the process. A destructor would wait for threads, which a fork does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(started))
+        _answering.append((os.getpid(), socket))
     except Exception as error:  # noqa: BLE001  a training must not end because it cannot be asked
         return f"PyTorch's worker server did not start: {error}"
     return ""

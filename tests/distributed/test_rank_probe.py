@@ -21,6 +21,8 @@ import torch.distributed as dist
 from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
 from ddp_hpc.rank_probe.server import serve, serve_at_rendezvous
+from ddp_hpc.run_dir.hang_records import read_hang_records
+from ddp_hpc.run_dir.paths import RunDir
 
 assert torch.distributed.is_available()
 
@@ -245,3 +247,37 @@ def test_without_pytorchs_server_a_process_goes_on_and_says_why(
         without.delitem(sys.modules, "torch.distributed.rendezvous")
         assert "no table" in serve_at_rendezvous(tmp_path / "socket")
     assert "did not start" in serve(tmp_path / ("x" * 120))
+
+
+ALONE = """
+import os, sys, time
+from pathlib import Path
+from ddp_hpc.rendezvous.worker_env import for_probe
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.train.watchdog import Watchdog
+from ddp_hpc.train.worker import _answer_questions
+
+folder, run = Path(sys.argv[1]), RunDir(Path(sys.argv[2]))
+deadline = _answer_questions(run, 0, 3, for_probe(folder, is_alone=True))
+Watchdog(4.0, deadline=deadline).feed()
+
+def stand_still():
+    time.sleep(600)
+
+stand_still()
+"""
+
+
+def test_a_recipes_rank_beside_which_no_agent_runs_asks_itself_before_its_watchdog_ends_it(
+    folder: ProbeFolder, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, folder.path, run.path], capture_output=True, text=True, check=False, timeout=120
+    )
+
+    assert (done.returncode, done.stderr[:7]) == (1, "Timeout"), done.stderr
+    [record] = read_hang_records(run, 0)
+    assert (record.rank, record.answers) == (3, True)
+    assert "stand_still" in (record.stacks or "")
