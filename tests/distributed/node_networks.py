@@ -83,8 +83,17 @@ def made(num_nodes: int) -> Iterator[Nodes]:
 
 def pull(nodes: Nodes, node: str) -> None:
     """Pull the cable of a node out of the switch."""
+    _set_port(nodes, node, "down")
+
+
+def put_back(nodes: Nodes, node: str) -> None:
+    """Plug it in again."""
+    _set_port(nodes, node, "up")
+
+
+def _set_port(nodes: Nodes, node: str, state: str) -> None:
     switch = next(iter(nodes.namespaces.values())).rpartition("-")[0] + "-switch"
-    call("ip", "-n", switch, "link", "set", f"to-{node}", "down")
+    call("ip", "-n", switch, "link", "set", f"to-{node}", state)
 
 
 def call(*argv: str) -> None:

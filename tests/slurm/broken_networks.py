@@ -1,6 +1,6 @@
 """The campaign of hangs with nobody behind: breaks the workers' network under a training, and compares who is named with what was broken.
 
-python -m tests.slurm.broken_networks        # as root, on the test cluster; writes docs/results/network-probe.md
+python -m tests.slurm.broken_networks        # as root, on the test cluster; writes docs/results/network-hangs.md
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS = (
     "restart.exclude_after=50",
     "slurm.requeue=false",
 )
-JSON, TABLE = RESULTS / "network-probe.json", RESULTS / "network-probe.md"
+JSON, TABLE = RESULTS / "network-hangs.json", RESULTS / "network-hangs.md"
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,18 @@ def test_a_network_that_carries_is_said_to_and_changes_no_blame(supervised: Make
     assert "other ranks wait for rank 0" in one.last.reason
 
 
+def test_a_rank_that_is_elsewhere_is_named_and_the_broken_network_beside_it(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    add_stacks(one.run, attempt, "read_a_file")
+    add_failure(one.run, attempt, rank=1, host="node2", exception="Connection reset", is_secondary=True)
+
+    conclude(one.context, attempt, replace(CRASHED, network=replace(PROBED, pairs=(NOTHING_PASSES,))))
+
+    waits = "other ranks wait for rank 0 on node1, which is in /x/y.py:7 in read_a_file"
+    assert f"{waits}; besides, on the network of 10.2.0.1, no packet passes" in one.last.reason
+
+
 def test_workers_that_lost_their_connections_are_explained_by_a_broken_network(supervised: Make) -> None:
     one = supervised()
     attempt = one.begin()

@@ -25,9 +25,10 @@ def report_hang(
     stands = stacks.with_records(stacks.read_rank_stacks(run, attempt, world_size), records)
     lost_peer = {failure.rank for failure in failures if failure.is_secondary}
     found = stacks.straggler(stands, world_size, lost_peer=lost_peer)
-    if verdict.kind == "behind":
+    kind = verdict.kind
+    if kind == "behind":
         found = verdict.ranks[0], verdict.how
-    elif verdict.kind:
+    elif kind:
         found = None
     path = run.stacks(attempt)
     nodes = {stand.rank: context.node_of(stand.rank) or "this machine" for stand in stands}
@@ -36,12 +37,14 @@ def report_hang(
         make_directories(path.parent)
         replace_text(path, "".join(texts))
     if network is not None and network.is_faulty and found is not None and found[0] not in nodes:
-        found = None  # it printed no stack: the network is proved to fail, and explains it
+        found, kind = None, ""  # it printed no stack: the network is proved to fail, and explains it
     rank, how = found if found is not None else (-1, _of_nobody(network))
-    if verdict.kind == "different":
+    if kind == "different":
         how = verdict.how
-    elif verdict.kind == "network":
+    elif kind == "network":
         how = f"{verdict.how} on the nodes {', '.join(context.nodes) or 'of this machine'}; {how}"
+    if found is not None and network is not None and network.is_faulty:
+        how = f"{how}; besides, {network.words}"
     node = context.node_of(rank)
     others_wait = ("other ranks wait for ", ", which") if world_size > 1 else ("", "")
     who = "" if found is None else f"{others_wait[0]}rank {rank}{f' on {node}' if node else ''}{others_wait[1]} "
@@ -55,8 +58,8 @@ def report_hang(
         log=str(run.rank_log(attempt, max(rank, 0))),
         phase=phase,
         is_hang=True,
-        hang_kind=verdict.kind,
-        hang_detail=f"{who}{how}" if verdict.kind else "",
+        hang_kind=kind,
+        hang_detail=f"{who}{how}" if kind else "",
     )
     with best_effort():
         write_failure(run.rank_error(attempt, max(rank, 0)), failure)
