@@ -15,6 +15,7 @@ import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.rendezvous.ports import candidate_ports, is_free
+from ddp_hpc.run_dir.joining import read_missing
 from ddp_hpc.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run_dir.records import read_progress
 from tests.distributed.whole_runs import Workplace, make_workplace
@@ -336,3 +337,28 @@ def test_a_rank_that_waits_for_the_others_stops_at_a_stop_signal(workplace: Work
 
     assert ends([rank_zero]) == [99]
     assert attempts(workplace) == []
+
+
+@pytest.mark.long
+def test_rank_zero_writes_which_rank_the_others_wait_for_within_a_minute(workplace: Workplace, port: str) -> None:
+    workplace.finish("trial", "resources.workers_per_node=2", "train.max_steps=3", "--cluster", "local")
+    run = workplace.run("trial")
+    code = "import os, sys; from ddp_hpc.train import worker; worker.main(sys.argv[1], os.environ, attempt=0)"
+    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
+    began = time.monotonic()
+    zero = start(
+        workplace,
+        [sys.executable, "-c", code, str(run.path)],
+        {**environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    )
+    try:
+        until(lambda: zero.poll() is not None or read_missing(run, 0))
+        took_s = time.monotonic() - began
+        missing = read_missing(run, 0)
+    finally:
+        zero.kill()
+        printed = zero.communicate()[0]
+
+    assert missing is not None, printed
+    assert (missing.ranks, missing.node_of(2, ["a", "b", "c"])) == ((1, 2), "c")
+    assert took_s < 60
