@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +15,9 @@ from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run_dir.ledger import JobFacts, record_start
-from ddp_hpc.run_dir.network import NetworkFindings, PairFault
+from ddp_hpc.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run_dir.paths import RunDir
+from tests.distributed import stands_for_srun
 from tests.made_run import add_failure
 from tests.unit.made_job import CRASHED, NODES, Make
 
@@ -162,3 +166,34 @@ def test_a_job_whose_time_is_nearly_over_is_not_kept_by_a_probe(supervised: Make
     hung = Outcome(code=exit_codes.FAILED, is_unresponsive=True, met_at="10.2.0.1")
 
     assert network_probe.examine(one.context, 0, hung) is hung
+
+
+def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_found(
+    supervised: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for srun starts the command once for each node that it is given, on this machine."""
+    srun = tmp_path / "bin-of-srun" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(
+        f"#!{sys.executable}\n"
+        "import json, os, sys\n"
+        "at = next(n for n, word in enumerate(sys.argv) if n and not word.startswith('--'))\n"
+        "nodes = next(word for word in sys.argv if word.startswith('--nodelist=')).partition('=')[2].split(',')\n"
+        "assert '--overlap' in sys.argv and f'--ntasks={len(nodes)}' in sys.argv\n"
+        f"stand_in = {stands_for_srun.__file__!r}\n"
+        "os.execv(sys.executable, [sys.executable, stand_in, json.dumps(dict.fromkeys(nodes, '')), *sys.argv[at:]])\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
+    one = supervised()
+    attempt = one.begin()
+    hung = Outcome(code=exit_codes.FAILED, is_unresponsive=True, met_at="127.0.0.1")
+
+    outcome = network_probe.examine(one.context, attempt, hung)
+    conclude(one.context, attempt, outcome)
+
+    kept = read_network(one.run, attempt)
+    assert kept == outcome.network
+    assert kept is not None
+    assert kept.carries
+    assert "all ranks wait for each other, but all 2 nodes that were probed reach each other" in one.last.reason
