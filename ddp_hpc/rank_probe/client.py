@@ -52,6 +52,10 @@ class RankProbe:
         """Return the newest collectives, oldest first, as `entries`, and the process groups as `pg_config` and `pg_status`."""
         return self._object("fr_trace_json")
 
+    def flight_record_text(self) -> bytes:
+        """Return the same as text; it is large, and its reader may want little of it."""
+        return self._ask("fr_trace_json")[1]
+
     def wait_counters(self) -> dict[str, Any]:
         """Return how often and how long PyTorch has waited, for each place in it that counts: store, process group."""
         return self._object("wait_counter_values")

@@ -155,6 +155,11 @@ class RunDir:
         return self.path / "notified.jsonl"
 
     @property
+    def slow_ranks(self) -> Path:
+        """Which ranks the others had to wait for: a line at the beginning and one at the end of each such time."""
+        return self.path / "slow_ranks.jsonl"
+
+    @property
     def done(self) -> Path:
         """If it exists, the run has finished; it holds the last step."""
         return self.path / "DONE"
@@ -171,6 +176,10 @@ class RunDir:
 
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
+
+    def launches(self, attempt: int, rank: int) -> Path:
+        """When a rank has launched its newest collectives, to find slow ranks."""
+        return self.attempt_logs(attempt) / f"rank-{rank}.launches.json"
 
     def remark(self, attempt: int, rank: int) -> Path:
         """What a rank has to say of a run that has finished."""

@@ -1,0 +1,1 @@
+"""Which rank the others wait for, by when each rank launches its collectives; free of torch."""

@@ -1,0 +1,76 @@
+"""Reads from PyTorch's flight record when a rank has launched its collectives.
+
+The flight record is a ring of a process's newest collectives, which PyTorch keeps by default for gloo and for NCCL
+(https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). Of gloo's entries, only the time of the launch can be
+trusted: PyTorch never fills in when they started and ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+MOST = 1000
+"""How many collectives of a rank are compared, the newest; enough for 20 steps of a model with 50 buckets."""
+
+
+class Launches(msgspec.Struct, frozen=True, array_like=True):
+    """The newest collectives of one rank in one process group, oldest first; plain lists, as they are written to a file."""
+
+    group: str
+    """PyTorch's name, which is the same on all ranks of the group: see `torch.distributed.new_group`."""
+    seqs: list[int]
+    """The number of each collective within its group; a collective has the same number on all ranks."""
+    kinds: list[int]
+    """What each one is: an index into `Summary.kinds`."""
+    at_us: list[int]
+    """When this rank launched each of them, in microseconds since the epoch, by this node's clock."""
+
+
+class _Entry(msgspec.Struct):
+    collective_seq_id: int
+    time_created_ns: int
+    profiling_name: str
+    process_group: list[str]
+    is_p2p: bool = False
+    input_sizes: list[list[int]] = []
+    input_dtypes: list[str] = []
+
+
+class _Record(msgspec.Struct):
+    entries: list[_Entry] = []
+
+
+_DECODER = msgspec.json.Decoder(_Record)
+
+
+def read_launches(record: bytes) -> tuple[list[str], list[Launches]]:
+    """Return the kinds of collectives in a flight record (JSON), and the launches in each process group.
+
+    Point-to-point messages are left out: they have no number that all ranks know.
+
+    Raises:
+        ValueError: if it is not a flight record.
+    """
+    try:
+        entries = [one for one in _DECODER.decode(record).entries if not one.is_p2p and one.time_created_ns > 0]
+    except msgspec.DecodeError as error:
+        raise ValueError(f"This is not a flight record as JSON: {error}") from error
+    entries = sorted(entries, key=lambda one: one.time_created_ns)[-MOST:]
+    numbers: dict[str, int] = {}
+    found: dict[str, Launches] = {}
+    for one in entries:
+        group = one.process_group[0] if one.process_group else ""
+        launches = found.setdefault(group, Launches(group, [], [], []))
+        if launches.seqs and one.collective_seq_id <= launches.seqs[-1]:
+            continue  # a coalesced collective has several entries with one number
+        kind = f"{one.profiling_name} {_sizes(one.input_sizes)} {','.join(one.input_dtypes)}"
+        launches.seqs.append(one.collective_seq_id)
+        launches.kinds.append(numbers.setdefault(kind, len(numbers)))
+        launches.at_us.append(one.time_created_ns // 1000)
+    return list(numbers), [launches for launches in found.values() if launches.seqs]
+
+
+def _sizes(sizes: Sequence[Sequence[int]]) -> str:
+    return ",".join("x".join(map(str, size)) for size in sizes)

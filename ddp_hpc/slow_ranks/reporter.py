@@ -1,0 +1,109 @@
+"""Reports a rank's newest collectives at regular moments, from a thread beside the rank or in the process that watches it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.slow_ranks.launches import read_launches
+from ddp_hpc.slow_ranks.summary import Clock, Phases, Summary, write_summary
+
+LOOK_S = 5.0
+"""The time between two reports, while the flight record is short and the ranks are few."""
+ENTRIES_A_LOOK = 250
+"""PyTorch takes about 10 us of a CPU for each entry of its record, so a record of 250 entries every 5 s takes 0.05 % of one."""
+RANKS_A_SECOND = 6.4
+"""How many ranks may replace their report in the run directory in a second, all together."""
+
+
+def pause_s(num_entries: int, world_size: int) -> float:
+    """Return the time between two reports: `LOOK_S`, doubled as often as a long record or a large world needs.
+
+    All ranks have records of the same length, so all come to the same time.
+    """
+    pause = LOOK_S
+    while pause < max(LOOK_S * num_entries / ENTRIES_A_LOOK, world_size / RANKS_A_SECOND):
+        pause *= 2
+    return pause
+
+
+@dataclass(kw_only=True)
+class Reporter:
+    """Reports until it is closed."""
+
+    run: RunDir
+    attempt: int
+    rank: int
+    world_size: int
+    node: str
+    probe: RankProbe
+    phases: Callable[[], Phases | None] = lambda: None
+    """The steps and the time in each phase since the beginning of the training."""
+    compare_clocks: Callable[[], Clock | None] = lambda: None
+    """Compare this node's clock with that of rank zero's node; called before each report, by one rank of each node."""
+    clock: Callable[[], float] = time.time
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _pause_s: float = LOOK_S
+    _reported: Phases | None = None
+    _clock: Clock | None = None
+
+    def start(self) -> None:
+        """Report from a thread of its own; a file system or a rank that does not answer delays nothing else."""
+        if self.world_size > 1:
+            threading.Thread(target=self._run, name="ddp-hpc-slow-ranks", daemon=True).start()
+
+    def close(self) -> None:
+        """Report no more."""
+        self._closing.set()
+
+    def report(self, turn: int) -> None:
+        """Report once.
+
+        Raises:
+            NoAnswerError: if the rank does not answer, or not by a flight record.
+            OSError: if the report cannot be written.
+        """
+        try:
+            kinds, launches = read_launches(self.probe.flight_record_text())
+        except ValueError as error:
+            raise NoAnswerError(str(error)) from error
+        self._pause_s = pause_s(sum(len(one.seqs) for one in launches), self.world_size)
+        summary = Summary(
+            rank=self.rank,
+            world_size=self.world_size,
+            node=self.node,
+            turn=turn,
+            kinds=kinds,
+            launches=launches,
+            clock=self._clock,
+            phases=self._phases_since(),
+        )
+        write_summary(self.run, self.attempt, summary)
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._until_next()):
+            self._clock = self.compare_clocks() or self._clock
+            # Without an answer there is no report, and nothing is said of this rank. The next look tries again.
+            with suppress(NoAnswerError, OSError):
+                self.report(round(self._now() / LOOK_S))
+
+    def _until_next(self) -> float:
+        return self._pause_s - self._now() % self._pause_s
+
+    def _now(self) -> float:
+        """Return the time by the clock of rank zero's node, as far as it is known."""
+        return self.clock() - (self._clock.ahead_s if self._clock is not None else 0.0)
+
+    def _phases_since(self) -> Phases | None:
+        """Return the phases since the last report."""
+        now, before = self.phases(), self._reported
+        self._reported = now
+        if now is None or before is None:
+            return now
+        seconds = {name: now.seconds[name] - before.seconds.get(name, 0.0) for name in now.seconds}
+        return Phases(num_steps=now.num_steps - before.num_steps, seconds=seconds)

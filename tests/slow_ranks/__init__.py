@@ -1,0 +1,1 @@
+"""Which rank the others wait for."""

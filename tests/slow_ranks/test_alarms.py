@@ -1,0 +1,67 @@
+"""When an alarm begins and ends, what it says, and what the run keeps of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.slow_ranks.alarms import Alarms, open_alarms, read_alarms, record
+from ddp_hpc.slow_ranks.reporter import LOOK_S, pause_s
+from ddp_hpc.slow_ranks.verdict import SlowRank, Verdict
+
+FIVE = SlowRank(rank=5, node="node7", lost_s=0.023, share=0.18, num_waiting=7)
+SLOW = Verdict(slow=(FIVE,), num_steps=30, seconds=6.0, step_s=0.128)
+HEALTHY = Verdict(num_steps=30, seconds=6.0, step_s=0.128)
+UNKNOWN = Verdict(unknown="nothing was seen")
+
+
+def test_an_alarm_begins_once_and_ends_after_three_healthy_looks_in_a_row(tmp_path: Path) -> None:
+    run, alarms = RunDir(tmp_path), Alarms(attempt=2)
+    changes = []
+
+    for step, verdict in enumerate([HEALTHY, SLOW, SLOW, HEALTHY, HEALTHY, SLOW, UNKNOWN, *[HEALTHY] * 4]):
+        changed = alarms.look(verdict, now=100.0 + step, step=10 * step)
+        record(run, changed)
+        changes.append(len(changed))
+        if step == 1:
+            [one] = changed
+            assert one.sentence() == ("rank 5 on node7 is slow: the other 7 ranks wait 23 ms (18%) of each step for it")
+            assert open_alarms(run, 2) == changed
+            assert open_alarms(run, 3) == []
+
+    assert changes == [0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0]
+    assert open_alarms(run, 2) == []
+    [kept] = read_alarms(run)
+    assert (kept.rank, kept.since_step, kept.until_step, kept.at, kept.ended_at) == (5, 10, 90, 101.0, 109.0)
+
+
+def test_a_short_record_needs_two_looks_that_agree() -> None:
+    alarms, short = Alarms(attempt=0), replace(SLOW, seconds=1.0)
+    other = replace(short, slow=(replace(FIVE, rank=4),))
+    begun = [bool(alarms.look(one, now=0.0, step=None)) for one in (short, other, short, UNKNOWN, short)]
+    assert begun == [False, False, False, False, True]
+
+
+def test_a_cause_that_is_found_later_is_said_then_and_the_attempts_end_ends_all_alarms(tmp_path: Path) -> None:
+    run, alarms = RunDir(tmp_path), Alarms(attempt=0)
+    record(run, alarms.look(SLOW, now=0.0, step=None))
+    [known] = alarms.look(replace(SLOW, slow=(replace(FIVE, cause="data"),)), now=1.0, step=None)
+    record(run, [known])
+    assert known.sentence().endswith("; cause: data")
+
+    record(run, alarms.end(now=2.0, step=7))
+
+    [kept] = read_alarms(run)
+    assert (kept.cause, kept.ended_at) == ("data", 2.0)
+    run.slow_ranks.write_text('{"rank": 1}\nnonsense\n' + run.slow_ranks.read_text())
+    assert read_alarms(run) == [kept]
+
+
+@pytest.mark.parametrize(
+    ("entries", "ranks", "times"), [(0, 2, 1), (250, 64, 2), (251, 2, 2), (2000, 2, 8), (10, 1000, 32)]
+)
+def test_a_long_record_and_a_large_world_are_asked_less_often(entries: int, ranks: int, times: int) -> None:
+    assert pause_s(entries, ranks) == times * LOOK_S
