@@ -57,10 +57,15 @@ def show_lines(looks: Iterable[FollowUpdate], out: TextIO, *, clock: Callable[[]
     """Print a line when the state changes, every few seconds when the step does, and for every evaluation."""
     told: RunStatus | None = None
     told_at = 0.0
+    warned: set[tuple[int, float]] = set()
     for look in looks:
         status = look.status
         for line in look.evaluations:
             print(evaluation_line(line), file=out, flush=True)
+        for alarm in status.slow_ranks:
+            if (alarm.rank, alarm.at) not in warned:
+                warned.add((alarm.rank, alarm.at))
+                print(f"warning: {alarm.sentence()}", file=out, flush=True)
         is_new = told is None or told.state != status.state
         if is_new or (told is not None and told.step != status.step and clock() - told_at >= LINE_INTERVAL_S):
             print(progress_line(status), file=out, flush=True)

@@ -45,7 +45,8 @@ def view(status: RunStatus) -> Group:
         else f"the newest checkpoint could not be written: {status.save_error}; the training continues, and the next save tries again"
     )
     newest = "  ".join(filter(None, [f"evaluation {numbers(status.metrics)}" if status.metrics else "", saved]))
-    return Group(bar, _text(now), _text(newest), *([_text(problem, style="red")] if problem else []))
+    problems = [*filter(None, [problem]), *(one.sentence() for one in status.slow_ranks)]
+    return Group(bar, _text(now), _text(newest), *(_text(one, style="red") for one in problems))
 
 
 def _text(words: str, *, style: str = "") -> Text:

@@ -26,6 +26,7 @@ def as_text(status: RunStatus, *, now: float, word: str | None = None) -> str:
         "evaluation": numbers(status.metrics),
         "checkpoint": checkpoint(status),
         "save error": save_error(status),
+        "slow": "; ".join(one.sentence() for one in status.slow_ranks),
         "attempt": "" if status.attempt is None else f"{status.attempt}{job(status)}",
         "job": "" if status.job_id is None or status.attempt is not None else status.job_id,
         "source": f"{status.source}, {duration(status.age_s)} ago",

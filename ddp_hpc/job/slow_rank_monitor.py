@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_progress
-from ddp_hpc.slow_ranks.alarms import Alarm, Alarms, record
-from ddp_hpc.slow_ranks.reporter import LOOK_S
+from ddp_hpc.run_dir.slow_ranks import Alarm, record
+from ddp_hpc.slow_ranks.alarms import Alarms
 from ddp_hpc.slow_ranks.summary import read_summary
 from ddp_hpc.slow_ranks.verdict import judge
 
-OTHERS_S = 2.0
+POLL_S = 1.0
+"""How often to look whether rank zero has reported again."""
+OTHERS_S = 1.0
 """How long after rank zero the others may take to write their reports."""
 
 
@@ -57,7 +59,7 @@ class SlowRankMonitor:
         return self._alarms.look(verdict, now=self.clock(), step=self._step())
 
     def _run(self) -> None:
-        while not self._closing.wait(LOOK_S / 2):
+        while not self._closing.wait(POLL_S):
             with suppress(
                 OSError
             ):  # the file system does not answer now: nothing is known, and the next look tries again
@@ -80,4 +82,8 @@ class SlowRankMonitor:
 
     def _step(self) -> int | None:
         progress = read_progress(self.run)
-        return None if progress is None or progress.attempt != self.attempt else progress.step
+        if progress is None or progress.attempt != self.attempt:
+            return None
+        return progress.step or (
+            0 if progress.saves is None else None
+        )  # a script's steps are known where it reports them

@@ -37,6 +37,7 @@ from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.run_records import RunRecords
+from ddp_hpc.job.slow_rank_monitor import SlowRankMonitor
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.wire.endpoint import Meeting
@@ -402,6 +403,8 @@ def _watch_over(
     met_at = "" if meeting is None else meeting.address
     joining = Joining(context=context, attempt=begun.attempt, met_at=met_at, probe=network_probe.probe)
     workers.begin(begun.attempt, meeting)
+    slow_ranks = SlowRankMonitor(run=context.run, attempt=begun.attempt, world_size=context.world.world_size)
+    slow_ranks.start()
     while (code := workers.poll()) is None:
         number = processes.await_signal(min(monitor.patience_s(time.time()), workers.patience_s()))
         match monitor.look(number, time.time()):
@@ -413,6 +416,7 @@ def _watch_over(
             joining.look(time.monotonic())
         if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
             notifier.silent(begun.attempt, monitor.silence_s)
+    slow_ranks.close()
     if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
         code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
     return Outcome(

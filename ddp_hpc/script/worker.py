@@ -25,6 +25,8 @@ from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import exit_code_of
+from ddp_hpc.rank_probe.client import RankProbe
+from ddp_hpc.rank_probe.folder import socket_of
 from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
 from ddp_hpc.run_dir.failure_reports import report
 from ddp_hpc.run_dir.ownership import is_fenced
@@ -37,6 +39,8 @@ from ddp_hpc.script.script_rank import ScriptRank
 from ddp_hpc.script.start import start
 from ddp_hpc.script.store import host_store, keep_while_used
 from ddp_hpc.script.watcher import Watcher
+from ddp_hpc.slow_ranks.clocks import ClockComparison
+from ddp_hpc.slow_ranks.reporter import Reporter
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.script_progress import read_seen
 
@@ -138,7 +142,10 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     if listen_fd is not None and store is None:
         os.close(listen_fd)  # the script listens there itself
     began = time.monotonic()
+    reporter = _reporter(script_rank, environ, is_hosted=is_hosted)
+    reporter.start()
     code = watcher.see_through(pid)
+    reporter.close()
     ran_s = time.monotonic() - began
     means = meaning(
         code,
@@ -164,6 +171,24 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
     if means == exit_codes.FINISHED:
         remark(script_rank, [what_was_short(script_rank, watcher.seen, ran_s), left])
     return means
+
+
+def _reporter(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: bool) -> Reporter:
+    """Return what reports when the script launches its collectives, once it has met the other ranks."""
+    clocks = ClockComparison(run=script_rank.run, attempt=script_rank.attempt, environ=environ)
+    # A store that the script hosts itself is not for others.
+    is_compared = is_hosted and "torch" in sys.modules
+    if is_compared:
+        clocks.start()
+    return Reporter(
+        run=script_rank.run,
+        attempt=script_rank.attempt,
+        rank=script_rank.rank,
+        world_size=int(environ["WORLD_SIZE"]) if environ.get(PROBE_FOLDER) else 1,
+        node=processes.host_name(),
+        probe=RankProbe(path=socket_of(Path(environ.get(PROBE_FOLDER, "")), script_rank.rank)),
+        compare_clocks=clocks.compare if is_compared else lambda: None,
+    )
 
 
 def _care_for_leftovers(script_rank: ScriptRank, *, has_finished: bool) -> str:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from ddp_hpc.base.processes import unclaimed_stop_signals
+from ddp_hpc.base.processes import host_name, unclaimed_stop_signals
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, exit_code_of
 from ddp_hpc.exit_codes import FINISHED, STOPPED
+from ddp_hpc.rank_probe.client import RankProbe
 from ddp_hpc.rank_probe.deadlines import Deadline, HangCollector, deadline_file
 from ddp_hpc.rank_probe.folder import socket_of
 from ddp_hpc.rank_probe.server import serve
@@ -26,6 +27,8 @@ from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, wr
 from ddp_hpc.run_dir.joining import forget_missing, write_missing
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_rendezvous_token
+from ddp_hpc.slow_ranks.clocks import ClockComparison
+from ddp_hpc.slow_ranks.reporter import Reporter
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.loop import train
@@ -96,6 +99,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         if rank_info.is_rank_zero:
             _record_environment(run, attempt, environ)
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
+        _report_launches(run, training, attempt, environ)
         finished = train(training)
         training.recorder.close()
         training.samples.close()
@@ -130,6 +134,24 @@ def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str
         collector = HangCollector(run, attempt, folder, [rank])
         threading.Thread(target=collector.look_for_ever, name="hang collector", daemon=True).start()
     return deadline
+
+
+def _report_launches(run: RunDir, training: Training, attempt: int, environ: Mapping[str, str]) -> None:
+    """Report from here on when this rank launches its collectives, and how long its phases take."""
+    rank_info, folder = training.group.rank_info, environ.get(PROBE_FOLDER)
+    if folder:
+        clocks = ClockComparison(run=run, attempt=attempt, environ=environ)
+        clocks.start()
+        Reporter(
+            run=run,
+            attempt=attempt,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            node=host_name(),
+            probe=RankProbe(path=socket_of(Path(folder), rank_info.rank)),
+            phases=training.phases.so_far,
+            compare_clocks=clocks.compare,
+        ).start()
 
 
 def _join(  # noqa: PLR0913  a rank, and what it needs to join the others

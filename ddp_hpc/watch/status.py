@@ -15,6 +15,7 @@ from ddp_hpc.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Awaited, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
 from ddp_hpc.run_dir.rereading import LastRead
+from ddp_hpc.run_dir.slow_ranks import Alarm, read_alarms
 from ddp_hpc.slurm import states
 from ddp_hpc.watch.awaited import what_for, why_never_started
 
@@ -59,6 +60,8 @@ class Observation:
     """What Slurm says about that job; None if it was not asked."""
     waits_for: str = ""
     """The runs that the newest job waits for, while it has not begun, as a sentence."""
+    slow_ranks: Sequence[Alarm] = ()
+    """The run's history of ranks that the others had to wait for."""
     never_started: str = ""
     """Why that job can never start: one of these runs has ended in another way than it had to."""
 
@@ -108,6 +111,8 @@ class RunStatus:
     """Step of the newest committed checkpoint, from which the run resumes."""
     checkpoint_age_s: float | None
     save_error: str | None
+    slow_ranks: Sequence[Alarm]
+    """The ranks that the others wait for now, while the run is alive."""
     source: str
     """Where the state comes from: the run directory, or a command of Slurm."""
     age_s: float | None
@@ -169,6 +174,7 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
         host=host,
         now=now,
         queued=files.read(run.submission, lambda: read_queued_job(run)),
+        slow_ranks=files.read(run.slow_ranks, lambda: read_alarms(run)),
     )
 
 
@@ -228,12 +234,17 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         last_checkpoint=seen.committed[-1] if seen.committed else None,
         checkpoint_age_s=seen.now - saved_at if saved_at else None,
         save_error=progress.save_error if progress else None,
+        slow_ranks=_slow_now(seen, last) if state in {"running", "stopping"} else [],
         source=source,
         age_s=age_s,
         entity=last.entity if last and seen.has_begun else "",
         fingerprint=last.fingerprint if last and seen.has_begun else "",
         why_last=last.why_last if last and seen.has_begun else "",
     )
+
+
+def _slow_now(seen: Observation, last: Attempt | None) -> list[Alarm]:
+    return [one for one in seen.slow_ranks if last and one.attempt == last.attempt and one.ended_at is None]
 
 
 def _source(seen: Observation) -> tuple[str, float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from rich.console import Console
 from ddp_hpc.cli.attach import LINE_INTERVAL_S, show_lines
 from ddp_hpc.cli.formatting import duration, number, size, table
 from ddp_hpc.cli.live import show_live, view
+from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.cli.summary import cause, exit_code, headline, next_steps
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.slow_ranks import Alarm
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import RunStatus, State
 from tests.made_run import add_failure, add_log, make_run
@@ -46,6 +49,7 @@ def status(state: State = "running", step: int = 20, *, last_checkpoint: int | N
         last_checkpoint=last_checkpoint,
         checkpoint_age_s=None,
         save_error=None,
+        slow_ranks=[],
         source="run directory",
         age_s=1.0,
     )
@@ -87,6 +91,22 @@ def test_steps_are_told_every_few_seconds_and_states_and_evaluations_at_once() -
     assert [line.split()[0] for line in hasty] == ["starting", "running", "evaluation", "finished"]
     assert hasty[2] == "evaluation  step 20  loss 0.2500  accuracy 0.9833"
     assert [line.split()[0] for line in leisurely].count("running") == 3
+
+
+def test_a_slow_rank_is_told_once_in_lines_and_stays_in_the_live_view_and_in_the_status() -> None:
+    alarm = Alarm(
+        attempt=0, rank=5, node="n7", lost_s=0.023, share=0.18, num_waiting=7, cause="data", at=1.0, since_step=20
+    )
+    slow = replace(status(), slow_ranks=[alarm])
+    sentence = "rank 5 on n7 is slow: the other 7 ranks wait 23 ms (18%) of each step for it; cause: data"
+
+    lines = shown([FollowUpdate(status(), []), *[FollowUpdate(slow, [])] * 3], interval_s=0.01)
+
+    assert [line for line in lines if "slow" in line] == [f"warning: {sentence}"]
+    assert sentence in as_text(slow, now=0.0)
+    console = Console(file=io.StringIO(), width=100, record=True)
+    console.print(view(slow))
+    assert sentence in console.export_text()
 
 
 def test_the_live_view_shows_the_newest_numbers() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.slow_ranks.alarms import Alarms, open_alarms, read_alarms, record
+from ddp_hpc.run_dir.slow_ranks import open_alarms, read_alarms, record
+from ddp_hpc.slow_ranks.alarms import Alarms
 from ddp_hpc.slow_ranks.reporter import LOOK_S, pause_s
 from ddp_hpc.slow_ranks.verdict import SlowRank, Verdict
 

@@ -48,13 +48,16 @@ def train(t: Training) -> bool:
         if is_last:
             break
         if is_save_due(t) or (metrics and t.spec.checkpoint.keep_best):
+            t.phases.enter("checkpoint")
             t.checkpointer.save(t.state, metrics=metrics)
+            t.phases.enter("other")
         if t.stop_consensus.is_due(step):
             t.losses.check()
             if t.stop_consensus.agree_to_stop(step):
                 break
             t.recorder.progress(t.state.position)
             t.watchdog.feed()
+        t.phases.enter("data")
     t.watchdog.feed()
     t.losses.check(is_last=t.state.position.step >= t.total_steps)
     with t.recorder.paused():
@@ -125,7 +128,9 @@ def without_sync(t: Training) -> AbstractContextManager[Any]:
 
 def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: GlobalBatch) -> Tensor:
     """Run forward and backward on one micro batch, weighted by its share of the global batch; return its mean loss."""
+    t.phases.enter("host to device")
     batch = to_device(fetched.batch, t.group.device, channels_last=t.spec.train.channels_last)
+    t.phases.enter("forward")
     inputs, targets = t.recipe.inputs_and_targets(batch)
     try:
         with t.precision.autocast():
@@ -138,12 +143,15 @@ def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: Glob
     # all ranks is then the gradient of the mean over the global batch, also when ranks have different numbers of samples.
     weight = plan.num_real * t.group.rank_info.world_size / global_batch.num_samples
     weighted = loss if weight == 1 else loss * weight
+    t.phases.enter("backward")
     (weighted if t.state.scaler is None else t.state.scaler.scale(weighted)).backward()
+    t.phases.enter("data")
     return loss.detach()
 
 
 def update_weights(t: Training) -> None:
     """Set the learning rate, clip, step the optimizer, drop the gradients; then update the moving average."""
+    t.phases.enter("optimizer")
     optimizer, scaler = t.state.optimizer, t.state.scaler
     factor = lr_factor(t.spec.lr_schedule, t.state.position.step, t.total_steps)
     for options, base_lr in zip(optimizer.param_groups, t.base_lrs, strict=True):
@@ -166,6 +174,8 @@ def update_weights(t: Training) -> None:
     drop_gradients(t)
     if t.state.ema is not None:
         t.state.ema.update_parameters(t.state.model)  # type: ignore[operator]  # AveragedModel's
+    t.phases.num_steps += 1
+    t.phases.enter("other")
 
 
 def drop_gradients(t: Training) -> None:
@@ -200,7 +210,9 @@ def is_save_due(t: Training) -> bool:
 
 def evaluate(t: Training) -> dict[str, float]:
     """Evaluate the weights (or their moving average) on the held-out samples, and record the metrics."""
+    t.phases.enter("evaluation")
     with t.recorder.paused():
         metrics = t.evaluator.evaluate(t.evaluated_model)
     t.recorder.evaluated(t.state.position, metrics)
+    t.phases.enter("other")
     return metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_preci
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, nearest_names
+from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer
@@ -66,6 +67,7 @@ class Training:
     recorder: RunRecorder
     samples: SampleRecorder
     watchdog: Watchdog
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
 
     def global_batches(self) -> Iterator[LoadedGlobalBatch]:
         """Yield the samples of every step that is left."""

@@ -1,0 +1,161 @@
+"""How often the slow rank is named: 24 trainings with a slow rank, 20 without one on a busy machine, and a table of the answers.
+
+    python -m tests.campaigns.stragglers FOLDER [NUM_AT_ONCE]
+
+Writes docs/results/stragglers.json and docs/results/stragglers.md. Runs that FOLDER holds already are not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ddp_hpc.base.durable import replace_text
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.slow_ranks import read_alarms
+from tests.campaigns.written import RESULTS, stamp
+from tests.slow_ranks.cases import Case, train
+
+PLACES = ("data", "forward", "backward")
+DELAYS = (0.05, 0.1, 0.2, 0.4)
+MOST_STEPS = 50
+NUM_HEALTHY = 20
+BUSY = 2
+"""How many processes use a CPU each beside the trainings without a slow rank."""
+SLOW = [
+    Case(where=where, slow=number % 3, delay=delay, is_script=is_script)
+    for is_script in (False, True)
+    for number, (where, delay) in enumerate((where, delay) for where in PLACES for delay in DELAYS)
+]
+HEALTHY = [Case(slow=-1 - number, base=0.1, work=20, is_script=number % 2 == 1) for number in range(NUM_HEALTHY)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was to be named, and what was."""
+
+    name: str
+    slow: int | None
+    named: list[int]
+    step: int | None
+    """The newest step when the first alarm came."""
+    share: float | None
+    cause: str
+    load: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.named == ([] if self.slow is None else [self.slow]) and (self.step or 0) <= MOST_STEPS
+
+
+def answer_to(case: Case, folder: Path) -> Answer:
+    """Train, unless that was done, and read what the run's records say."""
+    kept = folder / f"{case.name}.json"
+    if kept.exists():
+        return Answer(**json.loads(kept.read_text()))
+    run, printed = train(case, folder / case.name)
+    alarms = read_alarms(run)
+    first = alarms[0] if alarms else None
+    answer = Answer(
+        name=case.name,
+        slow=case.slow if case.slow >= 0 else None,
+        named=sorted({one.rank for one in alarms}),
+        step=_step_of_first(run, printed) if first else None,
+        share=first.share if first else None,
+        cause=first.cause if first else "",
+        load=os.getloadavg()[0],
+    )
+    replace_text(kept, json.dumps(asdict(answer)))
+    return answer
+
+
+def _step_of_first(run: RunDir, printed: str) -> int | None:
+    """Return the step at the first alarm: of a script, the last one that it had printed."""
+    before = printed.partition("is slow:")[0]
+    steps = re.findall(r"^step (\d+)$", before, flags=re.MULTILINE)
+    return int(steps[-1]) if steps else read_alarms(run)[0].since_step
+
+
+@contextmanager
+def busy(number: int) -> Iterator[None]:
+    """Use this many CPUs."""
+    pids = []
+    for _ in range(number):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(3600)
+            while True:
+                pass
+        pids.append(pid)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
+    """Return the page."""
+    slow = [one for one in answers if one.slow is not None]
+    healthy = [one for one in answers if one.slow is None]
+    recipes = [one for one in slow if one.name.startswith("recipe")]
+    right_causes = sum(one.cause == one.name.split("-")[1] for one in recipes)
+    wrong_causes = sum(one.cause not in ("", one.name.split("-")[1]) for one in recipes)
+    steps = [one.step for one in slow if one.step is not None]
+    rows = [
+        f"| `{one.name}` | {'none' if one.slow is None else one.slow} | {', '.join(map(str, one.named)) or 'none'} | "
+        f"{'' if one.step is None else one.step} | {'' if one.share is None else f'{one.share:.0%}'} | {one.cause} | {one.load:.0f} |"
+        for one in answers
+    ]
+    return "\n".join(
+        [
+            "# How often the slow rank is named",
+            "",
+            (
+                f"Measured on {when['date']} at commit `{when['commit']}` by `python -m tests.campaigns.stragglers`: trainings of three ranks on "
+                f"one machine with {os.cpu_count()} CPUs, started by the agent, as recipes and as scripts that know nothing of ddp_hpc. A step takes 0.3 s and more; one "
+                "rank sleeps 50, 100, 200 or 400 ms longer in each step, while it loads data, in its forward pass, or in its backward pass."
+            ),
+            "",
+            f"- Right rank within {MOST_STEPS} steps, and no other: {sum(one.is_right for one in slow)} of {len(slow)}; the alarm came at step {median(steps) if steps else '-'} in the middle, {max(steps, default=0)} at the latest.",
+            f"- Cause, of the {len(recipes)} recipes, when the alarm came: {right_causes} right, {wrong_causes} wrong, {len(recipes) - right_causes - wrong_causes} without one.",
+            f"- Trainings without a slow rank, beside {BUSY} processes that use a CPU each: {sum(bool(one.named) for one in healthy)} of {len(healthy)} gave an alarm.",
+            "",
+            "| training | slow rank | named | at step | share of the step | cause | load of the machine |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+            *rows,
+            "",
+            "Not measured here: several nodes, srun and torchrun, NCCL. The delays are sleeps, not slow hardware.",
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    folder, at_once = Path(argv[0]), int(argv[1]) if len(argv) > 1 else 1
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = [*pool.map(lambda case: answer_to(case, folder), SLOW)]
+    with busy(BUSY), ThreadPoolExecutor(at_once) as pool:
+        answers += pool.map(lambda case: answer_to(case, folder), HEALTHY)
+    when = stamp()
+    rows: list[dict[str, Any]] = [asdict(one) for one in answers]
+    replace_text(RESULTS / "stragglers.json", json.dumps({**when, "trainings": rows}, indent=1) + "\n")
+    replace_text(RESULTS / "stragglers.md", as_markdown(answers, when))
+    sys.stdout.write((RESULTS / "stragglers.md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
