@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 
@@ -34,6 +33,8 @@ def mechanism(text: str, *, hosts: tuple[str, ...] = ()) -> str:
 
 def fingerprint(failure: str, text: str, place: str, *, hosts: tuple[str, ...] = ()) -> str:
     """Return a short hash that two failures share if they are of one class, one text and one place in the code."""
+    import hashlib  # late: agents and workers read error reports, but compute no hash
+
     whole = "\n".join([failure, mechanism(text[:_MOST_SEARCHED], hosts=hosts), place])
     return hashlib.sha256(whole.encode("utf-8", errors="replace")).hexdigest()[:12]
 
