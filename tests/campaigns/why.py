@@ -103,6 +103,8 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], peer: str) -
     blind = [one for one in answers if one.death.is_blind]
     made = ", ".join(f"`{commit}` {count}" for commit, count in sorted(Counter(one.made for one in answers).items()))
     stops = sum(one.peer is not None and one.peer.decision == "STOP" for one in answers)
+    asked = {one.death.name for one in answers}
+    missing = [one.name for one in (*ON_MACHINE, *ON_CLUSTER, *BLIND) if one.name not in asked]
     peers = [(one.peer, one.death) for one in answers if one.peer is not None]
     lost = sum(said.grade(death) == "wrong" and said.quotes_lost_connection for said, death in peers)
     num_less = sum(one.said in one.death.true - {one.death.failure} for one in blind)
@@ -178,6 +180,11 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], peer: str) -
                 "SIGINT, by which nothing fails."
             ),
             "",
+            *(
+                [f"Of the table, these were not made: {', '.join(f'`{name}`' for name in missing)}.", ""]
+                if missing
+                else []
+            ),
         ]
     )
 
