@@ -42,8 +42,10 @@ if TYPE_CHECKING:
         TrainSpec,
     )
     from ddp_hpc.train.recipe import Recipe
+    from ddp_hpc.train.state.loading import Checkpoint, load_checkpoint
 
 __all__ = [
+    "Checkpoint",
     "CheckpointSpec",
     "ConfigError",
     "ContainerSpec",
@@ -69,6 +71,7 @@ __all__ = [
     "TrainSpec",
     "attach",
     "load",
+    "load_checkpoint",
     "submit",
 ]
 
@@ -76,6 +79,7 @@ _HOMES = {
     **dict.fromkeys(("Job", "load", "submit"), "ddp_hpc.api"),
     **dict.fromkeys(("ConfigError", "DdpHpcError"), "ddp_hpc.errors"),
     "Recipe": "ddp_hpc.train.recipe",
+    **dict.fromkeys(("Checkpoint", "load_checkpoint"), "ddp_hpc.train.state.loading"),
     "attach": "ddp_hpc.attached.run",
 }
 """Name -> its module, where that is not `ddp_hpc.spec`."""

@@ -1,0 +1,90 @@
+"""Reads a run's checkpoint in the user's own Python, outside of any run: `ddp_hpc.load_checkpoint`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ddp_hpc.checkpoints import checkpoint_store
+from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.train.state.restore import to_torch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A committed checkpoint, each byte of which was compared with its checksum."""
+
+    path: Path
+    """Its directory."""
+    step: int
+    metrics: Mapping[str, float]
+    """Of the evaluation at this step; empty if there was none."""
+    weights: Mapping[str, Tensor]
+    """The model's `state_dict`, on the CPU; empty for files that a script has saved: read those in `path`, with what wrote them."""
+    ema: Mapping[str, Tensor]
+    """The moving average of the weights (`train.ema_decay`); empty if there is none."""
+
+
+def load_checkpoint(source: str | Path | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
+    """Return the newest checkpoint of a run that is not damaged, as the run's next attempt would find it. No code is run, nothing is unpickled.
+
+    Args:
+        source: The run's directory (`runs/digits`), or the directory of one checkpoint.
+        step: The checkpoint of this step, and no other; unset: the newest.
+
+    Raises:
+        ConfigError: where there is no such run or checkpoint.
+        CorruptCheckpointError: where the checkpoint that is asked for, or each one of the run, is damaged.
+        UnreadableError: where the file system does not answer.
+    """
+    path = Path(source)
+    if step is None and (path / MANIFEST).is_file():
+        return _load(path)
+    run = RunDir(path.absolute())
+    steps = committed_steps(run)
+    if not steps or (step is not None and step not in steps):
+        asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        there = (
+            f"Steps with a checkpoint: {', '.join(map(str, steps))}"
+            if steps
+            else "Name the directory of a run, such as `runs/digits`"
+        )
+        raise ConfigError(
+            f"The checkpoint of {str(source)!r} was asked for, but there is {asked} in {run.checkpoints}. {there}."
+        )
+    for number in reversed(steps if step is None else [step]):
+        try:
+            return _load(checkpoint_path(run, number))
+        except CorruptCheckpointError as error:
+            if step is not None or number == steps[0]:
+                raise
+            log.warning("The checkpoint of step %d is damaged, so an older one is read: %s", number, error)
+    raise AssertionError  # the loop has returned or raised
+
+
+def _load(path: Path) -> Checkpoint:
+    manifest = checkpoint_store.read_manifest(path)
+    raw: Mapping[str, Any] = {}
+    if checkpoint_store.FOREIGN in manifest.state:
+        checkpoint_store.verify(path)
+    else:
+        raw = checkpoint_store.read_tensors(path, manifest)
+    return Checkpoint(
+        path=path, step=manifest.step, metrics=manifest.metrics, weights=_below(raw, "model"), ema=_below(raw, "ema")
+    )
+
+
+def _below(raw: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(f"{prefix}/"): to_torch(one) for name, one in raw.items() if name.startswith(f"{prefix}/")
+    }
