@@ -16,18 +16,22 @@ from ddp_hpc.slow_ranks.summary import Clock, Phases, Summary, write_summary
 LOOK_S = 5.0
 """The time between two reports, while the flight record is short and the ranks are few."""
 ENTRIES_A_LOOK = 250
-"""PyTorch takes about 10 us of a CPU for each entry of its record, so a record of 250 entries every 5 s takes 0.05 % of one."""
+"""PyTorch takes about 30 us of a CPU for each entry of its record, so a record of 250 entries every 5 s takes 0.15 % of one."""
+ENTRY_BYTES = 450
+EARLY_S, LATER = 60.0, 4
+"""How long after the beginning of a training the reports are as frequent as that. After that they are as many times rarer, and take
+0.04 % of a CPU."""
 RANKS_A_SECOND = 6.4
 """How many ranks may replace their report in the run directory in a second, all together."""
 
 
-def pause_s(num_entries: int, world_size: int) -> float:
+def pause_s(num_entries: int, world_size: int, *, is_early: bool) -> float:
     """Return the time between two reports: `LOOK_S`, doubled as often as a long record or a large world needs.
 
     All ranks have records of the same length, so all come to the same time.
     """
-    pause = LOOK_S
-    while pause < max(LOOK_S * num_entries / ENTRIES_A_LOOK, world_size / RANKS_A_SECOND):
+    shortest = pause = LOOK_S if is_early else LATER * LOOK_S
+    while pause < max(shortest * num_entries / ENTRIES_A_LOOK, world_size / RANKS_A_SECOND):
         pause *= 2
     return pause
 
@@ -49,6 +53,7 @@ class Reporter:
     clock: Callable[[], float] = time.time
     _closing: threading.Event = field(default_factory=threading.Event)
     _pause_s: float = LOOK_S
+    _began_at: float = field(default_factory=time.monotonic)
     _reported: Phases | None = None
     _clock: Clock | None = None
 
@@ -69,10 +74,13 @@ class Reporter:
             OSError: if the report cannot be written.
         """
         try:
-            kinds, launches = read_launches(self.probe.flight_record_text())
+            text = self.probe.flight_record_text()
+            kinds, launches = read_launches(text)
         except ValueError as error:
             raise NoAnswerError(str(error)) from error
-        self._pause_s = pause_s(sum(len(one.seqs) for one in launches), self.world_size)
+        num_entries = len(text) // ENTRY_BYTES
+        is_early = time.monotonic() - self._began_at < EARLY_S
+        self._pause_s = pause_s(num_entries, self.world_size, is_early=is_early)
         summary = Summary(
             rank=self.rank,
             world_size=self.world_size,

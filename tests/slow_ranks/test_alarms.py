@@ -65,4 +65,6 @@ def test_a_cause_that_is_found_later_is_said_then_and_the_attempts_end_ends_all_
     ("entries", "ranks", "times"), [(0, 2, 1), (250, 64, 2), (251, 2, 2), (2000, 2, 8), (10, 1000, 32)]
 )
 def test_a_long_record_and_a_large_world_are_asked_less_often(entries: int, ranks: int, times: int) -> None:
-    assert pause_s(entries, ranks) == times * LOOK_S
+    assert pause_s(entries, ranks, is_early=True) == times * LOOK_S
+    if ranks == 2:
+        assert pause_s(entries, ranks, is_early=False) == 4 * times * LOOK_S
