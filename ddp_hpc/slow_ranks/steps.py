@@ -11,9 +11,9 @@ from statistics import median
 LEAST_TIMES = 5
 """How often a kind of collective must come before it can be the beginning of a step."""
 AROUND = 0.5
-"""How many more or fewer collectives may lie between two beginnings than usually: a loss or a stop flag comes once in many steps."""
+"""How many more or fewer collectives may lie between two beginnings than usually: a loss or a stop flag comes once in some steps."""
 LEAST_COVERED = 0.75
-"""The share of the time that lies between beginnings which are as far apart as usually."""
+"""The share of the time that lies between beginnings which are as far apart as usually, in collectives or in time."""
 LEAST_ALIKE = 0.7
 """The share of the steps that take between `1 / MOST_LONGER` and `MOST_LONGER` times as long as the middle one."""
 MOST_LONGER = 2.5
@@ -49,9 +49,15 @@ def _usual_gap(indices: Sequence[int], times: Sequence[float]) -> float:
     lengths = [times[after] - times[before] for before, after in pairwise(indices)]
     usual_gap, usual = median(gaps), median(lengths)
     pairs = sorted(zip(gaps, lengths, strict=True), key=lambda pair: pair[1])[:-MOST_BREAKS]
-    covered = sum(length for gap, length in pairs if abs(gap - usual_gap) <= AROUND * usual_gap)
-    alike = sum(usual / MOST_LONGER <= length <= usual * MOST_LONGER for _, length in pairs)
-    is_regular = covered >= LEAST_COVERED * sum(length for _, length in pairs) and alike >= LEAST_ALIKE * len(pairs)
+    alike = [usual / MOST_LONGER <= length <= usual * MOST_LONGER for _, length in pairs]
+    covered = sum(
+        length
+        for (gap, length), is_alike in zip(pairs, alike, strict=True)
+        if is_alike or abs(gap - usual_gap) <= AROUND * usual_gap
+    )
+    is_regular = covered >= LEAST_COVERED * sum(length for _, length in pairs) and sum(alike) >= LEAST_ALIKE * len(
+        pairs
+    )
     return usual_gap if is_regular else 0.0
 
 

@@ -23,6 +23,8 @@ from typing import Any
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.slow_ranks import read_alarms
+from ddp_hpc.slow_ranks.summary import read_summary
+from ddp_hpc.slow_ranks.verdict import judge
 from tests.campaigns.written import RESULTS, stamp
 from tests.slow_ranks.cases import Case, train
 
@@ -37,7 +39,9 @@ SLOW = [
     for is_script in (False, True)
     for number, (where, delay) in enumerate((where, delay) for where in PLACES for delay in DELAYS)
 ]
-HEALTHY = [Case(slow=-1 - number, base=0.1, work=20, is_script=number % 2 == 1) for number in range(NUM_HEALTHY)]
+HEALTHY = [
+    Case(slow=-1 - number, base=0.1, work=20, steps=120, is_script=number % 2 == 1) for number in range(NUM_HEALTHY)
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ class Answer:
     share: float | None
     cause: str
     load: float
+    num_judged: int = 0
+    """How many steps the last look judged; a look without a verdict is no proof of health."""
+    commit: str = ""
+    """Of the code under test."""
 
     @property
     def is_right(self) -> bool:
@@ -74,9 +82,17 @@ def answer_to(case: Case, folder: Path) -> Answer:
         share=first.share if first else None,
         cause=first.cause if first else "",
         load=os.getloadavg()[0],
+        num_judged=_num_judged(run, case.ranks),
+        commit=stamp()["commit"][:7],
     )
     replace_text(kept, json.dumps(asdict(answer)))
     return answer
+
+
+def _num_judged(run: RunDir, ranks: int) -> int:
+    reports = (read_summary(run.launches(0, rank)) for rank in range(ranks))
+    verdict = judge([one for one in reports if one is not None])
+    return verdict.num_steps if verdict.is_known else 0
 
 
 def _step_of_first(run: RunDir, printed: str) -> int | None:
@@ -123,14 +139,14 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
             "# How often the slow rank is named",
             "",
             (
-                f"Measured on {when['date']} at commit `{when['commit']}` by `python -m tests.campaigns.stragglers`: trainings of three ranks on "
+                f"Measured on {when['date']} by `python -m tests.campaigns.stragglers`, at the commits {', '.join(sorted({one.commit for one in answers}))}: trainings of three ranks on "
                 f"one machine with {os.cpu_count()} CPUs, started by the agent, as recipes and as scripts that know nothing of ddp_hpc. A step takes 0.3 s and more; one "
                 "rank sleeps 50, 100, 200 or 400 ms longer in each step, while it loads data, in its forward pass, or in its backward pass."
             ),
             "",
-            f"- Right rank within {MOST_STEPS} steps, and no other: {sum(one.is_right for one in slow)} of {len(slow)}; the alarm came at step {median(steps) if steps else '-'} in the middle, {max(steps, default=0)} at the latest.",
+            f"- Right rank within {MOST_STEPS} steps, and no other: {sum(one.is_right for one in slow)} of {len(slow)}; the alarm came at step {median(steps) if steps else 0:.0f} in the middle, {max(steps, default=0)} at the latest.",
             f"- Cause, of the {len(recipes)} recipes, when the alarm came: {right_causes} right, {wrong_causes} wrong, {len(recipes) - right_causes - wrong_causes} without one.",
-            f"- Trainings without a slow rank, beside {BUSY} processes that use a CPU each: {sum(bool(one.named) for one in healthy)} of {len(healthy)} gave an alarm.",
+            f"- Trainings without a slow rank, beside {BUSY} processes that use a CPU each: {sum(bool(one.named) for one in healthy)} of {len(healthy)} gave an alarm; in {sum(one.num_judged > 0 for one in healthy)} of them the last look could judge the ranks, by {min((one.num_judged for one in healthy if one.num_judged), default=0)} steps or more.",
             "",
             "| training | slow rank | named | at step | share of the step | cause | load of the machine |",
             "| --- | --- | --- | --- | --- | --- | --- |",

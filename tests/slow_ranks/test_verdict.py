@@ -59,10 +59,23 @@ def test_a_rank_that_is_late_only_now_and_then_is_not_named() -> None:
         Made(buckets=["all_reduce 400"] * 12),
         Made(buckets=["all_reduce 1", *["all_reduce 400"] * 18, "all_reduce 2"], now_and_then=3),
         Made(after=["all_reduce loss", "barrier"]),
+        Made(buckets=["all_reduce 400"], now_and_then=2),
+        Made(buckets=["all_reduce 400"], now_and_then=3),
+        Made(buckets=["all_reduce 1", *["all_reduce 400"] * 4], now_and_then=2),
         Made(buckets=["all_reduce 1", "all_reduce 2", "all_reduce 1", "all_reduce 3"], now_and_then=10),
         Made(evaluation_s=300.0),
     ],
-    ids=["one bucket", "alike", "many buckets", "a loss each step", "twice a step", "an evaluation"],
+    ids=[
+        "one bucket",
+        "alike",
+        "many buckets",
+        "a loss each step",
+        "one and a half",
+        "one and a third",
+        "four alike",
+        "twice a step",
+        "an evaluation",
+    ],
 )
 def test_the_share_is_that_of_a_step_however_many_collectives_a_step_has(made: Made) -> None:
     made.delay = of_rank(2, 0.5 * STEP_S)
@@ -160,6 +173,19 @@ def test_a_report_comes_back_as_it_was_written_and_is_small(tmp_path: Path) -> N
     assert read_summary(run.launches(3, 1)) is None
     run.launches(3, 2).write_text('{"rank": 2')
     assert read_summary(run.launches(3, 2)) is None
+
+
+def test_the_steps_of_our_own_loop_are_found_among_votes_to_stop_that_come_after_every_one_or_two_steps() -> None:
+    # As it was recorded of a loop with steps of 0.2 s: 4 are gradients, 3 votes to stop, 7 another exchange in the same step.
+    text = "4334433443474734474347443347433433433474343343344743347443343343343343"
+    kinds, now, times = [int(one) for one in text], 0.0, []
+    for kind in kinds:
+        now += 0.2 if kind == 4 else 0.02
+        times.append(now)
+
+    starts = step_starts(kinds, times)
+
+    assert [kinds[index] for index in starts] == [4] * text.count("4")
 
 
 def test_a_sequence_that_does_not_repeat_has_no_steps() -> None:
