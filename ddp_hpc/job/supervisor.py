@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ddp_hpc import exit_codes
@@ -405,18 +405,20 @@ def _watch_over(
     workers.begin(begun.attempt, meeting)
     slow_ranks = SlowRankMonitor(run=context.run, attempt=begun.attempt, world_size=context.world.world_size)
     slow_ranks.start()
-    while (code := workers.poll()) is None:
-        number = processes.await_signal(min(monitor.patience_s(time.time()), workers.patience_s()))
-        match monitor.look(number, time.time()):
-            case "stop":
-                workers.stop()
-            case "end":
-                workers.end()
-        if not monitor.ends_within(network_probe.MOST_S, time.time()):  # it may probe the network, which takes so long
-            joining.look(time.monotonic())
-        if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
-            notifier.silent(begun.attempt, monitor.silence_s)
-    slow_ranks.close()
+    with closing(slow_ranks):
+        while (code := workers.poll()) is None:
+            number = processes.await_signal(min(monitor.patience_s(time.time()), workers.patience_s()))
+            match monitor.look(number, time.time()):
+                case "stop":
+                    workers.stop()
+                case "end":
+                    workers.end()
+            if not monitor.ends_within(
+                network_probe.MOST_S, time.time()
+            ):  # it may probe the network, which takes so long
+                joining.look(time.monotonic())
+            if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
+                notifier.silent(begun.attempt, monitor.silence_s)
     if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
         code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
     return Outcome(
