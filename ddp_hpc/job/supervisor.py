@@ -413,9 +413,8 @@ def _watch_over(
                     workers.stop()
                 case "end":
                     workers.end()
-            if not monitor.ends_within(
-                network_probe.MOST_S, time.time()
-            ):  # it may probe the network, which takes so long
+            # It may probe the network, which takes so long.
+            if not monitor.ends_within(network_probe.MOST_S, time.time()):
                 joining.look(time.monotonic())
             if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
                 notifier.silent(begun.attempt, monitor.silence_s)
