@@ -96,8 +96,10 @@ def verdict_of(records: Sequence[HangRecord], world_size: int) -> HangVerdict:
         if record.flight_record is not None and isinstance(record.flight_record.get("entries", []), list)
     }
     waiting = {rank: one.waits_in for rank, one in ranks.items() if one.waits_in}
+    held = [rank for rank, record in sorted(by_rank.items()) if rank not in ranks and _is_held(record)]
+    by_kernel = HangVerdict(kind="behind", ranks=held, how=_doing(by_rank[held[0]])) if held else HangVerdict()
     if not waiting or world_size == 1:
-        return HangVerdict()
+        return by_kernel if len(held) < len(by_rank) == world_size else HangVerdict()
     if (different := _different(ranks, waiting, by_rank)) is not None:
         return different
     missing = _missing(ranks, waiting)
@@ -106,9 +108,8 @@ def verdict_of(records: Sequence[HangRecord], world_size: int) -> HangVerdict:
         rank for rank in free if not _waits_by_stack(by_rank[rank])
     ]:
         return _behind(behind, ranks, waiting, by_rank)
-    stopped = [rank for rank, record in sorted(by_rank.items()) if rank not in ranks and _is_held(record)]
-    if stopped:
-        return HangVerdict(kind="behind", ranks=stopped, how=_doing(by_rank[stopped[0]]))
+    if held:
+        return by_kernel
     if len(ranks) < world_size or free:
         return HangVerdict()  # somebody is not known, so that nobody may be called behind, and nobody is cleared
     return _nobody(ranks, waiting, missing, by_rank)
@@ -152,13 +153,16 @@ def _different(
 
 def _missing(ranks: Mapping[int, _Rank], waiting: Mapping[int, Sequence[Collective]]) -> Mapping[int, set[int]]:
     """Return for each waiting rank the ranks that have not launched what it waits in."""
-    found: dict[int, set[int]] = {}
-    for rank, several in waiting.items():
-        found[rank] = set()
-        for one in several:
+    late: dict[tuple[GroupId, int], set[int]] = {}  # most ranks wait in the same one
+    for one in (one for several in waiting.values() for one in several):
+        if (one.group, one.number) not in late:
             members = _members(one.group, ranks)
-            found[rank] |= {other for other in members if ranks[other].newest.get(one.group, 0) < one.number}
-    return found
+            late[one.group, one.number] = {
+                rank for rank in members if ranks[rank].newest.get(one.group, 0) < one.number
+            }
+    return {
+        rank: set[int]().union(*(late[one.group, one.number] for one in several)) for rank, several in waiting.items()
+    }
 
 
 def _members(group: GroupId, ranks: Mapping[int, _Rank]) -> Collection[int]:

@@ -14,12 +14,15 @@ from ddp_hpc import exit_codes
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
+from ddp_hpc.run_dir.failure_reports import read_failures
+from ddp_hpc.run_dir.hang_records import HangRecord, write_hang_record
 from ddp_hpc.run_dir.ledger import JobFacts, record_start
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run_dir.paths import RunDir
 from tests.distributed import stands_for_srun
 from tests.made_run import add_failure
 from tests.unit.made_job import CRASHED, NODES, Make
+from tests.unit.test_compare_ranks import BEFORE, LOADS, OPEN, launched, rank
 
 
 def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -> None:
@@ -127,9 +130,9 @@ def test_a_rank_that_is_elsewhere_is_named_and_the_broken_network_beside_it(supe
 def test_workers_that_lost_their_connections_are_explained_by_a_broken_network(supervised: Make) -> None:
     one = supervised()
     attempt = one.begin()
-    for rank in (0, 1):
+    for number in (0, 1):
         add_failure(
-            one.run, attempt, rank=rank, host=f"node{rank + 1}", exception="Connection reset", is_secondary=True
+            one.run, attempt, rank=number, host=f"node{number + 1}", exception="Connection reset", is_secondary=True
         )
     cut_off = replace(PROBED, bad_nodes=("node2",), pairs=(NOTHING_PASSES,))
 
@@ -196,4 +199,46 @@ def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_fo
     assert kept == outcome.network
     assert kept is not None
     assert kept.carries
-    assert "all ranks wait for each other, but all 2 nodes that were probed reach each other" in one.last.reason
+    assert "no stack is in its log; all 2 nodes that were probed reach each other" in one.last.reason
+
+
+@pytest.mark.parametrize(
+    ("second", "kind", "said"),
+    [
+        (
+            rank(1, BEFORE, frames=LOADS),
+            "behind",
+            "which is in /home/u/data.py:30 in load: it has launched 3 collectives",
+        ),
+        (
+            rank(1, launched(4, done=False, op="broadcast")),
+            "different",
+            "; rank 0 calls all_reduce of 4 Float elements",
+        ),
+        (rank(1, OPEN), "network", "; no rank is behind: all have launched the same collectives, up to all_reduce"),
+        (rank(1, flight_record=None, stacks=None, answers=False), "", "; other ranks wait for rank 1"),  # no stack
+    ],
+)
+def test_the_reason_of_a_scripts_hang_is_what_the_collectives_of_all_ranks_show(
+    second: HangRecord, kind: str, said: str, supervised: Make
+) -> None:
+    one = supervised()
+    attempt = one.begin()
+    for record in (rank(0, BEFORE, OPEN), second):
+        write_hang_record(one.run, attempt, record)
+
+    conclude(one.context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
+
+    assert said in one.last.reason
+    [failure] = read_failures(one.run, attempt)
+    assert failure.hang_kind == kind
+    assert bool(failure.hang_detail) is bool(kind)
+    assert "rank 0 on " in one.run.stacks(attempt).read_text()
+
+
+def test_where_no_rank_says_where_it_is_nothing_is_made_up(supervised: Make) -> None:
+    one = supervised()
+
+    one.ends(Outcome(code=exit_codes.FAILED, is_unresponsive=True))
+
+    assert "no rank says where it is" in one.last.reason

@@ -38,7 +38,7 @@ def report_hang(
         replace_text(path, "".join(texts))
     if network is not None and network.is_faulty and found is not None and found[0] not in nodes:
         found, kind = None, ""  # it printed no stack: the network is proved to fail, and explains it
-    rank, how = found if found is not None else (-1, _of_nobody(network))
+    rank, how = found if found is not None else (-1, _of_nobody(network, is_known=bool(stands)))
     if kind == "different":
         how = verdict.how
     elif kind == "network":
@@ -66,8 +66,11 @@ def report_hang(
     return failure
 
 
-def _of_nobody(network: NetworkFindings | None) -> str:
-    """Say why all ranks wait, as far as a probe of the network has found it."""
+def _of_nobody(network: NetworkFindings | None, *, is_known: bool) -> str:
+    """Say why all ranks wait, as far as a probe of the network has found it; `is_known`: whether any rank says where it is."""
+    if not is_known and (network is None or not network.is_faulty):
+        more = f"; {network.words}" if network is not None else ""
+        return f"no rank says where it is: it did not answer, and no stack is in its log{more}"
     if network is None or network.problem:
         why = f" ({network.problem})" if network is not None else ""
         return f"all ranks wait for each other: check the network between the nodes{why}"
