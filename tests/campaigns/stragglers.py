@@ -152,7 +152,7 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
             "| --- | --- | --- | --- | --- | --- | --- |",
             *rows,
             "",
-            "Not measured here: several nodes, srun and torchrun, NCCL. The delays are sleeps, not slow hardware.",
+            "Not measured here: several nodes, srun and torchrun, NCCL. The delays are sleeps, not slow hardware. A commit is the one that holds the code that ran; some trainings ran shortly before it was made.",
             "",
         ]
     )
