@@ -9,9 +9,9 @@ from typing import Any
 
 from ddp_hpc.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.why.findings import Evidence, Verdict
 from ddp_hpc.why.lines import number_of
 from ddp_hpc.why.signatures import BY_NAME, Role
-from ddp_hpc.why.verdict import Evidence, Verdict
 
 _WIDTH = 110
 _LONGEST = 300

@@ -14,8 +14,8 @@ from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run_dir.network import read_network
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.rank_ends import read_rank_ends
+from ddp_hpc.why.findings import Facts
 from ddp_hpc.why.lines import Line, tail
-from ddp_hpc.why.verdict import Facts
 
 MOST_LOGS = 256
 """Of more ranks, only the logs of those that have an error report, and of the first, are read."""

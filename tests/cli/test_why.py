@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def end_badly(run: RunDir, attempt: int) -> None:
-    record_start(run, attempt=attempt, job_id="job")
+    record_start(run, attempt=attempt, job_id="1")
     end = End(cause=Cause.WORKER_CRASHED)
     record_end(run, attempt=attempt, ending=Ending.FAILED, exit_code=1, reason="rank 1: KeyError: 7", end=end)
 

@@ -20,8 +20,9 @@ from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault
 from ddp_hpc.run_dir.rank_ends import RankEnd
 from ddp_hpc.why.exceptions import tracebacks, uncaught
+from ddp_hpc.why.findings import Facts
 from ddp_hpc.why.lines import Line, clean, number_of, tail
-from ddp_hpc.why.verdict import Facts, verdict_of
+from ddp_hpc.why.verdict import verdict_of
 
 USERS = """Traceback (most recent call last):
   File "/home/me/train.py", line 57, in <module>
