@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_step
 from ddp_hpc.checkpoints.foreign_files import commit_files
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.train.state import loading
 from tests.made_run import make_run
 from tests.unit.made_state import Net, make_checkpointers, make_state, take_step
 
@@ -79,6 +81,23 @@ def test_a_damaged_checkpoint_is_never_returned_and_an_older_one_is_with_a_warni
     damage(checkpoint_path(run, first))
     with pytest.raises(CorruptCheckpointError):
         ddp_hpc.load_checkpoint(run.path)
+
+
+def test_a_checkpoint_that_the_run_deletes_while_it_is_read_gives_way_to_the_newer_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, newest = committed_steps(run)
+    listed = iter([[first], [newest], [newest]])
+    monkeypatch.setattr(loading, "committed_steps", lambda _: next(listed))
+    shutil.rmtree(checkpoint_path(run, first))
+
+    assert ddp_hpc.load_checkpoint(run.path).step == newest
+
+
+def test_weights_keep_no_more_in_memory_than_themselves(run: RunDir) -> None:
+    saved = ddp_hpc.load_checkpoint(run.path)
+
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in saved.weights.values())
 
 
 def test_files_that_a_script_has_saved_are_verified_and_left_to_the_library_that_wrote_them(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_hpc.checkpoints import checkpoint_store
 from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.state.restore import to_torch
 
@@ -51,22 +51,34 @@ def load_checkpoint(source: str | Path | os.PathLike[str], *, step: int | None =
     if step is None and (path / MANIFEST).is_file():
         return _load(path)
     run = RunDir(path.absolute())
-    steps = committed_steps(run)
-    if not steps or (step is not None and step not in steps):
-        asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        there = (
-            f"Steps with a checkpoint: {', '.join(map(str, steps))}"
-            if steps
-            else "Name the directory of a run, such as `runs/digits`"
-        )
-        raise ConfigError(
-            f"The checkpoint of {str(source)!r} was asked for, but there is {asked} in {run.checkpoints}. {there}."
-        )
-    for number in reversed(steps if step is None else [step]):
+    while True:
+        steps = committed_steps(run)
+        if not steps or (step is not None and step not in steps):
+            raise ConfigError(_missing(source, run, step, steps))
+        try:
+            return _newest_sound(run, steps if step is None else [step])
+        except (UnreadableError, CorruptCheckpointError):
+            # A run that goes on deletes its older checkpoints, perhaps while one of them is read.
+            if set(steps) <= set(committed_steps(run)):
+                raise
+
+
+def _missing(source: object, run: RunDir, step: int | None, steps: Sequence[int]) -> str:
+    asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    there = (
+        f"Steps with a checkpoint: {', '.join(map(str, steps))}"
+        if steps
+        else "Name the directory of a run, such as `runs/digits`"
+    )
+    return f"The checkpoint of {str(source)!r} was asked for, but there is {asked} in {run.checkpoints}. {there}."
+
+
+def _newest_sound(run: RunDir, steps: Sequence[int]) -> Checkpoint:
+    for number in reversed(steps):
         try:
             return _load(checkpoint_path(run, number))
         except CorruptCheckpointError as error:
-            if step is not None or number == steps[0]:
+            if number == steps[0] or number not in committed_steps(run):
                 raise
             log.warning("The checkpoint of step %d is damaged, so an older one is read: %s", number, error)
     raise AssertionError  # the loop has returned or raised
@@ -85,6 +97,9 @@ def _load(path: Path) -> Checkpoint:
 
 
 def _below(raw: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    # Copied, because each of them keeps all that was read from its file in memory, the optimizer's state too.
     return {
-        name.removeprefix(f"{prefix}/"): to_torch(one) for name, one in raw.items() if name.startswith(f"{prefix}/")
+        name.removeprefix(f"{prefix}/"): to_torch(one).clone()
+        for name, one in raw.items()
+        if name.startswith(f"{prefix}/")
     }
