@@ -227,12 +227,10 @@ def of_end(facts: Facts, rank: int) -> Finding | None:
     if (end.code < 0 or end.code > _OF_SHELL) and end.at > noticed:
         return None
     finding = Finding(failure="unknown", role="root", basis="record", rank=rank, at=end.at)
-    finding = by_signal(facts, finding, -end.code) if end.code < 0 else with_line(_of_code(finding, end.code), facts)
-    return replace(finding, at=end.at)
-
-
-def _of_code(finding: Finding, code: int) -> Finding:
-    return replace(finding, failure="exit-code", detail=f"exit code {code}")
+    number = -end.code if end.code < 0 else end.code - _OF_SHELL  # as a shell says it, and Python after Ctrl-C
+    if _name_of(number):
+        return replace(by_signal(facts, finding, number), at=end.at)
+    return with_line(replace(finding, failure="exit-code", detail=f"exit code {end.code}"), facts)
 
 
 def matches_in(lines: Iterable[Line]) -> list[tuple[Line, Match]]:

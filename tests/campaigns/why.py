@@ -127,7 +127,7 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], peer: str) -
                 "The first two rows and the registry are from the same authors, and the rules were mended by the first two rows: by the lines of srun and "
                 "torchrun, by the kernel's count of what it killed for memory, by what an agent saw of a rank without a report, and by the step and the node of a "
                 "line of Slurm. The third row was written after the last change of the rules, from texts in public threads (`tests/campaigns/deaths/blind.py`), and "
-                f"no rule was changed after it. {BEFORE}"
+                f"no rule was changed after it but one, which it has no case of: an exit code above 128 of a rank without a report is a signal. {BEFORE}"
             ),
             "",
             "| deaths | class | rank, where one began it | NVRx's class |",

@@ -80,6 +80,8 @@ def test_a_rank_that_a_signal_ended_is_named_from_the_jobs_log(made: Facts, fail
         (-15, -1.0, "signal"),
         (-2, -1.0, "signal"),
         (1, -1.0, "exit-code"),
+        (130, -1.0, "signal"),  # Python's own, of Ctrl-C that nothing catches
+        (200, -1.0, "exit-code"),
         (-15, 0.1, "signal"),  # its agent was slow to notice
         (1, 5.0, "exit-code"),
         (143, 5.0, "unknown"),
