@@ -86,7 +86,8 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
         _attached = os.getpid(), AttachedRun(run, flag, facts, os.environ)
         # A script that is a new process has not been started as one that answers.
         if folder := os.environ.get(PROBE_FOLDER):
-            serve(socket_of(Path(folder), int(os.environ["RANK"])))
+            num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            serve(socket_of(Path(folder), int(os.environ["RANK"])), num_ranks=num_ranks)
     return _attached[1]
 
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket as sockets
+import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
 from ddp_hpc.base.processes import all_signals_blocked
+from ddp_hpc.base.thread_room import ThreadRoom, thread_room
 
-_ITS_LOG = b"WorkerServer.cpp"
+_FEWEST_THREADS = 8
+_TIMES = 4
+"""How many times the server's threads must have room: others are started at the same moment, by these ranks and by other jobs."""
+_RESERVE = 256
+"""How many threads a training itself may need in each rank: of loaders, OpenMP, NCCL, CUDA and the compiler."""
+_ERRORS_ONLY = 2
+"""PyTorch's number for the level ERROR; what the server prints at its start has the level WARNING."""
 _answering: list[tuple[int, Path]] = []
 """Process ids and sockets of the servers that were started: a fork has a copy of this list, and of no thread."""
 
 
-def serve(socket: Path) -> str:
+def serve(socket: Path, *, num_ranks: int = 1, room: ThreadRoom | None = None) -> str:
     """Let this process answer at `socket`; return why it cannot, or an empty text. PyTorch has been imported before.
 
-    The directory of the socket must be one that only this user can enter.
+    The directory of the socket must be one that only this user can enter. `num_ranks` is how many processes of this node do so;
+    `room` is what the node's limits leave, by default what they say.
     """
     if (os.getpid(), socket) in _answering:
         return ""
@@ -31,6 +41,9 @@ def serve(socket: Path) -> str:
         server = getattr(c10d, "_WorkerServer", None)
         if server is None:
             return f"PyTorch {sys.modules['torch'].__version__} has no worker server"
+        taken = f"another process answers at {socket}" if is_taken(socket) else ""
+        if why_not := taken or _why_no_threads(num_ranks, room or thread_room()):
+            return why_not
         socket.unlink(missing_ok=True)  # of a process that was killed
         # Its threads take over the mask: no signal is ever delivered to one of them in place of the main thread.
         with all_signals_blocked(), _without_its_log():
@@ -43,11 +56,45 @@ def serve(socket: Path) -> str:
     return ""
 
 
-def serve_at_rendezvous(socket: Path) -> str:
+def _why_no_threads(num_ranks: int, room: ThreadRoom | None) -> str:
+    """Return why the server must not start; an empty text where there is room for many more threads than it needs.
+
+    It starts one thread for each CPU of the node, and where one cannot be started, PyTorch ends the whole process.
+    """
+    num_threads = 1 + max(_FEWEST_THREADS, (os.cpu_count() or 1) - 1)
+    needed = num_ranks * (_TIMES * num_threads + _RESERVE)
+    if room is None or room.num_threads >= needed:
+        return ""
+    return (
+        f"{room.limit} leaves room for {max(0, room.num_threads)} threads on this node, and ddp-hpc starts PyTorch's worker server only "
+        f"where there is room for {needed} (it has {num_threads} threads, in each of {num_ranks} ranks)"
+    )
+
+
+def is_taken(socket: Path) -> bool:
+    """Tell whether another process that runs has this socket; a fork of one that has ended may still hold it open."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as connection:
+        connection.setblocking(False)  # a full queue says EAGAIN
+        try:
+            connection.connect(str(socket))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        # By SO_PEERCRED (unix(7)): the process that began to listen; 0 where that is in another namespace of process ids.
+        format_ = struct.Struct("3i")
+        pid, _, _ = format_.unpack(connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, format_.size))
+    return pid != os.getpid() and (pid == 0 or Path(f"/proc/{pid}").exists())
+
+
+def serve_at_rendezvous(
+    socket: Path, *, num_ranks: int = 1, on_refusal: Callable[[str], object] = lambda _: None
+) -> str:
     """Let this process answer from the moment at which it meets the other ranks; return why it cannot, or an empty text.
 
     A script that forks before, or never meets others, has no thread that it has not started itself: Python 3.12 warns of a fork
-    beside threads. PyTorch starts threads of its own when ranks meet.
+    beside threads. PyTorch starts threads of its own when ranks meet. `on_refusal` is called there
+    with the reason why it does not answer.
     """
     rendezvous = sys.modules.get("torch.distributed.rendezvous")
     handlers = getattr(rendezvous, "_rendezvous_handlers", None)
@@ -59,7 +106,9 @@ def serve_at_rendezvous(socket: Path) -> str:
         def meet(*args: object, **options: object) -> object:
             # A process that the script forks has these handlers, too, and is another rank or none.
             if os.getpid() == owner and not begun:
-                begun.append(serve(socket))
+                begun.append(serve(socket, num_ranks=num_ranks))
+                if begun[0]:
+                    on_refusal(begun[0])
             return handler(*args, **options)
 
         return meet
@@ -70,24 +119,19 @@ def serve_at_rendezvous(socket: Path) -> str:
 
 @contextmanager
 def _without_its_log() -> Iterator[None]:
-    """Leave out what the server prints at its start to standard error, and nothing else."""
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):  # a script may have closed it
-            sys.stderr.flush()
+    """Leave out what PyTorch's C++ code prints meanwhile below the level ERROR.
+
+    Descriptor 2 stays as it is: a child that another thread of a script starts in this moment inherits it.
+    """
     try:
-        before = os.dup(2)
-        caught = os.memfd_create("stderr")
-    except OSError:  # too many open files, or no standard error: then it prints
+        library = Path(sys.modules["torch"].__file__ or "").parent / "lib" / "libc10.so"
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # a PyTorch that is built otherwise: then it prints
         yield
         return
+    before = level.value
+    level.value = max(before, _ERRORS_ONLY)
     try:
-        os.dup2(caught, 2)
         yield
     finally:
-        os.dup2(before, 2, inheritable=True)
-        os.close(before)
-        os.lseek(caught, 0, os.SEEK_SET)
-        with suppress(OSError), os.fdopen(caught, "rb") as file:
-            for line in file:
-                if _ITS_LOG not in line:
-                    os.write(2, line)
+        level.value = before

@@ -101,5 +101,14 @@ def _exec(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
 
 def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
     if folder := environ.get(PROBE_FOLDER):
-        serve_at_rendezvous(socket_of(Path(folder), script_rank.rank))
+        serve_at_rendezvous(
+            socket_of(Path(folder), script_rank.rank),
+            num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")),
+            on_refusal=_note_refusal if script_rank.rank == 0 else lambda _: None,
+        )
     return run_as_main(script_rank.plan, environ, users_python_path(environ), partial(report_exception, script_rank))
+
+
+def _note_refusal(why_not: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"note: a hang is reported without the ranks' stacks and collectives, because {why_not}\n".encode())

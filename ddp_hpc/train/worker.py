@@ -122,7 +122,9 @@ def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str
     Return where this rank writes when its watchdog would end it, as its node asks shortly before.
     """
     folder = Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None
-    why_not = serve(socket_of(folder, rank)) if folder else "this node has no directory for sockets"
+    why_not = "this node has no directory for sockets"
+    if folder:
+        why_not = serve(socket_of(folder, rank), num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")))
     if why_not and rank == 0:
         log.info("a hang is reported without the ranks' collectives, because %s", why_not)
     if folder is None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_hpc.base.thread_room import ThreadRoom
 from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
 from ddp_hpc.rank_probe.server import serve, serve_at_rendezvous
@@ -247,6 +249,75 @@ def test_without_pytorchs_server_a_process_goes_on_and_says_why(
         without.delitem(sys.modules, "torch.distributed.rendezvous")
         assert "no table" in serve_at_rendezvous(tmp_path / "socket")
     assert "did not start" in serve(tmp_path / ("x" * 120))
+
+
+SCARCE = """
+import os, resource, sys, time
+from pathlib import Path
+import torch
+import torch.distributed
+from ddp_hpc.rank_probe.server import serve
+
+resource.setrlimit(resource.RLIMIT_NPROC, (6, 6))
+os.setgid(54321)
+os.setuid(54321)
+print(serve(Path(sys.argv[1])), flush=True)
+time.sleep(0.5)  # until the server's thread has started its others, or has ended this process
+print("goes on")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user that has no process")
+def test_where_threads_are_scarce_a_rank_goes_on_without_the_server_and_says_why() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # that user must be able to enter it
+        os.chown(place, 54321, 54321)
+
+        done = subprocess.run(
+            [sys.executable, "-c", SCARCE, f"{place}/rank-0"], capture_output=True, text=True, check=False, timeout=120
+        )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "`ulimit -u` (6) leaves room for 0 threads" in done.stdout
+    assert done.stdout.endswith("goes on\n")
+
+
+def test_each_rank_of_a_node_needs_room_of_its_own(folder: ProbeFolder) -> None:
+    enough = 4 * (1 + max(8, (os.cpu_count() or 1) - 1)) + 256
+    room = ThreadRoom(enough, "a limit")
+
+    assert "a limit leaves room for" in serve(folder.socket(0), num_ranks=2, room=room)
+    assert "there is room for" in serve(folder.socket(0), num_ranks=1, room=ThreadRoom(enough - 1, "a limit"))
+
+
+def test_the_server_of_another_process_is_not_taken_over_and_one_that_has_ended_is(folder: ProbeFolder) -> None:
+    probe = RankProbe(path=folder.socket(0))
+
+    def work() -> None:
+        serve(folder.socket(0))
+        time.sleep(600)
+
+    with process(work) as outer:
+        assert answering(probe) == outer
+        assert "another process answers" in serve(folder.socket(0))
+        assert probe.ping() == outer
+    with process(work) as next_one:
+        assert answering(probe) == next_one
+
+
+def test_while_the_server_starts_standard_error_stays_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, folder: ProbeFolder
+) -> None:
+    seen = []
+
+    def server(path: str, port: int) -> object:
+        assert (path, port) == (str(folder.socket(0)), -1)
+        seen.append(os.fstat(2).st_ino)
+        return object()
+
+    monkeypatch.setattr(sys.modules["torch._C._distributed_c10d"], "_WorkerServer", server)
+
+    assert serve(folder.socket(0)) == ""
+    assert seen == [os.fstat(2).st_ino]
 
 
 ALONE = """
