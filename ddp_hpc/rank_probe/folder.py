@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
+import re
+import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,9 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PREFIX = "ddp-hpc-"
+_PREFIX = ".ddp-hpc-ranks-"
+_MARK = ".ddp-hpc-ranks"
+"""A file that says who has made the directory: another's directory may have a name of this kind."""
+_OURS = re.compile(rf"{re.escape(_MARK)}|rank-\d+(?:\.deadline)?")
+"""What is in such a directory; one with anything else stays as it is."""
 _PLACES = ("/tmp", "/dev/shm")  # noqa: S108  `mkdtemp` makes a name that nobody could have taken, for this user only
 """Disks of a node, with paths short enough for a socket: 107 bytes (unix(7)). TMPDIR may be on a shared file system."""
+_MOST_BYTES = 16
+"""A deadline has two numbers."""
 _YOUNG_S = 60.0
 """A directory that was made this recently may not be locked yet."""
 
@@ -32,8 +39,9 @@ class ProbeFolder:
         return socket_of(self.path, rank)
 
     def close(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove it, unless somebody has put something else into it."""
+        with suppress(OSError):
+            _remove(self.path, self.lock_fd)
         with suppress(OSError):
             os.close(self.lock_fd)
 
@@ -53,6 +61,8 @@ def make_folder(places: Sequence[str] = _PLACES) -> ProbeFolder | None:
             lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # a full disk: then it stays if its maker is killed
+                os.close(os.open(_MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=lock_fd))
             return ProbeFolder(path, lock_fd)
     return None
 
@@ -73,6 +83,27 @@ def _remove_if_left(path: Path) -> None:
     try:
         # A process id says nothing here: the maker may be in a container that has process ids of its own, and this `/tmp`.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
+        if _MARK in os.listdir(fd):  # noqa: PTH208  of a descriptor: nobody can put another directory there meanwhile
+            _remove(path, fd)
     finally:
         os.close(fd)
+
+
+def _remove(path: Path, fd: int) -> None:
+    """Remove this user's directory, open as `fd`, with the files that ranks make in it; never a file of another kind."""
+    found = os.fstat(fd)
+    names = sorted(os.listdir(fd), key=lambda name: name == _MARK)  # the mark goes last
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != stat.S_IRWXU:
+        return
+    if not all(_is_ours(name, fd) for name in names):
+        return
+    for name in names:
+        os.unlink(name, dir_fd=fd)
+    path.rmdir()  # it is empty, or it stays
+
+
+def _is_ours(name: str, fd: int) -> bool:
+    """Tell whether it is the mark, a rank's socket, or a rank's deadline."""
+    found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+    is_kind = stat.S_ISSOCK(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES)
+    return _OURS.fullmatch(name) is not None and is_kind and found.st_uid == os.getuid()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ddp_hpc.base.thread_room import ThreadRoom
 from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.rank_probe.deadlines import Deadline, deadline_file
 from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
 from ddp_hpc.rank_probe.server import serve, serve_at_rendezvous
 from ddp_hpc.run_dir.hang_records import read_hang_records
@@ -236,6 +237,54 @@ def test_what_a_killed_maker_left_is_removed_and_what_a_living_one_has_stays(tmp
     assert newest is not None
     assert {path.name for path in tmp_path.iterdir()} == {living.path.name, newest.path.name}
     living.close()
+    newest.close()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_directory_that_ddp_hpc_has_not_made_stays_whatever_its_name(tmp_path: Path) -> None:
+    """A user's data, an environment, a link, a copy of a directory of ours into which a script has put something."""
+    made = make_folder([str(tmp_path)])
+    assert made is not None
+    prefix = made.path.name[:-8]
+    (made.path / "shard-0.tar").touch()
+    for number, names in enumerate(
+        [["imagenet/shard-0.tar"], [], ["rank-0", "rank-1.deadline"], ["rank-0/checkpoint"]]
+    ):
+        for start in {"ddp-hpc-", prefix}:
+            folder = tmp_path / f"{start}user{number:04}"
+            folder.mkdir(mode=0o700)
+            for name in names:
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).touch()
+    (tmp_path / f"{prefix}linked00").symlink_to(tmp_path / "ddp-hpc-user0002")
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (1, 1), follow_symlinks=False)
+    before = {*tmp_path.rglob("*")}
+    os.close(made.lock_fd)
+
+    newest = make_folder([str(tmp_path)])
+    assert newest is not None
+    newest.close()
+
+    assert {*tmp_path.rglob("*")} == before
+
+
+def test_a_directory_with_sockets_and_deadlines_is_removed_by_its_maker_or_by_the_next_one(tmp_path: Path) -> None:
+    closed, killed = make_folder([str(tmp_path)]), make_folder([str(tmp_path)])
+    assert closed is not None
+    assert killed is not None
+    for one in (closed, killed):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(one.socket(3)))
+        Deadline(deadline_file(one.path, 3)).put_off(60)
+    os.utime(killed.path, (1, 1))
+    os.close(killed.lock_fd)
+    closed.close()
+    assert [*tmp_path.iterdir()] == [killed.path]
+
+    newest = make_folder([str(tmp_path)])
+
+    assert newest is not None
     newest.close()
     assert not any(tmp_path.iterdir())
 
