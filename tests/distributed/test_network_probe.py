@@ -81,3 +81,16 @@ def test_a_node_that_is_cut_off_slurms_network_too_is_said_apart(nodes: Nodes) -
     findings = nodes.probe(unreached=["node4"], ready_s=10)
 
     assert (findings.culprits, findings.silent) == ("node1 - node2", ("node4",))
+
+
+def test_nodes_of_two_racks_with_subnets_of_their_own_reach_each_other(nodes: Nodes) -> None:
+    for rack, members, others in (("10.213.0", (1, 2), "10.214.0"), ("10.214.0", (3, 4), "10.213.0")):
+        for number in members:
+            node = f"node{number}"
+            nodes.ip(node, "addr", "flush", "dev", "fab0")
+            nodes.ip(node, "addr", "add", f"{rack}.{number}/24", "dev", "fab0")
+            nodes.ip(node, "route", "add", f"{others}.0/24", "dev", "fab0", "src", f"{rack}.{number}")
+
+    findings = nodes.probe()
+
+    assert (findings.carries, findings.num_pairs) == (True, 6), findings

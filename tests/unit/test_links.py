@@ -194,16 +194,17 @@ def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> No
         assert "node4 did not answer in time over Slurm's network, so nothing is known of their links" in findings.words
 
 
-@pytest.mark.parametrize(
-    "lost", [Answer(is_whole=True), Answer(address="10.1.0.3", network="10.1.0.0/24", is_whole=True)]
-)
-def test_a_node_whose_interface_is_down_is_named_even_if_another_network_leads_to_it(lost: Answer) -> None:
-    answers = {**healthy(4), 2: lost}
-
-    findings = found(answers)
+def test_a_node_without_an_address_on_the_network_is_named() -> None:
+    findings = found({**healthy(4), 2: Answer(is_whole=True)})
 
     assert (findings.bad_nodes, findings.off_network, findings.num_pairs) == (("node3",), ("node3",), 3)
     assert "node3 has no address of its own on the network of 10.2.0.1" in findings.words
+
+
+def test_a_node_that_could_not_listen_for_another_reason_is_not_known() -> None:
+    findings = found({**healthy(4), 2: Answer()})
+
+    assert (findings.bad_nodes, findings.silent) == ((), ("node3",))
 
 
 def test_rank_zeros_own_interface_may_be_the_one_that_is_down() -> None:
@@ -212,11 +213,35 @@ def test_rank_zeros_own_interface_may_be_the_one_that_is_down() -> None:
     assert found(answers).bad_nodes == ("node1",)
 
 
-def test_in_a_routed_network_another_subnet_proves_nothing() -> None:
-    answers = {number: replace(answer, network=f"10.2.{number}.0/24") for number, answer in healthy(4).items()}
-    answers[0] = replace(answers[0], network="10.2.0.0/24")
+def in_racks(answers: dict[int, Answer], size: int) -> dict[int, Answer]:
+    """Give each rack a subnet of its own."""
+    return {
+        number: replace(answer, address=f"10.2.{number // size}.{number + 1}", network=f"10.2.{number // size}.0/24")
+        for number, answer in answers.items()
+    }
 
-    assert found(answers).carries
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_in_a_routed_network_no_node_of_another_subnet_is_blamed(size: int) -> None:
+    findings = found(in_racks(healthy(6), size), 6)
+
+    assert (findings.carries, findings.num_pairs) == (True, 15)
+
+
+def test_in_a_routed_network_the_node_that_no_other_reaches_is_named() -> None:
+    answers = in_racks(healthy(6), 3)
+    for other in (0, 1, 2, 3, 5):
+        answers = cut(answers, 4, other)
+
+    assert found(answers, 6).bad_nodes == ("node5",)
+
+
+@pytest.mark.parametrize("address", ["198.51.100.7", "head.example.org"])
+def test_an_address_that_no_node_has_itself_blames_none(address: str) -> None:
+    """MASTER_ADDR may be a name, or an address that a router translates."""
+    names = [f"node{number + 1}" for number in range(4)]
+
+    assert findings_of(names, healthy(4), address=address, at=0.0, seconds=1.0).carries
 
 
 def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:

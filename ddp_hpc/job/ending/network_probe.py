@@ -187,8 +187,8 @@ class _Talk:
 
     def _note(self, message: Mapping[str, Any]) -> None:
         match message:
-            case {"ready": str(name), "error": str()} if name in self.nodes:
-                self.answers[self.nodes.index(name)] = Answer(is_whole=True)
+            case {"ready": str(name), "error": str(), "has_address": bool(has_address)} if name in self.nodes:
+                self.answers[self.nodes.index(name)] = Answer(is_whole=not has_address)
             case {"ready": str(name), "address": str(address), "port": int(port), "network": str(network)} if (
                 name in self.nodes
             ):

@@ -13,6 +13,7 @@ workers do, over which a few bytes pass and then more than one packet, both ways
 from __future__ import annotations
 
 import argparse
+import errno
 import hmac
 import ipaddress
 import json
@@ -293,7 +294,8 @@ def serve(place: Place, *, name: str, mark: str) -> int:
     try:
         sockets = Sockets.open(place)
     except OSError as error:
-        say(ready=name, error=str(error))
+        # Only an address that is not here speaks against the network: a limit of open files or a firewall of this process does not.
+        say(ready=name, error=str(error), has_address=error.errno != errno.EADDRNOTAVAIL)
         return 0
     here = sockets.place
     say(ready=name, address=here.address, port=here.port, interface=here.interface, network=here.network)

@@ -24,7 +24,7 @@ class Answer:
     """What one node reported."""
 
     address: str = ""
-    """On the workers' network; empty where it could not listen there."""
+    """On the workers' network; empty where it has none there."""
     network: str = ""
     """The subnet of that address."""
     tcp: Mapping[int, str] = field(default_factory=dict)
@@ -63,20 +63,22 @@ def findings_of(
 
 
 def off_network(answers: Mapping[int, Answer], address: str) -> set[int]:
-    """Return the nodes without an address of their own on the workers' network, where others have one.
+    """Return the nodes that have no address of their own on the workers' network.
 
-    Where the interface is down, the kernel's route to the others leads over another network, which proves nothing of this one. In
-    a routed network, no node but rank zero's shares a subnet with the address; then this says nothing.
+    These are the nodes that said so, the nodes that listen at rank zero's address, and rank zero's node where its subnet is not that
+    of `address`, which was its own when the ranks met. Of other nodes, a subnet proves nothing: routers may connect the
+    subnets of several racks, each with many nodes.
     """
-    answers = {number: answer for number, answer in answers.items() if answer.address or answer.is_whole}
-    on = {number for number, answer in answers.items() if answer.address and _holds(answer.network, address)}
-    zeros = answers[0].address if 0 in answers else ""
-    if zeros and not ip_address(zeros.partition("%")[0]).is_loopback:  # else all are on this machine
-        # A node of a cloned image, or one that may bind addresses that it does not have (ip_nonlocal_bind), listens at rank zero's.
-        on -= {number for number in on if number and answers[number].address == zeros}
-    if len(on) < min(2, len(answers)):
-        return {number for number, answer in answers.items() if not answer.address}
-    return set(answers) - on
+    off = {number for number, answer in answers.items() if answer.is_whole and not answer.address}
+    zero = answers.get(0, Answer())
+    if not zero.address or ip_address(zero.address.partition("%")[0]).is_loopback:  # then all are on this machine
+        return off
+    # A node of a cloned image, or one that may bind addresses that it does not have (ip_nonlocal_bind), listens at rank zero's.
+    off |= {number for number, answer in answers.items() if number and answer.address == zero.address}
+    is_elsewhere = bool(zero.network) and not _holds(zero.network, address)
+    if is_elsewhere and any(_holds(answer.network, address) for answer in answers.values()):
+        off.add(0)
+    return off
 
 
 def _holds(network: str, address: str) -> bool:
