@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ddp_hpc.job.ending.best_effort import best_effort
+from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.rendezvous.links.rounds import ALL_PAIRS_UP_TO
 from ddp_hpc.run_dir.joining import read_missing, started_ranks, write_missing
@@ -33,10 +33,20 @@ class Joining:
     _began: float | None = None
     """When the first rank was there."""
     _have_all_started: bool = False
+    _has_failed: bool = False
+    """Whether looking has failed: it would fail each second again."""
     _said: tuple[int, ...] | None = None
 
     def look(self, now: float) -> None:
         """Look who is missing; name them in the job's log, once for each set of ranks."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        with diagnosis("which ranks have joined"):
+            self._look(now)
+            self._has_failed = False
+
+    def _look(self, now: float) -> None:
         if self.context.world.world_size < 2 or (self._began is not None and now - self._began > WATCHED_S):
             return
         absent = self._absent(now)

@@ -28,6 +28,7 @@ from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.job.container_launch import moved, wrapper_of
 from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_attempts, takeover
+from ddp_hpc.job.ending.best_effort import diagnosis
 from ddp_hpc.job.ending.evidence import has_trained
 from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
@@ -291,7 +292,8 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
             notifier.begun(attempt)
             outcome = _see_through(context, workers, attempt, notifier)
             if context.allocation is not None:
-                outcome = node_probe.blame(context, wrapper, attempt, outcome)
+                with diagnosis("the nodes"):
+                    outcome = node_probe.blame(context, wrapper, attempt, outcome)
                 outcome = network_probe.examine(context, attempt, outcome)
             conclusion = last_resort.conclude(context, attempt, outcome)
             notifier.ended(conclusion)

@@ -71,6 +71,10 @@ class NetworkFindings:
         """Whether a node or a pair of nodes is proved not to carry."""
         return bool(self.bad_nodes or self.pairs)
 
+    def is_at_fault(self, node: str | None) -> bool:
+        """Tell whether a link of this node is proved not to carry."""
+        return node in self.bad_nodes or any(node in pair.nodes for pair in self.pairs)
+
     @property
     def carries(self) -> bool:
         """Whether all pairs that were probed carry, and each node was."""

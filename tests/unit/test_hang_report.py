@@ -19,6 +19,7 @@ from ddp_hpc.run_dir.hang_records import HangRecord, write_hang_record
 from ddp_hpc.run_dir.ledger import JobFacts, record_start
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.world import World
 from tests.distributed import stands_for_srun
 from tests.made_run import add_failure
 from tests.unit.made_job import CRASHED, NODES, Make
@@ -242,3 +243,39 @@ def test_where_no_rank_says_where_it_is_nothing_is_made_up(supervised: Make) -> 
     one.ends(Outcome(code=exit_codes.FAILED, is_unresponsive=True))
 
     assert "no rank says where it is" in one.last.reason
+
+
+@pytest.mark.parametrize(
+    ("pair", "blamed"), [(("node1", "node2"), ("node4",)), (("node2", "node4"), ()), (("node4", "node1"), ())]
+)
+def test_a_faulty_pair_hides_the_rank_that_hangs_only_on_one_of_its_nodes(
+    supervised: Make, pair: tuple[str, str], blamed: tuple[str, ...]
+) -> None:
+    one = supervised(node_names=("node1", "node2", "node3", "node4"), tasks_per_node=(1, 1, 1, 1))
+    context = replace(one.context, world=World(num_nodes=4, workers_per_node=1))
+    attempt = one.begin()
+    for number in (0, 1, 2):  # rank 3 prints nothing: it is stopped
+        add_stacks(one.run, attempt, "all_reduce", rank=number)
+    faulty = replace(PROBED, num_nodes=4, num_pairs=6, pairs=(PairFault(nodes=pair, fault="large packets"),))
+
+    conclude(context, attempt, replace(CRASHED, network=faulty))
+
+    assert one.last.failed_nodes == blamed
+    assert ("other ranks wait for rank 3 on node4" in one.last.reason) is bool(blamed)
+    assert "large packets from" in one.last.reason
+
+
+@pytest.mark.parametrize("problem", ["the ledger", "a bug"])
+def test_a_probe_that_fails_leaves_the_decision_to_the_supervisor(
+    supervised: Make, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervised()
+    attempt = one.begin()
+    address = "10.0.0.1" if problem == "the ledger" else "10.0.0.1\0"  # which no command line can hold
+    hung = replace(CRASHED, is_unresponsive=True, met_at=address)
+    if problem == "the ledger":  # as if its file server did not answer
+        one.run.attempts.unlink()
+        one.run.attempts.mkdir()
+
+    assert network_probe.examine(one.context, attempt, hung) is hung
+    assert "could not examine the network between the nodes and continues without it" in capsys.readouterr().err

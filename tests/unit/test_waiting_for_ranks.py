@@ -162,3 +162,20 @@ def test_where_joining_fails_the_report_stays() -> None:
         fail()
 
     assert reports == [[0, 1]]
+
+
+def test_a_search_for_missing_ranks_that_fails_ends_no_attempt(
+    supervised: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def probe(nodes: Sequence[str], address: str) -> NetworkFindings:
+        raise ValueError(f"a bug in the probe of {nodes} at {address}")
+
+    one = supervised()
+    attempt = one.begin()
+    start(one.run, attempt, 0)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=probe)
+
+    for now in (0.0, WAIT_S, WAIT_S + 5):
+        joining.look(now)
+
+    assert capsys.readouterr().err.count("could not examine which ranks have joined and continues without it") == 1

@@ -1,8 +1,9 @@
-"""Records that may be lost on a full or unmounted disk, because requeueing the job matters more."""
+"""Records and diagnoses that an attempt's end can go without, because requeueing the job matters more."""
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,4 +16,16 @@ def best_effort() -> Iterator[None]:
     except OSError as error:
         sys.stderr.write(
             f"note: ddp-hpc could not write one of its records and continues without it: {error}. The training is not affected.\n"
+        )
+
+
+@contextmanager
+def diagnosis(of: str) -> Iterator[None]:
+    """Go on without an answer to what is wrong, whatever keeps it from being found: the end is then decided by what is known."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  nothing that only explains a failure may add one
+        traceback.print_exception(error)
+        sys.stderr.write(
+            f"note: ddp-hpc could not examine {of} and continues without it: {type(error).__name__}: {error}. The training is not affected.\n"
         )

@@ -36,8 +36,13 @@ def report_hang(
     with best_effort():
         make_directories(path.parent)
         replace_text(path, "".join(texts))
-    if network is not None and network.is_faulty and found is not None and found[0] not in nodes:
-        found, kind = None, ""  # it printed no stack: the network is proved to fail, and explains it
+    if (
+        network is not None
+        and found is not None
+        and found[0] not in nodes
+        and network.is_at_fault(context.node_of(found[0]))
+    ):
+        found, kind = None, ""  # it printed no stack, and the network of its node is proved to fail, which explains it
     rank, how = found if found is not None else (-1, _of_nobody(network, is_known=bool(stands)))
     if kind == "different":
         how = verdict.how

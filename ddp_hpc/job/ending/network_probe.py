@@ -16,7 +16,7 @@ from typing import Any
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.job.ending import stacks
-from ddp_hpc.job.ending.best_effort import best_effort
+from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import Line
@@ -41,6 +41,13 @@ StepArgv = Callable[[Sequence[str]], list[str]]
 
 def examine(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
     """Return the outcome with what a probe of the network found, where the attempt hung or its ranks lost each other."""
+    found = outcome
+    with diagnosis("the network between the nodes"):
+        found = _examined(context, attempt, outcome)
+    return found
+
+
+def _examined(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
     if not outcome.met_at or len(context.nodes) < 2 or not _is_suspect(context, attempt, outcome):
         return outcome
     newest = context.records.ledger().newest
