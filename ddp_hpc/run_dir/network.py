@@ -12,8 +12,8 @@ from ddp_hpc.base.durable import make_directories, read_json, replace_text
 from ddp_hpc.base.patience import known
 from ddp_hpc.run_dir.paths import RunDir
 
-Fault = Literal["nothing passes", "one way", "large packets", "TCP", "refused", "loss", "little loss"]
-"""What is wrong between two nodes. Of all but `little loss`, workers cannot be expected to make progress."""
+Fault = Literal["nothing passes", "one way", "large packets", "TCP", "refused", "loss", "little loss", "no answer"]
+"""What is wrong between two nodes. Of all but the last two, workers cannot be expected to make progress."""
 _MOST_NAMED = 6
 
 
@@ -38,6 +38,7 @@ class PairFault:
             "TCP": f"datagrams pass between {one} and {other}, but TCP connections fail (check the firewalls)",
             "refused": f"{other} refuses connections from {one} (check the firewalls)",
             "loss": f"{self.loss:.0%} of the packets from {one} to {other} are lost",
+            "no answer": f"nothing is known of the link between {one} and {other}, as a process of the probe was too slow",
             "little loss": f"{self.loss:.1%} of the packets from {one} to {other} are lost",
         }[self.fault]
 
@@ -61,6 +62,8 @@ class NetworkFindings:
     """Pairs that do not carry, those of `bad_nodes` included."""
     lossy: tuple[PairFault, ...] = ()
     """Pairs that carry, but lose some packets."""
+    unknown: tuple[PairFault, ...] = ()
+    """Pairs of which nothing is known: a process stood still for some seconds."""
     silent: tuple[str, ...] = ()
     """Nodes that did not answer over Slurm's network: of their links nothing is known."""
     problem: str = ""
@@ -78,7 +81,7 @@ class NetworkFindings:
     @property
     def carries(self) -> bool:
         """Whether all pairs that were probed carry, and each node was."""
-        return bool(self.num_pairs) and not (self.is_faulty or self.silent or self.problem)
+        return bool(self.num_pairs) and not (self.is_faulty or self.silent or self.unknown or self.problem)
 
     @property
     def own_pairs(self) -> Sequence[PairFault]:
@@ -99,10 +102,13 @@ class NetworkFindings:
         parts = [*self._of_nodes(), *self._of_pairs()]
         if not parts and self.num_pairs:
             num = self.num_nodes - len(self.silent)
-            parts = [f"all {num} nodes that were probed reach each other on the network of {self.address}"]
+            all_pairs = f"all {num} nodes that were probed" if not self.unknown else f"{self.num_pairs} pairs of nodes"
+            parts = [f"{all_pairs} reach each other on the network of {self.address}"]
         lossy = "; ".join(_few([pair.words for pair in self.lossy]))
         if lossy:
             parts.append(lossy)
+        if self.unknown:
+            parts.append("; ".join(_few([pair.words for pair in self.unknown])))
         if self.silent:
             parts.append(
                 f"{', '.join(_few(self.silent))} did not answer in time over Slurm's network, so nothing is known of their links"
@@ -160,7 +166,7 @@ def read_network(run: RunDir, attempt: int) -> NetworkFindings | None:
     try:
         for key in ("bad_nodes", "off_network", "silent"):
             fields[key] = tuple(map(str, fields.get(key, ())))
-        for key in ("pairs", "lossy"):
+        for key in ("pairs", "lossy", "unknown"):
             fields[key] = tuple(_pair(plain) for plain in fields.get(key, ()))
         return NetworkFindings(**fields)
     except (KeyError, TypeError, ValueError, AttributeError):  # another version wrote it, or it is damaged

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from tests.distributed.node_networks import Nodes, made, pull, why_not
@@ -26,7 +30,7 @@ def black_hole(nodes: Nodes) -> None:
 
 
 def lost_at_random(nodes: Nodes) -> None:
-    nodes.drop_from("node3", "node1", "-m", "statistic", "--mode", "random", "--probability", "0.3")
+    nodes.drop_from("node3", "node1", "-m", "statistic", "--mode", "random", "--probability", "0.7")
 
 
 def large_packets(nodes: Nodes) -> None:
@@ -94,3 +98,35 @@ def test_nodes_of_two_racks_with_subnets_of_their_own_reach_each_other(nodes: No
     findings = nodes.probe()
 
     assert (findings.carries, findings.num_pairs) == (True, 6), findings
+
+
+def test_packets_that_are_lost_before_the_network_has_found_the_way_blame_no_node(nodes: Nodes) -> None:
+    for other in ("node1", "node2", "node3"):
+        nodes.drop_from(other, "node4", "-p", "udp", "-m", "quota", "--quota", "32000")
+
+    findings = nodes.probe()
+
+    assert (findings.carries, findings.lossy) == (True, ()), findings
+
+
+def test_a_probe_process_that_stands_still_blames_no_node(nodes: Nodes) -> None:
+    def stop_and_go() -> None:
+        """Wait until the probe's process of node4 listens; stop it for longer than the others wait for it."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    # iproute2 replaces itself by the command, so this is the probe's process and no other.
+                    if "--name=node4" in process.cmdline() and process.net_connections("udp"):
+                        process.suspend()
+                        time.sleep(6.0)
+                        process.resume()
+                        return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    findings = nodes.probe()
+    thread.join()
+
+    assert not findings.is_faulty, findings

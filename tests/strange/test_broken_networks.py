@@ -81,7 +81,7 @@ def test_strangers_are_neither_answered_nor_counted_and_do_not_keep_partners_out
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as noise, socket.create_connection(places[0]) as guest:
         noise.sendto(b"", places[0])
         noise.sendto(b"x" * 300, places[0])
-        noise.sendto(b"u" * 16 + b"\0\1\0", places[0])
+        noise.sendto(b"u" * 16 + b"\0\1\0\0\0", places[0])
         silent = [socket.create_connection(places[0]) for _ in range(10)]  # they say nothing at all
         guest.sendall(b"GET / HTTP/1.0\r\n\r\n" * 4)
         answer = b""

@@ -22,7 +22,7 @@ from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import Line
 from ddp_hpc.rendezvous.links.node import LONGEST_S, PACE_S
 from ddp_hpc.rendezvous.links.rounds import rounds_of
-from ddp_hpc.rendezvous.links.verdict import Answer, findings_of
+from ddp_hpc.rendezvous.links.verdict import Answer, confirmed, findings_of
 from ddp_hpc.requeue import reserve_s
 from ddp_hpc.run_dir.network import NetworkFindings, write_network
 from ddp_hpc.slurm.steps import probe_argv
@@ -41,27 +41,32 @@ StepArgv = Callable[[Sequence[str]], list[str]]
 
 def examine(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
     """Return the outcome with what a probe of the network found, where the attempt hung or its ranks lost each other."""
-    found = outcome
+    found: NetworkFindings | None = None
     with diagnosis("the network between the nodes"):
         found = _examined(context, attempt, outcome)
-    return found
+    return outcome if found is None else replace(outcome, network=found)
 
 
-def _examined(context: JobContext, attempt: int, outcome: Outcome) -> Outcome:
+def _examined(context: JobContext, attempt: int, outcome: Outcome) -> NetworkFindings | None:
     if not outcome.met_at or len(context.nodes) < 2 or not _is_suspect(context, attempt, outcome):
-        return outcome
+        return None
     newest = context.records.ledger().newest
     ends_at = newest.ends_at if newest else None
     if ends_at is not None and time.time() > ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s):
-        return outcome  # the job must be requeued before its time is over
+        return None  # the job must be requeued before its time is over
     sys.stderr.write(
         "note: ddp-hpc now probes the network between the nodes, as it may be why the ranks made no progress\n"
     )
     findings = probe(context.nodes, outcome.met_at)
+    if findings.bad_nodes:
+        # The job gives up a bad node, so one sample is not enough: the node may have stood still for some seconds.
+        has_time = ends_at is None or time.time() <= ends_at - MOST_S - reserve_s(context.spec.slurm.signal_lead_s)
+        may_ask = has_time and not processes.is_stop_pending()
+        findings = confirmed(findings, probe(context.nodes, outcome.met_at) if may_ask else None)
     sys.stderr.write(f"note: {findings.words} (probed in {findings.seconds:.0f} s)\n")
     with best_effort():
         write_network(context.run, attempt, findings)
-    return replace(outcome, network=findings)
+    return findings
 
 
 def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
@@ -205,11 +210,15 @@ class _Talk:
             case {"tcp": str(found), "at": int(number), "to": int(partner)} if number in self.answers:
                 answer = self.answers[number]
                 self.answers[number] = replace(answer, tcp={**answer.tcp, partner: found})
-            case {"heard": [int(small), int(large)], "at": int(number), "sender": int(sender)} if (
-                number in self.answers
-            ):
+            case {
+                "heard": [int(small), int(large)],
+                "missed": int(missed),
+                "at": int(number),
+                "sender": int(sender),
+            } if number in self.answers:
                 answer = self.answers[number]
-                self.answers[number] = replace(answer, heard={**answer.heard, sender: (small, large)})
+                heard, all_missed = {**answer.heard, sender: (small, large)}, {**answer.missed, sender: missed}
+                self.answers[number] = replace(answer, heard=heard, missed=all_missed)
             case {"done": int(number)}:
                 self._done.add(number)
             case {"end": int(number), "dropped": int(num_dropped)} if number in self.answers:

@@ -6,8 +6,9 @@ It listens at its own address on the network of ADDRESS, at a port that the kern
 input and reports go over standard output, one short JSON object a line: srun carries both over Slurm's network, which may
 work where the other one does not. `job.ending.network_probe` gives the orders. At end of file this process exits.
 
-To each partner it sends numbered datagrams, small and large, which show what arrives one way; and it opens a TCP connection, as the
-workers do, over which a few bytes pass and then more than one packet, both ways.
+To each partner it opens a TCP connection, as the workers do, over which a few bytes pass and then more than one packet, both ways.
+Then it sends numbered datagrams, small and large, which show what arrives one way. The connection comes first, and some datagrams
+that are not counted: a network may drop what is sent before it has found the way (IP over InfiniBand does).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ddp_hpc.rendezvous.links.rounds import partners
 from ddp_hpc.slurm.allocation import node_name
 
 NUM_DATAGRAMS = 200
-"""Of each size, to each partner."""
+"""Of each size, to each partner, after those that are not counted."""
 CONNECT_S = 4.0
 """Long enough for the third SYN, which the kernel sends after 3 s (tcp(7), tcp_syn_retries)."""
 SMALL_S = 3.0
@@ -53,10 +54,14 @@ _SMALL_BYTES = 64
 _TCP_BYTES = 256 << 10
 _LARGEST_DATAGRAM = 8972  # a jumbo frame of 9,000 bytes
 _HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
+_NUM_UNCOUNTED = 10
+_UNCOUNTED_PAUSE_S = 0.03
 _BURST = 10
 _BURST_PAUSE_S = 0.005
 _TOKEN_BYTES = 16
-_HEADER = struct.Struct(f"!{_TOKEN_BYTES}sHB")
+_HEADER = struct.Struct(f"!{_TOKEN_BYTES}sHBH")
+_UNCOUNTED = 0xFFFF
+"""Stands for the number of a datagram that is not counted."""
 _GREETING = struct.Struct(f"!{_TOKEN_BYTES}sH")
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _SO_MEMINFO, _MEMINFO_DROPS = 55, 8
@@ -142,6 +147,8 @@ class NodeProbe:
     num_nodes: int
     heard: Counter[tuple[int, bool]] = field(default_factory=Counter)
     """How many datagrams arrived from each node; true for the large ones."""
+    first: dict[tuple[int, bool], int] = field(default_factory=dict)
+    """The number of the first one that arrived: those before it may have been sent before the network had found the way."""
     tcp: dict[int, str] = field(default_factory=dict)
     """What became of the connection to each partner."""
     _guests: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_MOST_GUESTS))
@@ -174,8 +181,8 @@ class NodeProbe:
 
     def _probe(self, partner: int) -> None:
         place = self.places[partner]
-        self._send_datagrams(place)
         self.tcp[partner] = self._connect(place)
+        self._send_datagrams(place)
 
     def _send_datagrams(self, place: tuple[str, int]) -> None:
         own = self.sockets
@@ -185,13 +192,21 @@ class NodeProbe:
         with suppress(OSError), socket.socket(own.udp.family, socket.SOCK_DGRAM) as sender:
             sender.bind((own.place.address, 0))
             _forbid_fragments(sender)
-            for number in range(0, NUM_DATAGRAMS, _BURST):
-                for is_large, size in ((False, _SMALL_BYTES), (True, large)):
-                    datagram = _HEADER.pack(self.token, self.me, is_large).ljust(size, b"\0")
-                    for _ in range(number, min(number + _BURST, NUM_DATAGRAMS)):
-                        sender.settimeout(max(give_up - time.monotonic(), 0.001))
-                        with suppress(OSError):  # not reachable, or too long for the interface: it counts as lost
-                            sender.sendto(datagram, place)
+
+            def send(number: int, size: int) -> None:
+                sender.settimeout(max(give_up - time.monotonic(), 0.001))
+                with suppress(OSError):  # not reachable, or too long for the interface: it counts as lost
+                    sender.sendto(
+                        _HEADER.pack(self.token, self.me, size > _SMALL_BYTES, number).ljust(size, b"\0"), place
+                    )
+
+            for _ in range(_NUM_UNCOUNTED):
+                send(_UNCOUNTED, _SMALL_BYTES)
+                time.sleep(_UNCOUNTED_PAUSE_S)
+            for begin in range(0, NUM_DATAGRAMS, _BURST):
+                for size in (_SMALL_BYTES, large):
+                    for number in range(begin, min(begin + _BURST, NUM_DATAGRAMS)):
+                        send(number, size)
                     time.sleep(_BURST_PAUSE_S)
 
     def _connect(self, place: tuple[str, int]) -> str:
@@ -227,9 +242,10 @@ class NodeProbe:
                 return
             if len(datagram) < _HEADER.size:
                 continue
-            token, sender, is_large = _HEADER.unpack_from(datagram)
-            if hmac.compare_digest(token, self.token):
+            token, sender, is_large, number = _HEADER.unpack_from(datagram)
+            if number != _UNCOUNTED and hmac.compare_digest(token, self.token):
                 self.heard[sender, bool(is_large)] += 1
+                self.first.setdefault((sender, bool(is_large)), number)
 
     def _take_connections(self) -> None:
         while True:
@@ -313,7 +329,8 @@ def serve(place: Place, *, name: str, mark: str) -> int:
     say(done=me)
     _order(mark, "finish")
     for sender in sorted({sender for sender, _ in probe.heard}):
-        say(heard=[probe.heard[sender, False], probe.heard[sender, True]], at=me, sender=sender)
+        heard = [probe.heard[sender, False], probe.heard[sender, True]]
+        say(heard=heard, missed=sum(probe.first.get((sender, size), 0) for size in (False, True)), at=me, sender=sender)
     say(end=me, dropped=probe.num_dropped)
     sockets.close()
     return 0

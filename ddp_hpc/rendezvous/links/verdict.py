@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address, ip_network
 
 from ddp_hpc.rendezvous.links.node import NUM_DATAGRAMS
@@ -31,7 +31,10 @@ class Answer:
     """What became of its connections, by partner."""
     heard: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """How many small and large datagrams arrived, by sender."""
+    missed: Mapping[int, int] = field(default_factory=dict)
+    """How many datagrams of a sender are not counted, as they were sent before the first that arrived."""
     num_dropped: int = 0
+    """How many its own kernel dropped, because its process was too slow to read them."""
     is_whole: bool = False
     """Whether it reported to the end."""
 
@@ -42,23 +45,47 @@ def findings_of(
     """Return what the answers prove. `nodes` are the job's, in the order of their numbers."""
     off = off_network(answers, address)
     silent = [number for number in range(len(nodes)) if number not in off and not _is_whole(answers.get(number))]
-    pairs: dict[tuple[int, int], PairFault | None] = {}
+    pairs: dict[tuple[int, int], _Found] = {}
     for low, high in (pair for pairs_of_round in rounds_of(len(nodes)) for pair in pairs_of_round):
         if low not in silent and high not in silent and not {low, high} & off:
-            pairs[low, high] = _fault(nodes, answers, low, high)
-    bad_pairs = {pair for pair, fault in pairs.items() if fault is not None and fault.fault != "little loss"}
-    bad = _bad_nodes(pairs.keys(), bad_pairs) | (off if len(off) < len(nodes) else set())
+            pairs[low, high] = _found(nodes, answers, low, high)
+    bad = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault not in _HARMLESS}
+    unknown = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault == "no answer"}
+    lossy = {pair: link for pair, link in pairs.items() if link.fault is not None and link.fault.fault == "little loss"}
+    known = pairs.keys() - unknown.keys()
+    bad_nodes = off if len(off) < len(nodes) else set[int]()
+    if len(bad) < len(known):  # where no pair carries, no node is the odd one
+        bad_nodes = bad_nodes | _bad_nodes(known, {pair for pair, link in bad.items() if not link.carried})
     return NetworkFindings(
         at=at,
         seconds=round(seconds, 1),
         address=address,
         num_nodes=len(nodes),
-        num_pairs=len(pairs),
-        bad_nodes=tuple(nodes[number] for number in sorted(bad)),
+        num_pairs=len(known),
+        bad_nodes=tuple(nodes[number] for number in sorted(bad_nodes)),
         off_network=tuple(nodes[number] for number in sorted(off)),
-        pairs=tuple(fault for pair, fault in sorted(pairs.items()) if fault is not None and pair in bad_pairs),
-        lossy=tuple(fault for pair, fault in sorted(pairs.items()) if fault is not None and pair not in bad_pairs),
+        pairs=_in_order(bad),
+        lossy=_in_order(lossy),
+        unknown=_in_order(unknown),
         silent=tuple(nodes[number] for number in silent),
+    )
+
+
+_HARMLESS = frozenset({"little loss", "no answer"})
+
+
+def confirmed(first: NetworkFindings, again: NetworkFindings | None) -> NetworkFindings:
+    """Return what two probes prove: only a node that both find bad is. Without a second one, none is, but its pairs stand."""
+    is_sampled_twice = again is not None and not again.problem
+    newest = again if again is not None and is_sampled_twice else first
+    both = {*first.bad_nodes} & {*newest.bad_nodes} if is_sampled_twice else set[str]()
+    return replace(
+        newest,
+        at=first.at,
+        seconds=round(first.seconds + (0.0 if again is None else again.seconds), 1),
+        bad_nodes=tuple(node for node in newest.bad_nodes if node in both),
+        off_network=tuple(node for node in newest.off_network if node in both),
+        silent=(*newest.silent, *(node for node in newest.off_network if node not in both)),
     )
 
 
@@ -99,6 +126,8 @@ class _Link:
     tcp: Mapping[Way, str]
     heard: Mapping[Way, tuple[int, int]]
     loss: Mapping[Way, float]
+    is_counted: Mapping[Way, bool]
+    """Whether the receiver's process read all datagrams that its kernel received."""
 
     @property
     def passes(self) -> list[Way]:
@@ -109,69 +138,102 @@ class _Link:
     def worst(self) -> Way:
         return max(self.loss, key=lambda way: self.loss[way])
 
-    @property
-    def refused(self) -> Way | None:
-        return next((way for way in self.tcp if self.tcp[way] == "refused"), None)
+    def of(self, *found: str) -> Way | None:
+        """Return the first way whose connection came to one of these."""
+        return next((way for way in self.tcp if self.tcp[way] in found), None)
 
 
-def _fault(nodes: Sequence[str], answers: Mapping[int, Answer], low: int, high: int) -> PairFault | None:
-    """Return what is wrong between two nodes which both reported; None where the network carries."""
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What is wrong between two nodes which both reported; None where the network carries."""
+
+    fault: PairFault | None
+    carried: bool
+    """Whether a connection passed all of its bytes, both ways."""
+
+
+def _found(nodes: Sequence[str], answers: Mapping[int, Answer], low: int, high: int) -> _Found:
     ways = [(low, high), (high, low)]
     heard = {way: answers[way[1]].heard.get(way[0], (0, 0)) for way in ways}
     link = _Link(
         tcp={way: answers[way[0]].tcp.get(way[1], "") for way in ways},
         heard=heard,
-        loss={way: _loss(heard[way], answers[way[1]].num_dropped) for way in ways},
+        loss={way: _loss(heard[way], answers[way[1]], way[0]) for way in ways},
+        is_counted={way: not answers[way[1]].num_dropped for way in ways},
     )
-    has_failed = any(found != "good" for found in link.tcp.values())
-    found = _of_failed(link) if has_failed else _of_lossy(link)
+    carried = link.of("good") is not None
+    found = _of_working(link) if carried else _of_failed(link)
     if found is None:
-        return None
+        return _Found(fault=None, carried=carried)
     (one, other), fault = found
-    return PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=round(link.loss[one, other], 4))
+    loss = round(link.loss[one, other], 4)
+    return _Found(fault=PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=loss), carried=carried)
+
+
+def _of_working(link: _Link) -> tuple[Way, Fault] | None:
+    """Return what is wrong where a connection passed all of its bytes, both ways: the network carries what workers send.
+
+    Lost datagrams are no more than worth a remark. Where none arrive, a firewall drops them, which does not concern the workers.
+    """
+    refused = link.of("refused")
+    if refused is not None:
+        return refused, "refused"
+    if link.of("connect") is not None:
+        return next(iter(link.tcp)), "TCP"
+    if len(link.passes) < len(link.tcp) or link.loss[link.worst] < LITTLE_LOSS:
+        return None
+    return link.worst, "little loss"
 
 
 def _of_failed(link: _Link) -> tuple[Way, Fault]:
-    """Return what is wrong where a connection failed. A datagram that arrives proves its way; none may be a firewall's doing."""
-    plain = next(iter(link.tcp))
-    if not link.passes and not {"small", "large", "good"} & {*link.tcp.values()}:
-        return (plain, "nothing passes") if link.refused is None else (link.refused, "refused")
-    if len(link.passes) == 1 and "good" not in link.tcp.values():
+    """Return what is wrong where no connection passed all of its bytes."""
+    if not {"connect", "refused"}.issuperset(link.tcp.values()):
+        return _of_halted(link)
+    plain, refused = next(iter(link.tcp)), link.of("refused")
+    if len(link.passes) == 1 and link.of("connect") is not None:
         ((one, other),) = link.passes
         return (other, one), "one way"
-    stuck = [way for way in link.passes if not link.heard[way][1]]
+    if link.passes and link.loss[link.worst] >= MUCH_LOSS:
+        return link.worst, "loss"
+    if refused is not None:
+        return refused, "refused"
+    return plain, "TCP" if link.passes else "nothing passes"
+
+
+def _of_halted(link: _Link) -> tuple[Way, Fault]:
+    """Return what is wrong where a connection was made, but passed too little, or was not tried.
+
+    It proves that small packets pass both ways. What came of it depends on the processes, too, which may stand still for seconds:
+    only packets that are lost prove that the network loses them.
+    """
+    stuck = [way for way in link.passes if not link.heard[way][1] and link.is_counted[way]]
     if stuck:
         return stuck[0], "large packets"
     if link.loss[link.worst] >= MUCH_LOSS:
         return link.worst, "loss"
-    if "large" in link.tcp.values():
-        return next(way for way in link.tcp if link.tcp[way] == "large"), "large packets"
-    return (plain, "TCP") if link.refused is None else (link.refused, "refused")
+    halted = link.of("large")
+    if halted is not None and all(link.is_counted.values()) and not any(large for _, large in link.heard.values()):
+        return halted, "large packets"
+    return next(iter(link.tcp)), "no answer"
 
 
-def _of_lossy(link: _Link) -> tuple[Way, Fault] | None:
-    """Return what is wrong where TCP passes. Where no datagram does, a firewall drops them, which does not concern the workers."""
-    share = link.loss[link.worst]
-    if len(link.passes) < len(link.tcp) or share < LITTLE_LOSS:
-        return None
-    return link.worst, "loss" if share >= MUCH_LOSS else "little loss"
-
-
-def _loss(heard: tuple[int, int], num_dropped: int) -> float:
-    """Return the share of packets lost one way; of sizes that do not pass at all, nothing is counted."""
+def _loss(heard: tuple[int, int], receiver: Answer, sender: int) -> float:
+    """Return the share of packets lost one way, since the first that arrived; of sizes that do not pass at all, nothing is counted."""
     sizes = [num for num in heard if num]
-    sent = NUM_DATAGRAMS * len(sizes)
-    lost = sent - sum(sizes) - num_dropped  # what the reader's own kernel dropped, the network has carried
-    return lost / sent if sent and lost >= _FEWEST_LOST else 0.0
+    sent = NUM_DATAGRAMS * len(sizes) - receiver.missed.get(sender, 0)
+    lost = sent - sum(sizes) - receiver.num_dropped  # what the reader's own kernel dropped, the network has carried
+    return lost / sent if sent > 0 and lost >= _FEWEST_LOST else 0.0
+
+
+def _in_order(found: Mapping[tuple[int, int], _Found]) -> tuple[PairFault, ...]:
+    return tuple(one.fault for _, one in sorted(found.items(), key=lambda item: item[0]) if one.fault is not None)
 
 
 def _bad_nodes(probed: Collection[tuple[int, int]], bad: Collection[tuple[int, int]]) -> set[int]:
-    """Return the nodes of which all pairs are bad, where at least two are known and other pairs are good.
+    """Return the nodes of which all pairs are bad, where at least two are known.
 
-    Of a pair alone nobody can say which of its nodes fails; where no pair carries, no node is the odd one.
+    Of a pair alone nobody can say which of its nodes fails.
     """
-    if len(bad) == len(probed):
-        return set()
     numbers = {number for pair in probed for number in pair}
     own = {number: [pair for pair in probed if number in pair] for number in numbers}
     return {number for number, pairs in own.items() if len(pairs) > 1 and all(pair in bad for pair in pairs)}
