@@ -66,7 +66,7 @@ class Situation:
     without_progress: str = "ended without a new checkpoint"
     """What those failures have in common, as a text."""
     fails_again: str = ""
-    """The sample or file of which this attempt failed as the one before it (`fails_again`)."""
+    """The sample of which this attempt failed as the one before it (`fails_again`)."""
     is_on_slurm: bool = True
     is_supervised: bool = False
     """Whether a supervisor is there to start another attempt without Slurm."""
@@ -198,21 +198,21 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
 
 
 def fails_again(attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
-    """Return the sample or file of which the newest attempt failed as the one before it; empty where that is not proved.
+    """Return the sample of which the newest attempt failed as the one before it; empty where that is not proved.
 
     Both failures have to be proved to last, of one fingerprint, one entity and one version of it; the newest attempt has to
-    have come no further: no new checkpoint, no later step.
+    have come no further: no new checkpoint, no later step. Of a script no step is known, so it is never proved.
     """
     if len(attempts) < 2:
         return ""
     before, newest = attempts[-2:]
     earlier = before.root
     is_same = replace(earlier, failed_step=None) == replace(root, failed_step=None) and bool(root.fingerprint)
-    lasts = bool(root.entity) and not root.may_recover
+    lasts = bool(root.entity and root.entity_version) and not root.may_recover
     is_next = before.attempt + 1 == newest.attempt and before.cause == Cause.WORKER_CRASHED
     is_without_progress = newest.first_step == before.last_step == newest_step
     step, step_before = root.failed_step, earlier.failed_step
-    is_no_later = step == step_before if step is None or step_before is None else step <= step_before
+    is_no_later = step is not None and step_before is not None and step <= step_before
     return root.entity if is_same and lasts and is_next and is_without_progress and is_no_later else ""
 
 

@@ -1,6 +1,7 @@
 """What an exception concerns, and whether another attempt may get past it: asked in the process that has caught it.
 
-Two failures of the same sample or file end a run at once (`requeue.fails_again`). So what is not proved to last may recover.
+Two failures of the same sample end a run at once (`requeue.fails_again`). So what is not proved to last may recover, and only the
+loader of a recipe proves it (`train/data/loader.py`): a message that quotes a file does not say that the file was decoded.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Affected:
     entity: str = ""
     """The sample, `train_data[17]`, or the file; empty where none is known."""
     version: str = ""
-    """Size and time of the file, as it was."""
+    """Size and time of the file, as it was; of a sample that is proved to last, size and hash of its file."""
     may_recover: bool = True
     """Whether another attempt may get past it; false only where the records of this process prove the opposite."""
     place: str = ""
@@ -66,7 +67,6 @@ def affected_by(error: BaseException) -> Affected:
     return Affected(
         entity=files[0] if version else "",
         version=version,
-        may_recover=not version or not is_of_content(error) or not any(map(_is_of_decoder, _chain(error))),
         place=place_of(error),
     )
 
@@ -79,6 +79,11 @@ def is_of_content(error: BaseException) -> bool:
     return all(
         (isinstance(one, _OF_CONTENT) and not isinstance(one, OSError)) or _is_of_decoder(one) for one in _chain(error)
     )
+
+
+def is_of_decoder(error: BaseException) -> bool:
+    """Tell whether a decoder has rejected content, and all that led to it is of content, too."""
+    return is_of_content(error) and any(map(_is_of_decoder, _chain(error)))
 
 
 def place_of(error: BaseException) -> str:

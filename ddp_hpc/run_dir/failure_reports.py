@@ -63,7 +63,7 @@ class WorkerFailure:
     entity: str = ""
     """The sample or the file that the exception concerns, where the process knew."""
     entity_version: str = ""
-    """Size and time of that file."""
+    """Size and time of that file; of a sample that is proved to last, size and hash of its file."""
     may_recover: bool = True
     """Whether another attempt may get past it; false only where that process has proved the opposite."""
     place: str = ""

@@ -144,7 +144,7 @@ class Attempt:
     entity: str = ""
     """The sample or the file that this failure concerns."""
     entity_version: str = ""
-    """Size and time of that file when the attempt failed."""
+    """Size and time of that file when the attempt failed; of a sample that is proved to last, size and hash of its file."""
     may_recover: bool = True
     """Whether another attempt may get past that failure; false only where that is proved."""
     failed_step: int | None = None

@@ -1,4 +1,4 @@
-"""Runs that meet the same bad sample or file again end with its name; whatever may recover gets its attempts.
+"""Runs that meet the same bad sample again end with its name; whatever may recover gets its attempts.
 
 Supervisor, agent and workers are real; Slurm is a folder of shell scripts.
 """
@@ -54,7 +54,7 @@ def entities(job: Job) -> list[tuple[str, bool]]:
 def test_a_sample_that_cannot_be_decoded_ends_the_run_after_two_attempts_with_its_name(
     job: Job, ranks: int, num_workers: int
 ) -> None:
-    code = trains(job, {"9": "value"}, data={"num_workers": num_workers}, resources={"workers_per_node": ranks})
+    code = trains(job, {"9": "damaged"}, data={"num_workers": num_workers}, resources={"workers_per_node": ranks})
 
     first, second = job.attempts
     assert code == exit_codes.FAILED
@@ -63,7 +63,7 @@ def test_a_sample_that_cannot_be_decoded_ends_the_run_after_two_attempts_with_it
     assert (first.entity, first.may_recover) == ("train_data[9]", False)
     assert first.root == second.root
     assert "`train_data[9]` ended two attempts in a row in the same way" in second.why_last
-    assert "raised ValueError: label 99 is unknown" in second.reason
+    assert "raised JSONDecodeError: Expecting property name" in second.reason
     assert second.why_last in second.reason
 
 
@@ -77,7 +77,7 @@ def test_a_sample_that_a_file_system_cannot_read_gets_its_attempts_and_the_run_i
 
 @pytest.mark.long
 def test_another_sample_is_another_failure(job: Job) -> None:
-    code = trains(job, {"9": "value"}, {"3": "value"}, {})
+    code = trains(job, {"9": "damaged"}, {"3": "damaged"}, {})
 
     assert code == exit_codes.FINISHED
     assert entities(job) == [("train_data[9]", False), ("train_data[3]", False), ("", True)]
@@ -87,7 +87,7 @@ def test_another_sample_is_another_failure(job: Job) -> None:
 def test_a_checkpoint_between_two_failures_of_a_sample_is_progress(job: Job) -> None:
     args = {"good_reads": [0, 2]}  # the second attempt reads it in two epochs, and not in the third
 
-    code = trains(job, {"9": "value"}, {"9": "value"}, {}, every_steps=1, args=args)
+    code = trains(job, {"9": "damaged"}, {"9": "damaged"}, {}, every_steps=1, args=args)
 
     assert code == exit_codes.FINISHED
     assert entities(job) == [("train_data[9]", False), ("train_data[9]", False), ("", True)]
@@ -97,7 +97,7 @@ def test_a_checkpoint_between_two_failures_of_a_sample_is_progress(job: Job) -> 
 
 @pytest.mark.long
 def test_a_later_step_is_progress_though_no_checkpoint_came(job: Job) -> None:
-    code = trains(job, {"9": "value"}, {"9": "value"}, {}, every_steps=100, args={"good_reads": [0, 1]})
+    code = trains(job, {"9": "damaged"}, {"9": "damaged"}, {}, every_steps=100, args={"good_reads": [0, 1]})
 
     assert code == exit_codes.FINISHED
     first, second, third = job.attempts
@@ -107,33 +107,15 @@ def test_a_later_step_is_progress_though_no_checkpoint_came(job: Job) -> None:
     assert third.first_step == 0
 
 
-def decodes(job: Job, *, progress: str | None, content: str = "{", age_s: float = 3600.0) -> int:
+@pytest.mark.long
+def test_a_script_gets_its_attempts_as_neither_its_steps_nor_its_order_are_known(job: Job) -> None:
     index = job.run.path / "index.json"
-    index.write_text(content)
-    written = index.stat().st_mtime - age_s
-    os.utime(index, (written, written))
-    script = {"command": [sys.executable, str(SCRIPT), index.name], **({"progress": progress} if progress else {})}
+    index.write_text("{")
+    os.utime(index, (1000, 1000))
+    script = {"command": [sys.executable, str(SCRIPT), index.name], "progress": "saved/*"}
     job.run.config.write_text(yaml.safe_dump({"name": "run", "script": script}))
-    return job.finish()
 
+    job.finish()
 
-@pytest.mark.long
-def test_a_script_that_cannot_decode_the_same_file_twice_ends_the_run_with_its_name(job: Job) -> None:
-    code = decodes(job, progress="saved/*")
-
-    first, second = job.attempts
-    assert code == exit_codes.FAILED
-    assert (second.next, second.entity) == ("", "index.json")
-    assert first.root == second.root
-    assert "`index.json` ended two attempts in a row" in second.why_last
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("progress", "age_s"), [(None, 3600.0), ("saved/*", 1.0)])
-def test_a_script_gets_its_attempts_where_progress_is_not_known_or_the_file_may_still_be_written(
-    job: Job, progress: str | None, age_s: float
-) -> None:
-    decodes(job, progress=progress, age_s=age_s)
-
-    assert len(job.attempts) == 3
+    assert [(one.entity, one.may_recover) for one in job.attempts] == [("index.json", True)] * 3
     assert "3 attempts in a row" in job.attempts[-1].why_last

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
+import io
 import json
 import os
+import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +34,7 @@ POISONED: dict[str, Any] = {
     "exception": "SampleError: `train_data[17]` raised ValueError: bad header",
     "exception_type": "SampleError",
     "entity": "train_data[17]",
+    "entity_version": "3 bytes, sha256 1",
     "may_recover": False,
     "place": "data.py in __getitem__",
 }
@@ -57,8 +63,8 @@ def test_the_same_sample_twice_ends_the_job(supervised: Make) -> None:
     [
         ("the same sample, another exception", {"exception": "SampleError: `train_data[17]` raised KeyError: 'x'"}),
         ("the same sample, raised elsewhere", {"place": "labels.py in read"}),
-        ("a signal, after which no process knows a sample", {"exception": "killed by SIGKILL", "signal": 9, "entity": "", "may_recover": True}),
-        ("a report of an older version", {"entity": "", "may_recover": True, "place": ""}),
+        ("a signal, after which no process knows a sample", {"exception": "killed by SIGKILL", "signal": 9, "entity": "", "entity_version": "", "may_recover": True}),
+        ("a report of an older version", {"entity_version": ""}),
         ("an earlier sample failed, and a later step", {"step": 8}),
     ],
 )  # fmt: skip
@@ -183,6 +189,26 @@ def failure(read: Callable[[int], Any], *, index: int = 3, num: int = 8, in_proc
     return failure_of(info.value, rank=0, log=Path("rank-0.log"))
 
 
+class Stored:
+    """Samples in files of their own, of which some are damaged, all written long ago; `decode` reads one."""
+
+    def __init__(self, folder: Path, *wrong: int, num: int = 8, text: str = "{") -> None:
+        self.folder = folder
+        for index in range(num):
+            self.write(index, text if index in wrong else "[1]")
+
+    def __call__(self, index: int) -> None:
+        json.loads(self.path(index).read_text())
+
+    def path(self, index: int) -> Path:
+        return self.folder / f"{index}.json"
+
+    def write(self, index: int, text: str, *, age_s: float = 1e6) -> None:
+        self.path(index).write_text(text)
+        written = time.time() - age_s
+        os.utime(self.path(index), (written, written))
+
+
 def bad(*wrong: int, kind: Callable[[str], Exception] = ValueError) -> Callable[[int], None]:
     def read(index: int) -> None:
         if index in wrong:
@@ -192,12 +218,123 @@ def bad(*wrong: int, kind: Callable[[str], Exception] = ValueError) -> Callable[
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-def test_one_bad_sample_among_good_ones_is_proved_also_in_a_loader_process(*, in_process: bool) -> None:
-    found = failure(bad(3), in_process=in_process)
+def test_one_damaged_sample_among_good_ones_is_proved_also_in_a_loader_process(
+    tmp_path: Path, *, in_process: bool
+) -> None:
+    found = failure(Stored(tmp_path, 3), in_process=in_process)
 
-    assert (found.entity, found.may_recover, found.place) == ("train_data[3]", False, "test_same_again.py in read")
-    assert found.exception.startswith("SampleError: `train_data[3]` raised ValueError: bad header. Check this sample")
-    assert "in read" in found.traceback  # of the loader process, too
+    assert (found.entity, found.may_recover, found.place) == ("train_data[3]", False, "decoder.py in raw_decode")
+    assert found.entity_version.startswith("1 bytes, sha256 ")
+    assert found.exception.startswith("SampleError: `train_data[3]` raised JSONDecodeError: Expecting property name")
+    assert "in __call__" in found.traceback  # of the loader process, too
+
+
+def test_a_damaged_image_among_good_ones_is_proved(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    stored = Stored(tmp_path)
+    for index in range(8):
+        image.new("RGB", (64, 64)).save(stored.path(index), "JPEG")
+    stored.path(3).write_bytes(stored.path(3).read_bytes()[:600])
+    os.utime(stored.path(3), (1000, 1000))
+
+    found = failure(lambda index: image.open(io.BytesIO(stored.path(index).read_bytes())).load())
+
+    assert (found.entity, found.may_recover) == ("train_data[3]", False), found.exception
+
+
+def test_a_file_that_grows_between_two_attempts_is_another_content(tmp_path: Path) -> None:
+    stored = Stored(tmp_path, 3, text="[1")
+    before = failure(stored)
+
+    stored.write(3, "[1, 2")
+
+    after = failure(stored)
+    assert before.entity_version
+    assert after.entity_version
+    assert before.entity_version != after.entity_version
+
+
+def test_a_file_that_was_written_in_the_last_hour_may_still_be_written(tmp_path: Path) -> None:
+    stored = Stored(tmp_path)
+    stored.write(3, "[1", age_s=1800)
+
+    assert failure(stored).may_recover
+
+
+class HidesOutage(Stored):
+    """A reader that returns nothing where the file system fails, as some libraries do."""
+
+    def __call__(self, index: int) -> None:
+        try:
+            if index == 3:
+                raise OSError(116, "Stale file handle")  # noqa: TRY301  as the file system does
+            text = self.path(index).read_text()
+        except OSError:
+            text = ""
+        struct.unpack("1s", text[:1].encode())
+
+
+class HidesMissing(Stored):
+    """The same for a file that is not there."""
+
+    def __call__(self, index: int) -> None:
+        try:
+            text = (self.folder / ("none" if index == 3 else f"{index}.json")).read_text()
+        except OSError:
+            text = ""
+        struct.unpack("1s", text[:1].encode())
+
+
+class FromServer(Stored):
+    """The labels come from a file, the image from a server, over a connection that is kept open."""
+
+    server: Any = None
+
+    def __call__(self, index: int) -> None:
+        self.path(index).read_text()
+        if self.server is None:
+            self.server = http.client.HTTPConnection("127.0.0.1", 1)
+            self.server.sock = SimpleNamespace(sendall=lambda _: None)
+        self.server.send(b"x")
+        json.loads("502 Bad Gateway" if index == 3 else "[1]")
+
+
+class TwoFiles(Stored):
+    """Two files, of which one is in order."""
+
+    def __call__(self, index: int) -> None:
+        self.path(0).read_text()
+        super().__call__(index)
+
+
+class OwnLabel(Stored):
+    """The user's code rejects a label; it may come from anywhere."""
+
+    def __call__(self, index: int) -> None:
+        self.path(index).read_text()
+        if index == 3:
+            raise ValueError("label 99 is unknown")
+
+
+class InMemory(Stored):
+    """Read when the process began, perhaps while the file was written."""
+
+    def __call__(self, index: int) -> None:
+        json.loads("{" if index == 3 else "[1]")
+
+
+@pytest.mark.parametrize("kind", [HidesOutage, HidesMissing, FromServer, TwoFiles, OwnLabel, InMemory])
+def test_a_sample_whose_bytes_are_not_known_to_be_those_of_one_readable_file_may_recover(
+    tmp_path: Path, kind: type[Stored]
+) -> None:
+    found = failure(kind(tmp_path, *([3] if kind is TwoFiles else [])))
+
+    assert (found.entity, found.may_recover) == ("train_data[3]", True), found.exception
+
+
+def test_one_damaged_sample_where_no_other_can_be_read_may_recover(tmp_path: Path) -> None:
+    assert failure(Stored(tmp_path, *range(8))).may_recover
+    assert failure(Stored(tmp_path, 0, num=1), index=0, num=1).may_recover
 
 
 class Flaky:
@@ -286,7 +423,9 @@ def test_an_exception_of_the_users_own_class_is_named_and_may_recover(*, in_proc
 def test_a_report_is_written_and_read_with_all_of_this(tmp_path: Path) -> None:
     run = make_run(tmp_path)
 
-    write_failure(run.rank_error(0, 0), failure(bad(3)))
+    failed = failure(Stored(tmp_path, 3))
+    write_failure(run.rank_error(0, 0), failed)
 
     record = json.loads(run.rank_error(0, 0).read_text())
-    assert (record["entity"], record["may_recover"], record["entity_version"]) == ("train_data[3]", False, "")
+    assert (record["entity"], record["may_recover"]) == ("train_data[3]", False)
+    assert record["entity_version"] == failed.entity_version

@@ -1,4 +1,4 @@
-"""When two failures of the same sample or file end a run, case by case."""
+"""When two failures of the same sample end a run, case by case."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next, Root
 from ddp_hpc.spec import RestartSpec
 
-POISONED = Root(fingerprint="f1", entity="train_data[17]", may_recover=False, failed_step=5)
-OF_FILE = Root(fingerprint="f2", entity="/data/a.json", entity_version="3 bytes, 1", may_recover=False)
+CONTENT = "3 bytes, sha256 1"
+POISONED = Root(fingerprint="f1", entity="train_data[17]", entity_version=CONTENT, may_recover=False, failed_step=5)
+OF_SCRIPT = replace(POISONED, failed_step=None)
 
 
 def attempt(number: int, root: Root | None = None, **more: Any) -> Attempt:
@@ -27,11 +28,9 @@ def attempt(number: int, root: Root | None = None, **more: Any) -> Attempt:
 NEWEST = attempt(1, first_step=4, cause=None, last_step=None)
 
 
-@pytest.mark.parametrize("root", [POISONED, OF_FILE, replace(POISONED, failed_step=4)])
+@pytest.mark.parametrize("root", [POISONED, replace(POISONED, failed_step=4)])
 def test_the_same_proved_failure_twice_without_progress_is_named(root: Root) -> None:
-    before = root if root.failed_step is None else replace(root, failed_step=5)
-
-    assert fails_again([attempt(0, before), NEWEST], root, 4) == root.entity
+    assert fails_again([attempt(0, POISONED), NEWEST], root, 4) == root.entity
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,9 @@ def test_the_same_proved_failure_twice_without_progress_is_named(root: Root) -> 
     [
         ("another fingerprint", attempt(0, replace(POISONED, fingerprint="f9")), NEWEST, POISONED, 4),
         ("another sample", attempt(0, replace(POISONED, entity="train_data[18]")), NEWEST, POISONED, 4),
-        ("another version of the file", attempt(0, replace(OF_FILE, entity_version="4 bytes, 2")), NEWEST, OF_FILE, 4),
+        ("another content", attempt(0, replace(POISONED, entity_version="4 bytes, sha256 2")), NEWEST, POISONED, 4),
+        ("content not known", attempt(0, replace(POISONED, entity_version="")), NEWEST, replace(POISONED, entity_version=""), 4),
+        ("a script: neither its steps nor its order are known", attempt(0, OF_SCRIPT), NEWEST, OF_SCRIPT, 4),
         ("no entity", attempt(0, replace(POISONED, entity="")), NEWEST, replace(POISONED, entity=""), 4),
         ("no fingerprint", attempt(0, replace(POISONED, fingerprint="")), NEWEST, replace(POISONED, fingerprint=""), 4),
         ("the first might recover", attempt(0, replace(POISONED, may_recover=True)), NEWEST, POISONED, 4),
@@ -99,6 +100,7 @@ def report(rank: int = 0, message: str = "label 99 is unknown", **more: Any) -> 
         "exception_type": "SampleError",
         "log": "",
         "entity": "train_data[17]",
+        "entity_version": CONTENT,
         "may_recover": False,
         "place": "data.py in __getitem__",
         **more,
@@ -106,7 +108,7 @@ def report(rank: int = 0, message: str = "label 99 is unknown", **more: Any) -> 
     return WorkerFailure(**known)
 
 
-LOST: dict[str, Any] = {"exception": "RuntimeError: Connection closed by peer", "exception_type": "RuntimeError", "entity": "", "may_recover": True}  # fmt: skip
+LOST: dict[str, Any] = {"exception": "RuntimeError: Connection closed by peer", "exception_type": "RuntimeError", "entity": "", "entity_version": "", "may_recover": True}  # fmt: skip
 
 
 def root(*failures: WorkerFailure, cause: Cause = Cause.WORKER_CRASHED) -> Root:
@@ -137,16 +139,35 @@ def test_another_error_of_the_same_sample_is_another_fingerprint(other: WorkerFa
 @pytest.mark.parametrize(
     "others",
     [
-        [report(1, is_secondary=True, **LOST)],
-        [report(1, at=0.0, **LOST)],  # another clock, or a text that is not known to be of a lost connection
-        [report(1, at=0.0, **(LOST | {"exception": "killed by SIGABRT", "signal": 6}))],  # by NCCL's watchdog
+        [report(1, at=0.0, is_secondary=True, **LOST)],  # another clock
         [report(1, at=0.0)],  # the same sample: ranks that take parts of one
     ],
 )
-def test_what_other_ranks_report_beside_a_poisoned_sample_changes_nothing(others: list[WorkerFailure]) -> None:
+def test_what_follows_from_a_poisoned_sample_in_other_ranks_changes_nothing(others: list[WorkerFailure]) -> None:
     found = root(report(0), *others)
 
     assert (found.entity, found.may_recover, found.failed_step) == ("train_data[17]", False, 5)
+
+
+STALE: dict[str, Any] = {"exception": "SampleError: `train_data[3]` raised OSError: [Errno 116] Stale file handle", "entity": "train_data[3]", "entity_version": "", "may_recover": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        report(1, **STALE),
+        report(1, at=99.0, **STALE),
+        report(1, **(STALE | {"entity": "train_data[17]"})),  # the same sample: this rank's node says what is wrong
+        report(1, at=0.0, **LOST),  # a text that is not known to be of a lost connection
+        report(1, **(LOST | {"exception": "killed by SIGBUS", "signal": 7})),
+        report(1, **(LOST | {"exception": "killed by SIGKILL", "signal": 9, "memory_ran_out": True})),
+        report(-1, **LOST),  # an agent
+    ],
+)
+def test_what_another_rank_reports_first_hand_of_an_outage_may_be_the_reason_of_all(other: WorkerFailure) -> None:
+    found = root(report(0), other)
+
+    assert (found.entity, found.may_recover) == ("train_data[17]", True)
 
 
 def test_several_samples_that_fail_at_once_may_have_one_reason_that_recovers() -> None:

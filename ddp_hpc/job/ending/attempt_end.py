@@ -110,7 +110,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
 
 
 def _fails_again(context: JobContext, attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
-    """Return the sample or file of which the attempt failed as the one before it, if the file system shows no progress."""
+    """Return the sample of which the attempt failed as the one before it, if the file system shows no progress."""
     entity = requeue.fails_again(attempts, root, newest_step)
     return entity if entity and context.workload.seen_progress(context.run) == newest_step else ""
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
 from ddp_hpc.errors import DdpHpcError
-from ddp_hpc.run_dir.affected import Affected, is_of_content, place_of
+from ddp_hpc.run_dir.affected import Affected, is_of_decoder, place_of
 from ddp_hpc.spec import DataSpec
+from ddp_hpc.train.data.sample_files import recorded_sources
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.state.rng import HostGenerators, seed_host_libraries
 
@@ -73,11 +74,11 @@ class SeededFetch(Dataset[Any]):
             raise
         except Exception as error:
             sample = f"{'eval_data' if epoch < 0 else 'train_data'}[{index}]"
-            lasts = is_of_content(error) and self._is_sure(error, epoch, index)
+            content = self._undecodable(error, epoch, index)
             raise SampleError(
                 f"`{sample}` raised {type(error).__name__}: {str(error).rstrip('.')}. Check this sample and the "
                 "dataset's `__getitem__`; the rank's log has the traceback.",
-                Affected(entity=sample, may_recover=not lasts, place=place_of(error)),
+                Affected(entity=sample, version=content, may_recover=not content, place=place_of(error)),
             ) from error
 
     def _read(self, epoch: int, index: int) -> Any:
@@ -88,20 +89,29 @@ class SeededFetch(Dataset[Any]):
         seed_host_libraries(seed)
         return self._dataset[index]
 
-    def _is_sure(self, error: Exception, epoch: int, index: int) -> bool:
-        """Tell whether a sample fails again in the same way, and another one does not.
+    def _undecodable(self, error: Exception, epoch: int, index: int) -> str:
+        """Return the content of the sample's file where it is proved that a decoder rejects it each time; empty where not.
 
-        If none can be read, it is not this sample: a server of data may answer with an error page, a mount may be empty.
+        The sample fails twice more in the same way, and between the two its one file can be read. A reader that returns
+        nothing where a file system fails may look like that, so another sample has to be readable, too.
         """
+        if not is_of_decoder(error):
+            return ""
+        with recorded_sources() as sources:
+            fails_alike = self._fails_alike(error, epoch, index)
+        content = sources.content() if fails_alike else ""
+        if not content or not self._fails_alike(error, epoch, index):
+            return ""
+        num = len(self._dataset)  # type: ignore[arg-type]  # map-style data has a length
+        others = {(index + 1) % num, (index - 1) % num, (index + num // 2) % num} - {index}
+        return content if any(self._is_readable(epoch, other) for other in sorted(others)) else ""
+
+    def _fails_alike(self, error: Exception, epoch: int, index: int) -> bool:
         try:
             self._read(epoch, index)
         except Exception as again:  # noqa: BLE001  whatever the user's data set raises
-            if type(again) is not type(error) or not is_of_content(again):
-                return False
-        else:
-            return False
-        num = len(self._dataset)  # type: ignore[arg-type]  # map-style data has a length
-        return any(self._is_readable(epoch, other % num) for other in (index + 1, index - 1, index + num // 2))
+            return type(again) is type(error) and place_of(again) == place_of(error) and is_of_decoder(again)
+        return False
 
     def _is_readable(self, epoch: int, index: int) -> bool:
         try:

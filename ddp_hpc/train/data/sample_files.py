@@ -1,0 +1,77 @@
+"""The one file that a sample is read from, and its content: proof that two attempts met the same bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_SETTLED_S = 3600.0
+"""A file that was written more recently may still be written: by a download, a copy, or a user who repairs it."""
+_LARGEST = 256 * 1024 * 1024
+"""Bytes of a file that holds one sample; a larger one may take long to read."""
+_OTHER_SOURCES = ("socket.", "http.", "urllib.", "sqlite3.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn")  # fmt: skip
+"""Audit events of data that come from elsewhere: https://docs.python.org/3/library/audit_events.html"""
+
+
+@dataclass
+class Sources:
+    """What this process has opened while it read a sample, in any of its threads."""
+
+    paths: set[str] = field(default_factory=set)
+    has_others: bool = False
+
+    def content(self) -> str:
+        """Return size and hash of the one file that was opened; empty where there is not one that can be read and is settled."""
+        if self.has_others or len(self.paths) != 1:
+            return ""
+        try:
+            return _content(*self.paths)
+        except (OSError, ValueError):
+            return ""
+
+
+_recorded: list[Sources] = []
+_has_hook: list[bool] = []
+
+
+@contextmanager
+def recorded_sources() -> Iterator[Sources]:
+    """Record what is opened. Only for a process that has met a sample that cannot be read, as a hook cannot be removed."""
+    if not _has_hook:
+        sys.addaudithook(_note)
+        _has_hook.append(True)
+    sources = Sources()
+    _recorded.append(sources)
+    try:
+        yield sources
+    finally:
+        _recorded.remove(sources)
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    """Note an audit event; it must not raise."""
+    for sources in _recorded:
+        if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+            sources.paths.add(os.fsdecode(args[0]))
+        elif event == "open" or event.startswith(_OTHER_SOURCES):
+            sources.has_others = True
+
+
+def _content(path: str) -> str:
+    import hashlib  # late: only a process that has met a bad sample computes a hash
+
+    with open(path, "rb") as file:  # noqa: PTH123  the path as it was opened
+        found = os.fstat(file.fileno())
+        age_s = time.time() - found.st_mtime
+        if not stat.S_ISREG(found.st_mode) or not 0 < found.st_size <= _LARGEST or age_s <= _SETTLED_S:
+            return ""
+        content = file.read(_LARGEST + 1)
+    return (
+        f"{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}" if len(content) == found.st_size else ""
+    )
