@@ -113,7 +113,9 @@ def _is_of_decoder(error: BaseException) -> bool:
     if any((kind.__module__, kind.__name__) in _OF_DECODING for kind in type(error).__mro__):
         return not isinstance(error, OSError) or error.errno is None
     # Pillow says of a truncated image `OSError`, without a number. What the operating system reports has one.
-    return type(error) is OSError and error.errno is None and module.partition(".")[0] == "PIL"
+    # Other modules of it say the same where a font or a colour profile cannot be opened.
+    is_of_images = module in ("PIL.Image", "PIL.ImageFile") or (module.startswith("PIL.") and module.endswith("Plugin"))
+    return type(error) is OSError and error.errno is None and is_of_images
 
 
 def _innermost(error: BaseException) -> FrameType | None:

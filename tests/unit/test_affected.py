@@ -76,6 +76,7 @@ def in_module(name: str, error: BaseException) -> Callable[[], object]:
         lambda: list(csv.reader(['"a' + "b"], strict=True)),
         raises(BadImageError("cannot identify image file")),
         in_module("PIL.ImageFile", OSError("image file is truncated (3 bytes not processed)")),
+        in_module("PIL.BmpImagePlugin", OSError("Unsupported BMP header type (0)")),
         wrapped(KeyError("label"), ValueError("no label")),
     ],
     ids=map(str, count(1)),  # a function prints its address, which differs from process to process
@@ -106,6 +107,8 @@ def test_an_error_of_the_content_is_one(act: Callable[[], object]) -> None:
         wrapped(OSError(errno.EIO, "x"), ValueError("bad image"), is_hidden=True),
         wrapped(ConnectionResetError(), KeyError("x")),
         in_module("torchvision.io", OSError("something")),
+        in_module("PIL.ImageFont", OSError("cannot open resource")),  # FreeType could not open a font's file
+        in_module("PIL.ImageCms", OSError("cannot open profile file")),
     ],
     ids=map(str, count(1)),  # a function prints its address, which differs from process to process
 )  # fmt: skip
