@@ -111,22 +111,24 @@ def test_packets_that_are_lost_before_the_network_has_found_the_way_blame_no_nod
 
 def test_a_probe_process_that_stands_still_blames_no_node(nodes: Nodes) -> None:
     def stop_and_go() -> None:
-        """Wait until the probe's process of node4 listens; stop it for longer than the others wait for it."""
+        """Wait until node4's process serves the others, in threads; stop it for longer than they wait for it."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
-                    # iproute2 replaces itself by the command, so this is the probe's process and no other.
-                    if "--name=node4" in process.cmdline() and process.net_connections("udp"):
+                    if "--name=node4" in process.cmdline() and process.num_threads() > 3:
                         process.suspend()
+                        stopped.append(process.pid)
                         time.sleep(6.0)
                         process.resume()
                         return
             time.sleep(0.01)
 
+    stopped: list[int] = []
     thread = threading.Thread(target=stop_and_go)
     thread.start()
     findings = nodes.probe()
     thread.join()
 
+    assert stopped
     assert not findings.is_faulty, findings
