@@ -17,7 +17,10 @@ def of_hang(facts: Facts) -> Finding:
     failure = next((one for one in facts.failures if one.is_hang), None)
     is_found = failure is not None and (failure.rank in facts.places or failure.hang_kind in {"behind", "different"})
     if facts.network is not None and facts.network.is_faulty and not is_found:
-        return of_network(facts)
+        # A rank without a stack is the one that the others wait for, unless its own node's links explain it.
+        is_elsewhere = failure is not None and failure.host and not facts.network.is_at_fault(failure.host)
+        if failure is None or failure.rank < 0 or not is_elsewhere:
+            return of_network(facts)
     if failure is None:
         return Finding(failure="hang", role="either", basis="record", rank=None)
     finding = Finding(failure="hang", role="either", basis="record", rank=None, at=failure.at)

@@ -367,7 +367,7 @@ FAULTY = NetworkFindings(
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_hang_over_a_network_that_does_not_carry_names_the_pair(rank: int) -> None:
-    hang = report(rank, "no rank made progress", is_hang=True)  # rank 2 has left no stack
+    hang = report(rank, "no rank made progress", is_hang=True, host="node3")  # rank 2 has left no stack
     places = {0: "d.py:9 in all_reduce", 1: "d.py:9 in all_reduce"}
 
     verdict = verdict_of(replace(facts(hang, cause=Cause.HANG, places=places), network=FAULTY))
@@ -380,6 +380,15 @@ def test_a_hang_over_a_network_that_does_not_carry_names_the_pair(rank: int) -> 
     )
     assert verdict.detail.endswith("nothing that node1 sends arrives at node3, while packets pass the other way")
     assert verdict.evidence[0].line is None
+
+
+def test_a_rank_without_a_stack_is_named_before_a_pair_that_its_node_is_no_part_of() -> None:
+    hang = report(3, "no rank made progress", is_hang=True, host="node4")
+    places = {0: "d.py:9 in all_reduce", 1: "d.py:9 in all_reduce"}
+
+    verdict = verdict_of(replace(facts(hang, cause=Cause.HANG, places=places), network=FAULTY))
+
+    assert (verdict.failure, verdict.rank, verdict.host) == ("hang-behind", 3, "node4")
 
 
 def test_a_rank_that_is_elsewhere_is_named_before_the_network() -> None:
