@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -39,6 +41,8 @@ _OF_DECODING = frozenset(
 """Modules and names of the exceptions by which a decoder says that bytes are not of its format."""
 _SETTLED_S = 60.0
 """A file that was written more recently may still be written."""
+ANSWER_S = 5.0
+"""How long to wait for a file system, which may hang; the report of the failure waits as long."""
 _MOST_IN_CHAIN = 20
 _LONGEST = 1000
 
@@ -125,13 +129,29 @@ def _innermost(error: BaseException) -> FrameType | None:
     return None if at is None else at.tb_frame
 
 
+def _stat_within(path: str, seconds: float) -> os.stat_result | None:
+    """Ask in a thread of its own, which a file system that hangs may keep; None where there is no answer."""
+    found: list[os.stat_result] = []
+
+    def ask() -> None:
+        with suppress(OSError, ValueError):
+            found.append(os.stat(path))  # noqa: PTH116  a Path raises for some texts that are no path
+
+    thread = threading.Thread(target=ask, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started
+        return None
+    thread.join(seconds)
+    return found[0] if found else None
+
+
 def _version(path: str) -> str:
     """Return size and time of a file; empty where there is none, or it may still be written."""
     if len(path) > _LONGEST or not path.isprintable():
         return ""
-    try:
-        found = os.stat(path)  # noqa: PTH116  a Path raises for some texts that are no path
-    except (OSError, ValueError):
+    found = _stat_within(path, ANSWER_S)
+    if found is None:
         return ""
     is_settled = stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _SETTLED_S
     return f"{found.st_size} bytes, {found.st_mtime_ns}" if is_settled else ""

@@ -10,6 +10,8 @@ import json
 import os
 import pickle
 import struct
+import threading
+import time
 import types
 import zipfile
 import zlib
@@ -222,3 +224,23 @@ def test_a_message_of_a_million_characters_is_read_at_once(index: Path) -> None:
     found = undecodable(f"cannot read '{index}' " + "'a/b" * 250_000)
 
     assert found.may_recover
+
+
+def test_a_file_system_that_does_not_answer_keeps_no_failure_from_being_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, answers, stat = "/data/images/7.jpg", threading.Event(), os.stat
+
+    def hanging(path: Any, **options: Any) -> os.stat_result:
+        if path == file:
+            answers.wait(20)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", hanging)
+    began = time.monotonic()
+
+    found = affected_by(ValueError(f"cannot read '{file}'"))
+
+    answers.set()
+    assert 4 < time.monotonic() - began < 15
+    assert (found.entity, found.may_recover) == ("", True)

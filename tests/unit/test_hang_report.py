@@ -155,6 +155,7 @@ NOTHING_PASSES = PairFault(nodes=("node1", "node2"), fault="nothing passes")
         Outcome(code=exit_codes.FAILED, is_unresponsive=True, was_signalled=True, met_at="10.2.0.1"),
         Outcome(code=exit_codes.FAILED, is_unresponsive=True, was_suspended=True, met_at="10.2.0.1"),
         Outcome(code=exit_codes.FENCED, is_unresponsive=True, met_at="10.2.0.1"),
+        Outcome(code=exit_codes.FAILED, is_unresponsive=True, lost_nodes=("node2",), met_at="10.2.0.1"),
     ],
 )
 def test_an_end_that_no_network_explains_costs_no_probe(supervised: Make, outcome: Outcome) -> None:

@@ -73,6 +73,8 @@ def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
     """Tell whether an attempt failed in a way that a broken network can cause."""
     if outcome.code in exit_codes.GOOD or outcome.code == exit_codes.FENCED or outcome.was_suspended:
         return False
+    if outcome.lost_nodes:
+        return False  # srun would wait for them, and it is known which nodes failed
     if outcome.reason or outcome.was_signalled or outcome.is_out_of_time or processes.is_stop_pending():
         return False
     if outcome.is_unresponsive or stacks.has_stacks(context.run, attempt, context.world.world_size):
