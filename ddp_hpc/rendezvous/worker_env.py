@@ -287,6 +287,11 @@ PROBES_ITSELF = "_DDP_HPC_PROBES_ITSELF"
 """Set where no other process of the node asks the rank what it does before a watchdog ends it."""
 
 
+def without_probe(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what another run's rank reads, from whose script this run may have been submitted."""
+    return {name: value for name, value in environ.items() if name not in {PROBE_FOLDER, PROBES_ITSELF}}
+
+
 def for_probe(folder: Path | None, *, is_alone: bool = False) -> dict[str, str]:
     """Return what a rank reads to answer questions; nothing where this node has no directory for sockets."""
     if folder is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -320,3 +322,24 @@ def test_a_worker_that_a_real_time_signal_ends_is_reported_and_the_agent_stays(r
     assert "killed by signal 40 (" in failure.exception
     workers.begin(1, None)
     assert len(pids(run, 1)) == NUM_WORKERS
+
+
+def test_an_agent_that_an_error_ends_removes_its_directory_of_sockets(run: RunDir, tmp_path: Path) -> None:
+    agent = "import sys, tempfile\nfrom ddp_hpc.job.node import agent\nfrom ddp_hpc.rank_probe import folder\n"
+    made = (
+        f"make = folder.make_folder\nagent.make_folder = lambda: make([{str(tmp_path)!r}])\nagent.main(sys.argv[1:])\n"
+    )
+    words = [str(run.path), "--worker", "counting_worker", "--num-workers", "1"]
+    order = json.dumps({"do": "start", "attempt": 0, "meet": "nowhere"}) + "\n"
+
+    done = subprocess.run(
+        [sys.executable, "-c", agent + made, *words],
+        input=order,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert "ValueError" in done.stderr
+    assert not [*tmp_path.glob(".ddp-hpc-ranks-*")]

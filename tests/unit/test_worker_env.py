@@ -15,12 +15,15 @@ import pytest
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.workers import ByAgents
 from ddp_hpc.rendezvous.worker_env import (
+    PROBE_FOLDER,
+    PROBES_ITSELF,
     RANKS,
     TABLE,
     USERS_CODE,
     Fact,
     WorkerEnv,
     endpoint_of_run,
+    for_probe,
     launched,
     library_variables,
     node_variables,
@@ -199,7 +202,9 @@ def run(tmp_path: Path) -> RunDir:
 def base_environ(run: RunDir, **more: str) -> dict[str, str]:
     """Return what the supervisor hands down."""
     code = str(run.path.parent / "code")
-    return {"PATH": os.environ["PATH"], IMPORT_PATH: code, "CUBLAS_WORKSPACE_CONFIG": ":16:8", **more}
+    # As of a rank of another run, from whose script this one was submitted.
+    outer = for_probe(run.path.parent / "outer", is_alone=True)
+    return {"PATH": os.environ["PATH"], IMPORT_PATH: code, "CUBLAS_WORKSPACE_CONFIG": ":16:8", **outer, **more}
 
 
 def by_agent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -269,6 +274,8 @@ def test_workers_find_what_their_table_says_and_nothing_else_of_ours(
         differ = {name for name, row in carried.items() if found.get(name) != row[0]}
         assert differ <= {"RES_OPTIONS"}
         assert table.variables.keys() == ALL_NAMES
+        assert Path(found[PROBE_FOLDER]).name.startswith(".ddp-hpc-ranks-")
+        assert (PROBES_ITSELF in found) == (start in (by_srun, by_torchrun))
         assert [table.value(name) for name in RANKS] == [str(rank), str(rank), "2", "2", "0"]
         assert (table.value("GLOO_SOCKET_IFNAME"), table.value("NCCL_SOCKET_IFNAME")) == ("lo", "=lo")
         assert (table.value("RES_OPTIONS"), table.value("CUBLAS_WORKSPACE_CONFIG")) == ("timeout:3", ":16:8")

@@ -45,6 +45,8 @@ from ddp_hpc.rank_probe.deadlines import HangCollector
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
+    PROBE_FOLDER,
+    PROBES_ITSELF,
     Fact,
     WorkerEnv,
     endpoint_of_run,
@@ -147,6 +149,14 @@ class Agent:
 
     def serve(self) -> None:
         """Carry out the supervisor's orders until it closes the connection; then kill the workers that are left."""
+        try:
+            self._serve()
+        finally:
+            # A worker that this agent has forked leaves by `os._exit`.
+            if self._probes:
+                self._probes.close()
+
+    def _serve(self) -> None:
         failure = self._preload()
         while True:
             for order in self._line.read():
@@ -159,8 +169,6 @@ class Agent:
             self._look_after_workers()
         if self._group:
             processes.kill(self._group.alive)
-        if self._probes:
-            self._probes.close()
 
     def _ask_workers_to_stop(self) -> None:
         """Send the workload's stop signal to the workers; where none runs, keep it for the next ones."""
@@ -319,6 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.block_awaited_signals()
     processes.block_interruptions()
     python = python_environ(os.environ)
+    for name in (PROBE_FOLDER, PROBES_ITSELF):  # of a rank from whose script this run was submitted
+        os.environ.pop(name, None)
     import_paths = make_users_code_importable(os.environ)
     Agent(arguments, Line.of_agent(), python, import_paths).serve()
     return exit_codes.FINISHED

@@ -26,6 +26,7 @@ from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
     PROBE_FOLDER,
+    PROBES_ITSELF,
     WorkerEnv,
     endpoint_of_run,
     for_probe,
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     import_paths = make_users_code_importable(os.environ)
     if meeting is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
+    else:
+        for name in (PROBE_FOLDER, PROBES_ITSELF):  # of a rank from whose script this run was submitted
+            os.environ.pop(name, None)
     worker_env = _by_torchrun(import_paths) if meeting is None else _by_srun(meeting, import_paths)
     os.environ.update(worker_env.environ)
     # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.

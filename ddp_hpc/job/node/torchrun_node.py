@@ -33,7 +33,7 @@ from ddp_hpc.job.node.cpus import share_here
 from ddp_hpc.job.wire.endpoint import Meeting, own_address
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
-from ddp_hpc.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled
+from ddp_hpc.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled, without_probe
 from ddp_hpc.run_dir.records import read_rendezvous_token
 from ddp_hpc.slurm.allocation import step_task
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *rendezvous, *arguments.options],
         env={
-            **os.environ,
+            **without_probe(os.environ),
             **node.environ,
             "PET_RDZV_ID": name,
             **for_probe(probes.path if probes else None, is_alone=True),
