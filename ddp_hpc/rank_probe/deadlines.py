@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ddp_hpc.rank_probe.client import ANSWER_S
@@ -51,6 +52,8 @@ class HangCollector:
     attempt: int
     folder: Path
     ranks: Iterable[int]
+    run_work: Callable[[Callable[[], object]], object] = lambda work: work()
+    """How to ask and to write: beside a caller that must not wait for a file system."""
     _asked_for: float = 0.0
     """The deadline before which the ranks were asked last."""
     _deadlines: list[tuple[float, float]] = field(default_factory=list)
@@ -84,7 +87,8 @@ class HangCollector:
         self._asked_for = max(ends_at for ends_at, given_s in self._deadlines if ends_at - 2 * _lead_s(given_s) <= now)
         lead_s = min(_lead_s(given_s) for _, given_s in due)
         sockets = {rank: socket_of(self.folder, rank) for rank in self.ranks}
-        keep_hang_records(self.run, self.attempt, sockets, answer_s=min(ANSWER_S, lead_s / 3))
+        answer_s = min(ANSWER_S, lead_s / 3)
+        self.run_work(partial(keep_hang_records, self.run, self.attempt, sockets, answer_s=answer_s))
 
 
 def _lead_s(given_s: float) -> float:

@@ -56,7 +56,7 @@ def write_hang_record(run: RunDir, attempt: int, record: HangRecord) -> None:
     fields = {**asdict(record), "flight_record": flight, "stacks": record.stacks and record.stacks[:MOST_TEXT]}
     path = run.hang_record(attempt, record.rank)
     make_directories(path.parent)
-    replace_text(path, json.dumps(fields))
+    replace_text(path, json.dumps(fields), durable=False)
 
 
 def read_hang_records(run: RunDir, attempt: int) -> Sequence[HangRecord]:

@@ -27,14 +27,16 @@ class HangWatch:
     """Whether to ask for stacks: a question that waits for the interpreter (GIL) keeps a thread of the server for ever."""
 
     def is_due(self, *, is_alive: bool) -> bool:
-        """Tell whether to ask now; call it whenever the script was checked."""
+        """Tell whether to ask now, once in each silence; call it whenever the script was checked."""
         if is_alive:
             self._alive_at, self._has_asked = time.monotonic(), False
-        return not self._has_asked and time.monotonic() - self._alive_at >= self.timeout_s
+        if self._has_asked or time.monotonic() - self._alive_at < self.timeout_s:
+            return False
+        self._has_asked = True
+        return True
 
     def keep_record(self, pid: int) -> None:
-        """Ask the script what it does, and write the answer; `pid` is its process."""
-        self._has_asked = True
+        """Ask the script what it does, and write the answer; `pid` is its process. It may wait for the file system."""
         rank = self.script_rank.rank
         folder = self.folder or Path("/nonexistent")  # then only the kernel is asked
         probe = RankProbe(path=socket_of(folder, rank))

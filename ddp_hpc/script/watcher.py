@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.patience import known
+from ddp_hpc.rank_probe.beside import in_thread
 from ddp_hpc.run_dir.failure_reports import read_failures
 from ddp_hpc.run_dir.rank_ends import write_rank_end
 from ddp_hpc.run_dir.records import Progress, with_report, write_progress
@@ -88,7 +90,7 @@ class Watcher:
             if have_ended or life.is_due():
                 is_alive = life.look()
                 if hang.is_due(is_alive=is_alive) and not have_ended:
-                    hang.keep_record(pids[0])
+                    in_thread(partial(hang.keep_record, pids[0]))  # this loop passes on signals, and kills in time
                 # At the end, there may be what the script has reported by `attach` since the last look.
                 if self.count_saves() or is_alive or have_ended:
                     self._note_life()

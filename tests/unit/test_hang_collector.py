@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.job.node.agent import NodeWorkers, _collector
+from ddp_hpc.job.node.cpus import Share
+from ddp_hpc.rank_probe import collect as collect_module
 from ddp_hpc.rank_probe.client import RankProbe
 from ddp_hpc.rank_probe.collect import collect, process_state
 from ddp_hpc.rank_probe.deadlines import LOOK_S, Deadline, HangCollector, deadline_file
+from ddp_hpc.rendezvous.worker_env import Fact
 from ddp_hpc.run_dir.hang_records import HangRecord, read_hang_records, write_hang_record
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.script.life import cpu_seconds
@@ -104,3 +108,37 @@ def test_records_of_an_earlier_silence_or_in_another_format_are_left_out(run: Ru
 def test_the_cpu_time_of_a_process_that_has_ended_is_nothing() -> None:
     assert cpu_seconds(2**22 + 1) == 0.0
     assert cpu_seconds(os.getpid()) > 0.0
+
+
+@pytest.mark.parametrize("may_fork", [True, False])
+def test_an_agent_does_not_wait_for_a_file_system_that_takes_no_record(
+    may_fork: bool, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_for_file_system(run: RunDir, attempt: int, record: HangRecord) -> None:
+        ends_at = time.monotonic() + 10
+        while not (tmp_path / "answers").exists() and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        write_hang_record(run, attempt, record)
+
+    monkeypatch.setattr(collect_module, "write_hang_record", wait_for_file_system)
+    share = Share(cpu_sets=((0,),), threads=Fact(value="1", rule="made"))
+    node_workers = NodeWorkers(
+        run=run,
+        attempt=0,
+        num_workers=1,
+        share=share,
+        node={},
+        users_environ={},
+        import_paths=(),
+        probe_folder=tmp_path,
+    )
+    collector = _collector(node_workers, may_fork=may_fork)
+    assert collector is not None
+    Deadline(deadline_file(tmp_path, 0)).put_off(0.0)
+
+    collector.look()
+
+    assert records(run) == []
+    (tmp_path / "answers").touch()
+    while not records(run):
+        time.sleep(0.01)

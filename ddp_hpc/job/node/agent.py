@@ -41,6 +41,7 @@ from ddp_hpc.job.node.python_environ import (
 )
 from ddp_hpc.job.wire.control_channel import Line
 from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting, PortTakenError, listen
+from ddp_hpc.rank_probe.beside import in_child, in_thread
 from ddp_hpc.rank_probe.deadlines import HangCollector
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
@@ -231,7 +232,7 @@ class Agent:
             return
         try:
             with ExitStack() as resources:
-                collector = _collector(node_workers)
+                collector = _collector(node_workers, may_fork=not self._must_not_fork)
                 meeting_point = (
                     resources.enter_context(listen(node_workers.meeting)) if node_workers.node_rank == 0 else None
                 )
@@ -376,13 +377,16 @@ def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket
     return ranks
 
 
-def _collector(node_workers: NodeWorkers) -> HangCollector | None:
+def _collector(node_workers: NodeWorkers, *, may_fork: bool) -> HangCollector | None:
     """Return what asks this node's workers what they do, shortly before their watchdogs end them."""
     if node_workers.probe_folder is None:
         return None
     first = node_workers.node_rank * node_workers.num_workers
     ranks = range(first, first + node_workers.num_workers)
-    collector = HangCollector(node_workers.run, node_workers.attempt, node_workers.probe_folder, ranks)
+    # A file system that does not answer is a frequent reason for a hang, and the agent must obey orders all the same.
+    # A thread may not be there when the next attempt's workers are forked.
+    beside = in_child if may_fork else in_thread
+    collector = HangCollector(node_workers.run, node_workers.attempt, node_workers.probe_folder, ranks, beside)
     collector.forget()
     return collector
 
