@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,12 @@ from typing import Any
 
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.rank_probe.client import ANSWER_S, NoAnswerError, RankProbe
+from ddp_hpc.rank_probe.compare import is_in_distributed, main_frames
 from ddp_hpc.run_dir.hang_records import HangRecord, write_hang_record
 from ddp_hpc.run_dir.paths import RunDir
 
 _AT_ONCE = 16
+_MOST_LINE = 200
 _STATES = {"R": "running", "S": "sleeping", "T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended"}
 """Letters of proc_pid_stat(5)."""
 
@@ -51,6 +54,9 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
     answers = "ping" not in unknown
     state = process_state(pid)
     # The stacks come last: where a thread holds the interpreter, that question stays with the server, and takes one of its threads.
+    flight_record = ask("flight_record", probe.flight_record) if answers else None
+    wait_counters = ask("wait_counters", probe.wait_counters) if answers else None
+    stacks = ask("stacks", probe.stacks) if answers and with_stacks else None
     return HangRecord(
         rank=rank,
         host=host_name(),
@@ -58,11 +64,21 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
         pid=pid,
         state=state,
         answers=answers,
-        flight_record=ask("flight_record", probe.flight_record) if answers else None,
-        wait_counters=ask("wait_counters", probe.wait_counters) if answers else None,
-        stacks=ask("stacks", probe.stacks) if answers and with_stacks else None,
+        line="" if stacks is None or state.startswith("in the kernel") else _innermost_line(stacks),
+        flight_record=flight_record,
+        wait_counters=wait_counters,
+        stacks=stacks,
         unknown=unknown,
     )
+
+
+def _innermost_line(stacks: str) -> str:
+    """Return the source in which the main thread is, where it may show a wait that has no frame of its own."""
+    frames = main_frames(stacks)
+    if not frames or is_in_distributed(stacks):
+        return ""
+    path, _, number = frames[0].partition(" in ")[0].rpartition(":")
+    return linecache.getline(path, int(number)).strip()[:_MOST_LINE]
 
 
 def process_state(pid: int | None) -> str:

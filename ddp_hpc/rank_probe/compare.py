@@ -1,7 +1,7 @@
 """Compares what the ranks were doing in a hang: which one is behind, who calls something else, or that nobody is behind. Pure.
 
 Each rank numbers the collectives of each process group, so the numbers of all ranks can be compared. With gloo only the launch
-and the end on the rank itself are recorded; a point-to-point operation is not, so ranks that wait in one are left to their stacks.
+and the end on the rank itself are recorded; a point-to-point operation is not. A rank that may wait in one is not called behind.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<funct
 _NOT_MAIN = ("threading.py", "concurrent/futures/thread.py")
 _NOT_USERS = ("/torch/", "/ddp_hpc/", "/lib/python", "<frozen")
 _MOST_NAMED = 4
+_LOADER = "torch/utils/data"
+_WAIT = re.compile(
+    r"\b(?:wait(?!pid)\w*|synchronize|item|tolist|cpu|numpy|cuda|to|i?recv\w*|i?send\w*|barrier|join|result|get|acquire)\s*\("
+)
+"""Calls in which a rank may wait for another one, or for a GPU that does. They are methods of C, which have no frame of their own."""
 
 
 class GroupId(NamedTuple):
@@ -65,7 +70,7 @@ class HangVerdict:
 
     kind: Kind = ""
     ranks: Sequence[int] = ()
-    """Those that are behind, or call different operations; of `network`, those that wait."""
+    """Those that are behind, or call different operations; of `network`, those that wait; without a kind, those that may be behind."""
     how: str = ""
     """What the first of them does, as a predicate, where it is behind; else a whole sentence."""
 
@@ -104,12 +109,13 @@ def verdict_of(records: Sequence[HangRecord], world_size: int) -> HangVerdict:
         return different
     missing = _missing(ranks, waiting)
     free = sorted(ranks.keys() - waiting.keys())
-    if behind := [rank for rank in free if any(rank in others for others in missing.values())] or [
-        rank for rank in free if not _waits_by_stack(by_rank[rank])
-    ]:
+    late = [rank for rank in free if any(rank in others for others in missing.values())]
+    working = [rank for rank in late or free if not _may_wait(by_rank[rank])]
+    # Of several, one may wait for another by what is not recorded, so that each must be known not to wait.
+    if behind := working if len(late or free) == 1 else [rank for rank in working if not _is_unclear(by_rank[rank])]:
         return _behind(behind, ranks, waiting, by_rank)
-    if held:
-        return by_kernel
+    if held or late:
+        return by_kernel if held else _undecided(late, by_rank)
     if len(ranks) < world_size or free:
         return HangVerdict()  # somebody is not known, so that nobody may be called behind, and nobody is cleared
     return _nobody(ranks, waiting, missing, by_rank)
@@ -195,6 +201,13 @@ def _behind(
     return HangVerdict(kind="behind", ranks=behind, how=how)
 
 
+def _undecided(late: Sequence[int], by_rank: Mapping[int, HangRecord]) -> HangVerdict:
+    named = "; ".join(f"rank {rank} {_doing(by_rank[rank])}" for rank in late[:_MOST_NAMED])
+    more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
+    how = f"others wait for what these have not launched, but these may wait for a rank themselves: {named}{more}"
+    return HangVerdict(ranks=late, how=how)
+
+
 def _doing(record: HangRecord) -> str:
     """Say what a rank does that no other one waits with."""
     if record.state.startswith("stopped"):
@@ -214,11 +227,30 @@ def _is_held(record: HangRecord) -> bool:
     return record.state.startswith(("stopped", "in the kernel"))
 
 
-def _waits_by_stack(record: HangRecord) -> bool:
+def _may_wait(record: HangRecord) -> bool:
     """Tell whether a rank waits for others, or may: by its stack, as not all that ranks wait in is recorded."""
+    if _is_held(record):
+        return False
     if record.stacks is None:
         return not record.holds_interpreter
-    return any("torch/distributed/" in frame or "sealed_store.py" in frame for frame in main_frames(record.stacks)[:4])
+    return is_in_distributed(record.stacks) or (bool(_WAIT.search(record.line)) and not _loads(record))
+
+
+def _is_unclear(record: HangRecord) -> bool:
+    """Tell whether a rank that sleeps in a line that is not known may wait in it for another one."""
+    if _is_held(record) or record.holds_interpreter or record.state == "running" or record.line:
+        return False
+    return not _loads(record)
+
+
+def _loads(record: HangRecord) -> bool:
+    """Tell whether a rank waits for its samples."""
+    return any(_LOADER in frame for frame in main_frames(record.stacks or "")[:8])
+
+
+def is_in_distributed(stacks: str) -> bool:
+    """Tell whether the main thread is in PyTorch's calls that wait for other ranks."""
+    return any("torch/distributed/" in frame or "sealed_store.py" in frame for frame in main_frames(stacks)[:4])
 
 
 def place(record: HangRecord) -> str:

@@ -36,6 +36,8 @@ class HangRecord:
     """Whether the process answers at all."""
     stacks: str | None = None
     """Of all threads, in Python's words; None where it gave none."""
+    line: str = ""
+    """The source of the innermost line of the main thread, where it was asked for and is known."""
     flight_record: Mapping[str, Any] | None = None
     """Its newest collectives, oldest first, and its process groups, as PyTorch writes them."""
     wait_counters: Mapping[str, Any] | None = None

@@ -127,5 +127,6 @@ def test_who_hangs_is_named_from_what_the_ranks_answer(hang: str, tmp_path: Path
 
     assert (verdict.kind, list(verdict.ranks)) == (kind, ranks), verdict
     assert said in verdict.how
+    assert records[2].line == ("time.sleep(600)" if "in sleep_in_python" in said else "")
     assert len(records) == WORLD_SIZE  # one also of a rank that did not answer
     assert all(record.pid and record.state for record in records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -163,7 +164,7 @@ def test_a_group_name_of_a_user_is_shown_and_one_of_two_backends_is_not_mixed_wi
 def test_a_folder_that_somebody_has_deleted_is_said_to_be_gone(tmp_path: Path) -> None:
     folder = make_folder([str(tmp_path)])
     assert folder is not None
-    folder.path.rmdir()
+    shutil.rmtree(folder.path)
 
     with pytest.raises(NoAnswerError, match="No such file"):
         RankProbe(path=folder.socket(0)).ping()

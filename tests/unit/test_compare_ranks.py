@@ -13,6 +13,8 @@ from ddp_hpc.run_dir.hang_records import HangRecord
 WAITS = ("/v/torch/distributed/distributed_c10d.py:9 in all_reduce", "/home/u/train.py:12 in step")
 LOADS = ("/v/torch/utils/data.py:3 in fetch", "/home/u/data.py:30 in load", "/home/u/train.py:11 in step")
 
+OWN = ("/home/u/pipe.py:7 in step", "/home/u/train.py:11 in main")
+
 
 def stacks(frames: Sequence[str]) -> str:
     lines = [
@@ -63,7 +65,12 @@ OTHER_GROUP = launched(1, done=False, group="7")
         pytest.param([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False, state="in the kernel (nfs_wait)")], "behind", [1], "waits in the kernel (nfs_wait), as for a file system", id="kernel"),
         pytest.param([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False)], "", [], "", id="a rank that is not known"),
         pytest.param([rank(0, OPEN)], "", [], "", id="a rank without a record"),
-        pytest.param([rank(0, OPEN), rank(1, BEFORE), rank(2, BEFORE), rank(3, OPEN)], "behind", [1, 2], "(so does rank 2)", id="two behind"),
+        pytest.param([rank(0, OPEN), rank(1, BEFORE, frames=LOADS), rank(2, BEFORE, frames=LOADS), rank(3, OPEN)], "behind", [1, 2], "(so does rank 2)", id="two behind"),
+        pytest.param([rank(0, OPEN), rank(1, BEFORE, frames=OWN, line="req.wait()"), rank(2, BEFORE, frames=OWN, line="parse(text)")], "behind", [2], "pipe.py:7", id="one waits for the other in a call of C"),
+        pytest.param([rank(0, OPEN), rank(1, BEFORE, frames=OWN), rank(2, BEFORE, frames=OWN)], "", [1, 2], "may wait for a rank themselves: rank 1 is in /home/u/pipe.py:7 in step; rank 2", id="two in lines that are not known"),
+        pytest.param([rank(0, OPEN), rank(1, BEFORE, frames=OWN, line="print(loss.item())")], "", [1], "rank 1 is in /home/u/pipe.py:7", id="one that may wait for its GPU"),
+        pytest.param([rank(0, OPEN), rank(1, BEFORE), rank(2, BEFORE, frames=OWN, state="running")], "behind", [2], "pipe.py:7", id="one receives, the other computes"),
+        pytest.param([rank(0, OPEN), rank(1, BEFORE, frames=OWN)], "behind", [1], "pipe.py:7", id="one alone whose line is not known"),
         pytest.param([rank(0, OPEN), rank(1, launched(4, done=False, op="broadcast"))], "different", [0, 1], "rank 0 calls all_reduce of 4 Float elements at /home/u/train.py:12 in step, rank 1 calls broadcast of 4 Float elements", id="operation"),
         pytest.param([rank(0, OPEN), rank(1, launched(4, done=False, input_sizes=[[8]]))], "different", [0, 1], "rank 1 calls all_reduce of 8 Float elements", id="size"),
         pytest.param([rank(0, OPEN), rank(1, launched(4, done=False, input_dtypes=["Half"]))], "different", [0, 1], "of 4 Half elements", id="dtype"),

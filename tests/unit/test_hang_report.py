@@ -23,7 +23,7 @@ from ddp_hpc.world import World
 from tests.distributed import stands_for_srun
 from tests.made_run import add_failure
 from tests.unit.made_job import CRASHED, NODES, Make
-from tests.unit.test_compare_ranks import BEFORE, LOADS, OPEN, launched, rank
+from tests.unit.test_compare_ranks import BEFORE, LOADS, OPEN, OWN, launched, rank
 
 
 def test_a_job_that_was_suspended_begins_again_without_blame(supervised: Make) -> None:
@@ -280,3 +280,29 @@ def test_a_probe_that_fails_leaves_the_decision_to_the_supervisor(
 
     assert network_probe.examine(one.context, attempt, hung) is hung
     assert "could not examine the network between the nodes and continues without it" in capsys.readouterr().err
+
+
+def test_where_ranks_of_several_nodes_are_behind_they_are_named_and_no_node_is_counted(supervised: Make) -> None:
+    one = supervised(node_names=(*NODES, "node3"), tasks_per_node=(1, 1, 1))
+    context = replace(one.context, world=World(num_nodes=3, workers_per_node=1))
+    attempt = one.begin()
+    for record in (rank(0, OPEN), rank(1, BEFORE, frames=LOADS), rank(2, BEFORE, frames=LOADS)):
+        write_hang_record(one.run, attempt, record)
+
+    conclude(context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
+
+    assert "other ranks wait for rank 1 on node2" in one.last.reason
+    assert "(so does rank 2)" in one.last.reason
+    assert one.last.failed_nodes == ()
+
+
+def test_where_a_rank_may_wait_itself_no_rank_is_blamed(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    for record in (rank(0, OPEN), rank(1, BEFORE, frames=OWN, line="request.wait()")):
+        write_hang_record(one.run, attempt, record)
+
+    conclude(one.context, attempt, Outcome(code=exit_codes.FAILED, is_unresponsive=True))
+
+    assert "may wait for a rank themselves: rank 1 is in /home/u/pipe.py:7 in step" in one.last.reason
+    assert one.last.failed_nodes == ()

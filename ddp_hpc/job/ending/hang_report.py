@@ -28,7 +28,7 @@ def report_hang(
     kind = verdict.kind
     if kind == "behind":
         found = verdict.ranks[0], verdict.how
-    elif kind:
+    elif kind or verdict.how:
         found = None
     path = run.stacks(attempt)
     nodes = {stand.rank: context.node_of(stand.rank) or "this machine" for stand in stands}
@@ -44,7 +44,7 @@ def report_hang(
     ):
         found, kind = None, ""  # it printed no stack, and the network of its node is proved to fail, which explains it
     rank, how = found if found is not None else (-1, _of_nobody(network, is_known=bool(stands)))
-    if kind == "different":
+    if kind == "different" or (not kind and verdict.how):
         how = verdict.how
     elif kind == "network":
         how = f"{verdict.how} on the nodes {', '.join(context.nodes) or 'of this machine'}; {how}"
@@ -54,6 +54,11 @@ def report_hang(
     others_wait = ("other ranks wait for ", ", which") if world_size > 1 else ("", "")
     who = "" if found is None else f"{others_wait[0]}rank {rank}{f' on {node}' if node else ''}{others_wait[1]} "
     phase = allowed_phase(run, attempt)
+    if kind == "behind" and len({context.node_of(one) for one in verdict.ranks}) > 1:
+        rank, node = (
+            -1,
+            None,
+        )  # what holds up ranks of several nodes at once, such as a file system, is the fault of none
     failure = WorkerFailure(
         rank=rank,
         host=node or "",

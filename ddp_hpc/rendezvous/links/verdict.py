@@ -203,7 +203,7 @@ def _of_failed(link: _Link) -> tuple[Way, Fault]:
 def _of_halted(link: _Link) -> tuple[Way, Fault]:
     """Return what is wrong where a connection was made, but passed too little, or was not tried.
 
-    It proves that small packets pass both ways. What came of it depends on the processes, too, which may stand still for seconds:
+    It proves that small packets pass both ways. What came of it depends on the processes, too, which may not run for seconds:
     only packets that are lost prove that the network loses them.
     """
     stuck = [way for way in link.passes if not link.heard[way][1] and link.is_counted[way]]
