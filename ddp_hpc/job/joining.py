@@ -6,14 +6,20 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ddp_hpc.errors import UnreadableError
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.rendezvous.links.rounds import ALL_PAIRS_UP_TO
 from ddp_hpc.run_dir.joining import read_missing, started_ranks, write_missing
 from ddp_hpc.run_dir.network import NetworkFindings, write_network
+from ddp_hpc.run_dir.records import read_progress
 
 WAIT_S = 30.0
 """How long the first rank may wait for the others before they are named."""
+LISTING_S = 75.0
+"""How long until a rank that has no log is taken for absent, unless rank zero misses it, too.
+
+A directory as this node sees it may be a minute old (nfs(5), "acdirmax", https://man7.org/linux/man-pages/man5/nfs.5.html)."""
 _MOST_NAMED = 8
 
 WATCHED_S = 660.0
@@ -49,10 +55,12 @@ class Joining:
     def _look(self, now: float) -> None:
         if self.context.world.world_size < 2 or (self._began is not None and now - self._began > WATCHED_S):
             return
-        absent = self._absent(now)
-        if self._began is None or now - self._began < WAIT_S:
+        listed = self._absent(now)
+        if listed is None or self._began is None or now - self._began < WAIT_S or self._may_train():
             return
         record = read_missing(self.context.run, self.attempt)
+        is_listing_fresh = now - self._began >= LISTING_S
+        absent = [rank for rank in listed if is_listing_fresh or (record and rank in record.ranks)]
         if absent and 0 in absent:  # rank zero, which would write the record, is not there
             with best_effort():
                 workers_per_node = self.context.world.workers_per_node
@@ -68,11 +76,21 @@ class Joining:
                 write_network(self.context.run, self.attempt, findings)
             sys.stderr.write(f"note: {reached(findings, self._nodes_of(missing), self.context.nodes[0])}\n")
 
-    def _absent(self, now: float) -> list[int]:
-        """Return the ranks whose processes have not started; note when the first one was there."""
+    def _may_train(self) -> bool:
+        """Tell whether a recipe's rank zero may report its steps: then all have joined. A script's reports that it was started."""
+        try:
+            progress = read_progress(self.context.run)
+        except (OSError, UnreadableError, ValueError):
+            return True
+        return progress is not None and progress.attempt == self.attempt and progress.saves is None
+
+    def _absent(self, now: float) -> list[int] | None:
+        """Return the ranks that have no log, None where that is not known; note when the first one was there."""
         if self._have_all_started:
             return []
         started = started_ranks(self.context.run, self.attempt)
+        if started is None:
+            return None
         if started and self._began is None:
             self._began = now
         absent = [rank for rank in range(self.context.world.world_size) if rank not in started]

@@ -63,8 +63,20 @@ def forget_missing(run: RunDir, attempt: int) -> None:
         run.missing_ranks(attempt).unlink(missing_ok=True)
 
 
-def started_ranks(run: RunDir, attempt: int) -> set[int]:
-    """Return the ranks whose processes have opened their logs."""
+def started_ranks(run: RunDir, attempt: int) -> set[int] | None:
+    """Return the ranks whose processes have opened their logs; None where the file system does not say.
+
+    A network file system may leave out those of other nodes for a minute.
+    """
     folder = run.attempt_logs(attempt)
-    names: list[str] = known(folder, lambda: [path.name for path in folder.glob("rank-*.log")], unknown=[])
-    return {int(found[1]) for name in names if (found := _LOG.fullmatch(name))}
+
+    def names() -> list[str]:
+        try:
+            return [
+                path.name for path in folder.iterdir()
+            ]  # not by `glob`, which takes an error for an empty directory
+        except FileNotFoundError:
+            return []
+
+    listed: list[str] | None = known(folder, names, unknown=None)
+    return None if listed is None else {int(found[1]) for name in listed if (found := _LOG.fullmatch(name))}

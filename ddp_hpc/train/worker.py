@@ -177,9 +177,12 @@ def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
         else:
             write_missing(run, attempt, missing, workers_per_node=rank_info.local_world_size)
 
-    return process_group.join(
+    group = process_group.join(
         rank_info, device, token=token, listen_fd=listen_fd, timeout_s=timeout_s, report_missing=report
     )
+    if rank_info.rank == 0:
+        forget_missing(run, attempt)  # the supervisor may have written it, too
+    return group
 
 
 def _recipe(spec: RunSpec) -> Recipe:

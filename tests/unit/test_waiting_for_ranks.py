@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from ddp_hpc.job.joining import WAIT_S, Joining
+from ddp_hpc.job.joining import LISTING_S, WAIT_S, Joining
 from ddp_hpc.run_dir.joining import MissingRanks, forget_missing, read_missing, write_missing
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.train.joining import announce, missing_reported
 from tests.unit.made_job import Make
 
@@ -59,6 +62,7 @@ def test_a_rank_whose_process_never_starts_is_named_with_its_node_and_the_networ
     start(one.run, attempt, 0)
     joining.look(100.0)
     early = capsys.readouterr().err
+    write_missing(one.run, attempt, [1], workers_per_node=1)  # as rank zero does
     joining.look(100.0 + WAIT_S)
     joining.look(105.0 + WAIT_S)
 
@@ -79,10 +83,56 @@ def test_where_rank_zero_does_not_start_the_record_names_it(supervised: Make) ->
 
     joining.look(0.0)
     joining.look(WAIT_S)
+    early = read_missing(one.run, attempt)
+    joining.look(LISTING_S)
 
+    assert early is None  # the directory as this node sees it may be a minute old
     missing = read_missing(one.run, attempt)
     assert missing is not None
     assert (missing.ranks, missing.node_of(0, one.context.nodes)) == ((0,), "node1")
+
+
+def test_no_rank_is_missed_where_the_directory_of_logs_is_stale_or_cannot_be_read(
+    supervised: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, probed = supervised(), list[str]()
+    attempt = one.begin()
+    start(one.run, attempt, 0)  # rank 1 has started, too, and this node does not see it yet
+
+    def probe(nodes: Sequence[str], _address: str) -> NetworkFindings:
+        probed.extend(nodes)
+        return CARRIES
+
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=probe)
+    joining.look(0.0)
+    joining.look(WAIT_S)
+    write_progress(one.run, Progress(attempt=attempt, step=3))
+    joining.look(LISTING_S)  # it trains, whatever the directory says
+    write_progress(one.run, Progress(attempt=attempt - 1, step=3))
+
+    def fail(_path: Path) -> Iterator[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    joining.look(LISTING_S)
+
+    assert capsys.readouterr().err == ""
+    assert probed == []
+    assert read_missing(one.run, attempt) is None
+
+
+def test_a_rank_that_has_no_log_for_longer_than_a_directory_is_stale_is_named_without_rank_zeros_record(
+    supervised: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervised()
+    attempt = one.begin()
+    start(one.run, attempt, 0)
+    joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=lambda *_: CARRIES)
+
+    joining.look(0.0)
+    joining.look(LISTING_S)
+
+    assert "rank 1 on node2 (its process has not started)" in capsys.readouterr().err
 
 
 def test_a_rank_that_runs_but_does_not_reach_rank_zero_is_named_by_rank_zeros_record(
