@@ -225,7 +225,7 @@ def test_a_search_for_missing_ranks_that_fails_ends_no_attempt(
     start(one.run, attempt, 0)
     joining = Joining(context=one.context, attempt=attempt, met_at="10.2.0.1", probe=probe)
 
-    for now in (0.0, WAIT_S, WAIT_S + 5):
+    for now in (0.0, WAIT_S, LISTING_S, LISTING_S + 5):
         joining.look(now)
 
     assert capsys.readouterr().err.count("could not examine which ranks have joined and continues without it") == 1
