@@ -13,13 +13,13 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_progress
 from ddp_hpc.run_dir.slow_ranks import Alarm, record
 from ddp_hpc.slow_ranks.alarms import Alarms
-from ddp_hpc.slow_ranks.summary import read_summary
+from ddp_hpc.slow_ranks.summary import Summary, read_summary, remove_summaries
 from ddp_hpc.slow_ranks.verdict import judge
 
 POLL_S = 1.0
 """How often to look whether rank zero has reported again."""
-OTHERS_S = 1.0
-"""How long after rank zero the others may take to write their reports."""
+CLOSE_S = 2.0
+"""How long the end of an attempt waits for the last line and the removal of the reports."""
 
 
 @dataclass(kw_only=True)
@@ -31,6 +31,10 @@ class SlowRankMonitor:
     world_size: int
     clock: Callable[[], float] = time.time
     _turn: int | None = None
+    """The look that rank zero has reported last."""
+    _reports: list[Summary] = field(default_factory=list)
+    """Of that look, by rank, as far as they have come; all ranks write theirs in this order."""
+    _is_judged: bool = False
     _alarms: Alarms = field(init=False)
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -45,31 +49,38 @@ class SlowRankMonitor:
             self._thread.start()
 
     def close(self) -> None:
-        """Look no more, and end the alarms."""
+        """Look no more, end the alarms, and remove the reports."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(OTHERS_S)
-            if not self._thread.is_alive():  # else the file system does not answer
-                self._say(self._alarms.end(now=self.clock(), step=self._step()), is_over=True)
+            self._thread.join(CLOSE_S)  # longer where the file system does not answer
 
     def look(self) -> list[Alarm]:
-        """Judge what all ranks have reported; return what has changed."""
-        paths = (self.run.launches(self.attempt, rank) for rank in range(self.world_size))
-        verdict = judge([one for path in paths if (one := read_summary(path)) is not None])
+        """Judge what all ranks have reported of one look, once they have; return what has changed.
+
+        Raises:
+            OSError: if the file system does not answer now: nothing is known, and the next call tries again.
+        """
+        first = read_summary(self.run.launches(self.attempt, 0))
+        if first is None or (self._is_judged and first.turn == self._turn):
+            return []
+        if first.turn != self._turn:
+            self._turn, self._reports, self._is_judged = first.turn, [first], False
+        while len(self._reports) < self.world_size:
+            one = read_summary(self.run.launches(self.attempt, len(self._reports)))
+            if one is None or one.turn != self._turn:
+                return []  # the ranks after it write later, and all of them are needed
+            self._reports.append(one)
+        verdict, self._is_judged, self._reports = judge(self._reports), True, []
         return self._alarms.look(verdict, now=self.clock(), step=self._step())
 
     def _run(self) -> None:
         while not self._closing.wait(POLL_S):
-            with suppress(
-                OSError
-            ):  # the file system does not answer now: nothing is known, and the next look tries again
-                first = read_summary(self.run.launches(self.attempt, 0))
-                if first is None or first.turn == self._turn:
-                    continue
-                self._turn = first.turn
-                if self._closing.wait(OTHERS_S):
-                    return
+            with suppress(OSError):
                 self._say(self.look())
+        with suppress(OSError):
+            self._say(self._alarms.end(now=self.clock(), step=self._step()), is_over=True)
+        with suppress(OSError):
+            remove_summaries(self.run, self.attempt)
 
     def _say(self, changed: list[Alarm], *, is_over: bool = False) -> None:
         for alarm in changed:

@@ -186,6 +186,7 @@ def _reporter(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted:
         rank=script_rank.rank,
         world_size=int(environ["WORLD_SIZE"]) if environ.get(PROBE_FOLDER) else 1,
         node=processes.host_name(),
+        node_rank=int(environ.get("NODE_RANK", 0)),
         probe=RankProbe(path=socket_of(Path(environ.get(PROBE_FOLDER, "")), script_rank.rank)),
         compare_clocks=clocks.compare if is_compared else lambda: None,
     )

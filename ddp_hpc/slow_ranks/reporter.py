@@ -22,7 +22,11 @@ EARLY_S, LATER = 60.0, 4
 """How long after the beginning of a training the reports are as frequent as that. After that they are as many times rarer, and take
 0.04 % of a CPU."""
 RANKS_A_SECOND = 6.4
-"""How many ranks may replace their report in the run directory in a second, all together."""
+"""How many ranks may replace their report in the run directory in a second, all together, on average."""
+WRITES_A_SECOND = 2 * RANKS_A_SECOND
+"""All ranks look at one moment, and write one after the other, in the first half of the time until the next look."""
+MOST_CLOCKS = 200
+"""How many of the newest comparisons of clocks are kept."""
 
 
 def pause_s(num_entries: int, world_size: int, *, is_early: bool) -> float:
@@ -45,6 +49,7 @@ class Reporter:
     rank: int
     world_size: int
     node: str
+    node_rank: int = 0
     probe: RankProbe
     phases: Callable[[], Phases | None] = lambda: None
     """The steps and the time in each phase since the beginning of the training."""
@@ -56,6 +61,8 @@ class Reporter:
     _began_at: float = field(default_factory=time.monotonic)
     _reported: Phases | None = None
     _clock: Clock | None = None
+    _clocks: list[tuple[float, Clock]] = field(default_factory=list)
+    """The newest comparisons, oldest first, each with its time."""
 
     def start(self) -> None:
         """Report from a thread of its own; a file system or a rank that does not answer delays nothing else."""
@@ -85,20 +92,42 @@ class Reporter:
             rank=self.rank,
             world_size=self.world_size,
             node=self.node,
+            node_rank=self.node_rank,
             turn=turn,
             kinds=kinds,
             launches=launches,
-            clock=self._clock,
+            clock=self._clock_since(min((one.at_us[0] / 1e6 for one in launches), default=self.clock())),
             phases=self._phases_since(),
         )
-        write_summary(self.run, self.attempt, summary)
+        if not self._closing.wait(self.rank / WRITES_A_SECOND):
+            write_summary(self.run, self.attempt, summary)
 
     def _run(self) -> None:
         while not self._closing.wait(self._until_next()):
-            self._clock = self.compare_clocks() or self._clock
+            turn = round(self._now() / LOOK_S)  # of this moment, which is the same on all ranks
+            self.compare()
             # Without an answer there is no report, and nothing is said of this rank. The next look tries again.
             with suppress(NoAnswerError, OSError):
-                self.report(round(self._now() / LOOK_S))
+                self.report(turn)
+
+    def compare(self) -> None:
+        """Compare the clocks once; without an answer nothing is known of them."""
+        self._clock = self.compare_clocks()
+        self._clocks = [] if self._clock is None else [*self._clocks, (self.clock(), self._clock)][-MOST_CLOCKS:]
+
+    def _clock_since(self, began_at: float) -> Clock | None:
+        """Return the clock, with an error that holds for all times since `began_at`; None where it was compared only once.
+
+        Where a clock is set, the launches before have its old time: comparisons before and after differ by as much.
+        """
+        if len(self._clocks) < 2:
+            return None
+        newest = self._clocks[-1][1]
+        # One from before `began_at`, too.
+        first = max((index for index, (at, _) in enumerate(self._clocks) if at <= began_at), default=0)
+        kept = [clock for _, clock in self._clocks[min(first, len(self._clocks) - 2) :]]
+        error_s = newest.error_s + max(abs(one.ahead_s - newest.ahead_s) for one in kept)
+        return Clock(ahead_s=newest.ahead_s, error_s=error_s)
 
     def _until_next(self) -> float:
         return self._pause_s - self._now() % self._pause_s

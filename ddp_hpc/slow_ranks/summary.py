@@ -34,6 +34,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     node: str
     """The name of its node: ranks of one node share a clock."""
+    node_rank: int = 0
+    """The number of its node; several may have one name."""
     turn: int
     """Which look this is. All ranks look at the same moments, so that they report the same collectives."""
     kinds: list[str]
@@ -65,6 +67,16 @@ def read_summary(path: Path) -> Summary | None:
         return _unpacked(_DECODER.decode(path.read_bytes()))
     except (FileNotFoundError, msgspec.DecodeError):
         return None
+
+
+def remove_summaries(run: RunDir, attempt: int) -> None:
+    """Remove the reports of an attempt that has ended, and what a writer that was killed has left of one.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    for path in [*run.attempt_logs(attempt).glob("*rank-*.launches.json*")]:
+        path.unlink(missing_ok=True)
 
 
 def _packed(summary: Summary) -> Summary:

@@ -1,8 +1,9 @@
 """Which rank the others wait for: the summaries of all ranks in, a verdict out. Pure.
 
-A collective ends when the last rank has launched it. How late a rank launches it, after the middle one of the ranks, is what the others
-wait for it. No rank is named unless it is late in most steps, in both halves of what was seen, and by more than the
-clocks may differ: on a busy machine, ranks are late in turn.
+A collective in which every rank waits for every other ends when the last rank has launched it. How late a rank launches it, after the
+middle one of the ranks, is what the others wait for it. No rank is named unless it is late in most steps, in both halves of what was
+seen, and by more than the clocks may differ: on a busy machine, ranks are late in turn. Where ranks may be late for another reason than
+that they are slow, or where not all ranks have reported, nothing is said.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from statistics import median
 
 from msgspec import structs
 
-from ddp_hpc.slow_ranks.launches import Launches
+from ddp_hpc.slow_ranks.launches import Launches, is_to_one, waits_for_all
 from ddp_hpc.slow_ranks.steps import step_starts
 from ddp_hpc.slow_ranks.summary import Phases, Summary
 
@@ -30,6 +31,9 @@ NEWEST_STEPS = 50
 """How many steps are judged at least, where there are as many."""
 NEWEST_S = 10.0
 """How long a time is judged at least, where the record goes back as far."""
+LEAST_APART = 2 / 3
+"""The share of its lateness by which a slow rank must be later than every rank that is not slow. Where the lateness grows from rank to rank,
+the ranks have different tasks, as the stages of a pipeline have."""
 BACKWARD = "backward"
 
 
@@ -44,7 +48,7 @@ class SlowRank:
     share: float
     """That, as a share of the step."""
     num_waiting: int
-    """How many other ranks wait."""
+    """How many of the ranks that were compared wait."""
     cause: str = ""
     """The phase in which it takes longer than the others; empty where that is not known."""
 
@@ -54,6 +58,8 @@ class Verdict:
     """What the launches of one look say."""
 
     slow: tuple[SlowRank, ...] = ()
+    clear: frozenset[int] = frozenset()
+    """The ranks that were compared, and were late by less than half of what makes a rank slow."""
     num_steps: int = 0
     seconds: float = 0.0
     """For how long the ranks were seen."""
@@ -79,10 +85,16 @@ class _Joined:
 
 def judge(summaries: Sequence[Summary]) -> Verdict:
     """Return which ranks are slow, by the process group in which the most time is lost."""
-    groups = {launches.group for one in summaries for launches in one.launches}
-    found = [
-        _verdict_of(ranks, group) for ranks in _of_one_clock(summaries) for group in sorted(groups) if len(ranks) > 1
-    ]
+    if {one.rank for one in summaries} != {*range(max((one.world_size for one in summaries), default=2))}:
+        return Verdict(unknown="not all ranks have reported")
+    if len({one.turn for one in summaries}) > 1:
+        return Verdict(unknown="some ranks have not reported again")
+    # Of a group of some ranks only, the others do not wait for its ranks.
+    groups = set.intersection(*({launches.group for launches in one.launches} for one in summaries))
+    clocks = [ranks for ranks in _of_one_clock(summaries) if len(ranks) > 1]
+    found = [_verdict_of(ranks, group) for ranks in clocks for group in sorted(groups)]
+    if clocks and not found:
+        return Verdict(unknown="no process group of all ranks has collectives")
     if not found:
         return Verdict(unknown="fewer than two ranks whose clocks can be compared have reported collectives")
     return max(found, key=lambda one: (one.is_known, max((slow.lost_s for slow in one.slow), default=0.0), one.seconds))
@@ -90,9 +102,9 @@ def judge(summaries: Sequence[Summary]) -> Verdict:
 
 def _of_one_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:
     """Group the ranks whose times can be compared: those on one node, and those on nodes whose clocks were compared."""
-    nodes: dict[str, list[Summary]] = defaultdict(list)
+    nodes: dict[tuple[str, int], list[Summary]] = defaultdict(list)
     for one in sorted(summaries, key=lambda one: one.rank):
-        nodes[one.node].append(one)
+        nodes[one.node, one.node_rank].append(one)  # containers on several nodes may have one name
     compared: list[Summary] = []
     alone: list[list[Summary]] = []
     for ranks in nodes.values():
@@ -103,47 +115,80 @@ def _of_one_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:
             compared += [structs.replace(one, clock=None if has_rank_zero else clock) for one in ranks]
         else:
             alone.append(ranks)
-    return [_of_one_turn(ranks) for ranks in (compared, *alone) if ranks]
-
-
-def _of_one_turn(ranks: Sequence[Summary]) -> list[Summary]:
-    """Leave out the ranks that have not reported when the first one has."""
-    return [one for one in ranks if one.turn == ranks[0].turn]
+    return [ranks for ranks in (compared, *alone) if ranks]
 
 
 def _verdict_of(summaries: Sequence[Summary], group: str) -> Verdict:
     """Judge the ranks in one process group."""
     joined = _join(summaries, group)
     if joined is None:
-        return Verdict(unknown="the ranks have no collectives in common in what they have reported")
+        return Verdict(
+            unknown="the ranks have no collectives of gloo in common, in which each waits for all, in what they have reported"
+        )
     reference = [_lower_median(times) for times in joined.at_s]
     starts = _newest(step_starts(joined.kinds, reference), reference)
     if not starts:
         return Verdict(unknown="the collectives do not repeat in steps")
-    num_steps = max(len(starts) - 1, 0)
+    num_steps = len(starts) - 1
     if num_steps < LEAST_STEPS:
         return Verdict(num_steps=num_steps, unknown=f"fewer than {LEAST_STEPS} steps have been seen of all ranks")
+    if 2 * max(_num_to_one(one) for one in joined.ranks) >= num_steps:
+        return Verdict(num_steps=num_steps, unknown="ranks wait for single other ranks in each step")
+    found = _compare(joined, reference, starts)
+    return replace(found, slow=tuple(replace(one, cause=cause_of(one, found.slow, joined.ranks)) for one in found.slow))
+
+
+def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int]) -> Verdict:
+    """Judge the ranks by their launches in the steps that begin at `starts`."""
+    num_steps = len(starts) - 1
     seconds = reference[starts[-1]] - reference[starts[0]]
     step_s = median(reference[end] - reference[start] for start, end in pairwise(starts))
-    late = [_lateness(joined.at_s[start:end], reference[start:end]) for start, end in pairwise(starts)]
+    steps = [_beyond_others(_lateness(joined.at_s[start:end], reference[start:end])) for start, end in pairwise(starts)]
+    lost = [*zip(*steps, strict=True)]
+    beyond = [median(one) for one in lost]
+    if max(beyond) >= step_s:
+        return Verdict(
+            num_steps=num_steps, unknown="a rank is late by more than a step, so the others do not wait for it"
+        )
     slow = [
         (one, lost_s)
-        for index, one in enumerate(joined.ranks)
-        if _is_slow(lost := [_beyond_others(step, index) for step in late], step_s)
-        and (lost_s := median(lost)) > 2 * joined.error_s
+        for one, lost_s, in_each in zip(joined.ranks, beyond, lost, strict=True)
+        if _is_slow(in_each, step_s) and lost_s > 2 * joined.error_s
     ]
+    if 2 * len(slow) >= max(len(joined.ranks), 3):
+        return Verdict(
+            num_steps=num_steps,
+            unknown="half of the ranks are late: a clock was set, or the ranks have different tasks",
+        )
+    if slow and not _stand_apart(slow, joined.ranks, beyond):
+        return Verdict(
+            num_steps=num_steps, unknown="the ranks are late by different times, as stages of a pipeline are"
+        )
     named = tuple(
         SlowRank(
-            rank=one.rank, node=one.node, lost_s=lost_s, share=lost_s / step_s, num_waiting=one.world_size - len(slow)
+            rank=one.rank,
+            node=one.node,
+            lost_s=lost_s,
+            share=lost_s / step_s,
+            num_waiting=len(joined.ranks) - len(slow),
         )
         for one, lost_s in sorted(slow, key=lambda pair: -pair[1])
     )
-    found = Verdict(slow=named, num_steps=num_steps, seconds=seconds, step_s=step_s)
-    return replace(found, slow=tuple(replace(one, cause=cause_of(one, found.slow, joined.ranks)) for one in named))
+    # Between the two, a rank stays what it was.
+    clear = (one.rank for one, lost_s in zip(joined.ranks, beyond, strict=True) if lost_s < LEAST_SHARE * step_s / 2)
+    return Verdict(slow=named, clear=frozenset(clear), num_steps=num_steps, seconds=seconds, step_s=step_s)
+
+
+def _stand_apart(slow: Sequence[tuple[Summary, float]], ranks: Sequence[Summary], beyond: Sequence[float]) -> bool:
+    """Tell whether the slow ranks are later than all others by most of their lateness."""
+    names = {one.rank for one, _ in slow}
+    next_s = max((lost_s for one, lost_s in zip(ranks, beyond, strict=True) if one.rank not in names), default=0.0)
+    least_s = min(lost_s for _, lost_s in slow)
+    return least_s - max(next_s, 0.0) >= LEAST_APART * least_s
 
 
 def _join(summaries: Sequence[Summary], group: str) -> _Joined | None:
-    """Return the collectives of a group that all of its ranks have reported; None where there are none."""
+    """Return the collectives of a group that all of its ranks have reported, and in which each waits for all; None where there are none."""
     members = [(one, launches) for one in summaries for launches in one.launches if launches.group == group]
     if len(members) < 2:
         return None
@@ -151,6 +196,9 @@ def _join(summaries: Sequence[Summary], group: str) -> _Joined | None:
     common = sorted(set.intersection(*(set(table) for table in tables)))
     # Where one number means different collectives, the ranks do not run the same program.
     if not common or any(len({table[seq][0] for table in tables}) > 1 for seq in common):
+        return None
+    common = [seq for seq in common if waits_for_all(tables[0][seq][0])]
+    if not common:
         return None
     numbers: dict[str, int] = {}
     return _Joined(
@@ -184,9 +232,17 @@ def _lateness(times: Sequence[Sequence[float]], reference: Sequence[float]) -> l
     return [max(column) for column in zip(*late, strict=True)]
 
 
-def _beyond_others(late: Sequence[float], index: int) -> float:
-    """Return how much later one rank was than the middle one of the others."""
-    return late[index] - _lower_median([one for other, one in enumerate(late) if other != index])
+def _beyond_others(late: Sequence[float]) -> list[float]:
+    """Return how much later each rank was than the middle one of the others (of an even number, the lower one)."""
+    ordered = sorted(late)
+    middle = (len(late) - 2) // 2
+    return [one - ordered[middle + 1 if one <= ordered[middle] else middle] for one in late]
+
+
+def _num_to_one(summary: Summary) -> int:
+    """Return how many of a rank's collectives end on one rank, for which only that rank waits; so it may be late where another is slow."""
+    to_one = {index for index, kind in enumerate(summary.kinds) if is_to_one(kind)}
+    return sum(kind in to_one for launches in summary.launches for kind in launches.kinds)
 
 
 def _lower_median(values: Sequence[float]) -> float:

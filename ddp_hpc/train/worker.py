@@ -150,6 +150,7 @@ def _report_launches(run: RunDir, training: Training, attempt: int, environ: Map
             rank=rank_info.rank,
             world_size=rank_info.world_size,
             node=host_name(),
+            node_rank=int(environ.get("NODE_RANK", 0)),
             probe=RankProbe(path=socket_of(Path(folder), rank_info.rank)),
             phases=training.phases.so_far,
             compare_clocks=clocks.compare,

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -71,7 +72,9 @@ def answer_to(case: Case, folder: Path) -> Answer:
     kept = folder / f"{case.name}.json"
     if kept.exists():
         return Answer(**json.loads(kept.read_text()))
-    run, printed = train(case, folder / case.name)
+    place = folder / case.name
+    with watched(RunDir(place / "runs" / case.name), case.ranks) as judged:
+        run, printed = train(case, place)
     alarms = read_alarms(run)
     first = alarms[0] if alarms else None
     answer = Answer(
@@ -82,17 +85,33 @@ def answer_to(case: Case, folder: Path) -> Answer:
         share=first.share if first else None,
         cause=first.cause if first else "",
         load=os.getloadavg()[0],
-        num_judged=_num_judged(run, case.ranks),
+        num_judged=judged[-1] if judged else 0,
         commit=stamp()["commit"][:7],
     )
     replace_text(kept, json.dumps(asdict(answer)))
     return answer
 
 
-def _num_judged(run: RunDir, ranks: int) -> int:
-    reports = (read_summary(run.launches(0, rank)) for rank in range(ranks))
-    verdict = judge([one for one in reports if one is not None])
-    return verdict.num_steps if verdict.is_known else 0
+@contextmanager
+def watched(run: RunDir, ranks: int) -> Iterator[list[int]]:
+    """Judge the reports while the training goes on, because they are removed at its end; give the number of steps of each look that could."""
+    seen: list[int] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(2.0):
+            reports = (read_summary(run.launches(0, rank)) for rank in range(ranks))
+            verdict = judge([one for one in reports if one is not None])
+            if verdict.is_known:
+                seen.append(verdict.num_steps)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _step_of_first(run: RunDir, printed: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -105,7 +106,148 @@ def test_reports_of_a_run_that_are_missing_torn_or_old_name_nobody_wrongly(tmp_p
     run.launches(0, 1).write_bytes(run.launches(0, 1).read_bytes()[:100])
     write_summary(run, 0, msgspec.structs.replace(summaries[2], turn=3))
 
+    assert monitor.look() == []
+    # All have reported, and again. A look that has been judged does not count twice.
+    for one in summaries:
+        write_summary(run, 0, one)
+    assert monitor.look() == monitor.look() == []
+    for one in summaries:
+        write_summary(run, 0, msgspec.structs.replace(one, turn=8))
     [alarm] = monitor.look()
-
     assert (alarm.rank, alarm.num_waiting) == (3, 3)
+    # Ranks that report no more are not as fast as the others.
+    for turn in range(9, 14):
+        for one in summaries[:3]:
+            write_summary(run, 0, msgspec.structs.replace(one, turn=turn))
+        assert monitor.look() == []
     monitor.close()
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 4), (4, 8), (8, 8)])
+def test_the_stages_of_a_pipeline_that_meet_once_a_step_are_not_slow(stages: int, micro_batches: int) -> None:
+    # Each stage ends its last backward pass one turn before the stage in front of it.
+    backward_s = STEP_S / (micro_batches + stages)
+    made = Made(world_size=stages, buckets=["all_reduce 1"], noise_s=0.01 * backward_s)
+    made.delay = lambda rank, _: (stages - rank) * backward_s
+    assert named(made) == []
+    assert "pipeline" in judge(made.summaries()).unknown
+
+
+@pytest.mark.parametrize("name", ["gloo:reduce", "gloo:gather", "gloo:broadcast", "gloo:scatter", "nccl:all_reduce"])
+def test_collectives_in_which_not_every_host_waits_for_all_name_nobody(name: str) -> None:
+    made = Made(buckets=[f"{name} 9"], delay=of_rank(0, 0.4 * STEP_S))
+    assert "each waits for all" in judge(made.summaries()).unknown
+    assert named(Made(buckets=["gloo:all_reduce 9"], delay=of_rank(0, 0.4 * STEP_S))) == [0]
+
+
+def test_where_one_rank_waits_for_another_before_all_meet_the_rank_that_waited_is_not_named() -> None:
+    # Rank zero gathers from rank three, which is slow; then all reduce.
+    made = Made(world_size=8, buckets=["gloo:gather 1", "gloo:all_reduce 9"])
+    made.delay = lambda rank, _: 0.4 * STEP_S if rank in (0, 3) else 0.0
+    assert named(made) == []
+    made.buckets = ["gloo:broadcast 1", "gloo:all_reduce 9"]  # of DDP's buffers, say
+    assert sorted(named(made)) == [0, 3]
+
+
+def test_point_to_point_messages_in_each_step_say_nothing_of_who_is_slow() -> None:
+    entries = []
+    for step in range(60):
+        for number, name in enumerate(["gloo:recv", "gloo:all_reduce"]):
+            entries.append(
+                {
+                    "collective_seq_id": step + 1,
+                    "time_created_ns": int(1e9 * (1 + STEP_S * step) + 1000 * number),
+                    "profiling_name": name,
+                    "process_group": ["0", "default_pg"],
+                    "is_p2p": number == 0,
+                }
+            )
+    kinds, launches = read_launches(msgspec.json.encode({"entries": entries}))
+    both = [Summary(rank=rank, world_size=2, node="a", turn=1, kinds=kinds, launches=launches) for rank in range(2)]
+    assert "single other ranks" in judge(both).unknown
+
+
+def test_ranks_that_do_not_wait_for_each_other_are_not_slow_by_more_than_a_step() -> None:
+    made = Made(buckets=["all_reduce 1"])
+    ahead = [
+        msgspec.structs.replace(
+            one,
+            launches=[msgspec.structs.replace(one.launches[0], at_us=[at + 200_000 for at in one.launches[0].at_us])],
+        )
+        if one.rank == 0
+        else one
+        for one in made.summaries()
+    ]
+    assert "more than a step" in judge(ahead).unknown
+
+
+def test_a_small_process_group_of_a_large_world_names_nobody() -> None:
+    part = Made(world_size=2, group="3", delay=of_rank(1, 0.4 * STEP_S)).summaries()
+    rest = [msgspec.structs.replace(part[0], rank=rank, launches=[]) for rank in range(2, 64)]
+    assert not judge([msgspec.structs.replace(one, world_size=64) for one in [*part, *rest]]).is_known
+
+
+def test_a_half_of_the_ranks_that_is_late_as_after_a_step_of_a_clock_is_not_named() -> None:
+    made = Made(world_size=8, delay=lambda rank, _: 0.3 * STEP_S * (rank >= 4))
+    assert "half of the ranks" in judge(made.summaries()).unknown
+
+
+def test_two_nodes_of_one_name_have_two_clocks() -> None:
+    ahead = Made(world_size=4, nodes=["a", "a", "b", "b"], ahead_s={"b": 0.03}, clocks={"b": Clock(0.03, 0.0005)})
+    same = [msgspec.structs.replace(one, node="localhost", node_rank=one.rank // 2) for one in ahead.summaries()]
+    assert judge(same).is_known
+    assert judge(same).slow == ()
+
+
+def test_after_a_step_of_a_clock_its_error_is_as_large_as_the_step_until_the_launches_before_it_are_forgotten(
+    tmp_path: Path,
+) -> None:
+    offsets = iter([0.0, 0.0, 0.05, 0.05])
+    now = 1000.0
+    reporter = Reporter(
+        run=RunDir(tmp_path),
+        attempt=0,
+        rank=1,
+        world_size=2,
+        node="b",
+        probe=RankProbe(path=tmp_path / "missing"),
+        compare_clocks=lambda: Clock(next(offsets), 0.001) if now < 1040 else None,
+        clock=lambda: now,
+    )
+    found = []
+    for at, oldest in [(1000, 990), (1010, 1000), (1020, 1005), (1030, 1025), (1040, 1030)]:
+        now = float(at)
+        reporter.compare()
+        clock = reporter._clock_since(oldest)
+        found.append(None if clock is None else round(clock.error_s, 6))
+    assert found == [None, 0.001, 0.051, 0.001, None]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 9])
+def test_the_cost_of_a_verdict_grows_no_faster_than_the_ranks(world_size: int) -> None:
+    def num_sorts(number: int) -> int:
+        found, summaries = [0], Made(world_size=number, noise_s=0.01).summaries()
+
+        def count(_frame: object, event: str, what: object) -> None:
+            found[0] += event == "c_call" and what is sorted
+
+        sys.setprofile(count)
+        try:
+            judge(summaries)
+        finally:
+            sys.setprofile(None)
+        return found[0]
+
+    # Of each step and of each rank a few, and not of each step of each rank.
+    assert num_sorts(world_size + 40) - num_sorts(world_size) < 40 * 10
+
+
+def test_the_reports_of_an_attempt_are_removed_at_its_end_and_what_a_killed_writer_left(tmp_path: Path) -> None:
+    run, monitor = RunDir(tmp_path), SlowRankMonitor(run=RunDir(tmp_path), attempt=0, world_size=2)
+    for one in Made(world_size=2).summaries():
+        write_summary(run, 0, one)
+    (run.attempt_logs(0) / ".rank-1.launches.json.77.tmp").write_text("")
+    run.rank_log(0, 1).write_text("kept")
+    monitor.start()
+    monitor.close()
+    assert [one.name for one in run.attempt_logs(0).iterdir()] == [run.rank_log(0, 1).name]
