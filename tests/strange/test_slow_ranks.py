@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -251,3 +252,25 @@ def test_the_reports_of_an_attempt_are_removed_at_its_end_and_what_a_killed_writ
     monitor.start()
     monitor.close()
     assert [one.name for one in run.attempt_logs(0).iterdir()] == [run.rank_log(0, 1).name]
+
+
+def test_a_rank_that_is_not_to_report_any_more_leaves_no_report_and_the_ranks_write_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankProbe, "flight_record_text", lambda _: b'{"entries": []}')
+    waited: list[float] = []
+
+    class Waits(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.append(timeout or 0.0)
+            return self.is_set()
+
+    for rank in range(3):
+        probe = RankProbe(path=tmp_path / "unused")
+        reporter = Reporter(run=RunDir(tmp_path), attempt=0, rank=rank, world_size=3, node="n", probe=probe)
+        reporter._closing = Waits()
+        if rank == 2:
+            reporter.close()
+        reporter.report(1)
+    assert waited == sorted(set(waited))
+    assert [RunDir(tmp_path).launches(0, rank).exists() for rank in range(3)] == [True, True, False]
