@@ -97,7 +97,11 @@ def judge(summaries: Sequence[Summary]) -> Verdict:
         return Verdict(unknown="no process group of all ranks has collectives")
     if not found:
         return Verdict(unknown="fewer than two ranks whose clocks can be compared have reported collectives")
-    return max(found, key=lambda one: (one.is_known, max((slow.lost_s for slow in one.slow), default=0.0), one.seconds))
+    worst = max(
+        found, key=lambda one: (one.is_known, max((slow.lost_s for slow in one.slow), default=0.0), one.seconds)
+    )
+    late = {slow.rank for one in found for slow in one.slow}
+    return replace(worst, clear=frozenset().union(*(one.clear for one in found)) - late)
 
 
 def _of_one_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:

@@ -274,3 +274,10 @@ def test_a_rank_that_is_not_to_report_any_more_leaves_no_report_and_the_ranks_wr
         reporter.report(1)
     assert waited == sorted(set(waited))
     assert [RunDir(tmp_path).launches(0, rank).exists() for rank in range(3)] == [True, True, False]
+
+
+def test_ranks_of_all_nodes_are_found_as_fast_as_the_others_where_only_those_of_one_node_can_be_compared() -> None:
+    made = Made(world_size=6, nodes=["a"] * 3 + ["b"] * 3)
+    assert judge(made.summaries()).clear == {*range(6)}
+    made.delay = of_rank(4, 0.4 * STEP_S)
+    assert judge(made.summaries()).clear == {0, 1, 2, 3, 5}
