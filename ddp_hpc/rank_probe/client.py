@@ -9,11 +9,12 @@ import socket
 import struct
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ANSWER_S = 2.0
+NCCL_ANSWER_S = 1.0
 MOST_BYTES = 16 << 20
 """The largest answer that is read; a flight record of 2,000 entries has about 1 MB."""
 _CHUNK = 1 << 16
@@ -26,6 +27,10 @@ class NoAnswerError(Exception):
         super().__init__(text)
         self.pid = pid
         """Its process, where there is one that holds the socket: it exists and does not answer."""
+
+
+class NoHandlerError(NoAnswerError):
+    """This PyTorch does not know the question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +54,19 @@ class RankProbe:
         return self._ask("dump_traceback")[1].decode(errors="replace")
 
     def flight_record(self) -> dict[str, Any]:
-        """Return the newest collectives, oldest first, as `entries`, and the process groups as `pg_config` and `pg_status`."""
+        """Return the newest collectives, oldest first, as `entries`, and the process groups as `pg_config` and `pg_status`.
+
+        They are those of gloo: NCCL keeps a record of its own.
+        """
         return self._object("fr_trace_json")
+
+    def nccl_flight_record(self) -> dict[str, Any]:
+        """Return the same of NCCL. Ask only a process that is to be killed.
+
+        PyTorch then asks CUDA for the state of each open collective, which may not return where CUDA hangs, and may break
+        the capture of a CUDA graph.
+        """
+        return RankProbe._object(replace(self, answer_s=min(self.answer_s, NCCL_ANSWER_S)), "dump_nccl_trace_json")
 
     def flight_record_text(self) -> bytes:
         """Return the same as text; it is large, and its reader may want little of it."""
@@ -104,8 +120,10 @@ class RankProbe:
                 if left_s <= 0:
                     raise TimeoutError
                 connection.settimeout(left_s)
+        if response.status == http.HTTPStatus.NOT_FOUND:
+            raise NoHandlerError(f"no answer to {handler}: status 404 (this PyTorch may not have it)")
         if response.status != http.HTTPStatus.OK:
-            raise ValueError(f"status {response.status} (this PyTorch may not have it)")
+            raise ValueError(f"status {response.status}")
         return b"".join(parts)
 
 

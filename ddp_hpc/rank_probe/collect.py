@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.rank_probe.client import ANSWER_S, NoAnswerError, RankProbe
+from ddp_hpc.rank_probe.client import ANSWER_S, NoAnswerError, NoHandlerError, RankProbe
 from ddp_hpc.rank_probe.compare import is_in_distributed, main_frames
 from ddp_hpc.run_dir.hang_records import HangRecord, write_hang_record
 from ddp_hpc.run_dir.paths import RunDir
@@ -54,7 +55,7 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
     answers = "ping" not in unknown
     state = process_state(pid)
     # The stacks come last: where a thread holds the interpreter, that question stays with the server, and takes one of its threads.
-    flight_record = ask("flight_record", probe.flight_record) if answers else None
+    flight_record = ask("flight_record", partial(flight_record_of_all, probe)) if answers else None
     wait_counters = ask("wait_counters", probe.wait_counters) if answers else None
     stacks = ask("stacks", probe.stacks) if answers and with_stacks else None
     return HangRecord(
@@ -70,6 +71,38 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
         stacks=stacks,
         unknown=unknown,
     )
+
+
+def flight_record_of_all(probe: RankProbe) -> dict[str, Any]:
+    """Return the collectives of gloo and NCCL in one record, by the time of their launch.
+
+    Raises:
+        NoAnswerError: if one of both is not known: without it, a rank would look as if it had launched less than it has.
+    """
+    record = probe.flight_record()
+    try:
+        nccl = probe.nccl_flight_record()
+    except NoHandlerError:  # a PyTorch without NCCL
+        return record
+    entries = [*_entries(record), *_entries(nccl)]
+    groups = {
+        key: {**nccl[key], **record[key]}
+        for key in ("pg_config", "pg_status")
+        if isinstance(record.get(key), dict) and isinstance(nccl.get(key), dict)
+    }
+    return {**nccl, **record, **groups, "entries": sorted(entries, key=_launched_at)}
+
+
+def _entries(record: Mapping[str, Any]) -> list[Any]:
+    entries = record.get("entries", [])
+    if not isinstance(entries, list):
+        raise NoAnswerError("the flight record has no list of collectives")
+    return entries
+
+
+def _launched_at(entry: object) -> float:
+    at = entry.get("time_created_ns") if isinstance(entry, dict) else None
+    return at if isinstance(at, int) else 0
 
 
 def _innermost_line(stacks: str) -> str:

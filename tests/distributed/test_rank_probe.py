@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -11,9 +12,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ import torch.distributed as dist
 
 from ddp_hpc.base.thread_room import ThreadRoom
 from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
+from ddp_hpc.rank_probe.collect import flight_record_of_all
 from ddp_hpc.rank_probe.deadlines import Deadline, deadline_file
 from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
 from ddp_hpc.rank_probe.server import serve, serve_at_rendezvous
@@ -401,3 +405,63 @@ def test_a_recipes_rank_beside_which_no_agent_runs_asks_itself_before_its_watchd
     [record] = read_hang_records(run, 0)
     assert (record.rank, record.answers) == (3, True)
     assert "stand_still" in (record.stacks or "")
+
+
+@contextmanager
+def replies(path: Path, by_handler: Mapping[str, object]) -> Iterator[None]:
+    """Answer each question by JSON; None is no answer, and what is not there is not found."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            name = self.path.rpartition("/")[2]
+            answer = by_handler.get(name, "")
+            if answer is None:
+                self.rfile.read()  # until the other end gives up
+                return
+            body = json.dumps(answer).encode()
+            self.send_response(200 if name in by_handler else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+        def address_string(self) -> str:
+            return ""
+
+    with ThreadingUnixStreamServer(str(path), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+GLOO = {"entries": [{"n": 1, "time_created_ns": 1}, {"n": 3, "time_created_ns": 3}], "pg_config": {"1": {}}}
+NCCL = {"entries": [{"n": 2, "time_created_ns": 2}], "pg_config": {"0": {}}}
+
+
+def test_in_a_hang_the_collectives_of_gloo_and_nccl_are_joined_and_none_is_known_without_the_others(
+    folder: ProbeFolder,
+) -> None:
+    path = folder.socket(0)
+    probe = RankProbe(path=path, answer_s=0.3)
+
+    with replies(path, {"fr_trace_json": GLOO, "dump_nccl_trace_json": NCCL}):
+        both = flight_record_of_all(probe)
+        periodic = probe.flight_record_text()
+    path.unlink()
+    with replies(path, {"fr_trace_json": GLOO}):  # a PyTorch without NCCL
+        alone = flight_record_of_all(probe)
+    path.unlink()
+    with (
+        replies(path, {"fr_trace_json": GLOO, "dump_nccl_trace_json": None}),  # CUDA hangs
+        pytest.raises(NoAnswerError, match="dump_nccl_trace_json"),
+    ):
+        flight_record_of_all(probe)
+
+    assert [entry["n"] for entry in both["entries"]] == [1, 2, 3]
+    assert both["pg_config"].keys() == {"0", "1"}
+    assert json.loads(periodic) == alone == GLOO  # what is asked while the rank trains does not touch CUDA
