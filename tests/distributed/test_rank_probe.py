@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingUnixStreamServer
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,6 +128,8 @@ def test_a_rank_that_holds_the_interpreter_gives_no_stacks_but_all_else_and_a_st
         assert probe.ping() == pid
         assert "version" in probe.flight_record()
         os.kill(pid, signal.SIGSTOP)
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < ends_at + 60
         with pytest.raises(NoAnswerError) as silent:
             RankProbe(path=folder.socket(0), answer_s=0.3).ping()
         assert silent.value.pid == pid

@@ -402,7 +402,7 @@ def test_a_script_that_runs_in_a_process_that_was_there_finds_what_a_plain_pytho
 def test_a_script_is_alive_while_it_computes_or_prints_and_not_while_it_sleeps(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
-    source = "import sys\nfor line in sys.stdin:\n    print(sum(range(3_000_000)), flush=True)\n"
+    source = "import sys\nfor line in sys.stdin:\n    print(sum(range(20_000_000)), flush=True)\n"
     with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as script:
         compute(script)  # Python has started
         life = Life(pid=script.pid, log=log, interval_s=0.0)

@@ -76,7 +76,7 @@ dog, begun = Watchdog(10.0), time.monotonic()
 while time.monotonic() - begun < 11.0:
     dog.feed()
     time.sleep(0.05)
-print("alive")
+print("alive", flush=True)
 os._exit(0)
 """,
         log,
