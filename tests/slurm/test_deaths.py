@@ -200,7 +200,7 @@ def test_a_frozen_worker_is_named_and_replaced(cluster: Cluster, place: LoginNod
 
     first, second = attempts(place, "frozen")
     assert (first.cause, first.next, first.failed_nodes) == ("hang", "in place", ("node4",))
-    assert "rank 3 on node4, which did not print its stack" in first.reason
+    assert "rank 3 on node4, which is stopped (SIGSTOP)" in first.reason
     # The other ranks wait for it: who of them is bitten first may take the connection from the rest.
     assert re.search(r"=== rank [0-2] on node[34]: .+\nTimeout \(", place.run("frozen").stacks(0).read_text())
     assert second.first_step == first.last_step
