@@ -198,7 +198,7 @@ def try_case(login: LoginNode, number: int, launcher: str, case: Break) -> dict[
         "cause": str(end.cause),
         "next": str(end.next),
         "failed_nodes": list(end.failed_nodes),
-        "reason": end.reason,
+        "reason": end.reason.replace(str(login.run(name).path.parent), "RUNS"),
     }
 
 
