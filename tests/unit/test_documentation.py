@@ -122,6 +122,23 @@ def test_a_picture_serves_light_and_dark_pages_loads_nothing_and_names_no_machin
     assert set(re.findall(r"/(?:home|root|work|tmp|mnt)/\w+", text)) <= {"/home/ada"}
 
 
+def paths_of_a_machine(text: str) -> list[str]:
+    """Return the absolute paths in a measured result that say where its author's checkout or home was."""
+    return re.findall(r"(?:/home|/root|/work|/workspace|/Users|/mnt)/[^\s\"',]+|/[^\s\"',]*\.slurm-lab[^\s\"',]*", text)
+
+
+@pytest.mark.parametrize("result", sorted((ROOT / "docs" / "results").iterdir()), ids=lambda path: path.name)
+def test_a_measured_result_names_no_path_of_the_machine_it_was_measured_on(result: Path) -> None:
+    assert paths_of_a_machine(result.read_text(encoding="utf-8")) == []
+
+
+def test_a_path_of_a_machine_in_a_result_is_found() -> None:
+    found = paths_of_a_machine(
+        '{"log": "/home/ann/ddp_hpc/runs/a.log", "lab": "/srv/x/.slurm-lab/y", "tmp": "/tmp/runs"}'
+    )
+    assert found == ["/home/ann/ddp_hpc/runs/a.log", "/srv/x/.slurm-lab/y"]
+
+
 def test_the_recording_shows_a_run_to_its_end() -> None:
     last = (PICTURES / "follow.svg").read_text().split("<g ")[-1]
 
