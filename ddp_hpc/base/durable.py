@@ -129,8 +129,8 @@ def output_at(path: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Add one line in one write, and wait until it is on disk."""
+def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Add one line in one write. With `durable`, wait until it is on disk."""
     # A writer that was killed may have left the last line incomplete. End it first, so that ours is a line of its own.
     line = json.dumps(record, separators=(",", ":")) + "\n"
     with open_private(path, "ab+") as file:
@@ -140,7 +140,8 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
                 line = "\n" + line
         file.write(line.encode())
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
 
 
 def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, Any]]:

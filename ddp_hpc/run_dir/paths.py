@@ -127,6 +127,11 @@ class RunDir:
         return self.path / "metrics.superseded.jsonl"
 
     @property
+    def digests(self) -> Path:
+        """Digests of the training state after some steps; steps repeated after a resume are in it again."""
+        return self.path / "digests.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

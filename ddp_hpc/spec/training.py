@@ -223,6 +223,19 @@ class CheckpointSpec(Checked, section="checkpoint"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class IntegritySpec(Checked, section="integrity"):
+    """Whether all ranks still have the same weights, to the bit."""
+
+    every_steps: int | None = 50
+    """Compare weights, moving average and optimizer state of all ranks at the multiples of this number of steps, where an
+    attempt begins, and before each save. Unset: never."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("integrity", every_steps=self.every_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingSpec(Checked):
     """What the workers of a training read."""
 
@@ -236,6 +249,7 @@ class TrainingSpec(Checked):
     eval: EvalSpec = field(default_factory=EvalSpec)
     log: LogSpec = field(default_factory=LogSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    integrity: IntegritySpec = field(default_factory=IntegritySpec)
 
     def __post_init__(self) -> None:
         super().__post_init__()

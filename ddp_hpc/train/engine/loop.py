@@ -49,8 +49,11 @@ def train(t: Training) -> bool:
             break
         if is_save_due(t) or (metrics and t.spec.checkpoint.keep_best):
             t.phases.enter("checkpoint")
+            t.replicas.compare(t.state)
             t.checkpointer.save(t.state, metrics=metrics)
             t.phases.enter("other")
+        if t.replicas.is_due(step):
+            t.replicas.compare(t.state)
         if t.stop_consensus.is_due(step):
             t.losses.check()
             if t.stop_consensus.agree_to_stop(step):
@@ -61,6 +64,7 @@ def train(t: Training) -> bool:
     t.watchdog.feed()
     t.losses.check(is_last=t.state.position.step >= t.total_steps)
     with t.recorder.paused():
+        t.replicas.compare(t.state)
         t.checkpointer.save_and_wait(t.state, metrics=metrics)
     t.recorder.progress(t.state.position, now=True)
     return t.state.position.step >= t.total_steps
@@ -85,6 +89,7 @@ def restore(t: Training) -> None:
     t.recorder.open(t.state.position)
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)
+    t.replicas.compare(t.state)
     t.watchdog.feed()
     if t.stop_consensus.agree_before_first_step(t.state.position.step):
         raise StopAskedError("The ranks were asked to stop before the first step.")

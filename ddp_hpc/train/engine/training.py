@@ -30,6 +30,7 @@ from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, nearest_names
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
+from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer
 from ddp_hpc.train.state.training_state import TrainingState
@@ -67,6 +68,7 @@ class Training:
     recorder: RunRecorder
     samples: SampleRecorder
     watchdog: Watchdog
+    replicas: Replicas
     phases: PhaseTimes = field(default_factory=PhaseTimes)
 
     def global_batches(self) -> Iterator[LoadedGlobalBatch]:
@@ -166,6 +168,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         recorder=recorder,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
+        replicas=Replicas(run, group, attempt=attempt, every_steps=spec.integrity.every_steps),
     )
 
 

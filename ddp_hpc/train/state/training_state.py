@@ -68,6 +68,12 @@ def tensors(state: TrainingState) -> list[NamedTensor]:
     return [*_weights("model", state.model), *_averages(state), *_optimizer_tensors(state), *_own_tensors(state)]
 
 
+def tensors_of_all(state: TrainingState) -> list[NamedTensor]:
+    """Return the tensors whose values all ranks must have equal, without those that one rank owns."""
+    named = [*_weights("model", state.model), *_averages(state), *_optimizer_tensors(state)]
+    return [item for item in named if item.owner is None]
+
+
 def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
     """Find out before the first step whether the state can be saved and restored.
 
