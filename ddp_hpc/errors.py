@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_hpc.exit_codes import DIVERGED, FAILED, FENCED, STOPPED
+from ddp_hpc.exit_codes import DIVERGED, FAILED, FENCED, RANKS_DIFFER, STOPPED
 
 
 class DdpHpcError(Exception):
@@ -62,6 +62,12 @@ class DivergedError(DdpHpcError):
     """The losses or weights are not finite; the same again ends in the same way."""
 
     exit_code = DIVERGED
+
+
+class RanksDifferError(DdpHpcError):
+    """The ranks do not have equal weights: one of them has computed, or kept, something wrong."""
+
+    exit_code = RANKS_DIFFER
 
 
 class SlurmRefusalError(ConfigError):

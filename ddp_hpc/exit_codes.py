@@ -15,6 +15,8 @@ STOPPED = 99
 """All that was trained is in a checkpoint, and there is more to do: start again (the code that batch systems use for it)."""
 DIVERGED = 93
 """The losses or the weights are not finite any more: no checkpoint of them is committed, and no attempt is made again."""
+RANKS_DIFFER = 92
+"""The ranks do not have equal weights: no checkpoint of them is committed, and the run goes on from the newest one."""
 UNDECIDED = 94
 """From a supervisor to its guardian: it could not work and has decided nothing, so another one is to try."""
 GAVE_UP = 95
@@ -28,9 +30,9 @@ PORT_TAKEN = 98
 
 GOOD = frozenset({FINISHED, STOPPED})
 """Codes of a worker that has done what was asked of it."""
-_RANK_ZERO_DECIDES = frozenset({STOPPED, STOPPED_EARLY, PORT_TAKEN, FENCED, DIVERGED})
+_RANK_ZERO_DECIDES = frozenset({STOPPED, STOPPED_EARLY, PORT_TAKEN, FENCED, DIVERGED, RANKS_DIFFER})
 """Codes of rank zero that count even if others fail after it: its commit stays valid."""
-_STRONGEST_FIRST = (FENCED, REFUSED, DIVERGED)
+_STRONGEST_FIRST = (FENCED, REFUSED, DIVERGED, RANKS_DIFFER)
 """Codes that count for all where one has them."""
 
 DECISIONS = (FINISHED, REFUSED, GAVE_UP, STOPPED_EARLY, FENCED, STOPPED)

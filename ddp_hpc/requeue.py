@@ -44,6 +44,7 @@ TABLE: Mapping[Cause, Row] = {
     Cause.HANG: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
     Cause.NODE_FAILED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
     Cause.DIVERGED: Row(Ending.FAILED, Next.NOTHING),
+    Cause.RANKS_DIFFER: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
     Cause.UNEXPLAINED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
     Cause.SUPERVISOR_DIED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
     Cause.SUSPENDED: Row(Ending.FAILED, Next.IN_PLACE),
@@ -67,6 +68,8 @@ class Situation:
     """What those failures have in common, as a text."""
     fails_again: str = ""
     """The sample of which this attempt failed as the one before it (`fails_again`)."""
+    differs_as: int | None = None
+    """The earlier attempt in which the ranks differed after the same step in the same way (`wrong_ranks.same_again`)."""
     is_on_slurm: bool = True
     is_supervised: bool = False
     """Whether a supervisor is there to start another attempt without Slurm."""
@@ -99,8 +102,8 @@ def decide(situation: Situation, policy: RestartSpec) -> Decision:
     if situation.is_requeued_by_slurm and row.next:
         return Decision(ending=ending, next=Next.SLURM, exclude=tuple(situation.bad_nodes))
     goes_on_here = situation.cause == Cause.SUSPENDED or (
-        situation.cause == Cause.SCRIPT_ASKED and situation.is_supervised
-    )  # these two need nothing from the user
+        situation.cause in {Cause.SCRIPT_ASKED, Cause.RANKS_DIFFER} and situation.is_supervised
+    )  # these need nothing from the user
     if not row.next or not (situation.is_on_slurm or goes_on_here):
         return Decision(ending=row.ending)
     if why := _why_last(situation, policy):
@@ -124,6 +127,12 @@ def _why_last(situation: Situation, policy: RestartSpec) -> str:
         return (
             f"`{situation.fails_again}` ended two attempts in a row in the same way, without progress between them, so the run "
             "ends: another attempt would fail there, too; correct it or leave it out, and submit the run again"
+        )
+    if situation.differs_as is not None and situation.cause == Cause.RANKS_DIFFER:
+        return (
+            f"in attempt {situation.differs_as}, each rank had the same values after the same step, so this does not happen by chance and the run "
+            "ends: the code does not do the same on each rank (docs/integrity.md says what to look for), or a processor is wrong in "
+            "the same way each time; correct it, and submit the run again, on other nodes if the code is right"
         )
     count = situation.num_without_progress
     if not TABLE[situation.cause].is_failure or count < policy.max_no_progress:
@@ -224,12 +233,15 @@ def _avoided(attempt: Attempt) -> bool:
 def bad_nodes(attempts: Sequence[Attempt], policy: RestartSpec, *, now: float) -> list[str]:
     """Return the nodes that failed `restart.exclude_after` times or more in the last `restart.forget_h` hours.
 
+    A node that has computed something wrong counts at once: it may do so again where nothing is compared.
     The worst come first; of those that failed equally often, the last to fail.
     """
     since = now - policy.forget_h * 3600
-    failures = Counter(
-        node for attempt in reversed(attempts) if (attempt.ended_at or 0.0) >= since for node in attempt.failed_nodes
-    )
+    failures: Counter[str] = Counter()
+    for attempt in reversed(attempts):
+        if (attempt.ended_at or 0.0) >= since:
+            weight = policy.exclude_after if attempt.cause == Cause.RANKS_DIFFER else 1
+            failures.update(dict.fromkeys(attempt.failed_nodes, weight))
     return sorted(
         (node for node in failures if failures[node] >= policy.exclude_after), key=lambda node: -failures[node]
     )

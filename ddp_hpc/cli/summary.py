@@ -26,7 +26,7 @@ def exit_code(status: RunStatus) -> int:
 def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> None:
     """Print the summary. `word` names the run on the command line; `again` is the command that submits it again."""
     failure = first_failure(run, status.attempt) if status.state == "failed" and status.attempt is not None else None
-    if failure is not None and not (failure.is_diverged or failure.is_input_error):  # else the reason says all
+    if failure is not None and not failure.is_plain:  # else the reason says all
         print(cause(run, failure), file=sys.stderr)
         if status.why_last:
             print(f"why the run ended: {status.why_last}", file=sys.stderr)

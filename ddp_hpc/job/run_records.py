@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.differences import Difference, read_differences
 from ddp_hpc.run_dir.failure_reports import WorkerFailure, read_failures
-from ddp_hpc.run_dir.ledger import End, Ending, JobFacts, Ledger, record_end, record_start
+from ddp_hpc.run_dir.ledger import End, Ending, JobFacts, Ledger, record_end, record_failed_nodes, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import (
     QueuedJob,
@@ -96,6 +97,14 @@ class RunRecords:
     def end(self, attempt: int, ending: Ending, *, exit_code: int, reason: str, end: End | None) -> None:
         """Write into the ledger how an attempt ended."""
         record_end(self.run, attempt=attempt, ending=ending, exit_code=exit_code, reason=reason, end=end)
+
+    def differences(self) -> Sequence[Difference]:
+        """Return what the ranks of attempts had that differed, the oldest first."""
+        return read_differences(self.run)
+
+    def blame(self, attempt: int, nodes: Sequence[str]) -> None:
+        """Write into the ledger on which nodes an earlier attempt failed."""
+        record_failed_nodes(self.run, attempt=attempt, failed_nodes=nodes)
 
     def is_done(self, goal: Mapping[str, Any]) -> bool:
         """Tell whether the run has reached this goal; asking for another makes it unfinished again."""

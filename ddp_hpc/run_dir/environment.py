@@ -57,7 +57,7 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
     return Environment(
         python=platform.python_version(),
         machine=f"{platform.system()} {'-'.join(filter(None, platform.libc_ver()))} {platform.machine()}",
-        cpu=_first(proc / "cpuinfo", r"^model name\s*:\s*(.+)$"),
+        cpu=cpu_name(proc),
         torch=built.get("__version__", ""),
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
@@ -74,6 +74,11 @@ def capture(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> Enviro
         },
         packages=packages,
     )
+
+
+def cpu_name(proc: Path = Path("/proc")) -> str:
+    """Return the name of this machine's kind of CPU; empty where the kernel does not say it."""
+    return _first(proc / "cpuinfo", r"^model name\s*:\s*(.+)$")
 
 
 def _packages() -> dict[str, str]:

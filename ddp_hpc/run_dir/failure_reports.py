@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from ddp_hpc.base.durable import make_directories, read_json, replace_text
 from ddp_hpc.base.patience import known
-from ddp_hpc.errors import ConfigError, DivergedError
+from ddp_hpc.errors import ConfigError, DivergedError, RanksDifferError
 from ddp_hpc.run_dir.affected import affected_by
 from ddp_hpc.run_dir.paths import RunDir
 
@@ -45,6 +45,8 @@ class WorkerFailure:
     """The worker failed because another one had: it lost the connection."""
     is_diverged: bool = False
     """The losses or weights are not finite."""
+    ranks_differ: bool = False
+    """The ranks did not have equal weights."""
     signal: int | None = None
     """The signal that killed it, where its agent did not send it."""
     is_hardware: bool = False
@@ -73,12 +75,19 @@ class WorkerFailure:
     hang_detail: str = ""
     """The same as a sentence, with ranks, collectives and lines of code."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its message says all, without type, rank and traceback."""
+        return self.is_input_error or self.is_diverged or self.ranks_differ
+
 
 def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "") -> WorkerFailure:
     """Return the report of a process that ends because of `error`, which its caller has just caught."""
     import traceback  # late: only a process that fails pays for it
 
-    is_plain = isinstance(error, ConfigError | DivergedError)  # the message is clear without the type
+    is_plain = isinstance(
+        error, ConfigError | DivergedError | RanksDifferError
+    )  # the message is clear without the type
     affected = affected_by(error)
     return WorkerFailure(
         rank=rank,
@@ -90,6 +99,7 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
         traceback="".join(traceback.format_exception(error)),
         is_input_error=isinstance(error, ConfigError),
         is_diverged=isinstance(error, DivergedError),
+        ranks_differ=isinstance(error, RanksDifferError),
         is_hardware=is_of_hardware(error),
         phase=phase,
         exception_type=type(error).__name__,

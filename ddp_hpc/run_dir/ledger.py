@@ -76,6 +76,7 @@ class Cause(_TextEnum):
     HANG = "hang"
     NODE_FAILED = "node failed"
     DIVERGED = "diverged"
+    RANKS_DIFFER = "ranks differ"
     UNEXPLAINED = "unexplained"
     SUPERVISOR_DIED = "supervisor died"
     SUSPENDED = "suspended"
@@ -331,6 +332,11 @@ def record_start(  # noqa: PLR0913  # what a line of the ledger holds
             **about_job,
         },
     )
+
+
+def record_failed_nodes(run: RunDir, *, attempt: int, failed_nodes: Sequence[str]) -> None:
+    """Write into the ledger which nodes an attempt failed on, where a later attempt has shown it."""
+    append_json_line(run.attempts, {"attempt": attempt, "failed_nodes": list(failed_nodes)})
 
 
 @dataclass(frozen=True, kw_only=True)

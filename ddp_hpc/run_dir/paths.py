@@ -222,8 +222,12 @@ class RunDir:
         """Rank zero's exit code, for launchers (srun, torchrun) that do not pass it on unchanged."""
         return self.attempt_errors(attempt) / "rank_zero_exit.json"
 
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
+
     def attempt_errors(self, attempt: int) -> Path:
-        return self.path / "errors" / f"attempt-{attempt}"
+        return self.errors / f"attempt-{attempt}"
 
     def rank_error(self, attempt: int, rank: int) -> Path:
         return self.attempt_errors(attempt) / f"rank-{rank}.json"
@@ -243,6 +247,16 @@ class RunDir:
     def hang_record(self, attempt: int, rank: int) -> Path:
         """What a rank was doing when it made no progress."""
         return self.attempt_errors(attempt) / "hang" / f"rank-{rank}.json"
+
+    def difference(self, attempt: int) -> Path:
+        """What the ranks had after a step at which all must be equal, and were not."""
+        return self.attempt_errors(attempt) / "ranks-differ.json"
+
+    def attempts_that_differed(self) -> list[int]:
+        """The attempts of which there is such a record."""
+        names = (path.parent.name for path in self.errors.glob("attempt-*/ranks-differ.json"))
+        numbers = (name.removeprefix("attempt-") for name in names)
+        return [int(number) for number in numbers if number.isdecimal()]
 
     def agent_error(self, attempt: int, node_rank: int) -> Path:
         return self.attempt_errors(attempt) / f"agent-{node_rank}.json"

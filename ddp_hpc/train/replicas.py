@@ -1,10 +1,27 @@
-"""Compares what all ranks must have equal, and records its digest, at steps that depend on the step's number alone."""
+"""Compares what all ranks must have equal, to the bit, at steps that depend on the step's number alone.
+
+Each rank computes the digest of its own weights, averages and optimizer state (`state/digests`); one all-reduce tells all ranks the
+digests of all. Where they are equal, rank zero records it. Where they are not, all ranks end with the same error, before anything
+of it is saved. The next attempt compares after the same step: as resumes are exact, that tells which ranks were wrong.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+
+from ddp_hpc.base.processes import host_name
+from ddp_hpc.checkpoints import checkpoint_names
+from ddp_hpc.errors import RanksDifferError
+from ddp_hpc.run_dir.differences import Difference, judged, read_differences, right_digest, write_difference
 from ddp_hpc.run_dir.digests import record_digest
+from ddp_hpc.run_dir.environment import cpu_name
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import digests
@@ -13,18 +30,33 @@ from ddp_hpc.train.state.training_state import TrainingState
 log = logging.getLogger(__name__)
 
 _NEVER = 2**62
+_MOST_NAMED = 20
+"""How many of the tensors that differ are recorded by name."""
 
 
 class Replicas:
     """The ranks' copies of the training state, as one rank sees them."""
 
-    def __init__(self, run: RunDir, group: Group, *, attempt: int, every_steps: int | None) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        group: Group,
+        *,
+        attempt: int,
+        every_steps: int | None,
+        wait_for_save: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Compare at multiples of `every_steps`; None: never. `wait_for_save` returns when no save is being written any more."""
         self._run = run
         self._group = group
         self._attempt = attempt
         self._every = every_steps
+        self._wait_for_save = wait_for_save
         self._next_step = _NEVER if every_steps is None else 0
         self._compared: int | None = None
+        self._open: list[Difference] | None = None
+        """Earlier differences of which it is not known who was wrong; only rank zero knows more than their steps."""
+        self._open_steps: list[int] = []
         self._is_losing = False
 
     def is_due(self, step: int) -> bool:
@@ -32,21 +64,119 @@ class Replicas:
         return step >= self._next_step
 
     def compare(self, state: TrainingState) -> None:
-        """Compare the state of all ranks after this step, if that is switched on, and record its digest."""
+        """Compare the state of all ranks after this step, if that is switched on, and record its digest.
+
+        Raises:
+            RanksDifferError: with the same text on all ranks, if they are not equal.
+        """
         step = state.position.step
         if self._every is None or step == self._compared:
             return
-        self._compared, self._next_step = step, (step // self._every + 1) * self._every
-        self._record(step, digests.of_all(digests.of_state(state)))
-
-    def _record(self, step: int, digest: str) -> None:
+        if self._open is None:
+            self._read_open()
+        self._compared = step
+        self._next_step = min(
+            (step // self._every + 1) * self._every, *(one for one in self._open_steps if one > step), _NEVER
+        )
+        mine = digests.of_state(state)
         rank_info = self._group.rank_info
-        if not rank_info.is_rank_zero:
-            return
+        slots = torch.zeros(rank_info.world_size, dtype=torch.int64)
+        slots[rank_info.rank] = digests.as_number(digests.of_all(mine))
+        found = [digests.from_number(number) for number in self._group.sum(slots).tolist()]
+        if len(set(found)) > 1:
+            self._end(step, found, mine, state.device)
+        if rank_info.is_rank_zero:
+            self._agreed(step, found[0])
+
+    def _read_open(self) -> None:
+        """Find the steps after which an earlier attempt's ranks differed, the same on all ranks: they are compared again."""
+        self._open = []
+        steps: list[int] = []
+        if self._group.rank_info.is_rank_zero:
+            self._open = [one for one in read_differences(self._run) if not one.told_by]
+            steps = sorted({one.step for one in self._open})
+        self._open_steps = self._group.broadcast_through_store("replicas/open", steps)
+
+    # --- rank zero ---
+
+    def _agreed(self, step: int, digest: str) -> None:
+        """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""
+        world_size = self._group.rank_info.world_size
+        with self._errors_logged():
+            record_digest(self._run, attempt=self._attempt, step=step, world_size=world_size, digest=digest)
+            for one in self._open_at(step):
+                self._tell(judged(one, digest, "repetition", attempt=self._attempt))
+
+    def _open_at(self, step: int) -> Sequence[Difference]:
+        """Return the open differences after this step of as many ranks: with another number, sums are rounded otherwise."""
+        world_size = self._group.rank_info.world_size
+        return [one for one in self._open or () if one.step == step and len(one.digests) == world_size]
+
+    def _tell(self, difference: Difference) -> None:
+        """Record an earlier attempt's difference, of which it is known now who was wrong."""
+        self._open = [one for one in self._open or () if one.attempt != difference.attempt]
+        write_difference(self._run, difference)
+        log.warning("attempt %d ended because %s: %s", difference.attempt, difference.what, difference.who)
+
+    # --- a difference ---
+
+    def _end(self, step: int, found: Sequence[str], mine: dict[str, int], device: torch.device) -> None:
+        """Tell all ranks what differs, once the checkpoint that is being written is committed; it was equal everywhere."""
+        self._wait_for_save()
+        rank_info, store = self._group.rank_info, self._group.store
+        key = f"replicas/{step}"
+        own = {"host": host_name(), "processor": _processor(device), "digests": mine}
+        text = None
+        if rank_info.is_rank_zero:
+            others = [json.loads(store.get(f"{key}/{rank}")) for rank in range(1, rank_info.world_size)]
+            text = self._explain(step, found, [own, *others])
+        else:
+            store.set(f"{key}/{rank_info.rank}", json.dumps(own))
+        message = self._group.broadcast_through_store(key, text)
+        self._group.sum(torch.zeros(1))  # rank zero serves the store, so it leaves after all have read
+        raise RanksDifferError(message)
+
+    def _explain(self, step: int, found: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:
+        """Record the difference, and return the message of all ranks."""
+        names = digests.differing(reports[0]["digests"], [one["digests"] for one in reports[1:]])
+        newest = Difference(
+            attempt=self._attempt,
+            step=step,
+            digests=tuple(found),
+            hosts=tuple(one["host"] for one in reports),
+            processors=tuple(one["processor"] for one in reports),
+            tensors=tuple(names[:_MOST_NAMED]) or ("the names of the tensors",),
+            num_tensors=len(names),
+            at=time.time(),
+        )
+        earlier = self._open_at(step)
+        right, by = right_digest(newest, earlier)
+        if right:
+            newest = judged(newest, right, by, attempt=self._attempt)
+        with self._errors_logged():
+            write_difference(self._run, newest)
+            for one in earlier if right else ():
+                self._tell(judged(one, right, "repetition", attempt=self._attempt))
+        steps = checkpoint_names.committed_steps(self._run)
+        goes_on = (
+            f"goes on from step {steps[-1]}, its newest checkpoint" if steps else "starts over, as it has no checkpoint"
+        )
+        return f"{newest.what}; {newest.who}. Nothing of it is saved: the run {goes_on}. See docs/integrity.md"
+
+    @contextmanager
+    def _errors_logged(self) -> Any:
+        """Keep the training running on a full disk: skip records that cannot be written, and log the first of them."""
         try:
-            record_digest(self._run, attempt=self._attempt, step=step, world_size=rank_info.world_size, digest=digest)
+            yield
             self._is_losing = False
         except OSError as error:
             if not self._is_losing:
-                log.warning("the state's digest cannot be recorded: %s. The training goes on without it.", error)
+                log.warning("the state's digests cannot be recorded: %s. The training goes on without them.", error)
             self._is_losing = True
+
+
+def _processor(device: torch.device) -> str:
+    """Return the kind of processor that this rank computes on; processors of several kinds may round differently."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"

@@ -214,7 +214,7 @@ def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -
 
 
 def _report(run: RunDir, attempt: int, failure: WorkerFailure) -> None:
-    log.error("%s", failure.exception if failure.is_input_error or failure.is_diverged else failure.traceback)
+    log.error("%s", failure.exception if failure.is_plain else failure.traceback)
     write_failure(run.rank_error(attempt, failure.rank), failure)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ddp_hpc.run_dir.differences import Difference
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.joining import MissingRanks
 from ddp_hpc.run_dir.ledger import Attempt
@@ -48,6 +49,8 @@ class Facts:
     """Which ranks the others waited for at the beginning; None where nobody waited for long, or all have joined."""
     network: NetworkFindings | None = None
     """What a probe of the network between the nodes found at the end; None without one."""
+    difference: Difference | None = None
+    """What the ranks had that differed; None where they did not."""
     ends: Mapping[int, RankEnd] = field(default_factory=dict)
     """How the process of a rank ended that nobody had asked to end."""
 

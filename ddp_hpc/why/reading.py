@@ -8,6 +8,7 @@ from functools import partial
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.differences import read_difference
 from ddp_hpc.run_dir.failure_reports import read_failures
 from ddp_hpc.run_dir.joining import read_missing
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
@@ -61,6 +62,7 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> Facts:
         places=_places(run, number),
         missing=read_missing(run, number),
         network=read_network(run, number),
+        difference=read_difference(run, number),
         ends=read_rank_ends(run, number, sorted(ranks)),
     )
 

@@ -371,6 +371,21 @@ REGISTRY: Sequence[Failure] = (
         ],
     ),
     Failure(
+        name="ranks-differ",
+        title="the ranks do not have equal weights",
+        means="All ranks of a training by DDP have the same weights, to the bit. Where they do not, a processor or its memory was wrong, or the "
+        "code does not do the same on each rank.",
+        to_do="Nothing, where a rank is named: the run went on from its newest checkpoint, without that node where there is another; tell the "
+        "site's administrators. Where the same difference came twice, see docs/integrity.md for what to look for in the code.",
+        patterns=[
+            _raised(
+                r"(?:RanksDifferError: )?the ranks differ after step \d+",
+                "the ranks differ after step 40: `model/head.weight` is not equal on all of them, but must be; rank 1 on node2 was wrong "
+                "(2 of 3 ranks agree).",
+            ),
+        ],
+    ),
+    Failure(
         name="import",
         title="a module cannot be imported",
         means="Python does not find a module or a library there, or the module itself fails while it is imported.",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from ddp_hpc.run_dir.differences import Difference
 from ddp_hpc.run_dir.fingerprint import entity, fingerprint
 from ddp_hpc.run_dir.ledger import Cause, Ending
 from ddp_hpc.why.ends import signalled
@@ -26,6 +27,7 @@ _BY_CAUSE: Mapping[Cause, str] = {
     Cause.CANCELLED: "cancelled",
     Cause.SUSPENDED: "suspended",
     Cause.DIVERGED: "nan",
+    Cause.RANKS_DIFFER: "ranks-differ",
 }
 _NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
 _MOST_EVIDENCE = 5
@@ -80,6 +82,8 @@ def _of_record(facts: Facts) -> Finding | None:
     )
     if name is None:
         return None
+    if name == "ranks-differ" and facts.difference is not None:
+        return _of_difference(facts.difference)
     evidence = tuple(
         Evidence(role="confirmation", rank=None, text=line.text, line=line)
         for line in facts.console
@@ -89,11 +93,26 @@ def _of_record(facts: Facts) -> Finding | None:
     return Finding(failure=name, role="root", basis="record", rank=None, host=hosts, evidence=evidence[:1])
 
 
+def _of_difference(difference: Difference) -> Finding:
+    """Return which rank was wrong, as the ranks' digests, or those of another attempt, show it."""
+    only = difference.odd_ranks[0] if len(difference.odd_ranks) == 1 else None
+    return Finding(
+        failure="ranks-differ",
+        role="root",
+        basis="record",
+        rank=only,
+        host=", ".join(difference.odd_hosts),
+        step=difference.step,
+        detail=difference.what,
+        evidence=(Evidence(role="root", rank=only, text=difference.who),),
+    )
+
+
 def _findings(facts: Facts) -> list[Finding]:
     reported = [
         abstaining(replace(of_report(facts, failure), has_report=True))
         for failure in facts.failures
-        if not failure.is_hang
+        if not (failure.is_hang or failure.ranks_differ)
     ]
     ranks = {failure.rank for failure in facts.failures}
     silent = (of_log(facts, rank) for rank in facts.logs if rank not in ranks)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddp_hpc import exit_codes, requeue
-from ddp_hpc.job.ending import blame
+from ddp_hpc.job.ending import blame, wrong_ranks
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.ending.causes import cause_of
 from ddp_hpc.job.ending.evidence import Recorded, gather, has_trained
@@ -61,6 +61,12 @@ class Conclusion:
 def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     """Find out why an attempt ended, decide what follows, and write both into the ledger."""
     known = Recorded.read(context.records, attempt)
+    differences = context.records.differences()
+    corrected = wrong_ranks.corrected(known.ledger.attempts, differences, attempt)
+    with best_effort():
+        for one in corrected:
+            context.records.blame(one.attempt, one.failed_nodes)
+    known = known.with_corrected(corrected)
     evidence = gather(context, attempt, outcome, known.ledger)
     cause, failure = cause_of(evidence), known.failure
     if cause == Cause.HANG:
@@ -68,6 +74,10 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     failed_nodes = blame.failed_nodes(cause, failure, evidence, node_of=context.node_of)
     unreached = blame.unreached_nodes(cause, outcome.network, context.nodes)
     failed_nodes = unreached or failed_nodes
+    differs_as = wrong_ranks.same_again(differences, known.attempts, attempt)
+    if cause == Cause.RANKS_DIFFER:
+        own = next((one for one in differences if one.attempt == attempt and differs_as is None), None)
+        failed_nodes = wrong_ranks.nodes_of(own, context.nodes)
     if outcome.avoided_nodes:
         # A node that is avoided for its earlier failures has not failed again. If this counted, it would be avoided for ever.
         before = requeue.bad_nodes(known.ledger.attempts, context.spec.restart, now=time.time())
@@ -75,7 +85,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     if cause == Cause.REFUSED and has_trained(known.attempts):
         cause = Cause.WORKER_CRASHED
         failed_nodes = blame.refusing_nodes(failure, context.nodes, node_of=context.node_of)
-    bad_nodes = blame.bad_nodes(known.attempts, attempt, failed_nodes, context.spec.restart)
+    bad_nodes = blame.bad_nodes(known.attempts, attempt, cause, failed_nodes, context.spec.restart)
     newest_step = context.workload.progress(context.run, known.ledger)
     root = root_of(cause, known.failures, hosts=context.nodes)
     situation = Situation(
@@ -84,6 +94,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
         num_without_progress=requeue.num_without_progress(known.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
         fails_again=_fails_again(context, known.attempts, root, newest_step),
+        differs_as=differs_as,
         has_no_report=failure is None,
         is_on_slurm=context.allocation is not None,
         is_supervised=context.is_supervised,
@@ -166,13 +177,16 @@ def _write(context: JobContext, conclusion: Conclusion) -> None:
 def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
     if cause in {Cause.FINISHED, Cause.STOP_ASKED}:
         return ""
-    if cause in {Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED} and failure is not None:
+    if (
+        cause in {Cause.WORKER_CRASHED, Cause.HANG, Cause.REFUSED, Cause.DIVERGED, Cause.RANKS_DIFFER}
+        and failure is not None
+    ):
         if failure.is_secondary:
             return (
                 f"some workers exited without an error report, and rank {failure.rank} on {failure.host} lost its connection "
                 "to them; read their logs (`ddp-hpc logs RUN --all`) and the kernel's log of their nodes (`dmesg`)"
             )
-        is_plain = failure.is_input_error or failure.is_diverged or failure.rank < 0 or cause == Cause.HANG
+        is_plain = failure.is_plain or failure.rank < 0 or cause == Cause.HANG
         where = f" on {failure.host}" if failure.host else ""
         return failure.exception if is_plain else f"rank {failure.rank}{where}: {failure.exception}"
     if cause == Cause.WORKER_CRASHED:

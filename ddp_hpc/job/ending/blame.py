@@ -47,12 +47,12 @@ def refusing_nodes(failure: WorkerFailure | None, nodes: Collection[str], *, nod
 
 
 def bad_nodes(
-    attempts: Sequence[Attempt], attempt: int, failed_nodes: Sequence[str], policy: RestartSpec
+    attempts: Sequence[Attempt], attempt: int, cause: Cause, failed_nodes: Sequence[str], policy: RestartSpec
 ) -> tuple[str, ...]:
     """Return the nodes that have failed too often, the attempt that has just ended included."""
     now = time.time()
     completed = [
-        replace(one, failed_nodes=tuple(failed_nodes), ended_at=now) if one.attempt == attempt else one
+        replace(one, cause=cause, failed_nodes=tuple(failed_nodes), ended_at=now) if one.attempt == attempt else one
         for one in attempts
     ]
     return tuple(requeue.bad_nodes(completed, policy, now=now))

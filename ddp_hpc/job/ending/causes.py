@@ -82,6 +82,8 @@ def _by_exit_code(evidence: Evidence) -> Cause | None:
         return Cause.FINISHED
     if evidence.code == exit_codes.DIVERGED and evidence.owns_run:
         return Cause.DIVERGED  # all ranks agreed on it, whatever Slurm does to the job meanwhile
+    if evidence.code == exit_codes.RANKS_DIFFER and evidence.owns_run:
+        return Cause.RANKS_DIFFER
     return Cause.FENCED if evidence.code == exit_codes.FENCED or not evidence.owns_run else None
 
 

@@ -30,6 +30,12 @@ class Recorded:
     def read(cls, records: RunRecords, attempt: int) -> Recorded:
         return cls(ledger=records.ledger(), queued=records.queued(), failures=records.failures(attempt))
 
+    def with_corrected(self, corrected: Sequence[Attempt]) -> Recorded:
+        """Return this with other attempts of the same numbers."""
+        by_number = {one.attempt: one for one in corrected}
+        attempts = tuple(by_number.get(one.attempt, one) for one in self.ledger.attempts)
+        return replace(self, ledger=replace(self.ledger, attempts=attempts))
+
     @property
     def attempts(self) -> Sequence[Attempt]:
         """Those of the user's newest submission."""

@@ -168,7 +168,9 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         recorder=recorder,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
-        replicas=Replicas(run, group, attempt=attempt, every_steps=spec.integrity.every_steps),
+        replicas=Replicas(
+            run, group, attempt=attempt, every_steps=spec.integrity.every_steps, wait_for_save=checkpointer.wait
+        ),
     )
 
 

@@ -1,0 +1,162 @@
+"""The record of a difference between ranks: what they had after a step at which all must be equal, and which of them was wrong."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.patience import known
+from ddp_hpc.run_dir.paths import RunDir
+
+_MOST_NAMED = 4
+
+ToldBy = Literal["", "vote", "repetition", "not reproducible"]
+"""How it is known which ranks were wrong. Empty: it is not known, and the step has not been computed again. vote: more than half of
+the ranks agree. repetition: another attempt has computed the step again. not reproducible: it has, and found what no rank had."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What the ranks of an attempt had after a step."""
+
+    attempt: int
+    step: int
+    digests: tuple[str, ...]
+    """Of all that must be equal, by rank."""
+    hosts: tuple[str, ...]
+    """By rank."""
+    processors: tuple[str, ...]
+    """What each rank computed on: the name of its GPU or CPU."""
+    tensors: tuple[str, ...]
+    """The first tensors that are not equal on all ranks."""
+    num_tensors: int
+    """How many these are."""
+    at: float
+    """Seconds since the epoch."""
+    odd_ranks: tuple[int, ...] = ()
+    """The ranks that were wrong, where that is known."""
+    told_by: ToldBy = ""
+    told_in: int | None = None
+    """The attempt that has told it."""
+
+    @property
+    def is_of_processors(self) -> bool:
+        """Tell whether ranks with equal processors are equal, and there are several kinds: these may round differently."""
+        return len(set(self.processors)) > 1 and len(set(zip(self.processors, self.digests, strict=True))) == len(
+            set(self.processors)
+        )
+
+    @property
+    def odd_hosts(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.hosts[rank] for rank in self.odd_ranks))
+
+    @property
+    def what(self) -> str:
+        """Say after which step which tensors differ."""
+        others = self.num_tensors - 1
+        more = "" if others < 1 else " and 1 other tensor" if others == 1 else f" and {others} other tensors"
+        are = "are" if more else "is"
+        return f"the ranks differ after step {self.step}: `{self.tensors[0]}`{more} {are} not equal on all of them, but must be"
+
+    @property
+    def who(self) -> str:
+        """Say which ranks were wrong, or why that is not known."""
+        num = len(self.digests)
+        if self.odd_ranks:
+            named = _few([f"rank {rank} on {self.hosts[rank]}" for rank in self.odd_ranks])
+            were = "was wrong" if len(self.odd_ranks) == 1 else "were wrong"
+            proof = (
+                f"{num - len(self.odd_ranks)} of {num} ranks agree"
+                if self.told_by == "vote"
+                else f"attempt {self.told_in} computed the step again"
+            )
+            return f"{named} {were} ({proof})"
+        if self.told_by == "not reproducible":
+            return (
+                f"attempt {self.told_in} computed the step again and found what no rank had, so the data or the code is not "
+                "deterministic, and it cannot be told which rank was wrong (`train.deterministic`)"
+            )
+        if self.is_of_processors:
+            kinds = _few(list(dict.fromkeys(self.processors)))
+            return (
+                f"ranks on the same kind of processor are equal, and there are several kinds ({kinds}), which may round "
+                "differently: ask for one kind (`resources.gpu_type`, `slurm.constraint`), or switch the comparison off with "
+                "`integrity.every_steps=null`"
+            )
+        groups = len(set(self.digests))
+        return (
+            f"{num} ranks have {groups} different values, and no more than half of them agree, so it is not known which are "
+            "wrong until the step is computed again"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def right_digest(newest: Difference, earlier: Sequence[Difference]) -> tuple[str, ToldBy]:
+    """Return the digest that ranks should have had, and how it is known; empty where it is not.
+
+    That is what more than half of the ranks have; or else the only one that ranks had in more than one attempt.
+    """
+    digest, count = Counter(newest.digests).most_common(1)[0]
+    if count * 2 > len(newest.digests) and not newest.is_of_processors:
+        return digest, "vote"
+    seen = Counter(digest for one in (*earlier, newest) for digest in set(one.digests))
+    again = [digest for digest, count in seen.items() if count > 1]
+    return (again[0], "repetition") if len(again) == 1 else ("", "")
+
+
+def judged(difference: Difference, right: str, by: ToldBy, *, attempt: int) -> Difference:
+    """Return the difference with the ranks that were wrong, where `right` is the digest that they should have had."""
+    odd = tuple(rank for rank, digest in enumerate(difference.digests) if digest != right)
+    if len(odd) == len(difference.digests):
+        return replace(difference, told_by="not reproducible", told_in=attempt)
+    return replace(difference, odd_ranks=odd, told_by=by, told_in=attempt)
+
+
+def is_same_again(before: Difference, newest: Difference) -> bool:
+    """Tell whether each rank had the same values after the same step in both attempts, so that nothing happened by chance."""
+    return (before.step, before.digests) == (newest.step, newest.digests)
+
+
+def write_difference(run: RunDir, difference: Difference) -> None:
+    """Write or replace the record of an attempt.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path = run.difference(difference.attempt)
+    make_directories(path.parent)
+    replace_text(path, json.dumps(asdict(difference), indent=1))
+
+
+def read_difference(run: RunDir, attempt: int) -> Difference | None:
+    """Return the record of an attempt; None where its ranks did not differ, or the record cannot be read."""
+    path = run.difference(attempt)
+    record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
+    if record is None:
+        return None
+    fields = {key: value for key, value in record.items() if key in Difference.__annotations__}
+    with suppress(TypeError, ValueError):  # another version wrote it, or it is damaged
+        for key in ("digests", "hosts", "processors", "tensors"):
+            fields[key] = tuple(map(str, fields[key]))
+        difference = Difference(**{**fields, "odd_ranks": tuple(map(int, fields.get("odd_ranks", ())))})
+        num = len(difference.digests)
+        is_whole = num == len(difference.hosts) == len(difference.processors) and bool(difference.tensors)
+        return difference if is_whole and all(0 <= rank < num for rank in difference.odd_ranks) else None
+    return None
+
+
+def read_differences(run: RunDir) -> list[Difference]:
+    """Return the records of all attempts, oldest first."""
+    numbers: list[int] = known(run.errors, run.attempts_that_differed, unknown=[])
+    found = (read_difference(run, number) for number in sorted(numbers))
+    return [one for one in found if one is not None]
