@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,9 +17,21 @@ from ddp_hpc.run_dir.paths import RunDir
 
 _MOST_NAMED = 4
 
-ToldBy = Literal["", "vote", "repetition", "not reproducible"]
+ToldBy = Literal["", "vote", "repetition", "undecided"]
 """How it is known which ranks were wrong. Empty: it is not known, and the step has not been computed again. vote: more than half of
-the ranks agree. repetition: another attempt has computed the step again. not reproducible: it has, and found what no rank had."""
+the ranks agree. repetition: another attempt has computed the step again, and its values are near those of the other ranks. undecided: it
+has, and its values are near those of no rank, or of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Some elements of a tensor that ranks do not have equal."""
+
+    tensor: str
+    places: tuple[int, ...]
+    """Their places among all elements, row by row."""
+    values: tuple[tuple[float, ...], ...]
+    """By rank, and in the order of `places`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +52,7 @@ class Difference:
     """How many these are."""
     at: float
     """Seconds since the epoch."""
+    samples: tuple[Sample, ...] = ()
     odd_ranks: tuple[int, ...] = ()
     """The ranks that were wrong, where that is known."""
     told_by: ToldBy = ""
@@ -77,10 +91,10 @@ class Difference:
                 else f"attempt {self.told_in} computed the step again"
             )
             return f"{named} {were} ({proof})"
-        if self.told_by == "not reproducible":
+        if self.told_by == "undecided":
             return (
-                f"attempt {self.told_in} computed the step again and found what no rank had, so the data or the code is not "
-                "deterministic, and it cannot be told which rank was wrong (`train.deterministic`)"
+                f"attempt {self.told_in} computed the step again without a difference, and its values do not tell which rank was "
+                "wrong: the difference is small, or the data or the code is not deterministic"
             )
         if self.is_of_processors:
             kinds = _few(list(dict.fromkeys(self.processors)))
@@ -101,25 +115,44 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def right_digest(newest: Difference, earlier: Sequence[Difference]) -> tuple[str, ToldBy]:
-    """Return the digest that ranks should have had, and how it is known; empty where it is not.
+def by_vote(difference: Difference) -> Difference:
+    """Return the difference with the ranks that were wrong, if more than half of the ranks agree."""
+    digest, count = Counter(difference.digests).most_common(1)[0]
+    if count * 2 <= len(difference.digests) or difference.is_of_processors:
+        return difference
+    odd = tuple(rank for rank, one in enumerate(difference.digests) if one != digest)
+    return replace(difference, odd_ranks=odd, told_by="vote", told_in=difference.attempt)
 
-    That is what more than half of the ranks have; or else the only one that ranks had in more than one attempt.
+
+def by_repetition(difference: Difference, found: Mapping[str, Sequence[float]], *, attempt: int) -> Difference:
+    """Return the difference with the ranks that were wrong, by what another attempt found at the places of the samples.
+
+    A wrong rank's gradients have reached all ranks, so none has exactly what the other attempt found. But those that follow only
+    from its gradients are near, while its own values are as far away as from those of the other ranks.
     """
-    digest, count = Counter(newest.digests).most_common(1)[0]
-    if count * 2 > len(newest.digests) and not newest.is_of_processors:
-        return digest, "vote"
-    seen = Counter(digest for one in (*earlier, newest) for digest in set(one.digests))
-    again = [digest for digest, count in seen.items() if count > 1]
-    return (again[0], "repetition") if len(again) == 1 else ("", "")
+    distances = [
+        _share_of_spread(values, value)
+        for sample in difference.samples
+        for values, value in zip(zip(*sample.values, strict=True), found.get(sample.tensor, ()), strict=False)
+    ]
+    means = [sum(of_rank) / len(of_rank) for of_rank in zip(*distances, strict=True)]
+    odd = tuple(rank for rank, mean in enumerate(means) if mean >= _FAR)
+    is_clear = bool(odd) and len(odd) < len(means) and all(mean <= _NEAR or mean >= _FAR for mean in means)
+    if not is_clear:
+        return replace(difference, told_by="undecided", told_in=attempt)
+    return replace(difference, odd_ranks=odd, told_by="repetition", told_in=attempt)
 
 
-def judged(difference: Difference, right: str, by: ToldBy, *, attempt: int) -> Difference:
-    """Return the difference with the ranks that were wrong, where `right` is the digest that they should have had."""
-    odd = tuple(rank for rank, digest in enumerate(difference.digests) if digest != right)
-    if len(odd) == len(difference.digests):
-        return replace(difference, told_by="not reproducible", told_in=attempt)
-    return replace(difference, odd_ranks=odd, told_by=by, told_in=attempt)
+def _share_of_spread(values: Sequence[float], found: float) -> list[float]:
+    """Return how far each rank's value is from what was found, in parts of the longest distance between two ranks; at most 1."""
+    finite = [value for value in values if math.isfinite(value)]
+    spread = max(finite) - min(finite) if len(finite) == len(values) else math.inf
+    if not math.isfinite(spread):  # a value that is not finite is far from all others, and these are near each other
+        return [float(not math.isfinite(value) or abs(value - found) > abs(found) + 1) for value in values]
+    return [min(abs(value - found) / spread, 1.0) if spread else 0.0 for value in values]
+
+
+_NEAR, _FAR = 0.25, 0.75
 
 
 def is_same_again(before: Difference, newest: Difference) -> bool:
@@ -145,14 +178,20 @@ def read_difference(run: RunDir, attempt: int) -> Difference | None:
     if record is None:
         return None
     fields = {key: value for key, value in record.items() if key in Difference.__annotations__}
-    with suppress(TypeError, ValueError):  # another version wrote it, or it is damaged
+    with suppress(KeyError, TypeError, ValueError):  # another version wrote it, or it is damaged
         for key in ("digests", "hosts", "processors", "tensors"):
             fields[key] = tuple(map(str, fields[key]))
+        fields["samples"] = tuple(_sample(one) for one in fields.get("samples", ()))
         difference = Difference(**{**fields, "odd_ranks": tuple(map(int, fields.get("odd_ranks", ())))})
         num = len(difference.digests)
         is_whole = num == len(difference.hosts) == len(difference.processors) and bool(difference.tensors)
         return difference if is_whole and all(0 <= rank < num for rank in difference.odd_ranks) else None
     return None
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    values = tuple(tuple(map(float, of_rank)) for of_rank in record["values"])
+    return Sample(tensor=str(record["tensor"]), places=tuple(map(int, record["places"])), values=values)
 
 
 def read_differences(run: RunDir) -> list[Difference]:

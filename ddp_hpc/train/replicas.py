@@ -2,7 +2,8 @@
 
 Each rank computes the digest of its own weights, averages and optimizer state (`state/digests`); one all-reduce tells all ranks the
 digests of all. Where they are equal, rank zero records it. Where they are not, all ranks end with the same error, before anything
-of it is saved. The next attempt compares after the same step: as resumes are exact, that tells which ranks were wrong.
+of it is saved. Where more than half of the ranks agree, the others were wrong. Otherwise the next attempt, which compares after the same
+step, tells which ranks had values near its own.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import RanksDifferError
-from ddp_hpc.run_dir.differences import Difference, judged, read_differences, right_digest, write_difference
+from ddp_hpc.run_dir.differences import Difference, Sample, by_repetition, by_vote, read_differences, write_difference
 from ddp_hpc.run_dir.digests import record_digest
 from ddp_hpc.run_dir.environment import cpu_name
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.state import digests
+from ddp_hpc.train.state import digests, training_state
 from ddp_hpc.train.state.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,10 @@ log = logging.getLogger(__name__)
 _NEVER = 2**62
 _MOST_NAMED = 20
 """How many of the tensors that differ are recorded by name."""
+_MOST_SAMPLED, _MOST_PLACES = 4, 64
+"""Of how many of them, and of how many of their elements, the values are recorded."""
+_PART = 1 << 24
+"""Elements that the ranks compare at a time."""
 
 
 class Replicas:
@@ -84,9 +91,9 @@ class Replicas:
         slots[rank_info.rank] = digests.as_number(digests.of_all(mine))
         found = [digests.from_number(number) for number in self._group.sum(slots).tolist()]
         if len(set(found)) > 1:
-            self._end(step, found, mine, state.device)
+            self._end(step, found, mine, state)
         if rank_info.is_rank_zero:
-            self._agreed(step, found[0])
+            self._agreed(step, found[0], state)
 
     def _read_open(self) -> None:
         """Find the steps after which an earlier attempt's ranks differed, the same on all ranks: they are compared again."""
@@ -99,64 +106,82 @@ class Replicas:
 
     # --- rank zero ---
 
-    def _agreed(self, step: int, digest: str) -> None:
+    def _agreed(self, step: int, digest: str, state: TrainingState) -> None:
         """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""
         world_size = self._group.rank_info.world_size
         with self._errors_logged():
             record_digest(self._run, attempt=self._attempt, step=step, world_size=world_size, digest=digest)
-            for one in self._open_at(step):
-                self._tell(judged(one, digest, "repetition", attempt=self._attempt))
-
-    def _open_at(self, step: int) -> Sequence[Difference]:
-        """Return the open differences after this step of as many ranks: with another number, sums are rounded otherwise."""
-        world_size = self._group.rank_info.world_size
-        return [one for one in self._open or () if one.step == step and len(one.digests) == world_size]
+            for one in [one for one in self._open or () if one.step == step]:
+                self._tell(by_repetition(one, _values_at(state, one.samples), attempt=self._attempt))
 
     def _tell(self, difference: Difference) -> None:
-        """Record an earlier attempt's difference, of which it is known now who was wrong."""
+        """Record what this attempt says of an earlier one's difference."""
         self._open = [one for one in self._open or () if one.attempt != difference.attempt]
         write_difference(self._run, difference)
         log.warning("attempt %d ended because %s: %s", difference.attempt, difference.what, difference.who)
 
     # --- a difference ---
 
-    def _end(self, step: int, found: Sequence[str], mine: dict[str, int], device: torch.device) -> None:
+    def _end(self, step: int, found: Sequence[str], mine: dict[str, int], state: TrainingState) -> None:
         """Tell all ranks what differs, once the checkpoint that is being written is committed; it was equal everywhere."""
         self._wait_for_save()
-        rank_info, store = self._group.rank_info, self._group.store
-        key = f"replicas/{step}"
-        own = {"host": host_name(), "processor": _processor(device), "digests": mine}
-        text = None
-        if rank_info.is_rank_zero:
-            others = [json.loads(store.get(f"{key}/{rank}")) for rank in range(1, rank_info.world_size)]
-            text = self._explain(step, found, [own, *others])
-        else:
-            store.set(f"{key}/{rank_info.rank}", json.dumps(own))
-        message = self._group.broadcast_through_store(key, text)
+        reports = self._gathered(
+            f"replicas/{step}/what", {"host": host_name(), "processor": _processor(state.device), "digests": mine}
+        )
+        names = digests.differing(reports[0]["digests"], [one["digests"] for one in reports[1:]])
+        named = {item.name: item.tensor for item in training_state.tensors_of_all(state)}
+        samples = [self._sample(name, named[name], step) for name in names[:_MOST_SAMPLED] if name in named]
+        text = self._explain(step, found, reports, names, samples) if self._group.rank_info.is_rank_zero else None
+        message = self._group.broadcast_through_store(f"replicas/{step}/message", text)
         self._group.sum(torch.zeros(1))  # rank zero serves the store, so it leaves after all have read
         raise RanksDifferError(message)
 
-    def _explain(self, step: int, found: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:
+    def _gathered(self, key: str, own: Any) -> list[Any]:
+        """Return what all ranks pass, by rank, on all ranks; as JSON."""
+        rank_info, store = self._group.rank_info, self._group.store
+        store.set(f"{key}/{rank_info.rank}", json.dumps(own))
+        return [json.loads(store.get(f"{key}/{rank}")) for rank in range(rank_info.world_size)]
+
+    def _sample(self, name: str, tensor: Tensor, step: int) -> Sample:
+        """Return the first elements of a tensor that are not equal on all ranks, the same on all ranks."""
+        flat = tensor.detach().reshape(-1).cpu()
+        places: list[int] = []
+        for begin in range(0, flat.numel(), _PART):
+            part = _as_numbers(flat[begin : begin + _PART])
+            least, most = part.clone(), part.clone()
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            places += [begin + int(place) for place in (least != most).nonzero().flatten()[:_MOST_PLACES]]
+            if len(places) >= _MOST_PLACES:
+                break
+        places = places[:_MOST_PLACES]
+        values = self._gathered(f"replicas/{step}/values/{name}", _floats(flat[places]))
+        return Sample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
+
+    def _explain(
+        self,
+        step: int,
+        found: Sequence[str],
+        reports: Sequence[dict[str, Any]],
+        names: Sequence[str],
+        samples: Sequence[Sample],
+    ) -> str:
         """Record the difference, and return the message of all ranks."""
-        names = digests.differing(reports[0]["digests"], [one["digests"] for one in reports[1:]])
-        newest = Difference(
-            attempt=self._attempt,
-            step=step,
-            digests=tuple(found),
-            hosts=tuple(one["host"] for one in reports),
-            processors=tuple(one["processor"] for one in reports),
-            tensors=tuple(names[:_MOST_NAMED]) or ("the names of the tensors",),
-            num_tensors=len(names),
-            at=time.time(),
+        newest = by_vote(
+            Difference(
+                attempt=self._attempt,
+                step=step,
+                digests=tuple(found),
+                hosts=tuple(one["host"] for one in reports),
+                processors=tuple(one["processor"] for one in reports),
+                tensors=tuple(names[:_MOST_NAMED]) or ("the names of the tensors",),
+                num_tensors=len(names),
+                samples=tuple(samples),
+                at=time.time(),
+            )
         )
-        earlier = self._open_at(step)
-        right, by = right_digest(newest, earlier)
-        if right:
-            newest = judged(newest, right, by, attempt=self._attempt)
         with self._errors_logged():
             write_difference(self._run, newest)
-            for one in earlier if right else ():
-                self._tell(judged(one, right, "repetition", attempt=self._attempt))
         steps = checkpoint_names.committed_steps(self._run)
         goes_on = (
             f"goes on from step {steps[-1]}, its newest checkpoint" if steps else "starts over, as it has no checkpoint"
@@ -180,3 +205,26 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _as_numbers(flat: Tensor) -> Tensor:
+    """Return the bits of each element as an integer that gloo can compare."""
+    if flat.element_size() == 8:
+        return flat.contiguous().view(torch.int64)
+    same_size = {1: torch.int8, 2: torch.int16, 4: torch.int32}[flat.element_size()]
+    return flat.contiguous().view(same_size).to(torch.int32)
+
+
+def _floats(elements: Tensor) -> list[float]:
+    """Return elements as numbers; of a complex one, its length."""
+    return (elements.abs() if elements.is_complex() else elements).double().tolist()
+
+
+def _values_at(state: TrainingState, samples: Sequence[Sample]) -> dict[str, list[float]]:
+    """Return what this rank has at the places of the samples; nothing of a tensor that it does not have."""
+    named = {item.name: item.tensor.detach().reshape(-1) for item in training_state.tensors_of_all(state)}
+    return {
+        one.tensor: _floats(named[one.tensor][list(one.places)])
+        for one in samples
+        if one.tensor in named and max(one.places, default=0) < named[one.tensor].numel()
+    }

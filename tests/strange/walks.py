@@ -14,7 +14,17 @@ from torch.utils.data import default_collate
 
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.spec import CheckpointSpec, DataSpec, EvalSpec, LogSpec, LrScheduleSpec, ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.spec import (
+    CheckpointSpec,
+    DataSpec,
+    EvalSpec,
+    IntegritySpec,
+    LogSpec,
+    LrScheduleSpec,
+    ResourcesSpec,
+    RunSpec,
+    TrainSpec,
+)
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.process_group import Group
@@ -50,6 +60,8 @@ class Case:
     train: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     log_every: int = 4
+    save_every: int = 5
+    compare_every: int | None = 50
     plain_calls_train: bool = False
     """Whether the plain loop calls `model.train()` first, as a model needs that freezes itself there."""
 
@@ -62,7 +74,8 @@ class Case:
             data=DataSpec(**self.data),
             eval=EvalSpec(batch_size=3),
             log=LogSpec(every_steps=self.log_every),
-            checkpoint=CheckpointSpec(every_steps=5),
+            checkpoint=CheckpointSpec(every_steps=self.save_every),
+            integrity=IntegritySpec(every_steps=self.compare_every),
             resources=ResourcesSpec(workers_per_node=world_size),
         )
 
