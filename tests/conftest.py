@@ -76,6 +76,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not begun: the {limit_min:g} minutes of --stop-after-min were over")
 
 
+SHORT = ("tests/unit/", "tests/architecture/")
+
+
+def _start_order(nodeid: str) -> int:
+    """Return when a test's turn comes: what takes long first, so that no process has much to do when the others are done."""
+    if nodeid.startswith("tests/slurm/"):
+        return 0
+    if nodeid.startswith("tests/distributed/"):
+        return 1
+    return 3 if nodeid.startswith(SHORT) else 2
+
+
+@pytest.hookimpl(trylast=True)  # after the shuffle, whose order stays within each kind
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where there are several processes, put first what takes long."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _start_order(item.nodeid))
+
+
 class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
     """Gives all tests on the Slurm cluster to one process, for there is one; of the others, those that share whole runs.
 
@@ -90,6 +109,7 @@ class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByWhatTheyShare:
     """Deal tests out where there are several processes (`-n`)."""
+    config.option.loadscopereorder = False  # the order of collection is that of `_start_order`
     return _ByWhatTheyShare(config, log)
 
 
