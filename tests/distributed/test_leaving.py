@@ -63,7 +63,12 @@ def begin(workplace: Workplace, name: str, *words: str) -> RunDir:
 
 @pytest.mark.parametrize(
     ("kind", "index", "state"),
-    [("worker", 0, "failed"), ("worker", 2, "failed"), ("agent", 0, "failed"), ("supervisor", 0, "interrupted")],
+    [
+        ("worker", 0, "failed"),
+        pytest.param("worker", 2, "failed", marks=pytest.mark.long),
+        ("agent", 0, "failed"),
+        ("supervisor", 0, "interrupted"),
+    ],
 )
 def test_when_one_process_dies_all_are_gone(workplace: Workplace, kind: str, index: int, state: str) -> None:
     run = begin(workplace, "dies", "resources.workers_per_node=3", "data.num_workers=1", "train.micro_batch_size=8")
