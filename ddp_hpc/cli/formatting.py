@@ -58,12 +58,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def as_json(value: Any) -> str:
     """Return JSON that every parser reads: NaN and infinity become null."""
-    return json.dumps(_finite(value), indent=1, allow_nan=False)
+    return json.dumps(finite(value), indent=1, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return the value with null in place of NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value

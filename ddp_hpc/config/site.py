@@ -38,6 +38,8 @@ class Site:
     """Host names for which the profile is used, `*` and `?` allowed; a name with a dot is compared with the full domain name."""
     scratch: str | None = None
     """The directory for large files."""
+    report_notes: str | None = None
+    """A file, beside this profile, with the site's own notes for `ddp-hpc report`."""
     no_write: tuple[str, ...] = ()
     """Directories that runs must not write to: homes with small quotas, read-only software."""
 

@@ -44,7 +44,7 @@ def meetings(
     for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
         if not allocation.is_on_first_node or is_free(address, port):
             sys.stderr.write(f"ranks meet at {address} port {port}: {why}\n")
-            yield Meeting(address, port)
+            yield Meeting(address, port, why)
 
 
 def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ddp_hpc.run_dir import ownership
@@ -76,10 +76,12 @@ class RunRecords:
 
     def begin(self, attempt: int, *, job_id: str, job: JobFacts | None, first_step: int, image: str) -> None:
         """Write the start of an attempt into the ledger; record a job that plain sbatch has submitted."""
+        noted = self.queued() if job is not None else None
+        if job is not None and noted is not None and (noted.job_id, noted.attempt) == (job_id, attempt):
+            job = replace(job, queued_at=noted.at)
         record_start(self.run, attempt=attempt, job_id=job_id, job=job, first_step=first_step, image=image)
         if job is None:
             return
-        noted = self.queued()
         if noted is None or noted.job_id != job_id:
             self.note_queued(QueuedJob(job_id=job_id, attempt=attempt, at=time.time(), since=attempt))
         self.run.gave_up.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_progress
 from ddp_hpc.run_dir.slow_ranks import Alarm, record
 from ddp_hpc.slow_ranks.alarms import Alarms
+from ddp_hpc.slow_ranks.history import WaitHistory
 from ddp_hpc.slow_ranks.summary import Summary, read_summary, remove_summaries
 from ddp_hpc.slow_ranks.verdict import judge
 
@@ -36,11 +37,13 @@ class SlowRankMonitor:
     """Of that look, by rank, as far as they have come; all ranks write theirs in this order."""
     _is_judged: bool = False
     _alarms: Alarms = field(init=False)
+    _history: WaitHistory = field(init=False)
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         self._alarms = Alarms(self.attempt)
+        self._history = WaitHistory(run=self.run, attempt=self.attempt, began_at=self.clock())
 
     def start(self) -> None:
         """Look from now on, where there is more than one rank."""
@@ -70,8 +73,10 @@ class SlowRankMonitor:
             if one is None or one.turn != self._turn:
                 return []  # the ranks after it write later, and all of them are needed
             self._reports.append(one)
-        verdict, self._is_judged, self._reports = judge(self._reports), True, []
-        return self._alarms.look(verdict, now=self.clock(), step=self._step())
+        reports, self._is_judged, self._reports = self._reports, True, []
+        verdict, now, step = judge(reports), self.clock(), self._step()
+        self._history.note(verdict, reports, now=now, step=step)
+        return self._alarms.look(verdict, now=now, step=step)
 
     def _run(self) -> None:
         while not self._closing.wait(POLL_S):

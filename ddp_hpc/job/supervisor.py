@@ -45,6 +45,7 @@ from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
 from ddp_hpc.requeue import TABLE
 from ddp_hpc.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
+from ddp_hpc.run_dir.meeting import write_meeting
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import (
     QueuedJob,
@@ -404,6 +405,9 @@ def _watch_over(
     monitor = _monitor(context, begun)
     met_at = "" if meeting is None else meeting.address
     joining = Joining(context=context, attempt=begun.attempt, met_at=met_at, probe=network_probe.probe)
+    if meeting is not None:
+        with suppress(OSError):  # it is for readers only
+            write_meeting(context.run, begun.attempt, meeting.endpoint, meeting.why)
     workers.begin(begun.attempt, meeting)
     slow_ranks = SlowRankMonitor(run=context.run, attempt=begun.attempt, world_size=context.world.world_size)
     slow_ranks.start()

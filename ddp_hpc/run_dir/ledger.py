@@ -134,6 +134,8 @@ class Attempt:
     """Of the newest checkpoint when it ended."""
     restart: int = 0
     """How often Slurm had started the job again."""
+    queued_at: float | None = None
+    """When the job that begins with this attempt was put into the queue, where that is known."""
     cause: Cause | None = None
     next: Next = Next.NOTHING
     failed_nodes: tuple[str, ...] = ()
@@ -178,6 +180,7 @@ class JobFacts:
     nodes: Sequence[str]
     ends_at: float | None = None
     restart: int = 0
+    queued_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -318,6 +321,8 @@ def record_start(  # noqa: PLR0913  # what a line of the ledger holds
 ) -> None:
     """Write into the ledger that this process begins an attempt; `job` is what Slurm adds to it."""
     about_job = {} if job is None else {"cluster": "slurm", **asdict(job), "nodes": list(job.nodes)}
+    if about_job.get("queued_at") is None:
+        about_job.pop("queued_at", None)
     append_json_line(
         run.attempts,
         {

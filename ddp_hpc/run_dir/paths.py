@@ -132,6 +132,16 @@ class RunDir:
         return self.path / "digests.jsonl"
 
     @property
+    def timeline(self) -> Path:
+        """When training began in each attempt, its saves and evaluations, and the time in each phase of the loop, as rank zero notes them."""
+        return self.path / "timeline.jsonl"
+
+    @property
+    def waits(self) -> Path:
+        """How late each rank was in each comparison of all ranks."""
+        return self.path / "waits.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -239,6 +249,10 @@ class RunDir:
     def missing_ranks(self, attempt: int) -> Path:
         """Which ranks the others wait for, while an attempt begins; it stays where they never come."""
         return self.attempt_logs(attempt) / "missing-ranks.json"
+
+    def meeting(self, attempt: int) -> Path:
+        """Where the ranks of an attempt meet, and why there."""
+        return self.attempt_logs(attempt) / "meeting.json"
 
     def network(self, attempt: int) -> Path:
         """What a probe of the network between the nodes found at the end of an attempt."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
@@ -64,6 +64,8 @@ class Verdict:
     seconds: float = 0.0
     """For how long the ranks were seen."""
     step_s: float = 0.0
+    lost_s: Mapping[int, float] = field(default_factory=dict)
+    """Rank -> how much later than the middle one of the others it was, in the middle one of the steps; for the ranks that were compared."""
     unknown: str = ""
     """Why nothing can be said; empty where something can."""
 
@@ -180,7 +182,14 @@ def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int])
     )
     # Between the two, a rank stays what it was.
     clear = (one.rank for one, lost_s in zip(joined.ranks, beyond, strict=True) if lost_s < LEAST_SHARE * step_s / 2)
-    return Verdict(slow=named, clear=frozenset(clear), num_steps=num_steps, seconds=seconds, step_s=step_s)
+    return Verdict(
+        slow=named,
+        clear=frozenset(clear),
+        num_steps=num_steps,
+        seconds=seconds,
+        step_s=step_s,
+        lost_s={one.rank: lost_s for one, lost_s in zip(joined.ranks, beyond, strict=True)},
+    )
 
 
 def _stand_apart(slow: Sequence[tuple[Summary, float]], ranks: Sequence[Summary], beyond: Sequence[float]) -> bool:

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.leftovers import remove_leftovers
-from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
+from ddp_hpc.cli.formatting import DASH, as_json, duration, number, numbers, or_dash, table
+from ddp_hpc.cli.goodput_text import as_record, goodput_of_run, in_hours, running_hours
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import steps
 from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
+from ddp_hpc.watch.goodput import Goodput
 from ddp_hpc.watch.status import RunStatus, read_status
 
+SPENT = ("NODE TIME", "GOODPUT")
 HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT", "AGE")
 
 
@@ -51,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="add a column for each key whose value differs between the runs",
     )
     parser.add_argument(
+        "--goodput",
+        action="store_true",
+        help="add columns for the hours of nodes (without the queue), and the share of them that was training that counts",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print a JSON list, with what `status --json` prints for each run"
     )
 
@@ -58,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the table."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
+    if args.sweep is not None and args.goodput:
+        raise ConfigError(f"`--goodput` is for runs. `ddp-hpc report {args.sweep}` shows it for each point of a sweep.")
     if args.sweep is not None:
         from ddp_hpc.cli.sweep_table import print_sweep  # late: a list of runs needs none of it
 
@@ -89,22 +99,36 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         statuses, differing = _compared(statuses, args)
     elif args.reverse:
         statuses.reverse()
+    times = [goodput_of_run(RunDir(Path(one.path)), one, now=time.time()) for one in statuses] if args.goodput else []
     if args.json:
-        more = [{"differs": values} for values in differing] if args.keys else [{} for _ in statuses]
+        more: list[dict[str, Any]] = (
+            [{"differs": values} for values in differing] if args.keys else [{} for _ in statuses]
+        )
+        more = [{**one, "goodput": as_record(found)} for one, found in zip(more, times, strict=True)] if times else more
         print(as_json([{**asdict(status), **one} for status, one in zip(statuses, more, strict=True)]))
     elif statuses:
         names = list(differing[0]) if args.keys else []
         rows = [
-            (*_row(status), *(or_dash(differing[number][name]) for name in names))
+            (*_row(status), *_spent(times, number), *(or_dash(differing[number][name]) for name in names))
             for number, status in enumerate(statuses)
         ]
-        print(table((*HEADER, *names), rows))
+        print(table((*HEADER, *(SPENT if times else ()), *names), rows))
         _say_why_not_started(statuses)
         _name_entities(statuses)
     else:
         such = f" with {' and '.join(args.filter)}" if args.filter else " outside of sweeps" if is_swept else ""
         print(f"There are no runs{such} in {str(runs_dir)!r}. List another directory with `--runs-dir DIR`.")
     return 0
+
+
+def _spent(times: Sequence[Goodput | None], number: int) -> tuple[str, ...]:
+    """Return the columns of `--goodput`; none without it."""
+    if not times:
+        return ()
+    found = times[number]
+    if found is None or found.goodput is None:
+        return DASH, DASH
+    return in_hours(running_hours(found)), f"{found.goodput:.0%}"
 
 
 def _say_why_not_started(statuses: Sequence[RunStatus]) -> None:

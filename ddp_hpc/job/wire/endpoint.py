@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddp_hpc.rendezvous.choice import source_address
 
@@ -25,6 +25,8 @@ class Meeting:
     address: str
     """Of rank zero's node: numeric, so that no rank needs a name server."""
     port: int
+    why: str = field(default="", compare=False)
+    """Why there: the network, and the rule that chose it; empty where it was read from another process."""
 
     def __str__(self) -> str:
         return f"{self.address} {self.port}"

@@ -63,9 +63,11 @@ def train(t: Training) -> bool:
         t.phases.enter("data")
     t.watchdog.feed()
     t.losses.check(is_last=t.state.position.step >= t.total_steps)
+    t.phases.enter("checkpoint")
     with t.recorder.paused():
         t.replicas.compare(t.state)
         t.checkpointer.save_and_wait(t.state, metrics=metrics)
+    t.phases.enter("other")
     t.recorder.progress(t.state.position, now=True)
     return t.state.position.step >= t.total_steps
 

@@ -30,6 +30,7 @@ from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, nearest_names
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
+from ddp_hpc.train.recording.timeline import Timeline, World
 from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer
@@ -136,7 +137,18 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     log.info("precision %s; %s", precision.name, describe())
     state = _initial_state(spec, recipe, group, order, precision)
     bare, optimizer = state.model, state.optimizer
-    recorder = RunRecorder(run, spec, is_writer=group.rank_info.is_rank_zero, attempt=attempt, total_steps=total_steps)
+    phases = PhaseTimes()
+    world_size = group.rank_info.world_size
+    num_gpus = world_size if group.device.type == "cuda" else 0
+    is_rank_zero = group.rank_info.is_rank_zero
+    recorder = RunRecorder(
+        run,
+        spec,
+        is_writer=is_rank_zero,
+        attempt=attempt,
+        total_steps=total_steps,
+        timeline=Timeline(run, attempt, World(world_size, num_gpus), phases) if is_rank_zero else None,
+    )
     checkpointer = Checkpointer(
         run,
         group,
@@ -166,6 +178,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         guard=UpdateGuard(run, bare, checkpointer, is_active=policy == "skip" and state.scaler is None),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         recorder=recorder,
+        phases=phases,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
         replicas=Replicas(

@@ -21,6 +21,7 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.recording.timeline import Timeline
 from ddp_hpc.train.state.checkpoint import SaveResult
 
 log = logging.getLogger(__name__)
@@ -35,10 +36,20 @@ class RunRecorder:
     `metrics.jsonl` once.
     """
 
-    def __init__(self, run: RunDir, spec: RunSpec, *, is_writer: bool, attempt: int, total_steps: int) -> None:
+    def __init__(  # noqa: PLR0913  what the records of an attempt need
+        self,
+        run: RunDir,
+        spec: RunSpec,
+        *,
+        is_writer: bool,
+        attempt: int,
+        total_steps: int,
+        timeline: Timeline | None = None,
+    ) -> None:
         self._run = run
         self._is_writer = is_writer
         self._attempt = attempt
+        self._timeline = timeline
         self._total_steps = total_steps
         self._epochs = spec.train.epochs
         self._wants_tensorboard = spec.log.tensorboard
@@ -55,7 +66,7 @@ class RunRecorder:
         self._steps = 0
         self._clock = time.monotonic
         self._measured_at = (self._clock(), 0, 0)
-        self._paused_s = 0.0
+        self._paused_s = self._newest_pause_s = 0.0
         self._written_at = 0.0
         self._is_losing = False
         self._is_torn = False
@@ -75,6 +86,8 @@ class RunRecorder:
         self._file = open_private(self._run.metrics, "ab", buffering=0)
         if self._wants_tensorboard:
             self._board = _open_tensorboard(self._run, purge_step=position.step + 1)
+        if self._timeline is not None:
+            self._timeline.begin(position.step)
         self._write_progress(position)
 
     def plan_steps(self, total_steps: int) -> None:
@@ -117,7 +130,8 @@ class RunRecorder:
         try:
             yield
         finally:
-            self._paused_s += self._clock() - began
+            self._newest_pause_s = self._clock() - began
+            self._paused_s += self._newest_pause_s
 
     def train(self, position: Position, *, loss: float, lr: float) -> None:
         """Write the mean loss of a log interval."""
@@ -139,6 +153,8 @@ class RunRecorder:
         """Write the metrics of an evaluation."""
         if not self._is_writer or not metrics:
             return
+        if self._timeline is not None:
+            self._timeline.evaluated(position.step, seconds=self._newest_pause_s)
         self._metrics = dict(metrics)
         self._write("eval", position, metrics, {})
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -156,6 +172,8 @@ class RunRecorder:
             )
             return
         self._save_error, self._saved, self._saved_at = None, result, time.time()
+        if self._timeline is not None:
+            self._timeline.saved(result.step, seconds=result.seconds)
         log.info("checkpoint of step %d committed in %.2f s", result.step, result.seconds)
 
     def resumed(self, step: int) -> None:
@@ -169,11 +187,15 @@ class RunRecorder:
         """Replace progress.json, at most about once a second."""
         if self._is_writer and (now or time.monotonic() - self._written_at > PROGRESS_INTERVAL_S):
             self._measure_rate()
+            if self._timeline is not None:
+                self._timeline.look(position.step, now=now)
             self._write_progress(position)
 
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+        if self._timeline is not None:
+            self._timeline.close()
         if self._file is not None:
             self._file.close()
 

@@ -1,0 +1,77 @@
+"""Write a page that shows a run: its attempts, loss, phases, slow ranks, checkpoints, cost, and what to set.
+
+ddp-hpc report digits -o report.html
+ddp-hpc report digits --against digits-2
+ddp-hpc report SWEEP
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_hpc.base.durable import output_at
+from ddp_hpc.cli.runs import add_run, add_site, chosen_run, chosen_runs_dir
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.report.notes import RULES, Rule, read_rules
+from ddp_hpc.report.page import page_of
+from ddp_hpc.report.reading import read_run
+from ddp_hpc.report.sweep import sweep_page
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.watch.find import find_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_run(parser, optional=True)
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="where to write it; default: NAME-report.html, here"
+    )
+    parser.add_argument("--against", metavar="RUN2", help="show this other run beside it, and what differs")
+    add_site(parser)
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Write the page, and print its path."""
+    now, rules = time.time(), _rules(args.site, environment)
+    runs_dir = chosen_runs_dir(args.runs_dir, environment)
+    points = _points(args.run, runs_dir)
+    if points is not None:
+        if args.against:
+            raise ConfigError("`--against` compares two runs, and this is a sweep. Name a point of it as SWEEP/POINT.")
+        name, runs = points
+        text = sweep_page(name, runs, now=now)
+    else:
+        chosen = chosen_run(args, environment)
+        against = find_run(args.against, runs_dir) if args.against else None
+        name, text = chosen.name, page_of(read_run(chosen, now=now, against=against), now=now, rules=rules)
+    output = args.output or Path(f"{name}-report.html")
+    with output_at(output) as path:
+        path.write_text(text, encoding="utf-8")
+    print(output)
+    return 0
+
+
+def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, Mapping[str, object]]]] | None:
+    """Return the name of a sweep and its points' runs that there are, with what each sets; None for a run."""
+    if text is None:
+        return None
+    from ddp_hpc.sweep.sweep_dir import read_sweep, sweep_named  # late: a run needs none of it
+
+    sweep_dir = sweep_named(text, runs_dir)
+    if sweep_dir is None:
+        return None
+    points = [(sweep_dir.run(point), point.shown) for point in read_sweep(sweep_dir).points]
+    return sweep_dir.name, [(run, shown) for run, shown in points if run.config.is_file()]
+
+
+def _rules(named: str | None, environment: Mapping[str, str]) -> list[Rule]:
+    """Return the notes of this host's site, if it has some, before ours."""
+    from ddp_hpc.config.site import find_profile  # late: with the spec's classes
+
+    profile = find_profile(environment, named)
+    path = None if profile is None else profile.site.report_notes
+    return [*RULES] if profile is None or path is None else [*read_rules(profile.path.parent / path), *RULES]

@@ -1,0 +1,92 @@
+"""Watch a run in the terminal: progress, loss, where its time goes, and the ranks that the others wait for. Ctrl-C ends only the watching."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TextIO
+
+from ddp_hpc.base.patience import patiently
+from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
+from ddp_hpc.cli.terminal import unguarded, visible
+from ddp_hpc.report.looking import Looker
+from ddp_hpc.report.top import LEVELS, Seen, screen
+from ddp_hpc.run_dir.rereading import await_news
+
+_UP_AND_CLEAR = "\x1b[{}F\x1b[J"
+_CLEAR_ALL = "\x1b[2J\x1b[H"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser, optional=True)
+    parser.add_argument("--once", action="store_true", help="print one screen, and end")
+    parser.add_argument("--json", action="store_true", help="print the values of one screen as JSON, and end")
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Draw the run until it ends, or the user has seen enough."""
+    looker = Looker(chosen_run(args, environment), ask=slurm_asker(environment))
+    if args.json:
+        print(as_json(as_record(looker.look(time.time()))))
+        return 0
+    screens = Screens(sys.stdout)
+    try:
+        while True:
+            seen = patiently(str(looker.run.path), lambda: looker.look(time.time()))
+            screens.draw(seen)
+            if args.once or not seen.status.is_alive:
+                return 0
+            await_news(looker.newest)
+    except KeyboardInterrupt:
+        return 0
+
+
+def as_record(seen: Seen) -> dict[str, object]:
+    """Return what a screen shows as `--json` prints it."""
+    look = seen.look
+    waits = (
+        None
+        if look is None
+        else {"at": look.at, "step_s": look.step_s, "lost_s": {str(rank): one for rank, one in look.lost_s.items()}}
+    )
+    return {**asdict(seen.status), "goodput": asdict(seen.goodput), "phases": dict(seen.phases), "waits": waits}
+
+
+class Screens:
+    """Draws one screen in the place of the last one, and changes nothing else of the terminal, so nothing is to be put back."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = unguarded(out)
+        self._is_terminal = out.isatty()
+        self._is_plain = not _can_encode(LEVELS, self._out.encoding)
+        self._height = 0
+        self._size: tuple[int, int] | None = None
+
+    def draw(self, seen: Seen) -> None:
+        """Draw one screen; in a file or a pipe, below the last one."""
+        size = tuple(shutil.get_terminal_size((80, 24)))
+        width, height = size if self._is_terminal else (max(80, size[0]), 200)
+        # One column stays free, as some terminals begin a new line there, and one line for the shell.
+        lines = [visible(line) for line in screen(seen, width=width - 1, height=height - 1, is_plain=self._is_plain)]
+        if self._is_terminal and self._height:
+            # After a change of the size, the lines drawn before may have wrapped: how many they are now is not known.
+            self._out.write(_UP_AND_CLEAR.format(self._height) if size == self._size else _CLEAR_ALL)
+        elif self._height:
+            self._out.write("\n")
+        self._out.write("".join(f"{line}\n" for line in lines))
+        self._out.flush()
+        self._height, self._size = len(lines), (size[0], size[1])
+
+
+def _can_encode(text: str, encoding: str | None) -> bool:
+    try:
+        text.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

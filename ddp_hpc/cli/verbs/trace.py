@@ -1,0 +1,37 @@
+"""Write a trace of a run for ui.perfetto.dev or chrome://tracing: a row for each rank, with attempts, evaluations, saves, failures and hangs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_hpc.base.durable import output_at
+from ddp_hpc.cli.formatting import finite
+from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.report.reading import read_run
+from ddp_hpc.report.trace import trace_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser, optional=True)
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="where to write it; default: NAME-trace.json, here"
+    )
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Write the trace, and print its path."""
+    chosen = chosen_run(args, environment)
+    found = read_run(chosen, now=time.time())
+    if not found.times:
+        raise ConfigError(f"Run {chosen.name!r} has not begun an attempt, so there is nothing to trace yet.")
+    output = args.output or Path(f"{chosen.name}-trace.json")
+    with output_at(output) as path:
+        path.write_text(json.dumps(finite(trace_of(found)), allow_nan=False), encoding="utf-8")
+    print(output)
+    return 0

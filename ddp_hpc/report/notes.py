@@ -1,0 +1,247 @@
+"""One to three notes on a run: a number, why it matters, and the key to set. A table, which a site can extend."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc.config.sources import read_mapping
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.report.data import RunData
+
+MOST_NOTES = 3
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "==": operator.eq,
+}
+_CONDITION = re.compile(r"\s*(?P<name>[a-z_]+)\s*(?P<sign>>=|<=|==|>|<)\s*(?P<number>-?[0-9.]+(?:e-?[0-9]+)?)\s*")
+_FIELD = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The numbers of a run that conditions and texts of notes may name; NaN where a number is not known."""
+
+    goodput: float = math.nan
+    """Share of the nodes' time, without the queue, that was training that counts."""
+    queued_share: float = math.nan
+    """Time in the queue as a share of all time since the first submission that is known."""
+    starting_share: float = math.nan
+    """Share of the nodes' time before training began in each attempt."""
+    saving_share: float = math.nan
+    """Share of the nodes' time in which the loop waited for saves."""
+    lost_share: float = math.nan
+    """Share of the nodes' time that a later attempt repeated, or that led to nothing."""
+    node_hours: float = math.nan
+    gpu_hours: float = math.nan
+    attempts: float = math.nan
+    failures: float = math.nan
+    """Attempts that ended otherwise than by their own commit or a cancellation."""
+    steps_repeated: float = math.nan
+    every_steps: float = math.nan
+    """The key `checkpoint.every_steps`."""
+    best_every_steps: float = math.nan
+    """The interval with the least expected cost."""
+    checkpoint_cost: float = math.nan
+    """Expected share of the time that saves, repeated steps and restarts take, with the interval that is set."""
+    best_checkpoint_cost: float = math.nan
+    """The same with `best_every_steps`."""
+    checkpoint_gain: float = math.nan
+    """`checkpoint_cost` minus `best_checkpoint_cost`."""
+    data_share: float = math.nan
+    """Share of rank zero's steps in which it waits for samples."""
+    host_to_device_share: float = math.nan
+    evaluation_share: float = math.nan
+    slow_rank: float = math.nan
+    """The rank for which the others waited longest."""
+    slow_rank_share: float = math.nan
+    """The share of a step for which they did so, in the middle one of all comparisons."""
+    not_finite: float = math.nan
+    """Log lines whose loss was NaN or infinite."""
+    data_workers: float = math.nan
+    """The key `data.num_workers`."""
+    workers: float = math.nan
+    """Ranks."""
+
+
+NAMES = tuple(one.name for one in fields(Facts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A note, and when it is shown."""
+
+    when: str
+    """Comparisons such as `lost_share > 0.05`, joined by `and`. One with a number that is not known does not hold."""
+    text: str
+    """With numbers in braces: `{lost_share:.0%}`."""
+    key: str
+    """What to set, or to type."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A note on one run."""
+
+    text: str
+    key: str
+
+
+RULES: Sequence[Rule] = (
+    Rule(
+        when="not_finite > 0",
+        text="The loss was NaN or infinite in {not_finite:.0f} log lines. Weights that are not finite do not recover.",
+        key="train.grad_clip_norm=1.0, or a lower train.lr",
+    ),
+    Rule(
+        when="slow_rank_share >= 0.10",
+        text="The other ranks wait {slow_rank_share:.0%} of each step for rank {slow_rank:.0f}. Without that, each step would be as much shorter.",
+        key="slurm.exclude=NODE, or data.num_workers if its cause is data",
+    ),
+    Rule(
+        when="checkpoint_gain >= 0.01 and best_every_steps > 0 and failures > 0",
+        text="With checkpoint.every_steps={every_steps:.0f}, saves, repeated steps and restarts are expected to take {checkpoint_cost:.1%} of the time; with {best_every_steps:.0f}, {best_checkpoint_cost:.1%}.",
+        key="checkpoint.every_steps={best_every_steps:.0f}",
+    ),
+    Rule(
+        when="saving_share >= 0.05",
+        text="Training waits for saves {saving_share:.0%} of the time. Fewer saves cost less, and lose more at a failure.",
+        key="a larger checkpoint.every_steps",
+    ),
+    Rule(
+        when="data_share >= 0.20",
+        text="Rank zero waits for samples in {data_share:.0%} of its steps, with {data_workers:.0f} loader processes. Its processor or GPU is idle then.",
+        key="data.num_workers, a faster disk, or stage.*",
+    ),
+    Rule(
+        when="lost_share >= 0.10 and steps_repeated > 0",
+        text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained and not kept.",
+        key="a smaller checkpoint.every_steps",
+    ),
+    Rule(
+        when="starting_share >= 0.20 and attempts >= 2",
+        text="{starting_share:.0%} of the nodes' time passed before training began, in {attempts:.0f} attempts. Imports, building the recipe and reading the checkpoint take it.",
+        key="ddp-hpc env capture, stage.*, or longer jobs (resources.time_limit_min)",
+    ),
+    Rule(
+        when="evaluation_share >= 0.20",
+        text="Evaluations take {evaluation_share:.0%} of the loop's time.",
+        key="a larger eval.every_epochs",
+    ),
+    Rule(
+        when="queued_share >= 0.5",
+        text="The run spent {queued_share:.0%} of its time in the queue. Shorter jobs often start sooner, as they fit into gaps.",
+        key="a smaller resources.time_limit_min",
+    ),
+)
+"""The most important first."""
+NOTHING = Note("No number of this run stands out: nothing to set.", "")
+
+
+def facts_of(run: RunData) -> Facts:
+    """Return the numbers of a run."""
+    hours = run.goodput.node_hours
+    running = sum(value for kind, value in hours.items() if kind not in {"queued", "unknown"})
+    total = running + hours["queued"] + hours["unknown"]
+    phases, _ = run.phases
+    loop_s = sum(phases.values())
+    rank, rank_share = _slowest(run)
+    cost = run.cost
+    best = math.nan if cost is None else cost.best_every_steps
+    now_cost = math.nan if cost is None else cost.share(cost.every_steps)
+    best_cost = math.nan if cost is None else cost.share(cost.best_every_steps)
+    return Facts(
+        goodput=_or_nan(run.goodput.goodput),
+        queued_share=_ratio(hours["queued"], total),
+        starting_share=_ratio(hours["starting"], running),
+        saving_share=_ratio(hours["saving"], running),
+        lost_share=_ratio(hours["lost"], running),
+        node_hours=running + hours["unknown"],
+        gpu_hours=run.goodput.gpu_hours,
+        attempts=len(run.times),
+        failures=run.goodput.num_failures,
+        steps_repeated=run.goodput.steps_repeated,
+        every_steps=_or_nan(run.every_steps),
+        best_every_steps=best,
+        checkpoint_cost=now_cost,
+        best_checkpoint_cost=best_cost,
+        checkpoint_gain=now_cost - best_cost,
+        data_share=_ratio(phases.get("data", 0.0), loop_s),
+        host_to_device_share=_ratio(phases.get("host to device", 0.0), loop_s),
+        evaluation_share=_ratio(phases.get("evaluation", 0.0), loop_s),
+        slow_rank=rank,
+        slow_rank_share=rank_share,
+        not_finite=len(run.series.not_finite),
+        data_workers=_or_nan(run.values.get("data.num_workers")),
+        workers=max((mark.world_size or 0 for mark in run.marks), default=0) or math.nan,
+    )
+
+
+def _slowest(run: RunData) -> tuple[float, float]:
+    """Return the rank that was named as slow for the largest share of a step, and that share."""
+    worst = max(run.alarms, key=lambda one: one.share, default=None)
+    return (math.nan, math.nan) if worst is None else (worst.rank, worst.share)
+
+
+def _or_nan(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def notes_of(facts: Facts, rules: Sequence[Rule]) -> list[Note]:
+    """Return the first notes whose conditions hold; one that says so where none holds."""
+    values = {name: getattr(facts, name) for name in NAMES}
+    found = [Note(rule.text.format(**values), rule.key.format(**values)) for rule in rules if _holds(rule.when, values)]
+    return found[:MOST_NOTES] or [NOTHING]
+
+
+def _holds(when: str, values: Mapping[str, float]) -> bool:
+    matches = [_CONDITION.fullmatch(part) for part in when.split(" and ")]
+    return all(one is not None and _COMPARE[one["sign"]](values[one["name"]], float(one["number"])) for one in matches)
+
+
+def read_rules(path: Path) -> list[Rule]:
+    """Read a site's own notes: a list `notes` with `when`, `text` and `key`. They come before ours.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a note names a number that there is not.
+    """
+    listed = read_mapping(path).get("notes")
+    if not isinstance(listed, list):
+        raise ConfigError(
+            f"{path} has no list `notes`. Write `notes:`, and below it items with `when`, `text` and `key`."
+        )
+    return [_rule(path, number, one) for number, one in enumerate(listed, 1)]
+
+
+def _rule(path: Path, number: int, plain: Any) -> Rule:
+    where = f"Note {number} of {path}"
+    if not isinstance(plain, dict) or set(plain) != {"when", "text", "key"}:
+        raise ConfigError(f"{where} must have the keys `when`, `text` and `key`, and no others.")
+    rule = Rule(**{key: str(value) for key, value in plain.items()})
+    for part in rule.when.split(" and "):
+        match = _CONDITION.fullmatch(part)
+        if match is None or match["name"] not in NAMES:
+            raise ConfigError(
+                f"{where} has the condition {part!r}. Write NAME > NUMBER (or <, >=, <=, ==), where NAME is one of {', '.join(NAMES)}."
+            )
+    unknown = {name for name in _FIELD.findall(rule.text + rule.key) if name not in NAMES}
+    try:
+        (rule.text + rule.key).format(**dict.fromkeys(NAMES, 0.0))
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        wrong = ", ".join(sorted(unknown)) or str(error)
+        raise ConfigError(
+            f"{where} has a text that cannot be filled in: {wrong}. In braces may stand {', '.join(NAMES)}."
+        ) from error
+    return rule

@@ -1,0 +1,171 @@
+"""Loss, throughput and evaluations over the steps, read from the metrics of a run and thinned out to what a screen shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.watch.metrics import numbers_of
+
+NUM_BINS = 400
+"""How many parts of the x axis keep their first, last, lowest and highest point: about as many as a screen has columns."""
+MOST_EVALUATIONS = 2000
+
+
+class Point(NamedTuple):
+    """One value at one step."""
+
+    step: float
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """The numbers of a run over its steps."""
+
+    loss: Sequence[Point] = ()
+    not_finite: Sequence[int] = ()
+    """Steps whose loss was NaN or infinite."""
+    rate: Sequence[Point] = ()
+    """Samples a second."""
+    superseded: Sequence[Sequence[Point]] = ()
+    """The losses of steps that a later attempt has repeated: one sequence for each attempt."""
+    evaluations: dict[str, list[Point]] = field(default_factory=dict)
+    """Metric -> its values."""
+    num_lines: int = 0
+    """Of the metrics, before thinning."""
+    first_at: float | None = None
+    last_at: float | None = None
+
+
+class _Line(msgspec.Struct):
+    """A line of the metrics; an evaluation has more numbers."""
+
+    kind: str
+    step: int
+    at: float | None = None
+    loss: float | None = None
+    samples_per_s: float | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Line)
+
+
+def read_series(run: RunDir) -> Series:
+    """Read the metrics of a run; without a file, all is empty.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    trained: list[_Line] = []
+    evaluated: dict[str, list[Point]] = {}
+    num_lines = 0
+    for line, raw in _lines(run.metrics):
+        num_lines += 1
+        if line.kind == "train":
+            trained.append(line)
+        elif line.kind == "eval":
+            for name, value in numbers_of(_as_dict(raw)).items():
+                evaluated.setdefault(name, []).append(Point(line.step, value))
+    times = [line.at for line in (trained[:1] + trained[-1:]) if line.at is not None]
+    return Series(
+        loss=thinned(_finite((line.step, line.loss) for line in trained)),
+        not_finite=_some([line.step for line in trained if not _is_finite(line.loss)]),
+        rate=thinned(_finite((line.step, line.samples_per_s) for line in trained)),
+        superseded=[thinned(part) for part in _parts(line for line, _ in _lines(run.superseded_metrics))],
+        evaluations={name: _some(points, MOST_EVALUATIONS) for name, points in evaluated.items()},
+        num_lines=num_lines,
+        first_at=times[0] if times else None,
+        last_at=times[-1] if times else None,
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[_Line, bytes]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for raw in content.split(b"\n"):
+        if not raw:
+            continue
+        try:
+            yield _DECODER.decode(raw), raw
+        except msgspec.MsgspecError:  # half written, edited by hand, or with NaN, which is not JSON
+            record = _as_dict(raw)
+            kind, step, at = record.get("kind"), record.get("step"), _number(record.get("at"))
+            if isinstance(kind, str) and isinstance(step, int):
+                loss, rate = _number(record.get("loss")), _number(record.get("samples_per_s"))
+                yield _Line(kind=kind, step=step, at=at, loss=loss, samples_per_s=rate), raw
+
+
+def _as_dict(raw: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(raw.strip(b"\0 \t\r"))
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _finite(pairs: Iterable[tuple[int, float | None]]) -> list[Point]:
+    return [Point(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+
+
+def _parts(lines: Iterable[_Line]) -> list[list[Point]]:
+    """Divide superseded lines where the steps go back: there, another attempt was set aside."""
+    parts: list[list[Point]] = []
+    for line in lines:
+        if line.kind != "train" or line.loss is None or not math.isfinite(line.loss):
+            continue
+        if not parts or line.step <= parts[-1][-1].step:
+            parts.append([])
+        parts[-1].append(Point(line.step, line.loss))
+    return parts
+
+
+def thinned(points: Sequence[Point], num_bins: int = NUM_BINS) -> list[Point]:
+    """Return the first, lowest, highest and last point of each part of the x axis: a line through them looks the same.
+
+    (Jugel et al., "M4: A Visualization-Oriented Time Series Data Aggregation", 2014, doi:10.14778/2732951.2732953.)
+    """
+    if len(points) <= 4 * num_bins:
+        return [*points]
+    first, last = points[0].step, points[-1].step
+    width = (last - first) / num_bins or 1.0
+    kept: list[Point] = []
+    begin = 0
+    for number in range(len(points)):
+        is_end = number + 1 == len(points) or points[number + 1].step >= first + width * (
+            int((points[begin].step - first) / width) + 1
+        )
+        if is_end:
+            part = points[begin : number + 1]
+            extremes = {part[0], min(part, key=_value), max(part, key=_value), part[-1]}
+            kept += sorted(extremes)
+            begin = number + 1
+    return kept
+
+
+def _value(point: Point) -> float:
+    return point.value
+
+
+def _some(items: Sequence[Any], most: int = NUM_BINS) -> list[Any]:
+    """Return evenly spaced items, the first and the last among them."""
+    if len(items) <= most:
+        return [*items]
+    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]

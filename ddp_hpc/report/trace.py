@@ -1,0 +1,156 @@
+"""A run as a trace that ui.perfetto.dev and chrome://tracing open: a row for each rank. Pure, but for `trace_of`.
+
+Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ddp_hpc.report.data import RunData
+from ddp_hpc.report.timeline import parts_of
+from ddp_hpc.run_dir.failure_reports import WorkerFailure, read_failures
+from ddp_hpc.run_dir.hang_records import HangRecord, read_hang_records
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.timeline import Mark
+from ddp_hpc.watch.attempt_times import AttemptTime
+
+Event = dict[str, Any]
+RUN, RANKS, COLLECTIVES, SAVES = 1, 2, 3, 4
+"""Process numbers of the trace: groups of rows."""
+_GROUPS = {RUN: "run", RANKS: "ranks", COLLECTIVES: "collectives before a hang", SAVES: "checkpoint writer"}
+
+
+def trace_of(run: RunData) -> dict[str, Any]:
+    """Return the trace of a run, as what is written as JSON."""
+    files = RunDir(run.path)
+    numbers = [one.attempt.attempt for one in run.times]
+    events = [
+        *_attempts(run.times),
+        *_ranks(run),
+        *_marks(run.marks),
+        *_waits(run),
+        *(event for number in numbers for event in _failures(number, read_failures(files, number))),
+        *(event for number in numbers for event in _hangs(read_hang_records(files, number))),
+    ]
+    begin = min((event["ts"] for event in events), default=0.0)
+    for event in events:
+        event["ts"] = round((event["ts"] - begin) * 1e6)
+        if "dur" in event:
+            event["dur"] = max(1, round(event["dur"] * 1e6))
+    # Of two slices that begin together, the viewer puts the second one into the first, so the longer one comes first.
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+    return {
+        "traceEvents": [*_names(events), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {"run": run.status.run, "begin": f"{begin:.6f} s since the epoch"},
+    }
+
+
+def _slice(pid: int, tid: int, name: str, begin: float, end: float, **args: Any) -> Event:
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": begin, "dur": max(0.0, end - begin), "args": args}
+
+
+def _instant(pid: int, tid: int, name: str, at: float, **args: Any) -> Event:
+    return {"ph": "i", "s": "t", "pid": pid, "tid": tid, "name": name, "ts": at, "args": args}
+
+
+def _counter(name: str, at: float, values: Mapping[str, float]) -> Event:
+    return {"ph": "C", "pid": RUN, "tid": 0, "name": name, "ts": at, "args": dict(values)}
+
+
+def _names(events: Iterable[Event]) -> Iterator[Event]:
+    """Name the rows, and keep the groups and the ranks in order."""
+    rows = sorted({(event["pid"], event["tid"]) for event in events})
+    for pid in dict.fromkeys(pid for pid, _ in rows):
+        yield {"ph": "M", "pid": pid, "tid": 0, "ts": 0, "name": "process_name", "args": {"name": _GROUPS[pid]}}
+        yield {"ph": "M", "pid": pid, "tid": 0, "ts": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+    for pid, tid in rows:
+        name = "attempts" if pid == RUN else f"rank {tid}"
+        yield {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": "thread_sort_index", "args": {"sort_index": tid}}
+
+
+def _attempts(times: Sequence[AttemptTime]) -> Iterator[Event]:
+    for one in times:
+        attempt = one.attempt
+        for kind, begin, end in parts_of(one):
+            if kind == "queued":
+                yield _slice(RUN, 0, "queued", begin, end)
+        about = {"job": attempt.job_id, "nodes": list(attempt.nodes) or [attempt.host], "reason": attempt.reason}
+        steps = {"first_step": one.first_step, "reached_step": one.reached_step, "kept_step": one.kept_step}
+        ending = "goes on" if one.is_open else str(attempt.cause or attempt.ending or "killed")
+        yield _slice(RUN, 0, f"attempt {attempt.attempt}: {ending}", attempt.started_at, one.ended_at, **about, **steps)
+
+
+def _ranks(run: RunData) -> Iterator[Event]:
+    """Draw what all ranks did at the same time: starting, training, what was lost, and the evaluations within."""
+    worlds = {mark.attempt: mark.world_size for mark in run.marks if mark.world_size}
+    usual = max(worlds.values(), default=1)
+    for one in run.times:
+        number = one.attempt.attempt
+        evaluations = [mark for mark in run.marks if mark.attempt == number and mark.kind == "evaluation"]
+        for rank in range(worlds.get(number) or usual):
+            parts = [part for part in parts_of(one) if part[0] != "queued"]
+            for kind, begin, end in parts:
+                yield _slice(RANKS, rank, kind, begin, end, attempt=number)
+            for mark in evaluations:
+                begin = mark.at - (mark.seconds or 0.0)
+                if any(low <= begin and mark.at <= high for _, low, high in parts):
+                    yield _slice(RANKS, rank, "evaluation", begin, mark.at, step=mark.step)
+
+
+def _marks(marks: Sequence[Mark]) -> Iterator[Event]:
+    """Draw the saves, and the time in each phase between two notes as counters: how long each took is known, not when."""
+    for mark in marks:
+        if mark.kind == "save":
+            yield _slice(
+                SAVES, 0, f"save of step {mark.step}", mark.at - (mark.seconds or 0.0), mark.at, step=mark.step
+            )
+    phases = [mark for mark in marks if mark.kind == "phases" and mark.phases and mark.num_steps]
+    for before, mark in pairwise(phases):
+        steps = (mark.num_steps or 0) - (before.num_steps or 0)
+        if mark.attempt == before.attempt and steps > 0:
+            spent = {name: one - (before.phases or {}).get(name, 0.0) for name, one in (mark.phases or {}).items()}
+            yield _counter(
+                "phases of rank 0, ms a step",
+                before.at,
+                {name: round(one / steps * 1000, 3) for name, one in spent.items()},
+            )
+
+
+def _waits(run: RunData) -> Iterator[Event]:
+    for look in run.looks:
+        late = {f"rank {rank}": round(max(0.0, lost) * 1000, 3) for rank, lost in look.lost_s.items()}
+        yield _counter("the others wait for, ms a step", look.at, late)
+    for alarm in run.alarms:
+        known = {"lost_ms_a_step": round(alarm.lost_s * 1000, 1), "share": round(alarm.share, 3), "cause": alarm.cause}
+        yield _instant(RANKS, alarm.rank, "slow", alarm.at, **known)
+        if alarm.ended_at is not None:
+            yield _instant(RANKS, alarm.rank, "not slow any more", alarm.ended_at)
+
+
+def _failures(attempt: int, failures: Sequence[WorkerFailure]) -> Iterator[Event]:
+    for one in failures:
+        yield _instant(RANKS, one.rank, "failed", one.at, attempt=attempt, step=one.step, exception=one.exception)
+
+
+def _hangs(records: Sequence[HangRecord]) -> Iterator[Event]:
+    """Draw the newest collectives of each rank, and the oldest one that has not ended as a slice until the rank was asked."""
+    for record in records:
+        yield _instant(RANKS, record.rank, "hangs", record.at, state=record.state, stacks=record.stacks or "")
+        entries = (record.flight_record or {}).get("entries")
+        is_open = False
+        for entry in entries if isinstance(entries, list) else []:
+            created = entry.get("time_created_ns") if isinstance(entry, dict) else None
+            if not isinstance(created, (int, float)) or not 0 < created / 1e9 <= record.at + 1:
+                continue
+            name = f"{entry.get('profiling_name', 'collective')} {entry.get('collective_seq_id', '')}".strip()
+            about = {key: entry.get(key) for key in ("state", "input_sizes", "output_sizes", "process_group")}
+            if entry.get("state") == "completed" or is_open:
+                yield _instant(COLLECTIVES, record.rank, name, created / 1e9, **about)
+            else:
+                is_open = True
+                yield _slice(COLLECTIVES, record.rank, f"{name}: not completed", created / 1e9, record.at, **about)

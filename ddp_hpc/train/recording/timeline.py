@@ -1,0 +1,96 @@
+"""Notes where the time of an attempt goes: a few small lines in the run directory, written by rank zero."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ddp_hpc.base.durable import open_private
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.timeline import Mark, encode
+from ddp_hpc.train.recording.phase_times import PhaseTimes
+
+FIRST_PAUSE_S = 2.0
+"""The shortest time between two lines on the phases."""
+SHARE = 0.01
+"""That time grows with the attempt, to this share of its age, so that a week has about 1,200 lines of 250 bytes."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The workers of an attempt."""
+
+    size: int
+    num_gpus: int
+
+
+class Timeline:
+    """The notes of one attempt. A note that the disk refuses is left out: the training goes on."""
+
+    def __init__(
+        self, run: RunDir, attempt: int, world: World, phases: PhaseTimes, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._world = world
+        self._phases = phases
+        self._before: Mapping[str, float] = {}
+        self._clock = clock
+        self._began_at = self._looked_at = clock()
+        self._fd: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Note that the training state is there, and training begins after `step`."""
+        self._began_at = self._looked_at = self._clock()
+        self._before = self._phases.so_far().seconds
+        with suppress(OSError):
+            with open_private(self._run.timeline, "ab") as file:
+                self._fd = os.dup(file.fileno())
+            self._write(
+                Mark(
+                    kind="begin",
+                    attempt=self._attempt,
+                    at=self._began_at,
+                    step=step,
+                    world_size=self._world.size,
+                    num_gpus=self._world.num_gpus,
+                )
+            )
+
+    def look(self, step: int, *, now: bool = False) -> None:
+        """Note the time in each phase, if it was not noted recently, or `now`."""
+        at = self._clock()
+        if not now and at - self._looked_at < max(FIRST_PAUSE_S, SHARE * (at - self._began_at)):
+            return
+        self._looked_at = at
+        so_far = self._phases.so_far()
+        seconds = {name: round(one - self._before.get(name, 0.0), 4) for name, one in so_far.seconds.items()}
+        self._write(
+            Mark(kind="phases", attempt=self._attempt, at=at, step=step, num_steps=so_far.num_steps, phases=seconds)
+        )
+
+    def saved(self, step: int, *, seconds: float) -> None:
+        """Note a committed checkpoint; the checkpoint writer's thread calls this."""
+        self._write(Mark(kind="save", attempt=self._attempt, at=self._clock(), step=step, seconds=round(seconds, 4)))
+
+    def evaluated(self, step: int, *, seconds: float) -> None:
+        """Note an evaluation that has just ended."""
+        self._write(
+            Mark(kind="evaluation", attempt=self._attempt, at=self._clock(), step=step, seconds=round(seconds, 4))
+        )
+
+    def close(self) -> None:
+        """Note no more."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write(self, mark: Mark) -> None:
+        if self._fd is not None:
+            # One write(2) with O_APPEND: two threads never mix their lines. The line break before it ends what a killed writer
+            # may have left incomplete.
+            with suppress(OSError):
+                os.write(self._fd, b"\n" + encode(mark))

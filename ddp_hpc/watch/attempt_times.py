@@ -1,0 +1,223 @@
+"""Where the time of each attempt went: queued, starting, training, saving, lost, or not known. Pure, but for `read_times`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger, Next
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
+from ddp_hpc.run_dir.timeline import Mark, read_marks
+
+CHECKPOINT = "checkpoint"
+"""The phase of the loop in which it waits for a save."""
+KINDS = ("queued", "starting", "training", "saving", "lost", "unknown")
+_COMMITS = frozenset({Ending.FINISHED, Ending.STOPPED})
+"""Attempts that end so have committed all their steps."""
+_WAS_QUEUED = frozenset({Next.REQUEUE, Next.SUCCESSOR, Next.SLURM})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptTime:
+    """The times of one attempt, in seconds since the epoch. The seconds of all kinds, without `queued`, add up to its length."""
+
+    attempt: Attempt
+    queued_at: float | None
+    """When its job was put into the queue; None where it was not, or where that is not known."""
+    trained_from: float | None
+    """When its training state was there; None if that never was, or is not known."""
+    useful_until: float | None
+    """When it reached the newest step that a later attempt did not repeat; None before any."""
+    ended_at: float
+    """For an attempt that goes on: now. For one that was killed and recorded no end: its last sign of life."""
+    is_open: bool
+    first_step: int
+    reached_step: int
+    """The newest step that is known of it."""
+    kept_step: int
+    """The newest step that no later attempt repeats."""
+    seconds: Mapping[str, float]
+    """Kind -> seconds."""
+    stall_s: float
+    """How long the loop waited for saves, also in what was lost."""
+    num_saves: int
+    num_steps: int
+    num_nodes: int
+    num_gpus: int
+
+    @property
+    def length_s(self) -> float:
+        return self.ended_at - self.attempt.started_at
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended otherwise than by its own commit."""
+        return not self.is_open and self.attempt.ending not in _COMMITS and self.attempt.ending != Ending.CANCELLED
+
+
+@dataclass(frozen=True)
+class _Points:
+    """What one attempt has noted."""
+
+    marks: Sequence[Mark]
+
+    @property
+    def begin(self) -> Mark | None:
+        return next((one for one in self.marks if one.kind == "begin"), None)
+
+    @property
+    def steps(self) -> list[tuple[float, float]]:
+        """Time and step, both growing. A save is noted later than its step was made."""
+        found = sorted((one.at, one.step) for one in self.marks if one.kind != "save")
+        return [(at, float(step)) for at, step in found]
+
+    @property
+    def stalls(self) -> list[tuple[float, float]]:
+        """Time, and for how many seconds the loop has waited for saves until then."""
+        begin = [] if self.begin is None else [(self.begin.at, 0.0)]
+        return begin + [(one.at, (one.phases or {}).get(CHECKPOINT, 0.0)) for one in self.marks if one.kind == "phases"]
+
+    def when(self, step: int) -> float | None:
+        """Return when a step was reached; None if it was not."""
+        for (at, here), (then, there) in pairwise(self.steps):
+            if here <= step < there:
+                return at + (then - at) * (step - here) / (there - here)
+        last = self.steps[-1] if self.steps else None
+        return last[0] if last and last[1] <= step else None
+
+
+def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark] | None = None) -> list[AttemptTime]:
+    """Return the times of a run's attempts. A caller that has read the marks passes them.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    return attempt_times(
+        Ledger.read(run).attempts,
+        read_marks(run) if marks is None else marks,
+        progress=read_progress(run),
+        queued=read_queued_job(run),
+        now=now if is_alive else None,
+    )
+
+
+def attempt_times(
+    attempts: Sequence[Attempt],
+    marks: Sequence[Mark],
+    *,
+    progress: Progress | None,
+    queued: QueuedJob | None,
+    now: float | None,
+) -> list[AttemptTime]:
+    """Return the times of attempts, oldest first; without `now`, of a run that is not alive."""
+    by_attempt: dict[int, list[Mark]] = defaultdict(list)
+    for mark in marks:
+        by_attempt[mark.attempt].append(mark)
+    points = {one.attempt: _Points(sorted(by_attempt[one.attempt], key=lambda mark: mark.at)) for one in attempts}
+    # A recipe's attempt without marks has not begun to train, if other attempts have marks, or if no step was ever made.
+    knows_all = bool(marks) or progress is None
+    gpus = max((mark.num_gpus or 0 for mark in marks), default=0)
+    found = []
+    for number, one in enumerate(attempts):
+        is_open = now is not None and one.ending is None and one is attempts[-1]
+        ended_at = _ended_at(one, points[one.attempt], progress, now if is_open else None)
+        time = _time_of(one, points[one.attempt], ended_at, kept=_kept(attempts[number:], points, is_open=is_open))
+        before = attempts[number - 1] if number else None
+        found.append(
+            replace(
+                time,
+                is_open=is_open,
+                queued_at=_queued_at(one, before, queued),
+                num_gpus=time.num_gpus or gpus,
+                seconds=_seconds(time, points[one.attempt], is_open=is_open, knows_all=knows_all),
+            )
+        )
+    return [replace(one, seconds={"queued": _queued_s(one), **one.seconds}) for one in found]
+
+
+def _queued_s(time: AttemptTime) -> float:
+    return max(0.0, time.attempt.started_at - time.queued_at) if time.queued_at else 0.0
+
+
+def _queued_at(one: Attempt, before: Attempt | None, queued: QueuedJob | None) -> float | None:
+    if one.queued_at is not None:
+        return one.queued_at
+    if before is not None and before.next in _WAS_QUEUED:
+        return before.ended_at
+    return queued.at if queued is not None and queued.attempt == one.attempt else None
+
+
+def _ended_at(one: Attempt, points: _Points, progress: Progress | None, now: float | None) -> float:
+    """Return when an attempt ended; of one that was killed, the last sign of it."""
+    if now is not None or one.ended_at is not None:
+        return max(one.started_at, now if now is not None else one.ended_at or 0.0)
+    of_progress = progress.at if progress is not None and progress.attempt == one.attempt else 0.0
+    return max([one.started_at, of_progress, *(mark.at for mark in points.marks)])
+
+
+def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_open: bool) -> int | None:
+    """Return the newest step of the first of these attempts that the next one does not repeat; None where all are kept."""
+    one, *later = attempts
+    if is_open:
+        return None
+    for after in later:
+        if (begin := points[after.attempt].begin) is not None:
+            return begin.step
+    if later:
+        return max(after.first_step for after in later)
+    return None if one.ending in _COMMITS else max(one.last_step or 0, one.first_step)
+
+
+def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None) -> AttemptTime:
+    begin, steps = points.begin, points.steps
+    first = one.first_step if begin is None else begin.step
+    reached = max([first, *(int(step) for _, step in steps)])
+    kept = reached if kept is None else min(kept, reached)
+    is_whole = kept >= reached and (one.ending in _COMMITS or one.ending is None)
+    until = None if begin is None else ended_at if is_whole else max(begin.at, points.when(kept) or begin.at)
+    phases = [mark for mark in points.marks if mark.kind == "phases"]
+    return AttemptTime(
+        attempt=one,
+        queued_at=None,
+        trained_from=None if begin is None else begin.at,
+        useful_until=until,
+        ended_at=ended_at,
+        is_open=False,
+        first_step=first,
+        reached_step=reached,
+        kept_step=kept,
+        seconds={},
+        stall_s=points.stalls[-1][1] if points.stalls else 0.0,
+        num_saves=sum(mark.kind == "save" for mark in points.marks),
+        num_steps=phases[-1].num_steps or 0 if phases else 0,
+        num_nodes=len(one.nodes) or 1,
+        num_gpus=0 if begin is None else begin.num_gpus or 0,
+    )
+
+
+def _seconds(time: AttemptTime, points: _Points, *, is_open: bool, knows_all: bool) -> dict[str, float]:
+    """Divide the length of an attempt."""
+    seconds = dict.fromkeys(KINDS[1:], 0.0)
+    if time.trained_from is None or time.useful_until is None:
+        is_lost = not is_open and time.attempt.ending not in _COMMITS
+        seconds["unknown" if not knows_all else "lost" if is_lost else "starting"] = time.length_s
+        return seconds
+    seconds["starting"] = min(time.length_s, max(0.0, time.trained_from - time.attempt.started_at))
+    useful_s = max(0.0, time.useful_until - time.trained_from)
+    seconds["saving"] = min(useful_s, _at(points.stalls, time.useful_until))
+    seconds["training"] = useful_s - seconds["saving"]
+    seconds["lost"] = max(0.0, time.length_s - seconds["starting"] - useful_s)
+    return seconds
+
+
+def _at(points: Sequence[tuple[float, float]], when: float) -> float:
+    """Return the value of a line through these points; before the first, and after the last, theirs."""
+    index = bisect_right([at for at, _ in points], when)
+    if index in {0, len(points)}:
+        return points[min(index, len(points) - 1)][1] if points else 0.0
+    (at, here), (then, there) = points[index - 1 : index + 1]
+    return here + (there - here) * (when - at) / (then - at)

@@ -1,0 +1,100 @@
+"""How much of the time that a run had nodes for was training that counts, and what checkpoints cost. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_hpc.watch.attempt_times import KINDS, AttemptTime
+
+HOUR = 3600.0
+RUNNING = KINDS[1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """What a run's nodes did; the fields are the keys of `status --json` below `goodput`."""
+
+    goodput: float | None
+    """Training divided by all time of the nodes, without the queue; None before a run has nodes, or where their use is not known."""
+    node_hours: Mapping[str, float]
+    """Kind -> hours of all nodes. Hours in the queue are counted with the nodes that the job then got, but are no time of theirs."""
+    gpu_hours: float
+    """Hours of the GPUs that workers used, from the start of each attempt to its end."""
+    steps_repeated: int
+    """Steps that were trained and not kept."""
+    num_failures: int
+    """Attempts that ended otherwise than by their own commit or a cancellation."""
+
+
+def goodput_of(times: Sequence[AttemptTime]) -> Goodput:
+    """Add up the times of all attempts."""
+    hours = {kind: sum(one.seconds[kind] * one.num_nodes for one in times) / HOUR for kind in KINDS}
+    known_h = sum(hours[kind] for kind in RUNNING if kind != "unknown")
+    return Goodput(
+        goodput=hours["training"] / known_h if known_h else None,
+        node_hours=hours,
+        gpu_hours=sum(one.length_s * one.num_gpus for one in times) / HOUR,
+        steps_repeated=sum(max(0, one.reached_step - one.kept_step) for one in times),
+        num_failures=sum(one.is_failure for one in times),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointCost:
+    """What periodic checkpoints cost this run, and what another interval would have cost."""
+
+    every_steps: int
+    step_s: float
+    """Time of a step, without saves."""
+    stall_s: float
+    """How long the loop waits for one save."""
+    restart_s: float
+    """From the start of an attempt until it trains; the middle one of all attempts."""
+    num_failures: int
+    """One is assumed where none was seen: the next may come now."""
+    running_s: float
+
+    @property
+    def between_failures_s(self) -> float:
+        return self.running_s / max(1, self.num_failures)
+
+    def share(self, every_steps: int) -> float:
+        """Return the expected share of the time that saves, repeated steps and restarts take.
+
+        A save for every interval, and for each failure half an interval of repeated steps and one restart.
+        """
+        interval_s = every_steps * self.step_s
+        return self.stall_s / interval_s + (interval_s / 2 + self.restart_s) / self.between_failures_s
+
+    @property
+    def best_every_steps(self) -> int:
+        """The interval with the least cost, by Daly's higher-order estimate of the optimum of Young.
+
+        Young (1974), doi:10.1145/361147.361115; Daly (2006), doi:10.1016/j.future.2004.11.016, equation 37.
+        """
+        stall_s, mean_s = self.stall_s, self.between_failures_s
+        if stall_s >= 2 * mean_s:
+            return max(1, round(mean_s / self.step_s))
+        ratio = stall_s / (2 * mean_s)
+        interval_s = math.sqrt(2 * stall_s * mean_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
+        return max(1, round(interval_s / self.step_s))
+
+
+def checkpoint_cost(times: Sequence[AttemptTime], every_steps: int | None) -> CheckpointCost | None:
+    """Return what checkpoints cost; None without the measurements: a save, a step and a start are needed."""
+    saves, steps = sum(one.num_saves for one in times), sum(one.num_steps for one in times)
+    starts = sorted(one.seconds["starting"] for one in times if one.trained_from is not None)
+    trained_s = sum(one.ended_at - one.trained_from for one in times if one.trained_from is not None)
+    stall_s = sum(one.stall_s for one in times)
+    if not (every_steps and saves and steps and starts and stall_s > 0 and trained_s > stall_s):
+        return None
+    return CheckpointCost(
+        every_steps=every_steps,
+        step_s=(trained_s - stall_s) / steps,
+        stall_s=stall_s / saves,
+        restart_s=starts[len(starts) // 2],
+        num_failures=sum(one.is_failure for one in times),
+        running_s=sum(one.length_s for one in times),
+    )
