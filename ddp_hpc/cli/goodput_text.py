@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ddp_hpc.base.patience import known
+from ddp_hpc.cli.formatting import DASH
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.attempt_times import KINDS, read_times
 from ddp_hpc.watch.goodput import Goodput, goodput_of
@@ -45,3 +46,10 @@ def running_hours(goodput: Goodput) -> float:
 def in_hours(value: float) -> str:
     """Return `0.03 h`, or `120 h`."""
     return f"{value:.3g} h" if value < 100 else f"{value:.0f} h"
+
+
+def columns(goodput: Goodput | None) -> tuple[str, str]:
+    """Return the hours of nodes, and the share that was training that counts; dashes where that is not known."""
+    if goodput is None or goodput.goodput is None:
+        return DASH, DASH
+    return in_hours(running_hours(goodput)), f"{goodput.goodput:.0%}"

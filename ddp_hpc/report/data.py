@@ -87,7 +87,7 @@ class RunData:
         newest = {mark.attempt: mark for mark in self.marks if mark.kind == "phases"}
         seconds: dict[str, float] = {}
         for mark in newest.values():
-            for name, one in (mark.phases or {}).items():
+            for name, one in mark.phases.items():
                 seconds[name] = seconds.get(name, 0.0) + one
         return seconds, sum(mark.num_steps or 0 for mark in newest.values())
 

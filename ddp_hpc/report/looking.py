@@ -1,4 +1,4 @@
-"""Looks at a run again and again, and reads only what has changed."""
+"""Reads a run again and again, but only what has changed."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def page_of(run: RunData, *, now: float, rules: Sequence[Rule] = RULES) -> str:
 
 
 def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
-    """Return what the page of one run shows, in words and shapes."""
+    """Return what the page of one run shows: texts and shapes."""
     rows, time_ticks = rows_of(run.times, run.marks)
     loss, rate = charts.loss_chart(run.series, run.starts), charts.rate_chart(run.series, run.starts)
     seconds, num_steps = run.phases

@@ -48,7 +48,7 @@ class _Reader:
 
 
 def read_run(run: RunDir, *, now: float, against: RunDir | None = None) -> RunData:
-    """Return what the run directory holds. What cannot be read is named in `missing`, and left out.
+    """Return what the run directory holds. Unreadable parts are left out, and named in `missing`.
 
     Raises:
         OSError: if not even the ledger can be read.

@@ -113,7 +113,7 @@ def _marks(marks: Sequence[Mark]) -> Iterator[Event]:
     for before, mark in pairwise(phases):
         steps = (mark.num_steps or 0) - (before.num_steps or 0)
         if mark.attempt == before.attempt and steps > 0:
-            spent = {name: one - (before.phases or {}).get(name, 0.0) for name, one in (mark.phases or {}).items()}
+            spent = {name: one - before.phases.get(name, 0.0) for name, one in mark.phases.items()}
             yield _counter(
                 "phases of rank 0, ms a step",
                 before.at,

@@ -1,18 +1,21 @@
-"""What rank zero notes of the time of a run: when training begins, saves and evaluations, and the time in each phase of the loop."""
+"""What rank zero notes of the time of a run, and what each comparison of all ranks found."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
-import msgspec
-
+from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.run_dir.paths import RunDir
 
 Kind = Literal["begin", "phases", "save", "evaluation"]
+_KINDS = ("begin", "phases", "save", "evaluation")
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class Mark:
     """One line of `timeline.jsonl`."""
 
     kind: Kind
@@ -28,11 +31,12 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long the save took to be committed, or the evaluation took."""
     num_steps: int | None = None
     """How many steps of this attempt the phases are of."""
-    phases: Mapping[str, float] | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds in each phase of rank zero since the attempt's training began."""
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class Look:
     """One line of `waits.jsonl`: one comparison of all ranks."""
 
     attempt: int
@@ -42,48 +46,84 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The middle one of the times between two steps."""
     lost_s: Mapping[int, float]
     """Rank -> how much later than the middle one of the others it was in the middle one of its steps; below zero, it was earlier."""
-    nodes: Mapping[int, str] = msgspec.field(default_factory=dict)
+    nodes: Mapping[int, str] = field(default_factory=dict)
     """Rank -> its node's name; only in the first line of an attempt."""
-    phases: Mapping[str, Sequence[float]] = msgspec.field(default_factory=dict)
+    phases: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Phase -> seconds a step of the quickest rank, the middle one and the slowest one."""
 
 
-T = TypeVar("T", Mark, Look)
-
-
 def encode(record: Mark | Look) -> bytes:
-    """Return a record as a line."""
-    return msgspec.json.encode(record) + b"\n"
+    """Return a record as a line; fields that say nothing are left out."""
+    return json.dumps({key: value for key, value in asdict(record).items() if value not in (None, {})}).encode() + b"\n"
 
 
 def read_marks(run: RunDir) -> list[Mark]:
     """Return what rank zero has noted, oldest first; empty for a script, and for a run of an older version.
 
+    A line that is half written, or not ours, is skipped.
+
     Raises:
         OSError: if the file system does not answer.
     """
-    return [*_records(_lines(run, "timeline"), msgspec.json.Decoder(Mark))]
+    return [mark for line in read_json_lines(run.timeline) if (mark := _mark(line)) is not None]
 
 
 def read_looks(run: RunDir) -> list[Look]:
     """Return the comparisons of all ranks, oldest first; empty where none was made.
 
+    A line that is half written, or not ours, is skipped.
+
     Raises:
         OSError: if the file system does not answer.
     """
-    return [*_records(_lines(run, "waits"), msgspec.json.Decoder(Look))]
+    return [look for line in read_json_lines(run.waits) if (look := _look(line)) is not None]
 
 
-def _lines(run: RunDir, which: Literal["timeline", "waits"]) -> Sequence[bytes]:
-    try:
-        return (run.timeline if which == "timeline" else run.waits).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
+def _mark(line: Mapping[str, Any]) -> Mark | None:
+    numbers = {name: _number(line.get(name)) for name in ("attempt", "at", "step")}
+    if line.get("kind") not in _KINDS or None in numbers.values():
+        return None
+    phases = line.get("phases")
+    return Mark(
+        kind=line["kind"],
+        attempt=int(line["attempt"]),
+        at=float(line["at"]),
+        step=int(line["step"]),
+        world_size=_whole(line.get("world_size")),
+        num_gpus=_whole(line.get("num_gpus")),
+        seconds=_number(line.get("seconds")),
+        num_steps=_whole(line.get("num_steps")),
+        phases=_numbers(phases) if isinstance(phases, dict) else {},
+    )
 
 
-def _records(lines: Sequence[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
-    for line in lines:
-        try:
-            yield decoder.decode(line)
-        except msgspec.MsgspecError:  # empty, half written, or not ours
-            continue
+def _look(line: Mapping[str, Any]) -> Look | None:
+    lost, nodes, phases = (line.get(name) or {} for name in ("lost_s", "nodes", "phases"))
+    numbers = [_number(line.get(name)) for name in ("attempt", "at", "step_s")]
+    if None in numbers or not all(isinstance(one, dict) for one in (lost, nodes, phases)):
+        return None
+    return Look(
+        attempt=int(line["attempt"]),
+        at=float(line["at"]),
+        step=_whole(line.get("step")),
+        step_s=float(line["step_s"]),
+        lost_s={int(rank): value for rank, value in _numbers(lost).items() if rank.isdecimal()},
+        nodes={int(rank): str(node) for rank, node in nodes.items() if rank.isdecimal()},
+        phases={name: times for name, times in phases.items() if _are_numbers(times)},
+    )
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _whole(value: object) -> int | None:
+    return None if (number := _number(value)) is None else int(number)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: number for name, value in values.items() if (number := _number(value)) is not None}
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, list) and all(_number(one) is not None for one in values)

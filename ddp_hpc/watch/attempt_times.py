@@ -79,7 +79,7 @@ class _Points:
     def stalls(self) -> list[tuple[float, float]]:
         """Time, and for how many seconds the loop has waited for saves until then."""
         begin = [] if self.begin is None else [(self.begin.at, 0.0)]
-        return begin + [(one.at, (one.phases or {}).get(CHECKPOINT, 0.0)) for one in self.marks if one.kind == "phases"]
+        return begin + [(one.at, one.phases.get(CHECKPOINT, 0.0)) for one in self.marks if one.kind == "phases"]
 
     def when(self, step: int) -> float | None:
         """Return when a step was reached; None if it was not."""

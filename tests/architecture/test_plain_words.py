@@ -25,6 +25,7 @@ PLAIN = (
     "job",
     "pipeline",
     "rendezvous",
+    "report",
     "run_dir",
     "script",
     "slurm",

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.leftovers import remove_leftovers
-from ddp_hpc.cli.formatting import DASH, as_json, duration, number, numbers, or_dash, table
-from ddp_hpc.cli.goodput_text import as_record, goodput_of_run, in_hours, running_hours
+from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import steps
 from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
-from ddp_hpc.watch.goodput import Goodput
 from ddp_hpc.watch.status import RunStatus, read_status
 
 SPENT = ("NODE TIME", "GOODPUT")
@@ -99,20 +97,20 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         statuses, differing = _compared(statuses, args)
     elif args.reverse:
         statuses.reverse()
-    times = [goodput_of_run(RunDir(Path(one.path)), one, now=time.time()) for one in statuses] if args.goodput else []
+    spent = _spent(statuses) if args.goodput else []
     if args.json:
         more: list[dict[str, Any]] = (
             [{"differs": values} for values in differing] if args.keys else [{} for _ in statuses]
         )
-        more = [{**one, "goodput": as_record(found)} for one, found in zip(more, times, strict=True)] if times else more
+        more = [{**one, "goodput": record} for one, (_, record) in zip(more, spent, strict=True)] if spent else more
         print(as_json([{**asdict(status), **one} for status, one in zip(statuses, more, strict=True)]))
     elif statuses:
         names = list(differing[0]) if args.keys else []
         rows = [
-            (*_row(status), *_spent(times, number), *(or_dash(differing[number][name]) for name in names))
+            (*_row(status), *(spent[number][0] if spent else ()), *(or_dash(differing[number][name]) for name in names))
             for number, status in enumerate(statuses)
         ]
-        print(table((*HEADER, *(SPENT if times else ()), *names), rows))
+        print(table((*HEADER, *(SPENT if spent else ()), *names), rows))
         _say_why_not_started(statuses)
         _name_entities(statuses)
     else:
@@ -121,14 +119,12 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     return 0
 
 
-def _spent(times: Sequence[Goodput | None], number: int) -> tuple[str, ...]:
-    """Return the columns of `--goodput`; none without it."""
-    if not times:
-        return ()
-    found = times[number]
-    if found is None or found.goodput is None:
-        return DASH, DASH
-    return in_hours(running_hours(found)), f"{found.goodput:.0%}"
+def _spent(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping[str, Any] | None]]:
+    """Return the columns of `--goodput` for each run, and what `--json` prints of it."""
+    from ddp_hpc.cli.goodput_text import as_record, columns, goodput_of_run  # late: only `--goodput` needs it
+
+    found = (goodput_of_run(RunDir(Path(one.path)), one, now=time.time()) for one in statuses)
+    return [(columns(one), as_record(one)) for one in found]
 
 
 def _say_why_not_started(statuses: Sequence[RunStatus]) -> None:
