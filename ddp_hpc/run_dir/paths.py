@@ -220,6 +220,10 @@ class RunDir:
         """What rank zero ran on: versions, driver, modules, packages."""
         return self.attempt_logs(attempt) / "environment.json"
 
+    def inputs(self, attempt: int) -> Path:
+        """What an attempt computed with: its world, its configuration, its code."""
+        return self.attempt_logs(attempt) / "inputs.json"
+
     def environments(self) -> list[Path]:
         """The recorded environments of all attempts."""
         return list(self.path.glob("logs/attempt-*/environment.json"))
@@ -282,3 +286,12 @@ class RunDir:
     def rank_samples(self, attempt: int, rank: int) -> Path:
         """The sample ids of every step of this rank in this attempt."""
         return self.samples / f"attempt-{attempt}" / f"rank-{rank}.jsonl"
+
+    @property
+    def replay_request(self) -> Path:
+        """In the private directory of a replay: which step it ends at, and what its workers write down."""
+        return self.path / "replay.json"
+
+    def rank_trace(self, rank: int) -> Path:
+        """What a rank of a replay has written down of its steps."""
+        return self.path / "trace" / f"rank-{rank}.jsonl"

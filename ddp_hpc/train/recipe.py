@@ -9,12 +9,13 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -178,3 +179,19 @@ def _check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, 
             f"`recipe.args` is {dict(args)!r}, but `{target}` does not accept that: {error}. "
             f"{nearest_names(unknown[0] if unknown else '', signature.parameters)}"
         ) from error
+
+
+def imported_code(import_paths: Sequence[str]) -> dict[str, str]:
+    """Return the files below `import_paths` that this process has imported, each with the xxh3_64 of its content.
+
+    Other people's packages are left out: the versions of these are in the environment's record.
+    """
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    own = {
+        path
+        for path in files
+        if isinstance(path, str)
+        and any(Path(path).is_relative_to(folder) for folder in import_paths)
+        and not any(part in path for part in _OTHERS_CODE)
+    }
+    return {path: xxhash.xxh3_64_hexdigest(Path(path).read_bytes()) for path in sorted(own) if Path(path).is_file()}

@@ -21,9 +21,10 @@ from ddp_hpc.rank_probe.client import RankProbe
 from ddp_hpc.rank_probe.deadlines import Deadline, HangCollector, deadline_file
 from ddp_hpc.rank_probe.folder import socket_of
 from ddp_hpc.rank_probe.server import serve
-from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF
+from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, USERS_CODE
 from ddp_hpc.run_dir.environment import capture, differences, newest_environment, write_environment
 from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, write_failure
+from ddp_hpc.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run_dir.joining import forget_missing, write_missing
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_rendezvous_token
@@ -32,11 +33,12 @@ from ddp_hpc.slow_ranks.reporter import Reporter
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.replayed import follow_request
 from ddp_hpc.train.engine.training import Training, configure_torch, prepare
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, load_builder
+from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, imported_code, load_builder
 from ddp_hpc.train.recording.rank_log import open_rank_log
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.stop import StopFlag
@@ -98,6 +100,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         training = prepare(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
         if rank_info.is_rank_zero:
             _record_environment(run, attempt, environ)
+            _record_inputs(run, attempt, environ, rank_info.world_size)
+        follow_request(training)
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
         _report_launches(run, training, attempt, environ)
         finished = train(training)
@@ -210,6 +214,27 @@ def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -
             before[0],
             shown,
             more,
+        )
+
+
+def _record_inputs(run: RunDir, attempt: int, environ: Mapping[str, str], world_size: int) -> None:
+    """Record what `ddp-hpc replay` needs to compute the steps of this attempt again."""
+    folders = filter(None, environ.get(USERS_CODE, "").split(os.pathsep))
+    paths = tuple(dict.fromkeys(str(Path(path).resolve()) for path in folders))
+    try:
+        inputs = AttemptInputs(
+            attempt=attempt,
+            world_size=world_size,
+            config=run.config.read_text(encoding="utf-8"),
+            import_paths=paths,
+            work_dir=str(Path.cwd()),
+            code=imported_code(paths),
+        )
+        write_inputs(run, inputs)
+    except OSError as error:  # a missing record must not end the training
+        log.warning(
+            "cannot record what this attempt computes with: %s. The training goes on; `ddp-hpc replay` then uses the newest configuration.",
+            error,
         )
 
 

@@ -41,6 +41,7 @@ DOORS: dict[str, set[str]] = {
         "job/node/unpack.py",
         "job/notifier.py",
         "job/notify.py",
+        "replay/private_run.py",
         "slurm/client.py",
         "submission/image_build.py",
         "diagnose/image_probe.py",

@@ -27,7 +27,10 @@ _AS_USUAL = nullcontext()
 
 
 def train(t: Training) -> bool:
-    """Train from the newest checkpoint to the last step; return whether it was reached (if not, the run was stopped)."""
+    """Train from the newest checkpoint to the last step; return whether it was reached (if not, the run was stopped).
+
+    A replay ends at its own last step, without an evaluation.
+    """
     try:
         restore(t)
     except StopAskedError:
@@ -44,6 +47,9 @@ def train(t: Training) -> bool:
         step, is_last = t.state.position.step, t.state.position.step == t.total_steps
         if is_last or step % t.spec.log.every_steps == 0:
             log_loss(t)
+        if t.after_step is not None and t.after_step():
+            t.recorder.progress(t.state.position, now=True)
+            return True
         metrics = evaluate(t) if is_last or is_evaluation_due(t) else {}
         if is_last:
             break

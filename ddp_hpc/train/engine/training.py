@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -71,6 +71,8 @@ class Training:
     watchdog: Watchdog
     replicas: Replicas
     phases: PhaseTimes = field(default_factory=PhaseTimes)
+    after_step: Callable[[], bool] | None = None
+    """In a replay: called after each step; returns whether the replay ends there."""
 
     def global_batches(self) -> Iterator[LoadedGlobalBatch]:
         """Yield the samples of every step that is left."""

@@ -1,0 +1,101 @@
+"""What `replay`, `bisect` and `audit` print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from ddp_hpc.cli.formatting import table
+from ddp_hpc.replay.auditing import AuditReport
+from ddp_hpc.replay.bisecting import BisectReport
+from ddp_hpc.replay.circumstances import Circumstances
+from ddp_hpc.replay.first_difference import Parting, Value
+from ddp_hpc.replay.replaying import Report
+
+
+def replay_text(report: Report) -> str:
+    """Return the result of a replay as text."""
+    compared = f"{report.num_losses} losses, {report.num_steps_with_samples} steps' samples, {len(report.checkpoints)} checkpoints"
+    steps = f"steps {report.from_step + 1} to {report.to_step}"
+    notes = [f"note: {note}" for note in report.notes]
+    kept = [f"kept in {report.directory}"] if report.directory else []
+    if report.verdict == "different":
+        assert report.first is not None  # noqa: S101  else nothing differs
+        said = f"DIFFERENT: {steps} part at step {report.first.step}: {report.first}"
+    elif report.verdict == "not compared":
+        said = f"NOT COMPARED: {steps} were computed again, but the run has no record of them to compare with: no line of `log.every_steps`, no checkpoint."
+    elif report.tolerance:
+        said = f"the same within {report.tolerance:g} of the losses: {steps} ({report.num_losses} losses; the largest difference is {report.largest_error:.1e})"
+    else:
+        said = f"the same to the bit: {steps} ({compared})"
+    return "\n".join([*notes, said, *kept])
+
+
+def bisect_text(report: BisectReport) -> str:
+    """Return the result of a bisection as text."""
+    one, other = (PurePath(run).name for run in report.runs)
+    told = [f"note: {note}" for note in report.notes]
+    if report.verdict == "the same":
+        told.append(
+            f"the same to the bit up to step {report.same_up_to}, the newest that {one} and {other} have both taken"
+        )
+    elif report.verdict == "not reproduced":
+        told.append(
+            f"NOT REPRODUCED: the records of {one} and {other} differ, but their steps come out the same when they are computed again."
+        )
+    elif report.parting is not None:
+        told += _parting_lines(report.parting, one, other)
+    if report.circumstances is not None:
+        told += ["before that:", *(f"  {line}" for line in _circumstance_lines(report.circumstances))]
+    return "\n".join([*told, f"{report.num_replays} replays for {report.num_steps} steps"])
+
+
+def _parting_lines(parting: Parting, one: str, other: str) -> Iterator[str]:
+    first, tensor = parting.first, parting.tensor
+    rank = f", rank {first.rank}" if first.rank or len(parting.ranks) > 1 else ""
+    yield f"DIFFERENT from step {first.step} on{rank}; first: {value_text(first)}"
+    if tensor is not None and tensor != first:
+        yield f"the first tensor that differs: {value_text(tensor)} (step {tensor.step}, rank {tensor.rank})"
+    shown = tensor or first
+    yield f"  {one}: {shown.one or 'has none'}"
+    yield f"  {other}: {shown.other or 'has none'}"
+
+
+def value_text(value: Value) -> str:
+    """Return a value that differs as text: its kind and name, and an option's two values."""
+    samples = f", sample {', '.join(map(str, value.samples))}" if value.samples else ""
+    change = f": {value.one} -> {value.other}" if value.kind in {"option", "samples"} else ""
+    how = "" if value.how == "differs" else f", {value.how} run"
+    return f"{value.kind} {value.name}{samples}{change}{how}"
+
+
+def _circumstance_lines(found: Circumstances) -> Iterator[str]:
+    yield from (f"configuration: {change}" for change in found.configuration)
+    for change in found.code:
+        yield f"code: {change.file} {change.how}"
+        yield from (f"    {line}" for line in change.lines)
+    yield from (f"environment: {change}" for change in found.environment)
+    if found.world:
+        yield f"world: {found.world}"
+    if not (found.configuration or found.code or found.environment or found.world):
+        yield "configuration, code, environment and world are the same"
+
+
+def audit_text(report: AuditReport) -> str:
+    """Return the result of an audit as text."""
+    rows = [
+        (
+            f"{one.start + 1} to {one.end}",
+            one.verdict,
+            one.problem or (f"step {one.first.step}: {one.first}" if one.first else ""),
+        )
+        for one in report.segments
+    ]
+    return "\n".join(
+        [
+            *(f"note: {note}" for note in report.notes),
+            table(("STEPS", "COME OUT", ""), rows),
+            f"{report.verdict}: {report.num_steps} of {report.last_step} steps come out the same "
+            f"({len(report.segments)} of {report.num_segments} segments computed again, --seed {report.seed})",
+        ]
+    )

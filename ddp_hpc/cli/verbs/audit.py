@@ -1,0 +1,44 @@
+"""Compute random segments of a run again, and say whether they come out as the run has recorded them."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.cli.verbs.replay import add_code
+from ddp_hpc.exit_codes import FAILED, FINISHED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser)
+    parser.add_argument(
+        "--segments", type=int, default=3, metavar="N", help="compute N segments between checkpoints (default: 3)"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="choose the segments by this seed; default: a new one")
+    add_code(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Audit, and print the result; the exit code is 0 where all segments are the same."""
+    from ddp_hpc.cli.replay_text import audit_text
+    from ddp_hpc.replay.auditing import audit
+    from ddp_hpc.replay.history import read_history
+
+    seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+    report = audit(
+        read_history(chosen_run(args, environment)),
+        environment,
+        number=args.segments,
+        seed=seed,
+        code=args.code,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(as_json(asdict(report)) if args.json else audit_text(report))
+    return FINISHED if report.verdict == "PASS" else FAILED

@@ -1,0 +1,47 @@
+"""Find the first step and the first tensor in which two runs differ, and what differed before it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.exit_codes import FAILED, FINISHED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("one", metavar="RUN1", help="a run's name, its directory, or its Slurm job id")
+    parser.add_argument("other", metavar="RUN2", help="the run to compare it with")
+    add_runs_dir(parser)
+    for name, which in (("--code1", "first"), ("--code2", "second")):
+        parser.add_argument(
+            name,
+            type=Path,
+            metavar="DIR",
+            help=f"import the {which} run's code from DIR; default: its snapshot, or where it was when the run started",
+        )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Bisect, and print the result; the exit code is 0 where the runs are the same."""
+    from ddp_hpc.cli.replay_text import bisect_text
+    from ddp_hpc.replay.bisecting import bisect
+    from ddp_hpc.replay.history import read_history
+    from ddp_hpc.watch.find import find_run
+
+    runs_dir = chosen_runs_dir(args.runs_dir, environment)
+    one, other = (read_history(find_run(name, runs_dir)) for name in (args.one, args.other))
+    report = bisect(
+        (one, other),
+        environment,
+        codes=(args.code1, args.code2),
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(as_json(asdict(report)) if args.json else bisect_text(report))
+    return FINISHED if report.verdict == "the same" else FAILED

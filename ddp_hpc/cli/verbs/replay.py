@@ -1,0 +1,81 @@
+"""Compute some steps of a run again on this machine, and compare them with what the run recorded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.exit_codes import FAILED, FINISHED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser)
+    parser.add_argument(
+        "--from",
+        type=int,
+        dest="start",
+        metavar="A",
+        help="compute the steps after A; default: the newest checkpoint before B",
+    )
+    parser.add_argument(
+        "--to", type=int, dest="end", metavar="B", help="up to step B; default: the newest step on record"
+    )
+    parser.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help="with N ranks; default: as many as the run had. With another number, losses are compared with a tolerance",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="write a hash of each tensor of each step, in the order in which it is computed, and keep the directory",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        metavar="T",
+        help="with another world or device: a loss may differ by so much of its size (default: 0.001)",
+    )
+    add_code(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def add_code(parser: argparse.ArgumentParser) -> None:
+    """Declare `--code`."""
+    parser.add_argument(
+        "--code",
+        type=Path,
+        metavar="DIR",
+        help="import your code from DIR; default: the run's snapshot, or where it was when the run started",
+    )
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Replay, and print the result; the exit code is 0 where all is the same."""
+    from ddp_hpc.cli.replay_text import replay_text
+    from ddp_hpc.replay.history import read_history
+    from ddp_hpc.replay.replaying import Asked, replay
+
+    history = read_history(chosen_run(args, environment))
+    end = history.last_step if args.end is None else args.end
+    start = history.newest_checkpoint(end - 1) if args.start is None else args.start
+    asked = Asked(
+        history=history,
+        start=start,
+        end=end,
+        world_size=args.world,
+        code=args.code,
+        trace=args.trace,
+        tolerance=args.tolerance,
+    )
+    report, _ = replay(asked, environment, say=lambda text: print(text, file=sys.stderr, flush=True))
+    print(as_json(asdict(report)) if args.json else replay_text(report))
+    return FINISHED if report.verdict == "the same" else FAILED

@@ -1,0 +1,178 @@
+"""Finds the first step and tensor in which two runs differ: by their records first, then by replays of both."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ddp_hpc.replay.circumstances import Circumstances, circumstances
+from ddp_hpc.replay.comparison import Difference, compare
+from ddp_hpc.replay.first_difference import Lines, Parting, first_difference
+from ddp_hpc.replay.history import History
+from ddp_hpc.replay.known_states import Known, read_known
+from ddp_hpc.replay.private_run import Replayed, Wanted, compute_again
+from ddp_hpc.replay.record import Record, record_of, state_of_checkpoint
+from ddp_hpc.replay.replaying import computed_record
+from ddp_hpc.run_dir.replay_request import ReplayRequest, read_trace
+
+MOST_TRACED = 64
+"""Of how many steps each tensor is written down at once; of more, first one hash a step."""
+
+
+@dataclass(kw_only=True)
+class BisectReport:
+    """The result; the fields are the keys of `bisect --json`."""
+
+    runs: list[str]
+    verdict: Literal["the same", "different", "not reproduced"]
+    same_up_to: int | None
+    """The newest step after which the states are known to be the same to the bit; None where that is not even the beginning."""
+    parting: Parting | None
+    circumstances: Circumstances | None
+    num_replays: int
+    num_steps: int
+    """Steps that both runs have taken."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Pair:
+    """Both runs, and what computing their steps again needs."""
+
+    histories: tuple[History, History]
+    codes: tuple[Path | None, Path | None]
+    environ: Mapping[str, str]
+    say: Callable[[str], object]
+    folder: Path
+    num_replays: int = 0
+
+    def compute(self, start: int, end: int, **what: Any) -> list[Replayed]:
+        """Compute the steps of both runs again, from their newest checkpoints up to `start`."""
+        self.num_replays += 2
+        number = self.num_replays
+
+        def one(which: int) -> Replayed:
+            history = self.histories[which]
+            begin = history.newest_checkpoint(start)
+            states = tuple(step for step in history.committed if begin < step <= end)
+            wanted = Wanted(
+                run=history.run,
+                start=begin,
+                stretches=history.stretches(begin, end),
+                request=ReplayRequest(end_step=end, state_steps=states, **what),
+                code=self.codes[which],
+            )
+            return compute_again(wanted, self.environ, folder=self.folder / f"{number - 1 + which}", say=self.say)
+
+        # Two at a time, unless they would share GPUs.
+        uses_gpus = any(history.uses_gpus for history in self.histories)
+        with ThreadPoolExecutor(1 if uses_gpus else 2) as pool:
+            return [*pool.map(one, range(2))]
+
+
+def bisect(
+    histories: tuple[History, History],
+    environ: Mapping[str, str],
+    *,
+    codes: tuple[Path | None, Path | None] = (None, None),
+    say: Callable[[str], object] = lambda _: None,
+) -> BisectReport:
+    """Find where two runs part.
+
+    Raises:
+        ConfigError: if one of them cannot be computed again here.
+        WorkerError: if workers fail.
+    """
+    known = read_known(*histories)
+    notes = [*known.notes, *(note for history in histories for note in history.notes)]
+    report = BisectReport(
+        runs=[str(history.run.path) for history in histories],
+        verdict="the same",
+        same_up_to=known.equal_at if known.is_equal_known else None,
+        parting=None,
+        circumstances=None,
+        num_replays=0,
+        num_steps=known.end,
+        notes=notes,
+    )
+    if known.unequal_at is None and known.is_equal_known and known.equal_at == known.end:
+        return report
+    folder = Path(tempfile.mkdtemp(prefix="ddp-hpc-bisect-"))
+    pair = _Pair(histories, codes, environ, say, folder)
+    end = known.unequal_at or known.end
+    parting, last = _search(pair, known, end)
+    report.num_replays, report.parting = pair.num_replays, parting
+    if parting is not None:
+        step = parting.first.step
+        report.verdict = "different"
+        report.same_up_to = step - 1 if step > known.equal_at else None
+        report.circumstances = circumstances(*histories, max(step, 1))
+    elif known.unequal_at is None:
+        report.same_up_to = end
+    else:
+        report.verdict = "not reproduced"
+        report.circumstances = circumstances(*histories, end)
+    notes += [note for replayed in last for note in replayed.notes]
+    notes += [
+        text
+        for history, replayed in zip(histories, last, strict=True)
+        for text in _unlike_record(history, replayed, end)
+    ]
+    shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def _search(pair: _Pair, known: Known, end: int) -> tuple[Parting | None, Sequence[Replayed]]:
+    """Compute the steps again, at most four times; return where they part, and the replays that went over all steps."""
+    start = known.equal_at
+    if end - start <= MOST_TRACED:
+        both = pair.compute(start, end, trace_from=start + 1)
+        return first_difference(*(_lines(one) for one in both)), both
+    both = pair.compute(start, end, every_state=True)
+    step = _first_unequal(*(_hashes(one) for one in both))
+    if step is None:
+        return None, both
+    # One step more before it, so that the state that the step begins with is compared, too.
+    traced = pair.compute(start, step, trace_from=max(step - 1, 1), trace_to=step)
+    return first_difference(*(_lines(one) for one in traced)), both
+
+
+def _lines(replayed: Replayed) -> list[Lines]:
+    """Return what each rank of a replay has written down of its steps."""
+    return [
+        {line["step"]: line["entries"] for line in read_trace(replayed.run, rank) if "entries" in line}
+        for rank in range(max(replayed.world_sizes))
+    ]
+
+
+def _hashes(replayed: Replayed) -> dict[int, list[str]]:
+    """Return the hash of the whole state of each rank, by step."""
+    found: dict[int, list[str]] = {}
+    for rank in range(max(replayed.world_sizes)):
+        for line in read_trace(replayed.run, rank):
+            if "state" in line:
+                found.setdefault(line["step"], []).append(line["state"])
+    return found
+
+
+def _first_unequal(one: Mapping[int, Any], other: Mapping[int, Any]) -> int | None:
+    return min((step for step in one.keys() & other.keys() if one[step] != other[step]), default=None)
+
+
+def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
+    """Return a note if what was computed again is not what the run has recorded: then it is not exactly that run."""
+    recorded = record_of(history.run, 0, end)
+    computed: Record = computed_record(replayed, 0, end)
+    recorded.states = {step: state_of_checkpoint(history.run, step) for step in computed.states}
+    first: Difference | None = compare(recorded, computed).first
+    if first is None:
+        return []
+    whose = f"{history.run.name} does not come out as it was recorded, from step {first.step} on ({first})"
+    return [
+        f"{whose}: its code, data or environment has changed since, it is not deterministic, or a rank computed something wrong"
+    ]

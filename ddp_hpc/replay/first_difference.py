@@ -1,0 +1,157 @@
+"""Finds the first value in which two traces of steps differ, in the order in which values follow from each other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Entry = Mapping[str, Any]
+Lines = Mapping[int, Sequence[Entry]]
+"""Step -> what a rank computed in it, in its order; the line of the start has the state before the first step."""
+
+NOT_TENSORS = frozenset({"samples", "option", "random generator"})
+"""Kinds of entries that are causes, and no value that the training computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """One value that differs; the fields are keys of `bisect --json`."""
+
+    step: int
+    """After which step, or in which; the step of the start for the state that the steps begin with."""
+    rank: int
+    kind: str
+    """`samples`, `batch`, `output`, `loss`, `gradient`, `option`, `moment`, `weight` and so on."""
+    name: str
+    how: Literal["differs", "only in the first", "only in the second"]
+    one: str = ""
+    """The value in the first run: an option itself, a tensor's type and norm."""
+    other: str = ""
+    samples: list[int] = field(default_factory=list)
+    """Of a batch, the ids of the samples whose content differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """Where two computations part."""
+
+    first: Value
+    """Whatever differs first; it may be an option or a sample's id."""
+    tensor: Value | None
+    """The first tensor that differs, the same as `first` if that is one."""
+    ranks: list[int]
+    """On which ranks something differs in that step."""
+
+
+def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Parting | None:
+    """Return where the traces of two runs part, or None; each has one item a rank.
+
+    With several ranks, the value counts that is computed first; of equal ones, the lowest rank's.
+    """
+    steps = sorted({step for lines in (*one, *other) for step in lines})
+    for step in steps:
+        found: list[tuple[int, int, Value, Value | None]] = []
+        for rank, (mine, others) in enumerate(zip(one, other, strict=False)):
+            if step not in mine or step not in others:
+                continue
+            values = _differing(step, rank, mine[step], others[step])
+            if values:
+                place, first = values[0]
+                found.append((place, rank, first, _first_tensor(values)))
+        if found:
+            found.sort(key=lambda item: item[:2])
+            tensors = [value for *_, value in found if value is not None]
+            return Parting(
+                first=found[0][2], tensor=tensors[0] if tensors else None, ranks=[rank for _, rank, *_ in found]
+            )
+    return None
+
+
+def _first_tensor(values: Iterable[tuple[int, Value]]) -> Value | None:
+    return next((value for _, value in values if value.kind not in NOT_TENSORS), None)
+
+
+def _differing(step: int, rank: int, one: Sequence[Entry], other: Sequence[Entry]) -> list[tuple[int, Value]]:
+    """Return what differs in a step of a rank, in its order, with its place."""
+    mine, others = _keyed(one), _keyed(other)
+    order = {key: place for place, key in reversed([*enumerate(_merged([*mine], [*others]))])}
+    values = []
+    for key, place in sorted(order.items(), key=lambda item: item[1]):
+        a, b = mine.get(key), others.get(key)
+        if a is None or b is None:
+            how: Literal["only in the first", "only in the second"] = (
+                "only in the second" if a is None else "only in the first"
+            )
+            values.append((place, _value(step, rank, key, how, a, b)))
+        elif (a["hash"], a.get("type")) != (b["hash"], b.get("type")):
+            values.append((place, _value(step, rank, key, "differs", a, b, samples=_samples(mine, key, a, b))))
+    return values
+
+
+Key = tuple[str, str, int]
+"""Kind, name, and how many of that name came before: a module may be called twice."""
+
+
+def _keyed(entries: Sequence[Entry]) -> dict[Key, Entry]:
+    keyed: dict[Key, Entry] = {}
+    seen: dict[tuple[str, str], int] = {}
+    for entry in entries:
+        word = entry["kind"], entry["name"]
+        number = seen[word] = seen.get(word, -1) + 1
+        keyed[(entry["kind"], entry["name"], number)] = entry
+    return keyed
+
+
+def _merged(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
+    """Return the keys of both, each list in its own order; what only one of them has stands where it has it."""
+    known, merged, left = set(other), [], list(other)
+    for key in one:
+        if key in known and key in left:
+            place = left.index(key)
+            merged += left[:place]
+            left = left[place + 1 :]
+        merged.append(key)
+    return [*dict.fromkeys([*merged, *left])]
+
+
+def _value(  # noqa: PLR0913, PLR0917  one row of the answer
+    step: int,
+    rank: int,
+    key: Key,
+    how: Literal["differs", "only in the first", "only in the second"],
+    one: Entry | None,
+    other: Entry | None,
+    *,
+    samples: list[int] | None = None,
+) -> Value:
+    kind, name, number = key
+    return Value(
+        step=step,
+        rank=rank,
+        kind=kind,
+        name=name if number == 0 else f"{name} (call {number + 1})",
+        how=how,
+        one=_told(one),
+        other=_told(other),
+        samples=samples or [],
+    )
+
+
+def _told(entry: Entry | None) -> str:
+    if entry is None:
+        return ""
+    if "type" not in entry:
+        return str(entry["hash"])
+    norm = entry.get("norm")
+    if norm is None:
+        return str(entry["type"])
+    return f"{entry['type']}, {'value' if entry['type'].endswith('[]') else 'norm'} {norm!r}"
+
+
+def _samples(entries: Mapping[Key, Entry], key: Key, one: Entry, other: Entry) -> list[int]:
+    """Return the ids of the samples whose content differs in a batch; empty where that cannot be said."""
+    if key[0] != "batch" or len(one["rows"]) != len(other["rows"]):
+        return []
+    ids: list[int] = entries.get(("samples", f"micro batch {key[2]}", 0), {}).get("ids", [])
+    return [sample for sample, a, b in zip(ids, one["rows"], other["rows"], strict=False) if a != b]

@@ -1,0 +1,119 @@
+"""Which attempt of a run computed which steps, and with what. Pure, except `read_history`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.config import load_resolved
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.environment import Environment, read_environment
+from ddp_hpc.run_dir.inputs import AttemptInputs, read_inputs
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps that were computed alike: those after `start`, up to and with `end`."""
+
+    start: int
+    end: int
+    inputs: AttemptInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What a run's directory says of its steps."""
+
+    run: RunDir
+    begun: Sequence[tuple[int, AttemptInputs]]
+    """Of each attempt that trained, oldest first: the step that it went on from, and what it computed with."""
+    committed: Sequence[int]
+    last_step: int
+    """The newest step of which there is a record."""
+    log_every: int = 1
+    """`log.every_steps`."""
+    uses_gpus: bool = False
+    notes: Sequence[str] = ()
+
+    def newest_checkpoint(self, step: int) -> int:
+        """Return the newest step up to `step` that has a checkpoint; 0 for the beginning."""
+        return max((one for one in self.committed if one <= step), default=0)
+
+    def inputs_at(self, step: int) -> AttemptInputs:
+        """Return what the attempt that took this step last computed with."""
+        taken = [inputs for first, inputs in self.begun if first < step]
+        return (taken or [self.begun[0][1]])[-1]
+
+    def stretches(self, start: int, end: int) -> list[Stretch]:
+        """Return the steps after `start` up to `end`, in parts that were computed alike.
+
+        A resume is exact, so attempts with equal inputs are one part.
+        """
+        cuts = sorted({start, *(first for first, _ in self.begun if start < first < end), end})
+        parts: list[Stretch] = []
+        for low, high in pairwise(cuts):
+            inputs = self.inputs_at(low + 1)
+            if parts and _alike(parts[-1].inputs, inputs):
+                parts[-1] = replace(parts[-1], end=high)
+            else:
+                parts.append(Stretch(low, high, inputs))
+        return parts
+
+
+def _alike(one: AttemptInputs, other: AttemptInputs) -> bool:
+    return replace(one, attempt=0) == replace(other, attempt=0)
+
+
+def read_history(run: RunDir) -> History:
+    """Read which attempts trained, from where on, and with what.
+
+    Raises:
+        ConfigError: if it is a run of a script, or nothing was trained.
+    """
+    spec = load_resolved(run.config)
+    if spec.script.is_set:
+        raise ConfigError(
+            f"{run.name} runs a script, whose steps only the script knows. Only runs of a recipe can be computed again."
+        )
+    attempts = Ledger.read(run).attempts
+    found = [(one.first_step, read_inputs(run, one.attempt)) for one in attempts]
+    begun = [(first, inputs) for first, inputs in found if inputs is not None]
+    notes = []
+    if not begun:
+        newest = AttemptInputs(
+            attempt=attempts[-1].attempt if attempts else 0,
+            world_size=spec.resources.world_size,
+            config=run.config.read_text(encoding="utf-8"),
+        )
+        begun = [(0, newest)]
+        notes.append(
+            f"{run.name} has no record of what its attempts computed with (`logs/attempt-*/inputs.json`), so its newest configuration is used"
+        )
+    committed, progress = committed_steps(run), read_progress(run)
+    logged = (line.get("step") for line in read_json_lines(run.metrics))
+    steps = [*committed, *(step for step in logged if isinstance(step, int)), progress.step if progress else 0]
+    if not (last := max(steps, default=0)):
+        raise ConfigError(f"{run.name} has no record of a step yet. `ddp-hpc status {run.word}` shows how far it is.")
+    return History(
+        run=run,
+        begun=begun,
+        committed=committed,
+        last_step=last,
+        log_every=spec.log.every_steps,
+        uses_gpus=spec.resources.gpus_per_node > 0,
+        notes=notes,
+    )
+
+
+def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:
+    """Return what an attempt ran on; None where that was not recorded."""
+    try:
+        return read_environment(run, inputs.attempt)
+    except ConfigError:
+        return None

@@ -1,0 +1,176 @@
+"""Computes steps of a run again in a run directory of its own, by the same supervisor, agent and workers.
+
+The run itself is only read. Its checkpoint is reached by a link, and nothing of it is locked, renamed or deleted.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ddp_hpc.base.durable import make_directories, open_private, replace_text
+from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
+from ddp_hpc.errors import WorkerError
+from ddp_hpc.replay.history import Stretch, environment_of
+from ddp_hpc.run_dir.ledger import Ending, Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.replay_request import ReplayRequest, write_request
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.submission import local
+
+_NUMERIC = ("OMP_", "MKL_", "CUBLAS_")
+"""Prefixes of variables that decide in which order numbers are added; the replay gets those of the run."""
+_FOR_EVER = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What to compute again."""
+
+    run: RunDir
+    start: int
+    """The step of a checkpoint of the run; 0 for the beginning."""
+    stretches: Sequence[Stretch]
+    """Without a gap, from `start` on."""
+    request: ReplayRequest
+    world_size: int | None = None
+    """Ranks; None: as many as the run had."""
+    code: Path | None = None
+    """Import the user's code from here, instead of where the run did."""
+
+
+@dataclass
+class Replayed:
+    """A replay that came to its end."""
+
+    run: RunDir
+    world_sizes: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_on_other_device: bool = False
+
+
+def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> int:
+    """Return how many GPUs of NVIDIA this process may use."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([one for one in visible.split(",") if one.strip()])
+    return len(list((proc / "driver/nvidia/gpus").glob("*")))
+
+
+def compute_again(
+    wanted: Wanted, environ: Mapping[str, str], *, folder: Path | None = None, say: Callable[[str], object] = print
+) -> Replayed:
+    """Compute the steps, one stretch after the other; return the private run, which holds metrics, samples and traces.
+
+    Raises:
+        WorkerError: if the workers did not get to the end.
+        ConfigError: if the run's configuration cannot be used here.
+    """
+    folder = folder or Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
+    replayed = Replayed(RunDir(folder / wanted.run.name))
+    make_directories(replayed.run.console.parent)
+    make_directories(replayed.run.checkpoints)
+    if wanted.start:
+        source = checkpoint_path(wanted.run, wanted.start).resolve()
+        (replayed.run.checkpoints / source.name).symlink_to(source)
+    for number, stretch in enumerate(wanted.stretches, 1):
+        is_last = number == len(wanted.stretches)
+        write_request(replayed.run, replace(wanted.request, end_step=stretch.end, commits=not is_last))
+        _compute(wanted, stretch, replayed, environ)
+        say(f"steps {stretch.start + 1} to {stretch.end} of {wanted.run.name} computed again")
+    return replayed
+
+
+def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapping[str, str]) -> None:
+    """Run one attempt of the private run, to the end of the stretch."""
+    run, inputs = replayed.run, stretch.inputs
+    replace_text(run.config, inputs.config, is_secret=True)
+    spec = load_resolved(run.config)
+    world = wanted.world_size or inputs.world_size
+    gpus = world if spec.resources.gpus_per_node and num_gpus_here(environ) >= world else 0
+    if spec.resources.gpus_per_node and not gpus:
+        replayed.is_on_other_device = True
+        replayed.notes.append(
+            f"the run used GPUs, and this machine does not have {world}, so the steps are computed on CPUs"
+        )
+    spec = replay_spec(spec, run, runs_dir=wanted.run.path.parent, world=world, gpus=gpus)
+    replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "replay"))), is_secret=True)
+    replayed.world_sizes.append(world)
+    recorded = environment_of(wanted.run, inputs)
+    variables = {
+        name: value for name, value in (recorded.variables if recorded else {}).items() if name.startswith(_NUMERIC)
+    }
+    import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
+    place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
+    if inputs.work_dir and place is None:
+        replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
+    _run_supervised(run, import_paths, {**environ, **variables, "PYTHONSAFEPATH": "ddp_hpc"}, place)
+    run.done.unlink(missing_ok=True)
+
+
+def _run_supervised(run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str], place: str | None) -> None:
+    """Start the guardian, and wait for its end.
+
+    Raises:
+        WorkerError: if the attempt did not finish.
+    """
+    with open_private(run.console, "ab") as console:
+        guardian = subprocess.Popen(
+            [*local.supervisor_argv(run), *(f"--import-path={path}" for path in import_paths)],
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+            env=dict(environ),
+            cwd=place,
+            start_new_session=True,
+        )
+    try:
+        guardian.wait()
+    except BaseException:
+        local.cancel(run, environ)
+        guardian.wait()
+        raise
+    newest = Ledger.read(run).newest
+    if newest is None or newest.ending != Ending.FINISHED:
+        reason = newest.reason if newest else "no attempt began"
+        raise WorkerError(
+            f"The steps could not be computed again: {reason or 'the attempt did not finish'}\nThe replay's log is {run.console}."
+        )
+
+
+def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus: int) -> RunSpec:
+    """Return the spec of a replay in `run`: it trains as the run did, and does nothing else. `runs_dir` is where the run itself lies.
+
+    No evaluation, no periodic checkpoint, no notification, no second attempt.
+
+    Raises:
+        ConfigError: if the run cannot be trained with so many ranks, or without GPUs.
+    """
+    init_from = spec.train.init_from
+    if (
+        init_from is not None and (runs_dir / init_from).exists()
+    ):  # it may name a run beside, and `runs_dir` is another one here
+        init_from = str((runs_dir / init_from).absolute())
+    return replace(
+        spec,
+        name=run.name,
+        runs_dir=str(run.path.parent),
+        launcher="agent",
+        resources=replace(
+            spec.resources,
+            nodes=1,
+            workers_per_node=world,
+            gpus_per_node=gpus,
+            time_limit_min=None,
+            cpus_per_worker=None,
+        ),
+        restart=replace(spec.restart, in_place=False, max_no_progress=1),
+        notify=replace(spec.notify, command=()),
+        train=replace(spec.train, init_from=init_from),
+        eval=replace(spec.eval, every_epochs=_FOR_EVER),
+        checkpoint=replace(spec.checkpoint, every_steps=None, keep_last=_FOR_EVER, keep_best=0),
+        log=replace(spec.log, tensorboard=False),
+    )

@@ -1,0 +1,237 @@
+"""Ends a replay at its last step, and writes down what its steps computed, in the order in which they did.
+
+Each rank writes a line a step. `entries` has the order of causes: a difference in one explains those after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import IO, Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from ddp_hpc.base.durable import make_directories, open_private
+from ddp_hpc.run_dir.replay_request import ReplayRequest, read_request
+from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
+from ddp_hpc.train.data.sample_records import SampleRecorder
+from ddp_hpc.train.engine.training import Training
+from ddp_hpc.train.state import rng, training_state
+
+Entry = dict[str, Any]
+"""`kind`, `name`, `hash`, and of a tensor `type` and `norm` (of a single number, its value); of a batch, `rows`: a hash of each sample."""
+
+
+def follow_request(t: Training) -> None:
+    """Have the training end where its run directory asks for, if it is that of a replay; otherwise do nothing."""
+    request = read_request(t.run)
+    if request is None:
+        return
+    path = t.run.rank_trace(t.group.rank_info.rank)
+    make_directories(path.parent)
+    trace = _StepTrace(t, request, open_private(path, "ab", buffering=0))
+    if request.trace_from is not None:
+        trace.listen()
+    t.after_step = trace.after_step
+
+
+class _StepTrace:
+    """What the steps of one rank compute."""
+
+    def __init__(self, t: Training, request: ReplayRequest, file: IO[bytes]) -> None:
+        self._t = t
+        self._request = request
+        self._file = file
+        self._entries: list[Entry] = []
+        """Of the micro batches of this step."""
+        self._passed: list[Entry] = []
+        """Of the micro batch that is computed now; DDP's warm-up begins one that never counts."""
+        self._has_begun = False
+
+    def listen(self) -> None:
+        """Listen to the recipe, the model and the optimizer from here on."""
+        t = self._t
+        t.recipe = replace(
+            t.recipe, inputs_and_targets=partial(self._split, t.recipe), loss=partial(self._loss, t.recipe)
+        )
+        t.samples = _NotedSamples(t.samples, self._end_pass, self._end_backward)
+        t.state.optimizer.register_step_pre_hook(lambda *_: self._note_gradients("used gradient"))
+        for name, parameter in t.state.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
+        if not t.spec.train.compile:  # a hook would change what is compiled
+            for name, module in t.state.model.named_modules():
+                module.register_forward_hook(partial(self._note_output, name or "(the model)"))
+
+    def after_step(self) -> bool:
+        """Write down the step that was taken; return whether it was the last one."""
+        t, request, step = self._t, self._request, self._t.state.position.step
+        if request.traces(step):
+            options, state = [*_options(t)], [*_state_entries(t)]
+            self._write({"step": step, "entries": [*self._entries, *options, *state]})
+        if request.every_state or step in request.state_steps:
+            self._write_state(step, is_whole=step in request.state_steps)
+        self._entries = []
+        if step < request.end_step:
+            return False
+        if request.commits:
+            t.checkpointer.save_and_wait(t.state, metrics={})
+        return True
+
+    def _write_state(self, step: int, *, is_whole: bool) -> None:
+        tensors = {one.name: digest_of(one.tensor) for one in training_state.tensors(self._t.state)}
+        numbers = training_state.numbers(self._t.state)
+        together = xxhash.xxh3_64_hexdigest(json.dumps([tensors, numbers], sort_keys=True).encode())
+        line = {"step": step, "state": together}
+        self._write({**line, "tensors": tensors, "numbers": numbers} if is_whole else line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def _is_on(self) -> bool:
+        return self._request.traces(self._t.state.position.step + 1)
+
+    # --- in the order of a step ---
+
+    def _split(self, recipe: Any, batch: Any) -> tuple[Any, Any]:
+        """Note what a micro batch begins with: the random generators and the samples' content."""
+        inputs, targets = recipe.inputs_and_targets(batch)
+        if not self._is_on():
+            return inputs, targets
+        t = self._t
+        if not self._has_begun:
+            self._has_begun = True
+            start = [*_state_entries(t)]
+            self._write({"step": t.state.position.step, "entries": start})
+        generators = rng.capture(t.group.device)
+        self._passed = [_entry("random generator", name, one) for name, one in generators.items()]
+        self._passed += [
+            {**_entry("batch", f"{word}{name}", one), "rows": _rows(one)}
+            for word, part in (("inputs", inputs), ("targets", targets))
+            for name, one in _tensors_in(part)
+        ]
+        return inputs, targets
+
+    def _note_output(self, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        if self._is_on() and torch.is_grad_enabled():
+            self._passed += [_entry("output", f"{name}{more}", one) for more, one in _tensors_in(outputs)]
+
+    def _loss(self, recipe: Any, outputs: Any, targets: Any) -> Tensor:
+        loss: Tensor = recipe.loss(outputs, targets)
+        if self._is_on():
+            self._passed.append(_entry("loss", "loss", loss))
+        return loss
+
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        if self._is_on() and parameter.grad is not None:
+            self._passed.append(_entry("gradient", name, parameter.grad))
+
+    def _end_pass(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
+        """Keep a micro batch that counts; `delivered` are the ids of its samples."""
+        if not self._is_on():
+            return
+        number = sum(one["kind"] == "samples" for one in self._entries)
+        ids = list(delivered)[: plan.num_real]
+        self._entries.append({"kind": "samples", "name": f"micro batch {number}", "hash": str(ids), "ids": ids})
+        self._entries += self._passed
+        self._passed = []
+
+    def _end_backward(self) -> None:
+        """Note the buffers, and the gradients that all ranks have together."""
+        if self._is_on():
+            self._entries += [_entry("buffer", name, one) for name, one in self._t.state.model.named_buffers()]
+            self._note_gradients("summed gradient")
+
+    def _note_gradients(self, kind: str) -> None:
+        if self._is_on():
+            named = self._t.state.model.named_parameters()
+            self._entries += [_entry(kind, name, one.grad) for name, one in named if one.grad is not None]
+
+
+class _NotedSamples(SampleRecorder):
+    """Records the samples as before, and says when a micro batch and a global batch have been through backward."""
+
+    def __init__(
+        self,
+        recorder: SampleRecorder,
+        end_pass: Callable[[MicroBatch, Sequence[int]], None],
+        end_backward: Callable[[], None],
+    ) -> None:
+        super().__init__(None)
+        self._recorder = recorder
+        self._end_pass = end_pass
+        self._end_backward = end_backward
+
+    def note(self, plan: MicroBatch, delivered: Sequence[int]) -> None:
+        self._recorder.note(plan, delivered)
+        self._end_pass(plan, delivered)
+
+    def record(self, plan: GlobalBatch) -> None:
+        self._recorder.record(plan)
+        self._end_backward()
+
+    def close(self) -> None:
+        self._recorder.close()
+
+
+def _options(t: Training) -> Iterator[Entry]:
+    """Yield the optimizer's options of this step, such as the learning rate; each has its value as its hash."""
+    for number, group in enumerate(t.state.optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield {"kind": "option", "name": f"group {number}, {key}", "hash": repr(value)}
+
+
+def _state_entries(t: Training) -> Iterator[Entry]:
+    """Yield the state after a step: moments, weights, averages, then what is each rank's own."""
+    named = training_state.tensors(t.state)
+    for kind, prefix in _STATE_KINDS.items():
+        for one in named:
+            if one.name.startswith(prefix):
+                yield _entry(kind, one.name.removeprefix(prefix), one.tensor)
+    if t.state.scaler is not None:
+        scale = t.state.scaler.state_dict()
+        yield {"kind": "option", "name": "loss scale", "hash": json.dumps(scale, sort_keys=True)}
+
+
+_STATE_KINDS = {"moment": "optimizer/", "weight": "model/", "average": "ema/", "of the rank": "rank."}
+"""What the state holds, with the prefix of its names in a checkpoint; in the order in which one follows from another."""
+
+
+def _entry(kind: str, name: str, tensor: Tensor) -> Entry:
+    value = tensor.detach()
+    described = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    is_number = value.is_floating_point() and value.layout == torch.strided
+    norm = None if not is_number else value.item() if value.numel() == 1 else float(value.double().norm())
+    return {"kind": kind, "name": name, "hash": digest_of(value), "type": described, "norm": norm}
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the xxh3_64 of a tensor's bytes, as a checkpoint holds them."""
+    return xxhash.xxh3_64_hexdigest(_bytes_of(tensor))
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    value = tensor.detach()
+    value = value.to_dense() if value.layout != torch.strided else value
+    return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _rows(tensor: Tensor) -> list[str]:
+    return [xxhash.xxh3_64_hexdigest(_bytes_of(row)) for row in tensor] if tensor.dim() else []
+
+
+def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested mappings and sequences, with where they are (`[0]`, `.mask`)."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors_in(item, f"{name}[{number}]")
