@@ -37,9 +37,12 @@ def of_state(state: TrainingState) -> dict[str, int]:
 
 
 def of_all(digests: Mapping[str, int]) -> str:
-    """Return one digest of all tensors, 16 hex digits: of their names, in their order, and of their digests."""
+    """Return one digest of all tensors, 16 hex digits: of their names and digests, in the order of the names.
+
+    The order of a mapping does not count: after a restore, the optimizer has its tensors in another one.
+    """
     text = hashlib.blake2b(digest_size=8)
-    for name, digest in digests.items():
+    for name, digest in sorted(digests.items()):
         text.update(name.encode() + b"\0" + struct.pack("<q", digest))
     return text.hexdigest()
 
