@@ -15,7 +15,7 @@ from ddp_hpc.replay.replaying import Report
 
 def replay_text(report: Report) -> str:
     """Return the result of a replay as text."""
-    compared = f"{report.num_losses} losses, {report.num_steps_with_samples} steps' samples, {len(report.checkpoints)} checkpoints"
+    compared = f"{report.num_losses} losses, {report.num_steps_with_samples} steps' samples, {report.num_digests} digests, {len(report.checkpoints)} checkpoints"
     steps = f"steps {report.from_step + 1} to {report.to_step}"
     notes = [f"note: {note}" for note in report.notes]
     kept = [f"kept in {report.directory}"] if report.directory else []
@@ -91,11 +91,6 @@ def audit_text(report: AuditReport) -> str:
         )
         for one in report.segments
     ]
-    return "\n".join(
-        [
-            *(f"note: {note}" for note in report.notes),
-            table(("STEPS", "COME OUT", ""), rows),
-            f"{report.verdict}: {report.num_steps} of {report.last_step} steps come out the same "
-            f"({len(report.segments)} of {report.num_segments} segments computed again, --seed {report.seed})",
-        ]
-    )
+    share = f"{len(report.segments)} of {report.num_segments} segments computed again, --seed {report.seed}"
+    result = f"{report.verdict}: {report.num_steps} of {report.last_step} steps come out the same ({share})"
+    return "\n".join([*(f"note: {note}" for note in report.notes), table(("STEPS", "COME OUT", ""), rows), result])

@@ -60,11 +60,12 @@ class _Pair:
             history = self.histories[which]
             begin = history.newest_checkpoint(start)
             states = tuple(step for step in history.committed if begin < step <= end)
+            digests = tuple(record_of(history.run, begin, end).digests)
             wanted = Wanted(
                 run=history.run,
                 start=begin,
                 stretches=history.stretches(begin, end),
-                request=ReplayRequest(end_step=end, state_steps=states, **what),
+                request=ReplayRequest(end_step=end, state_steps=states, digest_steps=digests, **what),
                 code=self.codes[which],
             )
             return compute_again(wanted, self.environ, folder=self.folder / f"{number - 1 + which}", say=self.say)
@@ -128,8 +129,15 @@ def bisect(
 
 
 def _search(pair: _Pair, known: Known, end: int) -> tuple[Parting | None, Sequence[Replayed]]:
-    """Compute the steps again, at most four times; return where they part, and the replays that went over all steps."""
-    start = known.equal_at
+    """Compute the steps of both again, once or twice; return where they part, and the replays that went over all steps."""
+    found, last = _search_from(pair, known.digest_equal_at, end)
+    if found is not None and known.equal_at < known.digest_equal_at >= found.first.step:
+        # The digests were equal, and buffers or random generators were not: the first difference is older.
+        found, last = _search_from(pair, known.equal_at, end)
+    return found, last
+
+
+def _search_from(pair: _Pair, start: int, end: int) -> tuple[Parting | None, Sequence[Replayed]]:
     if end - start <= MOST_TRACED:
         both = pair.compute(start, end, trace_from=start + 1)
         return first_difference(*(_lines(one) for one in both)), both

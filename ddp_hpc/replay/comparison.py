@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ddp_hpc.replay.record import Record, State
 
+T = TypeVar("T")
 _MOST_NAMES = 3
 
 
@@ -18,7 +19,7 @@ class Difference:
 
     step: int
     what: str
-    """`samples`, `loss`, `lr`, or `checkpoint`."""
+    """`samples`, `loss`, `lr`, `digest` (of what all ranks have equal), or `checkpoint`."""
     recorded: Any
     computed: Any
     names: tuple[str, ...] = ()
@@ -38,6 +39,7 @@ class Comparison:
 
     num_losses: int = 0
     num_steps_with_samples: int = 0
+    num_digests: int = 0
     checkpoints: list[int] = field(default_factory=list)
     largest_error: float = 0.0
     """The largest relative difference of a loss."""
@@ -49,38 +51,46 @@ class Comparison:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.num_losses or self.checkpoints)
+        return not (self.num_losses or self.num_digests or self.checkpoints)
 
 
-_ORDER = ("samples", "loss", "lr", "checkpoint")
+_ORDER = ("samples", "loss", "lr", "digest", "checkpoint")
 
 
 def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Comparison:
     """Compare what both know; with a tolerance, losses may differ by so much of their size, and states are not compared."""
     found = Comparison()
-    for step in sorted(recorded.samples.keys() & computed.samples.keys()):
-        found.num_steps_with_samples += 1
-        if recorded.samples[step] != computed.samples[step]:
-            found.differences.append(
-                Difference(step=step, what="samples", recorded=recorded.samples[step], computed=computed.samples[step])
-            )
-    for step in sorted(recorded.losses.keys() & computed.losses.keys()):
+    samples = _pairs(recorded.samples, computed.samples)
+    found.num_steps_with_samples = len(samples)
+    found.differences += [_plainly("samples", *one) for one in samples if one[1] != one[2]]
+    for step, before, after in _pairs(recorded.losses, computed.losses):
         found.num_losses += 1
-        for what, before in recorded.losses[step].items():
-            after = computed.losses[step].get(what, math.nan)
-            error = _error(before, after)
+        for what, value in before.items():
+            error = _error(value, after.get(what, math.nan))
             found.largest_error = max(found.largest_error, error) if what == "loss" else found.largest_error
             if error > tolerance:
-                found.differences.append(Difference(step=step, what=what, recorded=before, computed=after))
-    if not tolerance:
-        for step in sorted(recorded.states.keys() & computed.states.keys()):
-            found.checkpoints.append(step)
-            names = tuple(differing_names(recorded.states[step], computed.states[step]))
-            if names:
-                found.differences.append(
-                    Difference(step=step, what="checkpoint", recorded=None, computed=None, names=names)
-                )
+                found.differences.append(_plainly(what, step, value, after.get(what)))
+    if tolerance:
+        return found
+    digests = _pairs(recorded.digests, computed.digests)
+    found.num_digests = len(digests)
+    found.differences += [_plainly("digest", *one) for one in digests if one[1] != one[2]]
+    for step, state, again in _pairs(recorded.states, computed.states):
+        found.checkpoints.append(step)
+        if names := tuple(differing_names(state, again)):
+            found.differences.append(
+                Difference(step=step, what="checkpoint", recorded=None, computed=None, names=names)
+            )
     return found
+
+
+def _pairs(one: Mapping[int, T], other: Mapping[int, T]) -> list[tuple[int, T, T]]:
+    """Return the steps that both have, with their values."""
+    return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
+
+
+def _plainly(what: str, step: int, recorded: Any, computed: Any) -> Difference:
+    return Difference(step=step, what=what, recorded=recorded, computed=computed)
 
 
 def _error(before: float, after: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddp_hpc.errors import CorruptCheckpointError, UnreadableError
@@ -16,6 +17,8 @@ class Known:
 
     equal_at: int
     """The newest step after which the states are known to be equal; 0 without one: not even the beginning is known."""
+    digest_equal_at: int
+    """The same by digests, which say nothing of buffers and random generators."""
     is_equal_known: bool
     unequal_at: int | None
     """The first step after which they are known to differ; None without one."""
@@ -24,14 +27,24 @@ class Known:
     notes: tuple[str, ...] = ()
 
 
-def narrowed(equal: list[int], unequal: list[int], end: int, notes: tuple[str, ...] = ()) -> Known:
+def narrowed(
+    equal: list[int], unequal: list[int], end: int, *, digest_equal: Iterable[int] = (), notes: tuple[str, ...] = ()
+) -> Known:
     """Return between which steps the first difference lies.
 
     Runs that part may look equal again later, so only a step before the first known difference counts as equal.
     """
     first = min(unequal, default=None)
     before = [step for step in equal if first is None or step < first]
-    return Known(equal_at=max(before, default=0), is_equal_known=bool(before), unequal_at=first, end=end, notes=notes)
+    by_digest = [step for step in digest_equal if first is None or step < first]
+    return Known(
+        equal_at=max(before, default=0),
+        digest_equal_at=max([*before, *by_digest], default=0),
+        is_equal_known=bool(before),
+        unequal_at=first,
+        end=end,
+        notes=notes,
+    )
 
 
 def read_known(one: History, other: History) -> Known:
@@ -55,4 +68,7 @@ def read_known(one: History, other: History) -> Known:
     unequal += [
         step for step in mine.samples.keys() & others.samples.keys() if mine.samples[step] != others.samples[step]
     ]
-    return narrowed(equal, unequal, end, tuple(notes))
+    both = mine.digests.keys() & others.digests.keys()
+    unequal += [step for step in both if mine.digests[step] != others.digests[step]]
+    same = [step for step in both if mine.digests[step] == others.digests[step]]
+    return narrowed(equal, unequal, end, digest_equal=same, notes=tuple(notes))

@@ -11,6 +11,7 @@ import xxhash
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.checkpoints import checkpoint_store
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
+from ddp_hpc.run_dir.digests import read_digests
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.replay_request import read_trace
 from ddp_hpc.watch.samples import read_steps_taken
@@ -35,6 +36,8 @@ class Record:
     """The numbers of a log line: the mean loss since the line before, and the learning rate."""
     samples: dict[int, list[int]] = field(default_factory=dict)
     """The ids of a step's samples, over all ranks, sorted."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """Of what all ranks have equal after a step."""
     states: dict[int, State] = field(default_factory=dict)
 
 
@@ -48,6 +51,7 @@ def record_of(run: RunDir, start: int, end: int) -> Record:
     for step, taken in read_steps_taken(run).steps.items():
         if start < step <= end:
             record.samples[step] = list(taken.samples)
+    record.digests = {step: one.digest for step, one in read_digests(run).items() if start < step <= end}
     return record
 
 
@@ -62,6 +66,11 @@ def state_of_checkpoint(run: RunDir, step: int) -> State:
     tensors = checkpoint_store.read_tensors(path, manifest)
     hashes = {name: xxhash.xxh3_64_hexdigest(one.data) for name, one in tensors.items()}
     return State(hashes, {key: manifest.state[key] for key in _NUMBERS if key in manifest.state})
+
+
+def digests_of_replay(run: RunDir) -> dict[int, str]:
+    """Return the digests that rank zero of a replay has written down."""
+    return {line["step"]: line["digest"] for line in read_trace(run, 0) if "digest" in line}
 
 
 def states_of_replay(run: RunDir, num_ranks: int) -> dict[int, State]:

@@ -13,7 +13,7 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.replay.comparison import Comparison, Difference, compare
 from ddp_hpc.replay.history import History, environment_of
 from ddp_hpc.replay.private_run import Replayed, Wanted, compute_again
-from ddp_hpc.replay.record import Record, record_of, state_of_checkpoint, states_of_replay
+from ddp_hpc.replay.record import Record, digests_of_replay, record_of, state_of_checkpoint, states_of_replay
 from ddp_hpc.run_dir.environment import capture, differences
 from ddp_hpc.run_dir.replay_request import ReplayRequest
 
@@ -55,6 +55,7 @@ class Report:
     first: Difference | None
     num_losses: int
     num_steps_with_samples: int
+    num_digests: int
     checkpoints: list[int]
     largest_error: float
     notes: list[str] = field(default_factory=list)
@@ -99,7 +100,10 @@ def replay(
         start=begin,
         stretches=stretches,
         request=ReplayRequest(
-            end_step=asked.end, state_steps=states, trace_from=asked.start + 1 if asked.trace else None
+            end_step=asked.end,
+            state_steps=states,
+            digest_steps=tuple(recorded.digests),
+            trace_from=asked.start + 1 if asked.trace else None,
         ),
         world_size=asked.world_size,
         code=asked.code,
@@ -126,6 +130,7 @@ def replay(
         first=found.first,
         num_losses=found.num_losses,
         num_steps_with_samples=found.num_steps_with_samples,
+        num_digests=found.num_digests,
         checkpoints=found.checkpoints,
         largest_error=found.largest_error,
         notes=notes,
@@ -140,6 +145,7 @@ def replay(
 def computed_record(replayed: Replayed, start: int, end: int) -> Record:
     """Return what a replay has recorded of its steps."""
     computed = record_of(replayed.run, start, end)
+    computed.digests = digests_of_replay(replayed.run)
     computed.states = states_of_replay(replayed.run, max(replayed.world_sizes))
     return computed
 

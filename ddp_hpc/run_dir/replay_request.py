@@ -20,6 +20,8 @@ class ReplayRequest:
     """Whether to commit a checkpoint at the end, from which another part of the replay goes on."""
     state_steps: tuple[int, ...] = ()
     """After which steps the hash of each tensor of the training state is written down."""
+    digest_steps: tuple[int, ...] = ()
+    """After which steps the digest of what all ranks have equal is written down, as in the run's own record of digests."""
     every_state: bool = False
     """Whether one hash of the whole training state is written down after each step."""
     trace_from: int | None = None
@@ -42,7 +44,8 @@ def read_request(run: RunDir) -> ReplayRequest | None:
     record = read_json(run.replay_request)
     if record is None:
         return None
-    return ReplayRequest(**{**record, "state_steps": tuple(record["state_steps"])})
+    listed = {key: tuple(record[key]) for key in ("state_steps", "digest_steps")}
+    return ReplayRequest(**{**record, **listed})
 
 
 def read_trace(run: RunDir, rank: int) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from ddp_hpc.run_dir.replay_request import ReplayRequest, read_request
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.data.sample_records import SampleRecorder
 from ddp_hpc.train.engine.training import Training
-from ddp_hpc.train.state import rng, training_state
+from ddp_hpc.train.state import digests, rng, training_state
 
 Entry = dict[str, Any]
 """`kind`, `name`, `hash`, and of a tensor `type` and `norm` (of a single number, its value); of a batch, `rows`: a hash of each sample."""
@@ -75,6 +75,8 @@ class _StepTrace:
             self._write({"step": step, "entries": [*self._entries, *options, *state]})
         if request.every_state or step in request.state_steps:
             self._write_state(step, is_whole=step in request.state_steps)
+        if step in request.digest_steps:
+            self._write({"step": step, "digest": digests.of_all(digests.of_state(t.state))})
         self._entries = []
         if step < request.end_step:
             return False
