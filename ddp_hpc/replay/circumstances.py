@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -101,16 +101,18 @@ def _by_name(inputs: AttemptInputs) -> Mapping[str, tuple[Path, str]]:
 
 def _diff(before: tuple[Path, str], after: tuple[Path, str]) -> list[str]:
     """Return the changed lines, if both files are still what they were."""
-    texts: list[Sequence[str]] = []
-    for path, seal in (before, after):
-        try:
-            content = path.read_bytes()
-        except OSError:
-            return []
-        if xxhash.xxh3_64_hexdigest(content) != seal:
-            return []
-        texts.append(content.decode(errors="replace").splitlines())
-    changed = [
-        line for line in difflib.unified_diff(*texts, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
-    ]
+    texts = [_text_of(*one) for one in (before, after)]
+    if texts[0] is None or texts[1] is None:
+        return []
+    lines = difflib.unified_diff(texts[0], texts[1], n=0, lineterm="")
+    changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
     return changed[:_MOST_LINES]
+
+
+def _text_of(path: Path, seal: str) -> list[str] | None:
+    """Return the lines of a file; None if it is not any more what was imported."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return content.decode(errors="replace").splitlines() if xxhash.xxh3_64_hexdigest(content) == seal else None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+
+import xxhash
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.checkpoints.checkpoint_names import committed_steps
@@ -109,6 +112,18 @@ def read_history(run: RunDir) -> History:
         uses_gpus=spec.resources.gpus_per_node > 0,
         notes=notes,
     )
+
+
+def edited_files(inputs: AttemptInputs) -> list[str]:
+    """Return the files of the user's code that are no more what an attempt has imported, by their paths."""
+    edited = []
+    for path, seal in inputs.code.items():
+        try:
+            is_same = xxhash.xxh3_64_hexdigest(Path(path).read_bytes()) == seal
+        except OSError:
+            is_same = False
+        edited += [] if is_same else [path]
+    return edited
 
 
 def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:

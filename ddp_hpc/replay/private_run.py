@@ -15,7 +15,7 @@ from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.errors import WorkerError
-from ddp_hpc.replay.history import Stretch, environment_of
+from ddp_hpc.replay.history import Stretch, edited_files, environment_of
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.replay_request import ReplayRequest, write_request
@@ -104,6 +104,10 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
         name: value for name, value in (recorded.variables if recorded else {}).items() if name.startswith(_NUMERIC)
     }
     import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
+    if wanted.code is None and (edited := edited_files(inputs)):
+        replayed.notes.append(
+            f"{', '.join(edited)} has changed since, or is gone; a run on this machine keeps no copy of its code: name a directory with the code as it was by `--code`"
+        )
     place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
     if inputs.work_dir and place is None:
         replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")

@@ -86,7 +86,7 @@ def main() -> int:
     folder, rows = Path(sys.argv[1]).absolute(), []
     for planted in PLANTED:
         rows.append(row_of(planted, folder))
-        print(json.dumps(rows[-1]), flush=True)
+        print(json.dumps(rows[-1]), flush=True)  # noqa: T201  a campaign prints
     about = stamp()
     replace_text(
         RESULTS / "bisect.json", json.dumps({**about, "most_replays": MOST_REPLAYS, "cases": rows}, indent=1) + "\n"

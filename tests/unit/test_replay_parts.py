@@ -1,0 +1,184 @@
+"""What is decided before and after steps are computed again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.replay.auditing import chosen, segments_of
+from ddp_hpc.replay.comparison import compare
+from ddp_hpc.replay.history import History, read_history
+from ddp_hpc.replay.known_states import narrowed
+from ddp_hpc.replay.private_run import num_gpus_here, replay_spec
+from ddp_hpc.replay.record import Record, State
+from ddp_hpc.replay.replaying import check_range
+from ddp_hpc.run_dir.inputs import AttemptInputs, read_inputs, write_inputs
+from ddp_hpc.run_dir.ledger import Ending
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.replay_request import ReplayRequest, read_request, write_request
+from ddp_hpc.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
+from tests.made_run import add_attempt, add_checkpoint, add_metrics, make_run
+
+
+def inputs(attempt: int, world_size: int = 1, **more: Any) -> AttemptInputs:
+    return AttemptInputs(attempt=attempt, world_size=world_size, config=more.pop("config", "name: digits\n"), **more)
+
+
+def history(*begun: tuple[int, AttemptInputs], committed: tuple[int, ...] = (), last_step: int = 100) -> History:
+    return History(run=RunDir(Path("runs/digits")), begun=begun, committed=committed, last_step=last_step)
+
+
+def test_attempts_that_computed_alike_are_one_stretch() -> None:
+    told = history((0, inputs(0)), (20, inputs(1)), (40, inputs(2)))
+
+    assert [(one.start, one.end) for one in told.stretches(10, 50)] == [(10, 50)]
+
+
+def test_another_world_or_configuration_begins_another_stretch() -> None:
+    told = history((0, inputs(0, 2)), (20, inputs(1, 4)), (40, inputs(2, 4, config="name: digits\nseed: 1\n")))
+
+    parts = told.stretches(0, 50)
+
+    assert [(one.start, one.end, one.inputs.attempt) for one in parts] == [(0, 20, 0), (20, 40, 1), (40, 50, 2)]
+
+
+def test_of_attempts_that_took_the_same_step_the_newest_counts() -> None:
+    told = history((0, inputs(0, 1)), (30, inputs(1, 2)), (20, inputs(2, 4)))
+
+    assert [told.inputs_at(step).world_size for step in (20, 21, 31)] == [1, 4, 4]
+
+
+def test_it_begins_at_the_newest_checkpoint_that_is_left_or_at_the_beginning() -> None:
+    told = history((0, inputs(0)), committed=(40, 60))
+
+    assert [told.newest_checkpoint(step) for step in (39, 40, 59, 99)] == [0, 40, 40, 60]
+
+
+def test_a_run_without_a_record_of_its_inputs_is_told_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run, ending=Ending.FINISHED)
+    add_checkpoint(run, 20)
+    add_metrics(run, [{"kind": "train", "step": 30, "loss": 1.0}])
+
+    told = read_history(run)
+
+    assert (told.last_step, told.committed, told.inputs_at(5).world_size) == (30, [20], 1)
+    assert "newest configuration is used" in told.notes[0]
+
+
+def test_what_an_attempt_computed_with_is_read_back_and_nobody_else_reads_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    written = inputs(3, 8, import_paths=("/code",), work_dir="/home/a", code={"/code/recipe.py": "00ff"})
+
+    write_inputs(run, written)
+
+    assert read_inputs(run, 3) == written
+    assert read_inputs(run, 2) is None
+    assert run.inputs(3).stat().st_mode & 0o077 == 0
+
+
+def test_an_ordinary_run_asks_for_no_replay_and_a_replay_is_read_back(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert read_request(run) is None
+    asked = ReplayRequest(end_step=9, state_steps=(4, 8), digest_steps=(2,), trace_from=5)
+
+    write_request(run, asked)
+
+    assert read_request(run) == asked
+    assert [asked.traces(step) for step in (4, 5, 9)] == [False, True, True]
+
+
+@pytest.mark.parametrize(("start", "end", "words"), [(5, 5, "none"), (7, 3, "none"), (0, 101, "newest step on record")])
+def test_steps_that_the_run_has_not_taken_are_refused(start: int, end: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_range(history((0, inputs(0))), start, end)
+
+
+def test_a_replay_evaluates_saves_notifies_and_restarts_nothing(tmp_path: Path) -> None:
+    spec = RunSpec(
+        name="digits",
+        resources=ResourcesSpec(nodes=4, workers_per_node=2, time_limit_min=10),
+        notify=NotifySpec(command=("mail",)),
+        train=TrainSpec(max_steps=100, init_from="other"),
+    )
+    (tmp_path / "other").mkdir()
+
+    private = replay_spec(spec, RunDir(tmp_path / "private" / "digits"), runs_dir=tmp_path, world=8, gpus=0)
+
+    assert private.path == tmp_path / "private" / "digits"
+    assert (private.notify.command, private.checkpoint.every_steps, private.restart.in_place) == ((), None, False)
+    assert (private.resources.nodes, private.resources.world_size) == (1, 8)
+    assert private.train == TrainSpec(max_steps=100, init_from=str(tmp_path / "other"))
+    assert private.eval.every_epochs > 10**9
+
+
+def test_the_gpus_of_this_process_are_those_that_it_may_use(tmp_path: Path) -> None:
+    for card in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "driver/nvidia/gpus" / card).mkdir(parents=True)
+
+    assert num_gpus_here({}, proc=tmp_path) == 2
+    assert num_gpus_here({"CUDA_VISIBLE_DEVICES": "1"}, proc=tmp_path) == 1
+    assert num_gpus_here({"CUDA_VISIBLE_DEVICES": ""}, proc=tmp_path) == 0
+
+
+def losses(**by_step: float) -> Record:
+    return Record(losses={int(step[1:]): {"loss": loss} for step, loss in by_step.items()})
+
+
+def test_the_first_difference_counts_and_only_steps_that_both_know() -> None:
+    found = compare(losses(s5=1.0, s10=2.0, s15=3.0), losses(s10=2.5, s15=3.5, s20=1.0))
+
+    assert found.first is not None
+    assert (found.num_losses, found.first.step, found.first.recorded, found.first.computed) == (2, 10, 2.0, 2.5)
+
+
+def test_a_loss_that_is_not_a_number_in_both_is_the_same() -> None:
+    assert compare(losses(s5=math.nan), losses(s5=math.nan)).first is None
+    assert compare(losses(s5=math.nan), losses(s5=1.0)).first is not None
+
+
+def test_with_a_tolerance_losses_may_differ_a_little_and_states_are_not_compared() -> None:
+    one, other = losses(s5=1.0), losses(s5=1.0005)
+    one.states, other.states = {5: State({"model/w": "a"}, {})}, {5: State({"model/w": "b"}, {})}
+
+    assert compare(one, other, tolerance=1e-3).first is None
+    assert compare(one, other, tolerance=1e-4).first is not None
+    assert compare(one, one, tolerance=1e-3).checkpoints == []
+
+
+def test_a_checkpoint_that_differs_names_its_tensors_and_numbers() -> None:
+    one = Record(states={5: State({"model/w": "a", "model/b": "a"}, {"loss_steps": 1})})
+    other = Record(states={5: State({"model/w": "b", "model/b": "a"}, {"loss_steps": 2})})
+
+    first = compare(one, other).first
+
+    assert first is not None
+    assert first.names == ("model/w", "loss_steps")
+
+
+def test_nothing_in_common_is_not_the_same() -> None:
+    assert compare(losses(s5=1.0), losses(s6=1.0)).is_empty
+
+
+def test_equal_states_count_only_before_the_first_difference() -> None:
+    known = narrowed([10, 20, 60], [40, 50], 60, digest_equal=[30, 55])
+
+    assert (known.equal_at, known.digest_equal_at, known.unequal_at) == (20, 30, 40)
+
+
+def test_without_an_equal_state_not_even_the_beginning_is_known() -> None:
+    known = narrowed([], [], 60)
+
+    assert (known.equal_at, known.is_equal_known, known.unequal_at) == (0, False, None)
+
+
+def test_segments_lie_between_the_states_on_record_and_a_seed_chooses_the_same_ones() -> None:
+    segments = segments_of(history((0, inputs(0)), committed=(40, 60, 80)))
+
+    assert segments == [(0, 40), (40, 60), (60, 80), (80, 100)]
+    assert chosen(segments, 2, seed=5) == chosen(segments, 2, seed=5)
+    assert chosen(segments, 9, seed=5) == segments
