@@ -21,7 +21,7 @@ class _Waited:
     """What the ranks of a hang wait for."""
 
     rank: int
-    """The rank that the others wait for; -1 if it is none, or several."""
+    """The rank that the others wait for; -1 where it is not one rank."""
     node: str | None
     kind: Kind
     words: str

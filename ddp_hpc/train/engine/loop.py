@@ -67,15 +67,7 @@ def train(t: Training) -> bool:
             t.recorder.progress(t.state.position)
             t.watchdog.feed()
         t.phases.enter("data")
-    t.watchdog.feed()
-    t.losses.check(is_last=t.state.position.step >= t.total_steps)
-    t.phases.enter("checkpoint")
-    with t.recorder.paused():
-        t.replicas.compare(t.state)
-        t.checkpointer.save_and_wait(t.state, metrics=metrics)
-    t.phases.enter("other")
-    t.recorder.progress(t.state.position, now=True)
-    return t.state.position.step >= t.total_steps
+    return finish(t, metrics)
 
 
 def restore(t: Training) -> None:
@@ -101,6 +93,19 @@ def restore(t: Training) -> None:
     t.watchdog.feed()
     if t.stop_consensus.agree_before_first_step(t.state.position.step):
         raise StopAskedError("The ranks were asked to stop before the first step.")
+
+
+def finish(t: Training, metrics: Mapping[str, float]) -> bool:
+    """Save the state after the newest step, and return whether that was the last one of the training."""
+    t.watchdog.feed()
+    t.losses.check(is_last=t.state.position.step >= t.total_steps)
+    t.phases.enter("checkpoint")
+    with t.recorder.paused():
+        t.replicas.compare(t.state)
+        t.checkpointer.save_and_wait(t.state, metrics=metrics)
+    t.phases.enter("other")
+    t.recorder.progress(t.state.position, now=True)
+    return t.state.position.step >= t.total_steps
 
 
 def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Iterator[LoadedGlobalBatch]:
