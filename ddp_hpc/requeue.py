@@ -48,6 +48,7 @@ TABLE: Mapping[Cause, Row] = {
     Cause.UNEXPLAINED: Row(Ending.FAILED, Next.REQUEUE, is_failure=True),
     Cause.SUPERVISOR_DIED: Row(Ending.FAILED, Next.IN_PLACE, is_failure=True),
     Cause.SUSPENDED: Row(Ending.FAILED, Next.IN_PLACE),
+    Cause.PREFLIGHT: Row(Ending.FAILED, Next.NOTHING),
 }
 """A preemption is not a failure of the run, so it does not count. A time limit counts: a run that cannot commit between two
 time limits never will. A script that asks to be started again counts for the same reason."""

@@ -41,6 +41,7 @@ VERBS = {
     "audit": "compute random segments of a run again, and say whether they come out as recorded",
     "checkpoints": "list a run's checkpoints; verify their files; print a hash of the newest",
     "export": "write a run's weights to a safetensors file",
+    "doctor": "say whether this site, and with --nodes its nodes, are ready for a run, and what to do",
     "config": "print every key of the configuration: its type, default and meaning",
     "container": "build a container image for runs, or check that an image has what a run needs",
     "site": "show the site profile (a cluster's default settings) used on this host, list all, or write a new one",

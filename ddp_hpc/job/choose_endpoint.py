@@ -34,17 +34,21 @@ def meetings(
         ConfigError: where rank zero's node has no network, or MASTER_PORT is not a port.
         WorkerError: where no address of rank zero's node is known.
     """
-    given = environ.get("MASTER_ADDR")
-    if given:
-        address, why = _numeric(given), "from MASTER_ADDR in the environment"
-    else:
-        choice = _choice(allocation, environ, preferred)
-        refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
-        address, why = choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"
+    address, why = address_of(allocation, environ=environ, preferred=preferred)
     for port in _ports(allocation, attempt, environ.get("MASTER_PORT")):
         if not allocation.is_on_first_node or is_free(address, port):
             sys.stderr.write(f"ranks meet at {address} port {port}: {why}\n")
             yield Meeting(address, port, why)
+
+
+def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred: Sequence[str] = ()) -> tuple[str, str]:
+    """Return the address of rank zero's node at which the ranks meet, and why it is this one; raise as `meetings` does."""
+    given = environ.get("MASTER_ADDR")
+    if given:
+        return _numeric(given), "from MASTER_ADDR in the environment"
+    choice = _choice(allocation, environ, preferred)
+    refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
+    return choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"
 
 
 def _ports(allocation: Allocation, attempt: int, given: str | None) -> Iterator[int]:

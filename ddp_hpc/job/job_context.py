@@ -88,6 +88,8 @@ class Outcome:
     """Nodes that did not answer."""
     avoided_nodes: tuple[str, ...] = ()
     """Nodes that failed before, because of which no workers were started."""
+    has_failed_preflight: bool = False
+    """Whether no workers were started, because the check of the nodes failed."""
     met_at: str = ""
     """The address where the ranks met; empty without Slurm."""
     network: NetworkFindings | None = None

@@ -25,6 +25,7 @@ from ddp_hpc.base.durable import private_mode
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import CommandWrapper, HostPaths
 from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
+from ddp_hpc.job import preflight
 from ddp_hpc.job.choose_endpoint import meetings
 from ddp_hpc.job.container_launch import moved, wrapper_of
 from ddp_hpc.job.ending import last_resort, network_probe, node_probe, stale_attempts, takeover
@@ -291,7 +292,7 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
         while True:
             attempt = _begin(context, wrapper.image)
             notifier.begun(attempt)
-            outcome = _see_through(context, workers, attempt, notifier)
+            outcome = preflight.checked(context, wrapper, attempt) or _see_through(context, workers, attempt, notifier)
             if context.allocation is not None:
                 with diagnosis("the nodes"):
                     outcome = node_probe.blame(context, wrapper, attempt, outcome)

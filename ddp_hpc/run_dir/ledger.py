@@ -80,6 +80,7 @@ class Cause(_TextEnum):
     UNEXPLAINED = "unexplained"
     SUPERVISOR_DIED = "supervisor died"
     SUSPENDED = "suspended"
+    PREFLIGHT = "preflight"
 
 
 class Next(_TextEnum):

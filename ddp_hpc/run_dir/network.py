@@ -44,6 +44,20 @@ class PairFault:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What one node measured of its link to another."""
+
+    sender: str
+    receiver: str
+    mb_per_s: float
+    """How fast its bytes arrived there, in 10^6 bytes a second."""
+    ahead_s: float
+    """How far the clock of the receiver is ahead of the sender's."""
+    trip_s: float
+    """How long the question for the time and its answer took; the clocks' difference is wrong by half of it at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetworkFindings:
     """What a probe found."""
 
@@ -68,6 +82,8 @@ class NetworkFindings:
     """Nodes that did not answer over Slurm's network: of their links nothing is known."""
     problem: str = ""
     """Why nothing is known at all."""
+    paces: tuple[Pace, ...] = ()
+    """How fast the links are, and how far apart the clocks; empty where that was not asked."""
 
     @property
     def is_faulty(self) -> bool:
@@ -168,6 +184,7 @@ def read_network(run: RunDir, attempt: int) -> NetworkFindings | None:
             fields[key] = tuple(map(str, fields.get(key, ())))
         for key in ("pairs", "lossy", "unknown"):
             fields[key] = tuple(_pair(plain) for plain in fields.get(key, ()))
+        fields["paces"] = tuple(Pace(**plain) for plain in fields.get("paces", ()))
         return NetworkFindings(**fields)
     except (KeyError, TypeError, ValueError, AttributeError):  # another version wrote it, or it is damaged
         return None

@@ -262,6 +262,14 @@ class RunDir:
         """What a probe of the network between the nodes found at the end of an attempt."""
         return self.attempt_logs(attempt) / "network.json"
 
+    def preflight(self, attempt: int) -> Path:
+        """What the check of the job's nodes found before an attempt."""
+        return self.attempt_logs(attempt) / "preflight.json"
+
+    def preflight_files(self, attempt: int) -> Path:
+        """Where each node writes a file during that check, which all others read."""
+        return self.attempt_logs(attempt) / "preflight"
+
     def hang_record(self, attempt: int, rank: int) -> Path:
         """What a rank was doing when it made no progress."""
         return self.attempt_errors(attempt) / "hang" / f"rank-{rank}.json"

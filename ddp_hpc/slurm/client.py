@@ -366,6 +366,59 @@ def node_states(
         return {}
 
 
+def node_reasons(environ: Mapping[str, str], *, partition: str | None = None) -> list[queries.NodeState]:
+    """Return the states of all nodes, or of a partition's, with the reasons why they are out of service.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer.
+    """
+    return queries.parse_node_reasons(_stdout(queries.node_reasons_argv(partition=partition), environ))
+
+
+def accounts(environ: Mapping[str, str]) -> list[str]:
+    """Return which accounts this user may use; other than `associations`, it tells an empty answer from none.
+
+    Raises:
+        SlurmUnavailableError: if the accounting database does not answer.
+    """
+    return queries.parse_associations(_stdout(queries.associations_argv(user_name()), environ))
+
+
+def run_in_allocation(
+    options: Sequence[str], command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float
+) -> Answer:
+    """Run a command on this host inside of a new job, which ends with it; return what it printed.
+
+    Raises:
+        SlurmUnavailableError: if Slurm does not answer, or the job did not start and end in time.
+    """
+    return ask(queries.allocate_argv(options, command), environ, timeout_s=timeout_s)
+
+
+def run_beside(command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
+    """Run a command on this host that asks Slurm about the job which this process is in: it keeps the job's variables.
+
+    Raises:
+        SlurmUnavailableError: if it does not end in time.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailableError(
+            f"The check of the nodes did not end within {timeout_s:.0f} s. Try again."
+        ) from error
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
 def _succeed(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
     """Run a command that changes something; its failure is Slurm's refusal."""
     answer = ask(argv, environ, timeout_s=TIMEOUT_S)

@@ -451,6 +451,38 @@ def parse_nodes(text: str) -> dict[str, str]:
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """A node, as sinfo lists it."""
+
+    node: str
+    state: str
+    """As Slurm writes it; a trailing `*`: it does not answer."""
+    reason: str = ""
+    """Why an administrator, or a program, took it out of service; it may hold any text."""
+
+
+def node_reasons_argv(*, partition: str | None = None) -> list[str]:
+    """Ask for the states of all nodes, or of a partition's, and why they are out of service."""
+    options = [f"--partition={partition}"] if partition else []
+    return ["sinfo", "--Node", "--noheader", *options, f"--format=%N{_FIELD}%T{_FIELD}%E{_RECORD}"]
+
+
+def parse_node_reasons(text: str) -> list[NodeState]:
+    """Return each node once, as sinfo repeats it for each of its partitions."""
+    records = (record.strip("\n").split(_FIELD) for record in text.split(_RECORD))
+    rows = {row[0].strip(): row for row in records if len(row) == 3}
+    return [
+        NodeState(node=name, state=row[1].strip(), reason="" if row[2].strip() == "none" else _or_empty(row[2].strip()))
+        for name, row in rows.items()
+    ]
+
+
+def allocate_argv(options: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Run a command on this host inside of a new job, which ends with it. salloc prints its own messages on standard error."""
+    return ["salloc", "--quiet", *options, *command]
+
+
 def is_lost(node_state: str) -> bool:
     """Tell whether a node in this state cannot run jobs: it is down, or does not answer."""
     state = node_state.lower()

@@ -44,3 +44,9 @@ def probe_argv(num_nodes: int, *, is_all_or_none: bool = False) -> list[str]:
         "--export=ALL",
         f"--kill-on-bad-exit={int(is_all_or_none)}",
     ]
+
+
+def beside_argv(spec: LaunchSpec, world: World, *, cpus_per_worker: int) -> list[str]:
+    """Return the beginning of the command that runs one short task on every node, bound to CPUs as an agent and its workers are."""
+    step = step_argv(spec, world, tasks_per_node=1, cpus_per_worker=cpus_per_worker)
+    return [*step, "--overlap", "--quiet", "--kill-on-bad-exit=0"]  # of an option given twice, srun takes the last

@@ -266,6 +266,17 @@ class NotifySpec(Checked, section="notify"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreflightSpec(Checked, section="preflight"):
+    """The check of a job's nodes before its workers start, on Slurm."""
+
+    enabled: bool = False
+    """Check the nodes first: network, names, clocks, disks, software, and whether all see the run's directory and data (docs/doctor.md)."""
+    on_fail: Literal["stop", "warn", "exclude"] = "stop"
+    """What a failed check does: `stop` ends the run; `exclude` puts the job back into the queue without the nodes that the check names,
+    and ends the run where it names none; `warn` only prints it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchSpec(Checked):
     """What launching knows of a run: its name, its machines, and how its workers are started and restarted."""
 
@@ -285,6 +296,7 @@ class LaunchSpec(Checked):
     stage: StageSpec = field(default_factory=StageSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     notify: NotifySpec = field(default_factory=NotifySpec)
+    preflight: PreflightSpec = field(default_factory=PreflightSpec)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables for the run's processes; they win over those of the shell that submits (`env.NCCL_DEBUG=INFO`)."""
 

@@ -26,6 +26,8 @@ DOORS: dict[str, set[str]] = {
         "job/node/task.py",
         "job/node/torchrun_node.py",
         "job/node/unpack.py",
+        "job/preflight.py",
+        "node_checks/node.py",
         "rendezvous/interfaces.py",
         "rendezvous/links/node.py",
         "script/interpreter.py",  # it makes this process what a new Python would be

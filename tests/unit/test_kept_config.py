@@ -10,7 +10,7 @@ from ddp_hpc.config import flat, load_resolved, resolve
 from ddp_hpc.config.keys import key_of
 
 KEPT = Path(__file__).parents[1] / "data" / "config" / "every-key.yaml"
-SINCE_THEN = {"script", "notify", "integrity", "debug"}
+SINCE_THEN = {"script", "notify", "integrity", "debug", "preflight"}
 """Sections that version 0.1.0 did not have."""
 CONFLICTING = {"stage.archive"}
 """Keys that the file leaves at their default: they exclude another that it sets."""

@@ -201,6 +201,7 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
         Cause.NODE_FAILED: f"{', '.join(outcome.lost_nodes) or 'a node'} failed or stopped answering",
         Cause.HANG: "no worker made progress for longer than `restart.hang_timeout_s`, so ddp-hpc killed the workers",
         Cause.SUSPENDED: "the job was suspended for longer than `restart.hang_timeout_s`, so that timeout killed the workers; raise it where jobs are often suspended",
+        Cause.PREFLIGHT: "the check of the nodes before the training failed (`preflight`)",
         Cause.UNEXPLAINED: "a stop signal arrived before the workers had installed their signal handlers"
         if outcome.was_signalled
         else _ENDED_EARLY,

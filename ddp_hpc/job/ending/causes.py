@@ -30,6 +30,8 @@ class Evidence:
     """Whether the supervisor killed them because they wrote nothing for too long."""
     was_suspended: bool = False
     """Whether Slurm suspended the job, the supervisor included, for longer than the hang timeout."""
+    has_failed_preflight: bool = False
+    """Whether no workers were started, because the check of the nodes failed."""
     has_stacks: bool = False
     """Whether a watchdog timed out and dumped the stacks."""
     lost_nodes: Sequence[str] = ()
@@ -131,7 +133,7 @@ def _by_request(evidence: Evidence) -> Cause | None:
         return Cause.PREEMPTED
     if evidence.is_out_of_time:
         return Cause.TIME_LIMIT
-    return None
+    return Cause.PREFLIGHT if evidence.has_failed_preflight else None
 
 
 def _by_leave(evidence: Evidence) -> Cause | None:

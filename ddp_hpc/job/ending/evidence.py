@@ -67,6 +67,7 @@ def gather(context: JobContext, attempt: int, outcome: Outcome, ledger: Ledger) 
         is_out_of_time=outcome.is_out_of_time,
         is_unresponsive=outcome.is_unresponsive,
         was_suspended=outcome.was_suspended,
+        has_failed_preflight=outcome.has_failed_preflight,
         has_stacks=stacks.has_stacks(context.run, attempt, context.world.world_size),
         lost_nodes=[*outcome.lost_nodes, *outcome.avoided_nodes],
         now=time.time(),

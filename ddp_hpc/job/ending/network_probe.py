@@ -89,11 +89,19 @@ def step_on(nodes: Sequence[str]) -> list[str]:
 
 
 def probe(
-    nodes: Sequence[str], address: str, *, step_argv: StepArgv = step_on, ready_s: float = READY_S
+    nodes: Sequence[str],
+    address: str,
+    *,
+    step_argv: StepArgv = step_on,
+    ready_s: float = READY_S,
+    measures: bool = False,
 ) -> NetworkFindings:
-    """Probe the network of `address` between nodes; a stop signal to this process ends it early."""
+    """Probe the network of `address` between nodes; a stop signal to this process ends it early.
+
+    With `measures`, also say how fast each link is, and how far apart the nodes' clocks are.
+    """
     began, at = time.monotonic(), time.time()
-    talk = _Talk(nodes, address, step_argv, began + MOST_S)
+    talk = _Talk(nodes, address, step_argv, began + MOST_S, measures=measures)
     try:
         talk.gather(nodes, ready_s)
         if talk.has_ended and 2 <= len(talk.places) < len(nodes):
@@ -131,6 +139,7 @@ class _Talk:
     address: str
     step_argv: StepArgv
     deadline: float
+    measures: bool = False
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     answers: dict[int, Answer] = field(default_factory=dict)
     places: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -163,7 +172,7 @@ class _Talk:
     def carry_out(self) -> None:
         """Order the nodes to probe each other, and read what they report."""
         rows = [[node, *self.places.get(number, ("", 0))] for number, node in enumerate(self.nodes)]
-        self._send(do="go", token=secrets.token_hex(16), nodes=rows)
+        self._send(do="go", token=secrets.token_hex(16), nodes=rows, measures=self.measures)
         whole = set(self.places)
         self._read_until(lambda: self._done >= whole, len(rounds_of(len(self.nodes))) * PACE_S + LONGEST_S + REPORT_S)
         self._send(do="finish")
@@ -221,6 +230,10 @@ class _Talk:
                 answer = self.answers[number]
                 heard, all_missed = {**answer.heard, sender: (small, large)}, {**answer.missed, sender: missed}
                 self.answers[number] = replace(answer, heard=heard, missed=all_missed)
+            case {"pace": [rate, ahead, trip], "at": int(number), "to": int(partner)} if number in self.answers:
+                answer = self.answers[number]
+                pace = (float(rate), float(ahead), float(trip))
+                self.answers[number] = replace(answer, paces={**answer.paces, partner: pace})
             case {"done": int(number)}:
                 self._done.add(number)
             case {"end": int(number), "dropped": int(num_dropped)} if number in self.answers:

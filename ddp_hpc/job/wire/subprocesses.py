@@ -61,17 +61,22 @@ class NodesAnswers:
     """The last line of srun's errors."""
 
 
-def ask_nodes(
+def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     command: Sequence[str],
     nodes: Sequence[str],
     *,
     environ: Mapping[str, str],
     timeout_s: float,
     is_all_or_none: bool = False,
+    step: Sequence[str] | None = None,
 ) -> NodesAnswers:
-    """Run a ddp_hpc module once on every node; `--mark` tells its answer from other output (`slurm.answers`)."""
+    """Run a ddp_hpc module once on every node; `--mark` tells its answer from other output (`slurm.answers`).
+
+    `step` is the beginning of the command that starts it there; without it, a step of one CPU.
+    """
     mark = secrets.token_hex(8)
-    argv = [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), *command, f"--mark={mark}"]
+    begin = probe_argv(len(nodes), is_all_or_none=is_all_or_none) if step is None else step
+    argv = [*begin, *command, f"--mark={mark}"]
     printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s)
     answers = read_answers(printed, mark)
     return NodesAnswers(

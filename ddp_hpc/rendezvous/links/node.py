@@ -33,7 +33,9 @@ from typing import Any
 
 from ddp_hpc.rendezvous.choice import holder, source_address
 from ddp_hpc.rendezvous.interfaces import SYS_CLASS_NET, Interface, local_interfaces
+from ddp_hpc.rendezvous.links import pace
 from ddp_hpc.rendezvous.links.rounds import partners
+from ddp_hpc.run_dir.network import Pace
 from ddp_hpc.slurm.allocation import node_name
 
 NUM_DATAGRAMS = 200
@@ -62,7 +64,8 @@ _TOKEN_BYTES = 16
 _HEADER = struct.Struct(f"!{_TOKEN_BYTES}sHBH")
 _UNCOUNTED = 0xFFFF
 """Stands for the number of a datagram that is not counted."""
-_GREETING = struct.Struct(f"!{_TOKEN_BYTES}sH")
+_GREETING = struct.Struct(f"!{_TOKEN_BYTES}sH?")
+"""The token, the sender's number, and whether it measures (`pace`)."""
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _SO_MEMINFO, _MEMINFO_DROPS = 55, 8
 _MOST_GUESTS = 64
@@ -151,6 +154,9 @@ class NodeProbe:
     """The number of the first one that arrived: those before it may have been sent before the network had found the way."""
     tcp: dict[int, str] = field(default_factory=dict)
     """What became of the connection to each partner."""
+    measures: bool = False
+    """Whether it also measures how fast the links are, and how far apart the clocks."""
+    paces: dict[int, Pace] = field(default_factory=dict)
     _guests: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_MOST_GUESTS))
 
     def serve(self) -> None:
@@ -182,7 +188,20 @@ class NodeProbe:
     def _probe(self, partner: int) -> None:
         place = self.places[partner]
         self.tcp[partner] = self._connect(place)
+        if self.measures and self.tcp[partner] == "good":
+            with suppress(OSError, struct.error):  # without an answer, nothing is known of it
+                self.paces[partner] = self._measure(place, partner)
         self._send_datagrams(place)
+
+    def _measure(self, place: tuple[str, int], partner: int) -> Pace:
+        with socket.socket(self.sockets.tcp.family, socket.SOCK_STREAM) as link:
+            link.bind((self.sockets.place.address, 0))
+            link.settimeout(CONNECT_S)
+            link.connect(place)
+            link.sendall(_GREETING.pack(self.token, self.me, True))
+            if _received(link, 1, SMALL_S) != b"+":
+                raise ConnectionAbortedError("this is not the node that was asked for")
+            return pace.measure(link, sender=str(self.me), receiver=str(partner))
 
     def _send_datagrams(self, place: tuple[str, int]) -> None:
         own = self.sockets
@@ -219,7 +238,7 @@ class NodeProbe:
                 link.connect(place)
                 stage = "small"
                 link.settimeout(SMALL_S)
-                link.sendall(_GREETING.pack(self.token, self.me))
+                link.sendall(_GREETING.pack(self.token, self.me, False))
                 if _received(link, 1, SMALL_S) != b"+":
                     return "stranger"
                 stage = "large"
@@ -263,10 +282,12 @@ class NodeProbe:
         try:
             with guest, suppress(OSError):
                 guest.settimeout(SMALL_S)
-                token, _ = _GREETING.unpack(_received(guest, _GREETING.size, SMALL_S))
+                token, _, measures = _GREETING.unpack(_received(guest, _GREETING.size, SMALL_S))
                 if not hmac.compare_digest(token, self.token):
                     return
                 guest.sendall(b"+")
+                if measures:
+                    pace.answer(guest)
                 guest.settimeout(LARGE_S)
                 _received(guest, _TCP_BYTES, LARGE_S)
                 guest.sendall(bytes(_TCP_BYTES))
@@ -321,11 +342,14 @@ def serve(place: Place, *, name: str, mark: str) -> int:
     names = [str(node[0]) for node in order["nodes"]]
     places = {number: (str(node[1]), int(node[2])) for number, node in enumerate(order["nodes"]) if node[1]}
     me = names.index(name)
-    probe = NodeProbe(sockets, me, bytes.fromhex(str(order["token"])), places, len(names))
+    token, measures = bytes.fromhex(str(order["token"])), order.get("measures") is True
+    probe = NodeProbe(sockets, me, token, places, len(names), measures=measures)
     probe.serve()
     probe.probe_all()
     for partner, found in sorted(probe.tcp.items()):
         say(tcp=found, at=me, to=partner)
+    for partner, measured in sorted(probe.paces.items()):
+        say(pace=[measured.mb_per_s, measured.ahead_s, measured.trip_s], at=me, to=partner)
     say(done=me)
     _order(mark, "finish")
     for sender in sorted({sender for sender, _ in probe.heard}):

@@ -8,7 +8,7 @@ from ipaddress import ip_address, ip_network
 
 from ddp_hpc.rendezvous.links.node import NUM_DATAGRAMS
 from ddp_hpc.rendezvous.links.rounds import rounds_of
-from ddp_hpc.run_dir.network import Fault, NetworkFindings, PairFault
+from ddp_hpc.run_dir.network import Fault, NetworkFindings, Pace, PairFault
 
 Way = tuple[int, int]
 """From one node to another, by their numbers."""
@@ -37,6 +37,8 @@ class Answer:
     """How many its own kernel dropped, because its process was too slow to read them."""
     is_whole: bool = False
     """Whether it reported to the end."""
+    paces: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
+    """What it measured, by partner: MB/s, by how many seconds the partner's clock is ahead, seconds of the round trip."""
 
 
 def findings_of(
@@ -68,6 +70,11 @@ def findings_of(
         lossy=_in_order(lossy),
         unknown=_in_order(unknown),
         silent=tuple(nodes[number] for number in silent),
+        paces=tuple(
+            Pace(sender=nodes[at_], receiver=nodes[to], mb_per_s=rate, ahead_s=ahead, trip_s=trip)
+            for at_, answer in sorted(answers.items())
+            for to, (rate, ahead, trip) in sorted(answer.paces.items())
+        ),
     )
 
 

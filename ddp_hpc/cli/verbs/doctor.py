@@ -1,0 +1,93 @@
+"""Say whether this site is ready for a run: Slurm's settings, the directories, and with `--nodes` the nodes themselves.
+
+Each line is ok, warn, fail or unknown: what does not answer is never taken for ok. The exit code is 1 where a check fails. With
+`--nodes`, a short job checks them (inside of a job: on its own nodes): the network between them, names, clocks, disks, software,
+and whether all see the directory of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.runs import add_runs_dir, add_site, runs_dir_setting
+from ddp_hpc.exit_codes import FAILED, FINISHED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddp_hpc.run_dir.preflight import Finding
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key, such as `slurm.partition=gpu`")
+    parser.add_argument("--config", type=Path, help="check for a run of this configuration, with its data")
+    parser.add_argument(
+        "--nodes", metavar="N|LIST", help="also check so many nodes, or these (`node[1-4]`), by a short job"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long that job may wait and run (default: 600)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_site(parser)
+    add_runs_dir(parser)
+
+
+def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Print what was found."""
+    from ddp_hpc.config import resolve
+    from ddp_hpc.diagnose.doctor import login, on_nodes
+
+    size = [f"resources.nodes={args.nodes}"] if args.nodes is not None and args.nodes.isdecimal() else []
+    settings = ["name=doctor", *size, *args.settings, *runs_dir_setting(args.runs_dir)]
+    resolved = resolve(args.config, settings, environment, site=args.site)
+    findings = login.findings_of(login.Site(resolved, environment))
+    found = (
+        None if args.nodes is None else on_nodes.check(resolved.spec, args.nodes, environment, patience_s=args.patience)
+    )
+    all_findings = [*findings, *(found.findings if found else ())]
+    exclude = on_nodes.shown_exclude(found.bad_nodes if found else ())
+    if args.json:
+        nodes = (
+            None
+            if found is None
+            else {"nodes": found.nodes, "seconds": found.seconds, "findings": [asdict(one) for one in found.findings]}
+        )
+        print(
+            as_json(
+                {
+                    "host": login.host_name(),
+                    "site": [asdict(one) for one in findings],
+                    "checked": nodes,
+                    "exclude": exclude,
+                }
+            )
+        )
+    else:
+        print(as_text(findings))
+        if found is not None:
+            print(f"\n{len(found.nodes)} nodes, checked in {found.seconds:.0f} s: {', '.join(found.nodes)}")
+            print(as_text(found.findings))
+        if exclude:
+            print(f"\nTo leave the bad nodes out: sbatch {exclude}, or `slurm.exclude={exclude.partition('=')[2]}`")
+    return FAILED if any(one.level == "fail" for one in all_findings) else FINISHED
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """Return one line for each finding, and one for what to do."""
+    width = max((len(one.check) for one in findings), default=0)
+    lines = []
+    for one in findings:
+        lines.append(f"{one.level:<8} {one.check:<{width}}  {one.found}")
+        if one.to_do:
+            lines.append(f"{'':<8} {'':<{width}}  -> {one.to_do}")
+    return "\n".join(lines)

@@ -1,0 +1,82 @@
+"""Has the nodes of a job checked: in the job that this process is in, or in a short one of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddp_hpc.base.durable import make_directories
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.preflight import Preflight, preflight_of
+from ddp_hpc.slurm import client
+from ddp_hpc.slurm.allocation import is_in_job
+from ddp_hpc.spec import RunSpec
+from ddp_hpc.workload.table import workload_of
+
+WAIT_S = 600.0
+"""How long the job may wait in the queue and run."""
+_TIME_LIMIT_MIN = 5
+_MODULE = "ddp_hpc.job.preflight"
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def check(spec: RunSpec, nodes: str, environ: Mapping[str, str], *, patience_s: float = WAIT_S) -> Preflight:
+    """Check so many nodes, or the named ones; inside of a job, those that it has.
+
+    Raises:
+        ConfigError: where Slurm refuses the job, or the check does not end.
+        SlurmUnavailableError: where Slurm does not answer, or the job does not start in time.
+    """
+    folder = spec.path.parent / f".doctor-{secrets.token_hex(4)}"
+    make_directories(spec.path.parent)
+    paths = [str(path) for path in workload_of(spec).input_paths(Path.cwd())]
+    command = [
+        sys.executable,
+        "-m",
+        _MODULE,
+        f"--folder={folder}",
+        *(f"--path={path}" for path in paths),
+        *(f"--interface={name}" for name in spec.network.interfaces),
+    ]
+    try:
+        if is_in_job(environ):
+            answer = client.run_beside(command, environ, timeout_s=patience_s)
+        else:
+            answer = client.run_in_allocation(options_of(spec, nodes), command, environ, timeout_s=patience_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found = _result(answer.stdout)
+    if found is None:
+        said = (answer.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+        raise ConfigError(f"The nodes were not checked: {said} (exit code {answer.returncode}).")
+    return found
+
+
+def options_of(spec: RunSpec, nodes: str) -> list[str]:
+    """Return what salloc gets: a job of one task on each node, as the run would be placed."""
+    slurm = spec.slurm
+    where = [f"--nodes={nodes}"] if _NUMBER.fullmatch(nodes) else [f"--nodelist={nodes}"]
+    named = ("partition", "account", "qos", "constraint", "exclude", "reservation")
+    chosen = [f"--{key}={value}" for key in named if (value := getattr(slurm, key)) is not None]
+    return [*where, "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor", *chosen]
+
+
+def _result(printed: str) -> Preflight | None:
+    for line in reversed(printed.splitlines()):
+        try:
+            found = preflight_of(json.loads(line))
+        except ValueError:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def shown_exclude(bad: Sequence[str]) -> str:
+    """Return the flag by which a job leaves nodes out; empty without any."""
+    return f"--exclude={','.join(bad)}" if bad else ""

@@ -1,0 +1,202 @@
+"""Checks the nodes of a job before a training: asks each of them, probes the network between them, and judges the answers.
+
+    python -m ddp_hpc.job.preflight --folder DIR [--path PATH ...]      # in a job: prints the result as JSON
+
+The supervisor does it where `preflight.enabled` is set; `ddp-hpc doctor --nodes` runs this module in a job of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from ddp_hpc import exit_codes
+from ddp_hpc.base import processes
+from ddp_hpc.base.durable import make_directories
+from ddp_hpc.containers import CommandWrapper
+from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.job.choose_endpoint import address_of
+from ddp_hpc.job.ending import network_probe
+from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
+from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.wire.subprocesses import ask_nodes
+from ddp_hpc.node_checks.facts import facts_of
+from ddp_hpc.node_checks.verdict import Answers, Asked, findings_of, slow_ways
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.network import NetworkFindings
+from ddp_hpc.run_dir.preflight import Preflight, write_preflight
+from ddp_hpc.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.slurm.steps import beside_argv
+
+ANSWER_S = 30.0
+"""How long the nodes may take to start Python and to answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is checked, and how commands run on the nodes."""
+
+    allocation: Allocation
+    folder: Path
+    """A directory that all nodes share; each writes a file there. It is removed."""
+    environ: Mapping[str, str]
+    paths: Sequence[str] = ()
+    """What workers read."""
+    python: Sequence[str] = (sys.executable,)
+    step: Sequence[str] | None = None
+    """The beginning of the command that starts a process on each node as workers start; None for a step of one CPU."""
+    interfaces: Sequence[str] = ()
+    """Networks to prefer (`network.interfaces`)."""
+    asked: Asked = field(default_factory=Asked)
+
+
+def examine(question: Question) -> Preflight:
+    """Ask all nodes, probe the network, and judge."""
+    nodes, began, at = question.allocation.node_names, time.monotonic(), time.time()
+    make_directories(question.folder)
+    options = [*(f"--node={node}" for node in nodes), *(f"--path={path}" for path in question.paths)]
+    command = [*question.python, "-m", "ddp_hpc.node_checks.node", f"--folder={question.folder}", *options]
+    told = ask_nodes(command, nodes, environ=question.environ, timeout_s=ANSWER_S, step=question.step)
+    facts = {node: found for node, plain in told.by_node.items() if (found := facts_of(plain)) is not None}
+    shutil.rmtree(question.folder, ignore_errors=True)
+    answers = Answers(
+        nodes=nodes,
+        facts=facts,
+        problem=told.last_error,
+        network=_network(question) if facts else None,
+        asked=question.asked,
+    )
+    return Preflight(at=at, seconds=round(time.monotonic() - began, 1), nodes=nodes, findings=findings_of(answers))
+
+
+def _network(question: Question) -> NetworkFindings | None:
+    """Probe the network that the ranks would meet on; None where that fails."""
+    found: NetworkFindings | None = None
+    with diagnosis("the network between the nodes"):
+        found = _probed(question)
+    return found  # noqa: RET504  `diagnosis` passes errors over
+
+
+def _probed(question: Question) -> NetworkFindings | None:
+    nodes = question.allocation.node_names
+    if len(nodes) < 2:
+        return None
+    address, _ = address_of(question.allocation, environ=question.environ, preferred=question.interfaces)
+    found = network_probe.probe(nodes, address, measures=True)
+    if found.is_faulty or not slow_ways(found):
+        return found
+    # A busy node slows a link down for a moment, and a slow link stays slow.
+    return fastest(found, network_probe.probe(nodes, address, measures=True))
+
+
+def fastest(first: NetworkFindings, again: NetworkFindings) -> NetworkFindings:
+    """Return the second of two probes with the higher speed of each link."""
+    rates = {(pace.sender, pace.receiver): pace.mb_per_s for pace in first.paces}
+    paces = (
+        replace(pace, mb_per_s=max(pace.mb_per_s, rates.get((pace.sender, pace.receiver), 0.0))) for pace in again.paces
+    )
+    return replace(again, paces=tuple(paces))
+
+
+def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outcome | None:
+    """Check the job's nodes before its first attempt; return how the attempt ends where the workers must not start, else None."""
+    found: Preflight | None = None
+    with diagnosis("the nodes before the workers start"):
+        found = _found(context, wrapper, attempt)
+    return None if found is None else _told(context, attempt, found)
+
+
+def _found(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Preflight | None:
+    """Return what a check found; None where none is asked for, or the job's nodes have been checked before."""
+    allocation = context.allocation
+    if not context.spec.preflight.enabled or allocation is None or not _is_first(context.records.ledger(), attempt):
+        return None
+    return examine(_question(context, wrapper, attempt, allocation))
+
+
+def _told(context: JobContext, attempt: int, found: Preflight) -> Outcome | None:
+    """Record and print what was found; return how the attempt ends, where it does."""
+    with best_effort():
+        write_preflight(context.run, attempt, found)
+    for finding in found.findings:
+        if finding.level != "ok":
+            sys.stderr.write(f"preflight: {finding.level}: {finding.check}: {finding.found}\n")
+    sys.stderr.write(
+        f"note: {len(found.nodes)} nodes were checked in {found.seconds:.0f} s; failures: {len(found.failures)}\n"
+    )
+    return outcome_of(found, context.spec.preflight.on_fail)
+
+
+def _is_first(ledger: Ledger, attempt: int) -> bool:
+    """Tell whether an attempt is the first of this start of the job: only then the nodes are new to the run."""
+    begun, before = ledger.attempt(attempt), ledger.before(attempt)
+    return begun is None or before is None or (begun.job_id, begun.restart) != (before.job_id, before.restart)
+
+
+def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, allocation: Allocation) -> Question:
+    spec, world, workload = context.spec, context.world, context.workload
+    inputs = [str(path) for path in workload.input_paths(Path.cwd())]
+    binds = [bind.partition(":")[0] for bind in spec.container.binds]
+    step = beside_argv(spec, world, cpus_per_worker=workload.cpus_per_worker)
+    return Question(
+        allocation=allocation,
+        folder=context.run.preflight_files(attempt),
+        environ={**context.environ, **wrapper.environ},
+        paths=[*inputs, *([] if wrapper.image else binds)],
+        python=wrapper.command,
+        step=[*step, *wrapper.srun_args],
+        interfaces=spec.network.interfaces,
+        asked=Asked(
+            cpus_per_node=workload.cpus_per_worker * world.workers_per_node, gpus_per_node=spec.resources.gpus_per_node
+        ),
+    )
+
+
+def outcome_of(found: Preflight, on_fail: str) -> Outcome | None:
+    """Return how an attempt ends of what was found; None where its workers may start."""
+    if not found.failures or on_fail == "warn":
+        return None
+    reason = f"the check before the training (`preflight`) found: {found.words}"
+    if on_fail == "exclude" and found.bad_nodes and not found.has_nameless_failure:
+        return Outcome(code=exit_codes.FAILED, reason=reason, lost_nodes=found.bad_nodes)
+    return Outcome(code=exit_codes.FAILED, reason=reason, has_failed_preflight=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the nodes of the job that this process is in; print the result as JSON."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.job.preflight", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--path", action="append", default=[])
+    parser.add_argument("--interface", action="append", default=[])
+    arguments = parser.parse_args(argv)
+    processes.die_with_parent(os.getppid())
+    try:
+        allocation = read_allocation(os.environ)
+        if allocation is None:
+            raise ConfigError(
+                "This process is in no Slurm job, so it has no nodes to check. Run `ddp-hpc doctor --nodes`."
+            )
+        question = Question(
+            allocation=allocation,
+            folder=arguments.folder,
+            environ=os.environ,
+            paths=arguments.path,
+            interfaces=arguments.interface,
+        )
+        found = examine(question)
+    except (DdpHpcError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return exit_codes.FAILED
+    sys.stdout.write(json.dumps(asdict(found)) + "\n")
+    return exit_codes.FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""What a node says of itself: software, names, limits, disks, and what it sees of the shared directories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SOFTWARE = ("python", "torch", "cuda", "hip", "nccl", "driver", "ddp_hpc", "machine")
+"""Names of what is compared between nodes, in the order of the findings."""
+UNLIMITED = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The free space of a directory's file system."""
+
+    path: str
+    error: str = ""
+    """Why nothing can be written there; empty where a test file was written and removed."""
+    free_bytes: int | None = None
+    free_files: int | None = None
+    """Inodes; None where the file system does not count them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What a node sees of the directory in which each node writes a file."""
+
+    error: str = ""
+    """Why this node cannot write there."""
+    write_s: float = 0.0
+    """How long writing its own file took, until it was on the disk (fsync)."""
+    seen: tuple[str, ...] = ()
+    """The nodes whose files it has read."""
+    seen_s: float = 0.0
+    """After how many seconds the last of them appeared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts:
+    """The answer of one node. Of a part that it could not give in time, the field has no value, and `late` names it."""
+
+    software: Mapping[str, str] | None = None
+    gpus: tuple[str, ...] | None = None
+    """Models, by the driver; empty where there is none."""
+    num_gpus: int | None = None
+    """GPUs that a process of the job may use."""
+    num_cpus: int | None = None
+    """CPUs that a process of the job may use."""
+    names: Mapping[str, tuple[str, ...]] | None = None
+    """Name of each node -> the addresses that this node resolves it to; none where it does not resolve."""
+    reverse_s: float | None = None
+    """How long the slowest lookup of a name by an address took."""
+    limits: Mapping[str, int] | None = None
+    """Limits of this process (ulimit): the soft ones; `UNLIMITED` for none."""
+    has_rdma: bool = False
+    """Whether this node has InfiniBand or RoCE devices."""
+    disks: Mapping[str, Disk] | None = None
+    """What it is for -> a disk of this node."""
+    shared: Shared | None = None
+    paths: Mapping[str, str] | None = None
+    """Path that the run reads -> what is there: `PathState`."""
+    late: tuple[str, ...] = field(default=())
+    """Names of the parts that took too long."""
+
+    @property
+    def as_record(self) -> dict[str, Any]:
+        """This answer as JSON takes it."""
+        return asdict(self)
+
+
+THERE, MISSING, EMPTY = "there", "missing", "empty"
+"""What is at a path. Any other text is the error with which it cannot be read."""
+
+
+def facts_of(plain: Any) -> NodeFacts | None:
+    """Return a node's answer from JSON; None for anything else, such as the answer of another version of ddp-hpc."""
+    try:
+        known = {name: plain[name] for name in NodeFacts.__dataclass_fields__ if plain.get(name) is not None}
+        for name in ("gpus", "late"):
+            if name in known:
+                known[name] = tuple(map(str, known[name]))
+        if "names" in known:
+            known["names"] = {str(name): tuple(map(str, found)) for name, found in known["names"].items()}
+        if "disks" in known:
+            known["disks"] = {str(label): Disk(**disk) for label, disk in known["disks"].items()}
+        if "shared" in known:
+            known["shared"] = Shared(**{**known["shared"], "seen": tuple(map(str, known["shared"]["seen"]))})
+        return NodeFacts(**known)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

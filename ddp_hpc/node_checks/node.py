@@ -1,0 +1,191 @@
+"""One node's side of the check before training: says what this node has and sees. It imports no torch.
+
+    srun --ntasks-per-node=1 python -m ddp_hpc.node_checks.node --folder DIR --node NAME ... --mark MARK
+
+Each part is gathered in a thread of its own, as a mount or a name server that does not answer may hold one for ever: what
+is not there after `PATIENCE_S` is left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ddp_hpc import __version__
+from ddp_hpc.base.patience import is_answer
+from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared
+from ddp_hpc.run_dir.environment import capture
+from ddp_hpc.slurm.allocation import node_name
+from ddp_hpc.slurm.answers import framed
+
+PATIENCE_S = 8.0
+"""How long a node may take for all parts."""
+SEEN_S = 6.0
+"""How long it waits for the other nodes' files: they may have started later, and NFS shows a new file after some seconds."""
+_TEST_BYTES = 1 << 20
+_LOOK_S = 0.02
+_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
+
+
+def gather(
+    own: str, nodes: Sequence[str], *, folder: Path, paths: Sequence[str], environ: Mapping[str, str]
+) -> NodeFacts:
+    """Return what this node, called `own`, says of itself."""
+    disks = {"temporary files": environ.get("TMPDIR") or "/tmp", "shared memory": "/dev/shm"}  # noqa: S108  where programs write
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "software": lambda: _software(environ),
+        "names": lambda: {"names": {name: resolved(name) for name in nodes}, "reverse_s": _reverse_s(nodes)},
+        "limits": lambda: {"limits": limits(), "num_cpus": len(os.sched_getaffinity(0)), "has_rdma": _has_rdma()},
+        "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
+        "shared": lambda: {"shared": shared(folder, own, nodes)},
+        **{f"path {path}": lambda path=path: {f"path {path}": state_of(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
+    }
+    found, late = _in_time(parts)
+    told = {path: found.pop(f"path {path}") for path in paths if f"path {path}" in found}
+    return NodeFacts(**found, paths=told, late=tuple(late))
+
+
+def _in_time(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
+    """Return what all parts found, and the names of those that did not end in time."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def one(name: str) -> None:
+        found[name] = parts[name]()
+
+    threads = {name: threading.Thread(target=one, args=(name,), daemon=True) for name in parts}
+    for thread in threads.values():
+        thread.start()
+    until = time.monotonic() + PATIENCE_S
+    for thread in threads.values():
+        thread.join(max(until - time.monotonic(), 0.0))
+    late = [name for name in parts if name not in found]
+    return {key: value for name in parts if name in found for key, value in found[name].items()}, late
+
+
+def _software(environ: Mapping[str, str]) -> dict[str, Any]:
+    here = capture(environ)
+    versions = {name: getattr(here, name) for name in ("python", "torch", "cuda", "hip", "nccl", "driver", "machine")}
+    return {"software": {**versions, "ddp_hpc": __version__}, "gpus": here.gpus, "num_gpus": _num_gpus(environ)}
+
+
+def _num_gpus(environ: Mapping[str, str]) -> int:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one and one != "-1"])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _has_rdma() -> bool:
+    with suppress(OSError):
+        return any(Path("/sys/class/infiniband").iterdir())
+    return False
+
+
+def resolved(name: str) -> tuple[str, ...]:
+    """Return the addresses that this node finds for a name, in order; none where it does not resolve."""
+    with suppress(OSError):
+        return tuple(sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}))
+    return ()
+
+
+def _reverse_s(nodes: Sequence[str]) -> float:
+    """Return how long the slowest of a few lookups of a name by an address takes: PyTorch's store makes one for each peer."""
+    slowest = 0.0
+    for address in [address for node in nodes[:2] for address in resolved(node)[:1]]:
+        began = time.monotonic()
+        with suppress(OSError):
+            socket.getnameinfo((address, 0), 0)
+        slowest = max(slowest, time.monotonic() - began)
+    return slowest
+
+
+def limits() -> dict[str, int]:
+    """Return the soft limits of this process."""
+    soft = {name: resource.getrlimit(which)[0] for name, which in _LIMITS.items()}
+    return {name: UNLIMITED if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+
+
+def disk(path: Path) -> Disk:
+    """Return the free space of a directory, and whether a file of 1 MiB can be written there: a quota shows only then."""
+    test = path / f".ddp-hpc-doctor-{os.getpid()}-{socket.gethostname()}"
+    error = ""
+    try:
+        _write(test, b"\0" * _TEST_BYTES)
+    except OSError as found:
+        error = found.strerror or str(found)
+    with suppress(OSError):
+        test.unlink()
+    try:
+        room = os.statvfs(path)
+    except OSError as found:
+        return Disk(path=str(path), error=error or found.strerror or str(found))
+    files = room.f_favail if room.f_files else None
+    return Disk(path=str(path), error=error, free_bytes=room.f_bavail * room.f_frsize, free_files=files)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file until it is on the disk; a network file system reports a full disk or quota only then."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def shared(folder: Path, own: str, nodes: Sequence[str]) -> Shared:
+    """Write a file into a directory that all nodes share; wait until the files of all others can be read here."""
+    began = time.monotonic()
+    try:
+        _write(folder / f".{own}", own.encode() + b"\n" + b"\0" * _TEST_BYTES)
+        (folder / f".{own}").replace(folder / own)
+    except OSError as error:
+        return Shared(error=error.strerror or str(error))
+    wrote = time.monotonic()
+    seen: list[str] = []
+    while len(seen) < len(nodes) and time.monotonic() < began + SEEN_S:
+        for node in nodes:
+            with suppress(OSError):
+                if node not in seen and (folder / node).read_bytes().startswith(node.encode() + b"\n"):
+                    seen.append(node)
+        time.sleep(0 if len(seen) == len(nodes) else _LOOK_S)
+    return Shared(write_s=wrote - began, seen=tuple(seen), seen_s=time.monotonic() - wrote)
+
+
+def state_of(path: Path) -> str:
+    """Return what is at a path: `THERE`, `MISSING`, `EMPTY` for a directory without entries, or why it cannot be read."""
+    try:
+        if path.is_dir():
+            with os.scandir(path) as entries:
+                return THERE if next(entries, None) is not None else EMPTY
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        return MISSING if is_answer(error) else error.strerror or str(error)
+    return THERE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print this node's answer."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.node_checks.node", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="a directory that all nodes share")
+    parser.add_argument("--node", action="append", required=True, help="the name of a node; once for each")
+    parser.add_argument("--path", action="append", default=[], help="a path that workers read")
+    parser.add_argument("--mark", required=True, help="stands in each line of the answer")
+    arguments = parser.parse_args(argv)
+    own = node_name(os.environ)
+    facts = gather(own, arguments.node, folder=arguments.folder, paths=arguments.path, environ=os.environ)
+    sys.stdout.write(framed(facts.as_record, node=own, mark=arguments.mark))
+    sys.stdout.flush()
+    os._exit(0)  # a thread that waits for a file system would hold a plain exit
+
+
+if __name__ == "__main__":
+    sys.exit(main())
