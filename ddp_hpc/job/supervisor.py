@@ -21,7 +21,7 @@ from pathlib import Path
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import is_shown
-from ddp_hpc.base.durable import private_mode
+from ddp_hpc.base.durable import make_directories, private_mode
 from ddp_hpc.config import load_resolved
 from ddp_hpc.containers import CommandWrapper, HostPaths
 from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
@@ -44,6 +44,7 @@ from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
+from ddp_hpc.rendezvous.worker_env import for_debug
 from ddp_hpc.requeue import TABLE
 from ddp_hpc.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
 from ddp_hpc.run_dir.meeting import write_meeting
@@ -53,6 +54,7 @@ from ddp_hpc.run_dir.records import (
     since_submission,
 )
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.spec.launch import LaunchSpec
 from ddp_hpc.workload.table import workload_of
 
 LOCK_PATIENCE_S = 10.0
@@ -138,6 +140,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         return code
     try:
         spec = load_resolved(run.config, is_patient=True)
+        _log_libraries(spec, run)
         _set_variables(spec.environ)
     except ConfigError as error:
         _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
@@ -197,6 +200,15 @@ def _settle(run: RunDir, arguments: argparse.Namespace) -> None:
     if arguments.cluster == "slurm":
         with suppress(OSError):  # there is no log, or the file system has no modes
             run.console.chmod(private_mode(run.console))
+
+
+def _log_libraries(spec: LaunchSpec, run: RunDir) -> None:
+    """Have NCCL and torch.distributed log, where `debug.nccl` asks for it; a variable that the run sets itself wins."""
+    variables = for_debug(spec.debug.nccl, run.nccl_logs)
+    if variables:
+        make_directories(run.nccl_logs)
+        sys.stderr.write(f"NCCL logs into {run.nccl_logs}, because `debug.nccl` is {spec.debug.nccl}\n")
+        os.environ.update(variables)
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:

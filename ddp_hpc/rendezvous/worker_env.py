@@ -299,6 +299,27 @@ def for_probe(folder: Path | None, *, is_alone: bool = False) -> dict[str, str]:
     return {PROBE_FOLDER: str(folder), **({PROBES_ITSELF: "1"} if is_alone else {})}
 
 
+_SUBSYSTEMS = {"info": "INIT,ENV,NET,P2P,SHM", "trace": "ALL"}
+"""Value of `debug.nccl` -> the parts of NCCL that log; of `info`, those that say which network and transport they choose."""
+
+
+def for_debug(nccl: str, folder: Path) -> dict[str, str]:
+    """Return what NCCL and torch.distributed read to log into a directory; nothing for `off`.
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-debug-file: `%h` is the host, `%p` the process.
+    """
+    if nccl not in _SUBSYSTEMS:
+        return {}
+    return {
+        "NCCL_DEBUG": nccl.upper(),
+        "NCCL_DEBUG_SUBSYS": _SUBSYSTEMS[nccl],
+        "NCCL_DEBUG_FILE": str(folder / "%h-%p.log"),
+        # DETAIL also compares all ranks' collectives, which is slow (https://docs.pytorch.org/docs/stable/distributed.html#debugging).
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if nccl == "trace" else "INFO",
+        "TORCH_CPP_LOG_LEVEL": "INFO",
+    }
+
+
 STORE_IS_HOSTED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Says to PyTorch that the store at MASTER_ADDR and MASTER_PORT is there already, so that rank zero does not host it."""
 

@@ -262,6 +262,11 @@ class RunDir:
         """What a probe of the network between the nodes found at the end of an attempt."""
         return self.attempt_logs(attempt) / "network.json"
 
+    @property
+    def nccl_logs(self) -> Path:
+        """What NCCL logs where `debug.nccl` is set: one file for each process."""
+        return self.path / "logs" / "nccl"
+
     def preflight(self, attempt: int) -> Path:
         """What the check of the job's nodes found before an attempt."""
         return self.attempt_logs(attempt) / "preflight.json"

@@ -6,6 +6,7 @@ Every field is a key of the configuration (`train.lr` is `RunSpec.train.lr`); th
 
 from ddp_hpc.spec.container import ContainerSpec
 from ddp_hpc.spec.launch import (
+    DebugSpec,
     LaunchSpec,
     NetworkSpec,
     NotifySpec,
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointSpec",
     "ContainerSpec",
     "DataSpec",
+    "DebugSpec",
     "EvalSpec",
     "IntegritySpec",
     "LaunchSpec",

@@ -277,6 +277,15 @@ class PreflightSpec(Checked, section="preflight"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DebugSpec(Checked, section="debug"):
+    """What the libraries of the workers log, to find an error."""
+
+    nccl: Literal["off", "info", "trace"] = "off"
+    """What NCCL and torch.distributed log, into files of the run's directory (`logs/nccl/`): `info`, which networks and transports
+    they choose; `trace`, each call. `ddp-hpc doctor --nccl RUN` sums it up. Variables of `env` win."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchSpec(Checked):
     """What launching knows of a run: its name, its machines, and how its workers are started and restarted."""
 
@@ -297,6 +306,7 @@ class LaunchSpec(Checked):
     network: NetworkSpec = field(default_factory=NetworkSpec)
     notify: NotifySpec = field(default_factory=NotifySpec)
     preflight: PreflightSpec = field(default_factory=PreflightSpec)
+    debug: DebugSpec = field(default_factory=DebugSpec)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables for the run's processes; they win over those of the shell that submits (`env.NCCL_DEBUG=INFO`)."""
 

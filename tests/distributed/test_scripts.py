@@ -397,3 +397,19 @@ def test_a_shell_script_gets_the_ranks_and_what_it_leaves_running_when_it_fails_
     assert "its last line: rank 0 of 1" in done.stdout + done.stderr
     assert "because it is not a Python script" in place.console("train")
     until(lambda: not psutil.pid_exists(int((place.path / "child").read_text())))
+
+
+@pytest.mark.long
+def test_one_key_has_the_libraries_log_into_the_run_directory(place: Place) -> None:
+    code = "import os; print({name: os.environ.get(name) for name in ('NCCL_DEBUG', 'NCCL_DEBUG_FILE', 'TORCH_DISTRIBUTED_DEBUG')})"
+    (place.path / "show.py").write_text(code, encoding="utf-8")
+
+    done = place.submit(["name=shown", "debug.nccl=info", "env.NCCL_DEBUG=WARN"], "python", "show.py")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = place.run("shown").nccl_logs
+    log = place.run("shown").rank_log(0, 0).read_text(encoding="utf-8")
+    assert f"'NCCL_DEBUG_FILE': '{folder}/%h-%p.log'" in log
+    assert "'TORCH_DISTRIBUTED_DEBUG': 'INFO'" in log
+    assert "'NCCL_DEBUG': 'WARN'" in log  # what the user sets wins
+    assert folder.is_dir()
