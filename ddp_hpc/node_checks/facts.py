@@ -52,6 +52,8 @@ class NodeFacts:
     """Name of each node -> the addresses that this node resolves it to; none where it does not resolve."""
     reverse_s: float | None = None
     """How long the slowest lookup of a name by an address took."""
+    networks: Mapping[str, int] | None = None
+    """Kind of network (`InfiniBand`) -> how many interfaces of this node could carry ranks; 0 where all of them are down."""
     limits: Mapping[str, int] | None = None
     """Limits of this process (ulimit): the soft ones; `UNLIMITED` for none."""
     has_rdma: bool = False

@@ -23,6 +23,8 @@ from typing import Any
 from ddp_hpc import __version__
 from ddp_hpc.base.patience import is_answer
 from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared
+from ddp_hpc.rendezvous.choice import fabric, refusal
+from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.run_dir.environment import capture
 from ddp_hpc.slurm.allocation import node_name
 from ddp_hpc.slurm.answers import framed
@@ -44,6 +46,7 @@ def gather(
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "software": lambda: _software(environ),
         "names": lambda: {"names": {name: resolved(name) for name in nodes}, "reverse_s": _reverse_s(nodes)},
+        "networks": lambda: {"networks": networks(local_interfaces())},
         "limits": lambda: {"limits": limits(), "num_cpus": len(os.sched_getaffinity(0)), "has_rdma": _has_rdma()},
         "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
         "shared": lambda: {"shared": shared(folder, own, nodes)},
@@ -82,6 +85,18 @@ def _num_gpus(environ: Mapping[str, str]) -> int:
     if visible is not None:
         return len([one for one in visible.split(",") if one and one != "-1"])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def networks(interfaces: Sequence[Interface]) -> dict[str, int]:
+    """Return how many interfaces of each kind of network ranks could meet on; 0 for a kind of which all are down."""
+    found: dict[str, int] = {}
+    for interface in interfaces:
+        if interface.kind not in _OF_NO_NETWORK:
+            found[fabric(interface)] = found.get(fabric(interface), 0) + (refusal(interface) is None)
+    return found
+
+
+_OF_NO_NETWORK = frozenset({"loopback", "virtual bridge", "overlay", "tunnel"})
 
 
 def _has_rdma() -> bool:

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from typing import TypeVar
 
 from ddp_hpc.node_checks.facts import EMPTY, MISSING, SOFTWARE, THERE, UNLIMITED, NodeFacts, Shared
+from ddp_hpc.rendezvous.choice import speed_order
 from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.run_dir.preflight import Finding, Level
 
@@ -340,6 +341,35 @@ def _network(answers: Answers) -> Iterator[Finding]:
     yield from _speed(network)
 
 
+def _interfaces(answers: Answers) -> Iterator[Finding]:
+    """Find nodes without a kind of network that most have: the ranks would meet on a slower one, which all nodes share."""
+    told = answers.of(lambda facts: facts.networks)
+    kinds = sorted({kind for networks in told.values() for kind in networks}, key=speed_order)
+    if not told:
+        yield Finding(check="interfaces", level="unknown", found="no node said in time which networks it has")
+        return
+    is_good = True
+    for kind in kinds:
+        counts = {node: networks.get(kind, 0) for node, networks in told.items()}
+        common, odd = odd_ones(counts)
+        few = [node for node in odd if counts[node] < (common or 0)]
+        if not few:
+            continue
+        is_good = False
+        is_fastest_gone = kind == kinds[0] and not all(counts.values())
+        has = ", ".join(f"{node} has {counts[node] or 'no'} interface of {kind} that is up" for node in few)
+        yield Finding(
+            check="interfaces",
+            level="fail" if is_fastest_gone else "warn",
+            found=f"{has}; the other nodes have {common}",
+            to_do="leave the node out, and tell your cluster's support; else the ranks meet on a slower network",
+            nodes=tuple(few),
+        )
+    common_kinds = [kind for kind in kinds if any(networks.get(kind) for networks in told.values())]
+    if is_good:
+        yield Finding(check="interfaces", level="ok", found=f"all nodes have: {', '.join(common_kinds) or 'none'}")
+
+
 def _clocks(network: NetworkFindings) -> Iterator[Finding]:
     if not network.paces:
         yield Finding(check="clocks", level="unknown", found="the clocks were not compared, as no connection passed")
@@ -422,6 +452,7 @@ def _listed(nodes: Sequence[str]) -> str:
 
 CHECKS: Sequence[Callable[[Answers], Iterator[Finding]]] = (
     _nodes,
+    _interfaces,
     _network,
     _names,
     _shared,

@@ -115,9 +115,14 @@ def fabric(interface: Interface) -> str:
     return next((words for holds, words in _FABRICS if holds(interface)), _OTHER_FABRIC)
 
 
+def speed_order(kind: str) -> int:
+    """Return the place of a kind of network among all, the fastest first."""
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+
+
 def by_speed(interface: Interface) -> tuple[int, int, str]:
     """Return a sort key: the fastest first, equal ones by name."""
-    return _ORDER.index(fabric(interface)), -(interface.speed_mbps or 0), interface.name
+    return speed_order(fabric(interface)), -(interface.speed_mbps or 0), interface.name
 
 
 def accepted(interfaces: Iterable[Interface], preferred: Sequence[str] = ()) -> list[Interface]:

@@ -12,6 +12,7 @@ from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.joining import MissingRanks
 from ddp_hpc.run_dir.ledger import Attempt
 from ddp_hpc.run_dir.network import NetworkFindings
+from ddp_hpc.run_dir.preflight import Preflight
 from ddp_hpc.run_dir.rank_ends import RankEnd
 from ddp_hpc.why.lines import Line
 from ddp_hpc.why.signatures import Role
@@ -51,6 +52,8 @@ class Facts:
     """What a probe of the network between the nodes found at the end; None without one."""
     difference: Difference | None = None
     """What the ranks had that differed; None where they did not."""
+    preflight: Preflight | None = None
+    """What the check of the nodes found before the workers started; None without one."""
     ends: Mapping[int, RankEnd] = field(default_factory=dict)
     """How the process of a rank ended that nobody had asked to end."""
 

@@ -14,6 +14,7 @@ from ddp_hpc.run_dir.joining import read_missing
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run_dir.network import read_network
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.preflight import read_preflight
 from ddp_hpc.run_dir.rank_ends import read_rank_ends
 from ddp_hpc.why.findings import Facts
 from ddp_hpc.why.lines import Line, tail
@@ -63,6 +64,7 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> Facts:
         missing=read_missing(run, number),
         network=read_network(run, number),
         difference=read_difference(run, number),
+        preflight=read_preflight(run, number),
         ends=read_rank_ends(run, number, sorted(ranks)),
     )
 

@@ -592,6 +592,14 @@ REGISTRY: Sequence[Failure] = (
         ],
     ),
     Failure(
+        name="preflight",
+        title="the check of the nodes before the training failed (`preflight`)",
+        means="Before any worker started, a node differed from the others, or something that all of them need was missing; "
+        "preflight.json beside the attempt's logs has each finding.",
+        to_do="Correct what the evidence names, or exclude the node (`slurm.exclude`), and submit the run again; "
+        "`preflight.on_fail=exclude` leaves such nodes out. `ddp-hpc doctor --nodes N` checks nodes without a run.",
+    ),
+    Failure(
         name="cancelled",
         title="the user cancelled the run",
         means="`ddp-hpc cancel` or `scancel` ended it.",

@@ -28,6 +28,7 @@ _BY_CAUSE: Mapping[Cause, str] = {
     Cause.SUSPENDED: "suspended",
     Cause.DIVERGED: "nan",
     Cause.RANKS_DIFFER: "ranks-differ",
+    Cause.PREFLIGHT: "preflight",
 }
 _NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
 _MOST_EVIDENCE = 5
@@ -77,6 +78,8 @@ def _of_unended(findings: Sequence[Finding]) -> Verdict:
 def _of_record(facts: Facts) -> Finding | None:
     """Return what the ledger alone proves."""
     cause = facts.attempt.cause
+    if cause == Cause.PREFLIGHT or (cause == Cause.NODE_FAILED and _has_failed_preflight(facts)):
+        return _of_preflight(facts)
     name = (
         _BY_CAUSE.get(cause) if cause is not None else "cancelled" if facts.attempt.ending == Ending.CANCELLED else None
     )
@@ -105,6 +108,27 @@ def _of_difference(difference: Difference) -> Finding:
         step=difference.step,
         detail=difference.what,
         evidence=(Evidence(role="root", rank=only, text=difference.who),),
+    )
+
+
+def _has_failed_preflight(facts: Facts) -> bool:
+    """Tell whether the nodes that failed are those which the check before the training named: then no worker was started."""
+    check = facts.preflight
+    return check is not None and bool(check.bad_nodes) and {*facts.attempt.failed_nodes} == {*check.bad_nodes}
+
+
+def _of_preflight(facts: Facts) -> Finding:
+    check = facts.preflight
+    failures = check.failures if check is not None else ()
+    evidence = tuple(Evidence(role="root", rank=None, text=f"{one.check}: {one.found}") for one in failures)
+    return Finding(
+        failure="preflight",
+        role="root",
+        basis="record",
+        rank=None,
+        host=", ".join(check.bad_nodes if check is not None else ()),
+        detail="; ".join(dict.fromkeys(one.to_do for one in failures if one.to_do)),
+        evidence=evidence,
     )
 
 

@@ -3,27 +3,273 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import LoginNode
+import pytest
+
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.preflight import read_preflight
+from tests.slurm.cluster import USER, Cluster
+from tests.slurm.lab.tools import attempt, sh
+from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
+
+MOST_S = 15.0
 
 
-def doctor(login: LoginNode, *words: str, **options: Any) -> dict[str, Any]:
+def doctor(login: LoginNode, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     """Return what the doctor says of four nodes."""
-    done = login.type("doctor", "--json", "--nodes=4", *words, **options)
+    done = login.type("doctor", "--json", "--nodes=4", *words, env=env)
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return {**found, "code": done.returncode}
 
 
-def failures(found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one for one in found["checked"]["findings"] if one["level"] == "fail"]
+def named(found: dict[str, Any], *levels: str) -> dict[str, list[str]]:
+    """Return the checks that found something, with the nodes that they name."""
+    return {one["check"]: one["nodes"] for one in found["checked"]["findings"] if one["level"] in (levels or ("fail",))}
 
 
-def test_a_healthy_cluster_passes_in_a_quarter_of_a_minute(cluster: Cluster, login: LoginNode) -> None:
+@contextmanager
+def mounted(cluster: Cluster, node: str, *words: str | Path) -> Iterator[None]:
+    """Mount something on one node; the last word is where."""
+    cluster.run("mount", *words, node=node, user="root")
+    try:
+        yield
+    finally:
+        cluster.run("umount", "--lazy", words[-1], node=node, user="root", check=False)
+
+
+@contextmanager
+def queued(cluster: Cluster, node: str, *words: str) -> Iterator[None]:
+    """Limit what a node may send on the workers' network (tc-tbf(8))."""
+    where = ("-n", cluster.lab.netns(node), "qdisc")
+    sh("tc", *where, "add", "dev", "ib0", "root", "tbf", *words)
+    try:
+        yield
+    finally:
+        attempt("tc", *where, "del", "dev", "ib0", "root")
+
+
+def other_torch(login: LoginNode, node: str) -> Any:
+    """Have one node show another version of PyTorch, as an environment on its own disk would."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    real = Path(spec.origin).with_name("version.py")
+    fake = login.folder / "version.py"
+    lines = real.read_text(encoding="utf-8").splitlines()
+    changed = ["__version__ = '1.13.1'" if line.startswith("__version__") else line for line in lines]
+    fake.write_text("\n".join(changed) + "\n", encoding="utf-8")
+    return mounted(login.cluster, node, "--bind", fake, real)
+
+
+def wrong_hosts(login: LoginNode, node: str, of: str) -> Any:
+    """Have one node's /etc/hosts give another address to a name."""
+    own = login.cluster.run("cat", "/etc/hosts", node=node).stdout.splitlines()
+    lines = ["10.77.0.99 " + of if line.split()[1:] == [of] else line for line in own]
+    assert lines != own
+    fake = login.folder / "hosts"
+    fake.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return mounted(login.cluster, node, "--bind", fake, "/etc/hosts")
+
+
+def no_data(login: LoginNode, node: str) -> tuple[str, Any]:
+    """Return a path that is missing on one node, as a setting, and what unmounts it there."""
+    data = login.folder / "sets" / "data"
+    data.mkdir(parents=True)
+    (data / "one.txt").write_text("1", encoding="utf-8")
+    for path in (data.parent, data):
+        shutil.chown(path, USER, USER)
+    return f"recipe.args.root={data}", mounted(login.cluster, node, "-t", "tmpfs", "tmpfs", data.parent)
+
+
+@contextmanager
+def full_disk(login: LoginNode, node: str) -> Iterator[dict[str, str]]:
+    """Give one node a disk of half a MiB for temporary files; yield the variables of jobs that use it."""
+    cluster, place = login.cluster, "/var/spool/scratch"
+    for one in cluster.settings.hostnames:
+        cluster.run("mkdir", "-p", "-m", "1777", place, node=one, user="root")
+    with mounted(cluster, node, "-t", "tmpfs", "-o", "size=512k,mode=1777", "tmpfs", place):
+        yield {"TMPDIR": place}
+
+
+def test_a_healthy_cluster_passes_in_a_quarter_of_a_minute(login: LoginNode) -> None:
     found = doctor(login)
 
-    assert failures(found) == []
+    assert named(found) == {}
+    assert named(found, "unknown") == {}
     assert found["code"] == 0
-    assert found["checked"]["seconds"] < 15
+    assert found["checked"]["seconds"] < MOST_S
+
+
+def test_each_node_that_differs_is_named_with_what_differs(login: LoginNode) -> None:
+    """Another PyTorch, a wrong hosts entry, missing data and a full disk, each on a node."""
+    setting, without_data = no_data(login, "node1")
+
+    with ExitStack() as broken:
+        broken.enter_context(other_torch(login, "node2"))
+        broken.enter_context(wrong_hosts(login, "node3", of="node1"))
+        broken.enter_context(without_data)
+        env = broken.enter_context(full_disk(login, "node4"))
+        found = doctor(login, setting, env=env)
+
+    assert named(found) == {"torch": ["node2"], "names": ["node3"], "data": ["node1"], "disk": ["node4"]}
+    assert found["code"] == 1
+    assert found["checked"]["seconds"] < MOST_S
+
+
+@pytest.mark.long
+def test_a_cut_fabric_is_found_and_the_job_can_leave_its_node_out(cluster: Cluster, login: LoginNode) -> None:
+    cluster.cut("node3", "ib0")
+
+    done = login.type("doctor", "--nodes=node[1-4]")
+
+    assert done.returncode == 1
+    assert "node3 has no interface of InfiniBand that is up; the other nodes have 1" in done.stdout, done.stdout
+    assert "sbatch --exclude=node3" in done.stdout
+
+
+@pytest.mark.long
+def test_a_node_whose_packets_do_not_arrive_is_named(cluster: Cluster, login: LoginNode) -> None:
+    with queued(cluster, "node2", "rate", "1kbit", "burst", "10", "latency", "1ms"):  # longer packets are dropped
+        found = doctor(login)
+
+    assert named(found) == {"network": ["node2"]}
+
+
+@pytest.mark.long
+def test_a_node_that_has_another_file_system_in_the_place_of_the_runs_is_named(
+    cluster: Cluster, login: LoginNode
+) -> None:
+    runs = login.folder / "runs"
+    runs.mkdir()
+    shutil.chown(runs, USER, USER)
+
+    with mounted(cluster, "node2", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", runs):
+        found = doctor(login)
+
+    assert named(found) == {"run directory": ["node2"]}
+    assert found["exclude"] == "--exclude=node2"
+
+
+@pytest.mark.long
+def test_a_slow_link_is_named(cluster: Cluster, login: LoginNode) -> None:
+    with queued(cluster, "node4", "rate", "10mbit", "burst", "64kb", "latency", "50ms"):
+        found = doctor(login)
+
+    assert named(found) == {"speed": ["node4"]}
+    assert found["checked"]["seconds"] < 2 * MOST_S  # a slow link is measured twice
+
+
+SHIFTED_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+int clock_gettime(clockid_t which, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(which, now);
+    if (!code && which == CLOCK_REALTIME) now->tv_sec += 60;
+    return code;
+}
+"""
+"""A process sees CLOCK_REALTIME a minute ahead: no namespace of the kernel shifts that clock."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build a shifted clock")
+def test_a_clock_that_is_a_minute_ahead_is_named(cluster: Cluster, login: LoginNode) -> None:
+    source, library, prolog = (login.folder / name for name in ("clock.c", "clock.so", "prolog.sh"))
+    source.write_text(SHIFTED_CLOCK, encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    prolog.write_text(f'#!/bin/sh\n[ "$SLURMD_NODENAME" = node3 ] && echo "export LD_PRELOAD={library}"\nexit 0\n')
+    prolog.chmod(0o755)
+    library.chmod(0o755)
+    cluster.reconfig(TaskProlog=str(prolog))
+
+    found = doctor(login)
+
+    assert named(found) == {"clocks": ["node3"]}
+    (told,) = [one["found"] for one in found["checked"]["findings"] if one["check"] == "clocks"]
+    assert "node3's clock is 60.0 s ahead" in told
+
+
+@pytest.mark.long
+def test_the_reason_of_a_drained_node_is_explained(cluster: Cluster, login: LoginNode) -> None:
+    reason = "[node_problem] GPU 3 fell off the bus"
+    cluster.run("scontrol", "update", "nodename=node4", "state=drain", f"reason={reason}", user="root")
+
+    done = login.type("doctor")
+
+    assert f"warn     nodes           node4 is drained: {reason}" in done.stdout, done.stdout
+    assert "the hardware or the system of the node has failed a check" in done.stdout
+    assert "3 of 4 nodes take jobs" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["agent", "srun", "torchrun"])
+def test_a_run_on_healthy_nodes_is_checked_and_trains(login: LoginNode, launcher: str) -> None:
+    login.submit(
+        "checked", *SMALL, *world(4, 1), "preflight.enabled=true", f"launcher={launcher}", "--wait", timeout=240
+    )
+
+    assert login.status("checked")["state"] == "finished"
+    found = read_preflight(login.run("checked"), 0)
+    assert found is not None
+    assert found.failures == []
+    assert found.seconds < MOST_S
+    assert not login.run("checked").preflight_files(0).exists()
+
+
+@pytest.fixture
+def faulty(login: LoginNode) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Return what submits a run of three nodes, of which node2 has another PyTorch."""
+    login.add_recipe(TRIAL_RECIPE)
+
+    def submit(name: str, *settings: str) -> subprocess.CompletedProcess[str]:
+        words = ["submit", "digits.yaml", f"name={name}", "--cluster", "slurm", *SMALL, *world(3, 1), "--wait"]
+        return login.type(*words, "preflight.enabled=true", *settings)
+
+    with other_torch(login, "node2"):
+        yield submit
+
+
+@pytest.mark.long
+def test_a_node_that_differs_is_left_out_and_the_run_trains_on_others(login: LoginNode, faulty: Any) -> None:
+    done = faulty("excluded", "preflight.on_fail=exclude")
+
+    assert done.returncode == 0, done.stdout + done.stderr + login.console("excluded")
+    first, second = Ledger.read(login.run("excluded")).attempts
+    assert (first.cause, first.next, first.failed_nodes) == ("node failed", "requeue", ("node2",))
+    assert (second.ending, second.nodes) == ("finished", ("node1", "node3", "node4"))
+    why = login.type("why", "excluded", "--attempt", "0").stdout
+    assert "[preflight; from the run's records]" in why
+    assert "torch: node2 has 1.13.1" in " ".join(why.split())
+
+
+@pytest.mark.long
+def test_a_run_that_stops_at_a_failed_check_says_which_node_and_why(login: LoginNode, faulty: Any) -> None:
+    done = faulty("halted")
+
+    assert done.returncode != 0
+    (only,) = Ledger.read(login.run("halted")).attempts
+    assert (only.cause, only.ending, only.next) == ("preflight", "failed", "")
+    assert "torch: node2 has 1.13.1" in login.status("halted")["reason"]
+    assert not any(login.run("halted").path.glob("logs/attempt-0/rank-*.log"))
+
+
+@pytest.mark.long
+def test_a_run_that_only_warns_trains_all_the_same(login: LoginNode, faulty: Any) -> None:
+    done = faulty("warned", "preflight.on_fail=warn")
+
+    assert done.returncode == 0, done.stdout + done.stderr + login.console("warned")
+    assert "preflight: fail: torch: node2 has 1.13.1" in login.console("warned")
+    (only,) = Ledger.read(login.run("warned")).attempts
+    assert only.ending == "finished"

@@ -158,7 +158,7 @@ def _version(site: Site) -> Iterator[Finding]:
                 check="Slurm",
                 level="warn",
                 found=f"{config.version}, older than {hole.fixed_in}: {hole.what} ({hole.source})",
-                to_do="tell your administrators; nothing in ddp-hpc depends on it",
+                to_do="ask your administrators whether their packages have the fix; only they can add it",
             )
     else:
         yield Finding(

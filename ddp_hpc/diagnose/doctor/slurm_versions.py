@@ -21,7 +21,19 @@ class Hole:
         return ", ".join(f"{major:02d}.{minor:02d}.{patch}" for major, minor, patch in self.fixed)
 
 
-HOLES: Sequence[Hole] = ()
+HOLES: Sequence[Hole] = (
+    Hole(
+        what="CVE-2025-43904: a coordinator of an account can add a user with elevated privileges",
+        fixed=((23, 11, 11), (24, 5, 8), (24, 11, 5), (25, 5, 0)),
+        source="https://github.com/SchedMD/slurm, CHANGELOG of these releases",
+    ),
+    Hole(
+        what="CVE-2026-65107 and others up to CVE-2026-65168: among them, sbcast does not check the credential for shared objects",
+        fixed=((25, 5, 9), (25, 11, 8), (26, 5, 4)),
+        source="https://github.com/SchedMD/slurm/releases",
+    ),
+)
+"""Of many more, those that a user of a cluster may ask about. A distribution may have added a fix to an older release (Debian: DSA-5961-1)."""
 
 
 def known_holes(version: str) -> list[Hole]:

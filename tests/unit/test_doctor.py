@@ -1,0 +1,365 @@
+"""What the doctor says on a login node, and what it makes of Slurm's and NCCL's words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.config import resolve
+from ddp_hpc.diagnose.doctor import login, nccl_log
+from ddp_hpc.diagnose.doctor.drained import meaning, out_of_service
+from ddp_hpc.diagnose.doctor.login import Site
+from ddp_hpc.diagnose.doctor.on_nodes import options_of
+from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
+from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE
+from ddp_hpc.node_checks.node import disk, gather, networks, shared, state_of
+from ddp_hpc.rendezvous.interfaces import Interface
+from ddp_hpc.rendezvous.worker_env import for_debug
+from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.preflight import Finding, Preflight, preflight_of, read_preflight, write_preflight
+from ddp_hpc.slurm.queries import NodeState, parse_node_reasons
+from ddp_hpc.why.findings import Facts
+from ddp_hpc.why.verdict import verdict_of
+
+SLURM: dict[str, str] = {
+    "scontrol": """case "$*" in
+ping) echo "Slurmctld(primary) at head is UP";;
+"show config") cat <<'END'
+SLURM_VERSION           = {version}
+ClusterName             = lab
+PreemptMode             = REQUEUE
+JobRequeue              = 1
+MaxArraySize            = 1001
+AccountingStorageType   = accounting_storage/slurmdbd
+END
+;;
+*partition*) echo "PartitionName=gpu Default=YES State=UP TotalNodes=4 PreemptMode={mode} GraceTime={grace} MaxNodes=UNLIMITED MaxTime=UNLIMITED";;
+esac""",
+    "sinfo": "printf 'node1\\037idle\\037none\\036\\nnode2\\037drained\\037[user_problem] /tmp is full\\036\\nnode2\\037drained\\037[user_problem] /tmp is full\\036\\n'",
+    "sacctmgr": "echo 'lab|high,low'",
+    "sbatch": "echo 'sbatch: Job 7 to start at 2020-01-01T00:00:00 using 2 processors on nodes node1 in partition gpu' >&2",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Return an environment with a Slurm that answers."""
+    return a_slurm(tmp_path)
+
+
+def a_slurm(folder: Path, *, version: str = "25.11.8", mode: str = "REQUEUE", grace: int = 60) -> dict[str, str]:
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, text in SLURM.items():
+        filled = text.replace("{version}", version).replace("{mode}", mode).replace("{grace}", str(grace))
+        (programs / name).write_text(f"#!/bin/sh\n{filled}\n", encoding="utf-8")
+        (programs / name).chmod(0o755)
+    return {"PATH": f"{programs}:/usr/bin:/bin", "DDP_HPC_SITE_PROFILE": "", "HOME": str(folder)}
+
+
+def found_by(environ: dict[str, str], *settings: str, folder: Path) -> dict[str, list[Finding]]:
+    resolved = resolve(None, ["name=doctor", f"runs_dir={folder / 'runs'}", *settings], environ)
+    found: dict[str, list[Finding]] = {}
+    for one in login.findings_of(Site(resolved, environ)):
+        found.setdefault(one.check, []).append(one)
+    return found
+
+
+def test_a_login_node_says_what_its_cluster_does_to_a_run(slurm: dict[str, str], tmp_path: Path) -> None:
+    found = found_by(slurm, folder=tmp_path)
+
+    levels = {check: [one.level for one in several] for check, several in found.items()}
+    assert levels == {
+        "site": ["warn"],
+        "runs directory": ["ok"],
+        "quota": ["unknown"],
+        "Slurm": ["ok"],
+        "partition": ["ok"],
+        "preemption": ["ok"],
+        "requeue": ["ok"],
+        "job arrays": ["ok"],
+        "accounts": ["ok"],
+        "nodes": ["ok", "warn"],
+        "start": ["ok"],
+    }
+    assert "1 of 2 nodes take jobs" in found["nodes"][0].found
+    assert found["nodes"][1].found == "node2 is drained: [user_problem] /tmp is full"
+    assert "GraceTime 60 s" in found["preemption"][0].found
+
+
+@pytest.mark.parametrize(
+    ("about", "settings", "check", "said"),
+    [
+        ({"version": "22.05.8"}, (), "Slurm", "warn: .*CVE-2025-43904"),
+        ({"mode": "CANCEL"}, (), "preemption", "warn: .*CANCEL"),
+        ({"grace": 0}, (), "preemption", "warn: .*GraceTime 0 s"),
+        ({"mode": "OFF"}, (), "preemption", "ok: .*not preempted"),
+        ({}, ("slurm.partition=cpu",), "partition", "fail: there is no partition 'cpu'"),
+        ({}, ("slurm.account=other",), "accounts", "fail: .*not 'other'"),
+        ({}, ("slurm.requeue=false",), "requeue", "warn: `slurm.requeue` is false"),
+        ({}, ("resources.nodes=2",), "nodes", "fail: .*the run asks for 2"),
+    ],
+)
+def test_what_is_wrong_has_a_level_and_its_reason(
+    about: dict[str, Any], settings: tuple[str, ...], check: str, said: str, tmp_path: Path
+) -> None:
+    found = found_by(a_slurm(tmp_path, **about), *settings, folder=tmp_path)[check][0]
+
+    assert re.match(said, f"{found.level}: {found.found}"), found
+
+
+def test_a_slurm_that_does_not_answer_is_unknown_and_never_ok(slurm: dict[str, str], tmp_path: Path) -> None:
+    for name in SLURM:
+        path = tmp_path / "bin" / name
+        path.write_text("#!/bin/sh\necho 'error: Unable to contact slurm controller (connect failure)' >&2\nexit 1\n")
+
+    found = found_by(slurm, folder=tmp_path)
+
+    of_slurm = ("Slurm", "preemption", "requeue", "job arrays", "accounts", "nodes", "start")
+    assert {check: [one.level for one in found[check]] for check in of_slurm} == {
+        check: ["unknown"] for check in of_slurm
+    }
+
+
+def test_a_host_without_slurm_says_so(tmp_path: Path) -> None:
+    (found,) = found_by({"PATH": "/nowhere", "HOME": str(tmp_path)}, folder=tmp_path)["Slurm"]
+
+    assert found.level == "unknown"
+
+
+def test_a_runs_directory_that_cannot_be_written_is_a_failure(slurm: dict[str, str]) -> None:
+    resolved = resolve(None, ["name=doctor", "runs_dir=/proc/1/runs"], slurm)
+
+    (found,) = [one for one in login.findings_of(Site(resolved, slurm)) if one.check == "runs directory"]
+
+    assert (found.level, "cannot be written" in found.found) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("version", "num_holes"),
+    [
+        ("26.05.4", 0),
+        ("25.11.8", 0),
+        ("25.11.7", 1),
+        ("24.11.5", 1),
+        ("24.11.4", 2),
+        ("22.05.8", 2),
+        ("", 0),
+        ("27.05.0", 0),
+        ("25.05.9", 0),
+    ],
+)
+def test_known_holes_go_by_branch_and_release(version: str, num_holes: int) -> None:
+    assert len(known_holes(version)) == num_holes
+
+
+def test_a_reason_may_hold_any_text() -> None:
+    text = "n1\x1fdown*\x1fNot responding | by root\x1e\nn2\x1fidle\x1fnone\x1e\n"
+
+    assert parse_node_reasons(text) == [
+        NodeState(node="n1", state="down*", reason="Not responding | by root"),
+        NodeState(node="n2", state="idle"),
+    ]
+    assert [one.node for one in out_of_service(parse_node_reasons(text))] == ["n1"]
+
+
+def test_prefixes_of_reasons_are_explained() -> None:
+    assert "hardware" in meaning("[node_problem] Xid 79")
+    assert "user's processes" in meaning("[USER_PROBLEM] disk")
+    assert meaning("kernel update") == "no known prefix; the text is an administrator's, or Slurm's own"
+    assert not meaning("")
+
+
+def test_the_job_of_the_doctor_is_placed_as_the_run_would_be(tmp_path: Path) -> None:
+    settings = ["name=doctor", "slurm.partition=gpu", "slurm.account=lab", "slurm.exclude=node9"]
+    spec = resolve(None, settings, {"HOME": str(tmp_path)}).spec
+
+    assert options_of(spec, "3")[0] == "--nodes=3"
+    assert options_of(spec, "node[1-2]")[0] == "--nodelist=node[1-2]"
+    assert {"--partition=gpu", "--account=lab", "--exclude=node9"} <= {*options_of(spec, "3")}
+
+
+# --- one node ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_says_what_it_has_without_importing_torch(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from ddp_hpc.node_checks.node import gather;"
+        "found = gather('a', ['a'], folder=Path(sys.argv[1]), paths=[sys.argv[1]], environ=os.environ);"
+        "import json; print(json.dumps(found.as_record)); assert 'torch' not in sys.modules"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+
+    found = json.loads(done.stdout)
+    assert found["late"] == []
+    assert found["shared"]["seen"] == ["a"]
+    assert found["software"]["torch"]
+
+
+def test_nodes_see_each_others_files(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("b\n")
+
+    assert set(shared(tmp_path, "a", ["a", "b"]).seen) == {"a", "b"}
+
+
+def test_a_directory_that_is_not_there_is_an_error_of_this_node(tmp_path: Path) -> None:
+    assert "No such file" in shared(tmp_path / "none", "a", ["a"]).error
+    assert "No such file" in disk(tmp_path / "none").error
+
+
+def test_what_is_at_a_path(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("1")
+    (tmp_path / "loop").symlink_to("loop")
+
+    told = {name: state_of(tmp_path / name) for name in ("empty", "file", "none", "loop")}
+
+    assert told["empty"] == EMPTY
+    assert told["file"] == THERE
+    assert told["none"] == MISSING
+    assert "symbolic links" in told["loop"]
+
+
+def test_a_part_that_does_not_end_in_time_is_named_and_the_others_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)  # opening it waits for a writer, as reading from a dead mount does
+    monkeypatch.setattr("ddp_hpc.node_checks.node.PATIENCE_S", 0.5)
+
+    found = gather("a", ["a"], folder=tmp_path, paths=[str(fifo)], environ={})
+
+    assert found.late == (f"path {fifo}",)
+    assert found.num_cpus
+    os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+
+
+def test_an_interface_that_is_down_counts_as_a_network_that_is_missing() -> None:
+    up = Interface(name="eth0", kind="ethernet", is_up=True, addresses=("10.0.0.1/24",))
+    down = Interface(name="ib0", kind="infiniband", is_up=False)
+    loopback = Interface(name="lo", kind="loopback", is_up=True, addresses=("127.0.0.1/8",))
+
+    assert networks([up, down, loopback]) == {"Ethernet": 1, "InfiniBand": 0}
+
+
+# --- records and what they mean ----------------------------------------------------------------------------------------
+
+FAILED = Preflight(
+    at=1.0,
+    seconds=2.0,
+    nodes=("node1", "node2", "node3"),
+    findings=(
+        Finding(check="torch", level="fail", found="node2 has 1.13.1", to_do="use one", nodes=("node2",)),
+        Finding(check="clocks", level="warn", found="5 s", nodes=("node3",)),
+    ),
+)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    write_preflight(run, 0, FAILED)
+
+    assert read_preflight(run, 0) == FAILED
+    assert read_preflight(run, 1) is None
+
+
+@pytest.mark.parametrize("plain", [None, {}, {"at": 1, "seconds": 1, "nodes": [], "findings": [{"level": "green"}]}])
+def test_a_damaged_record_is_no_record(plain: Any) -> None:
+    assert preflight_of(plain) is None
+
+
+def test_only_failures_exclude_nodes_and_never_all_of_them() -> None:
+    everywhere = Finding(check="data", level="fail", found="", nodes=("node1", "node2", "node3"))
+
+    assert FAILED.bad_nodes == ("node2",)
+    assert not FAILED.has_nameless_failure
+    assert Preflight(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).bad_nodes == ()
+    assert Preflight(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).has_nameless_failure
+
+
+@pytest.mark.parametrize(
+    ("cause", "failed_nodes", "failure"),
+    [
+        (Cause.PREFLIGHT, (), "preflight"),
+        (Cause.NODE_FAILED, ("node2",), "preflight"),
+        (Cause.NODE_FAILED, ("node1",), "node-failed"),  # a node that went down later, under `on_fail=warn`
+    ],
+)
+def test_why_shows_what_the_check_found(cause: Cause, failed_nodes: tuple[str, ...], failure: str) -> None:
+    attempt = Attempt(
+        attempt=0,
+        job_id="1",
+        host="h",
+        pid=1,
+        started_at=0.0,
+        ending=Ending.FAILED,
+        cause=cause,
+        failed_nodes=failed_nodes,
+    )
+
+    verdict = verdict_of(Facts(attempt=attempt, preflight=FAILED))
+
+    assert verdict.failure == failure
+    if failure == "preflight":
+        assert verdict.host == "node2"
+        assert [one.text for one in verdict.evidence] == ["torch: node2 has 1.13.1"]
+
+
+# --- NCCL --------------------------------------------------------------------------------------------------------------
+
+IB = """node-01:1:1 [0] NCCL INFO Using network IB
+node-01:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB ib0:10.0.0.1<0>
+node-01:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+node-01:1:2 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [receive] via NET/IB/3/GDRDMA
+NCCL version 2.30.3+cuda13.0
+a line of another program
+"""
+SOCKET = """[2026-05-05 06:16:47] node-01:2:2 [3] plugin/net.cc:334 NCCL WARN Failed to initialize any NET plugin
+node-02:1:1 [0] NCCL INFO Using network Socket
+node-02:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0
+"""
+"""Lines as NVIDIA's documentation has them; none was measured here."""
+
+
+def test_the_transport_that_nccl_chose_is_summed_up() -> None:
+    found = nccl_log.chosen(IB.splitlines())
+
+    assert found.networks == {"IB": 1}
+    assert found.transports == {"P2P/CUMEM": 1, "NET/IB/GDRDMA": 1}
+    assert found.versions == {"2.30.3+cuda13.0": 1}
+    assert {one.level for one in nccl_log.findings_of(found, 1)} == {"ok"}
+
+
+def test_nodes_that_fall_back_to_tcp_are_a_warning(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.nccl_logs.mkdir(parents=True)
+    (run.nccl_logs / "node-01-1.log").write_text(IB)
+    (run.nccl_logs / "node-02-1.log").write_text(SOCKET)
+
+    found, num_files = nccl_log.read(run)
+
+    told = {one.check: (one.level, one.found) for one in nccl_log.findings_of(found, num_files)}
+    assert told["NCCL network"] == ("warn", "IB (1), Socket (1)")
+    assert told["NCCL transport"][0] == "warn"
+    assert told["NCCL warning"] == ("warn", "Failed to initialize any NET plugin (1 x)")
+
+
+def test_a_run_without_nccl_is_unknown() -> None:
+    (found,) = nccl_log.findings_of(nccl_log.chosen(["gloo says nothing"]), 1)
+
+    assert found.level == "unknown"
+
+
+def test_one_key_turns_on_all_logs_of_the_libraries() -> None:
+    assert for_debug("off", Path("/run")) == {}
+    assert for_debug("info", Path("/run"))["NCCL_DEBUG_FILE"] == "/run/%h-%p.log"
+    assert for_debug("trace", Path("/run"))["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"

@@ -1,0 +1,250 @@
+"""From the answers of all nodes to the node that differs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of
+from ddp_hpc.node_checks.verdict import Answers, Asked, findings_of, odd_ones
+from ddp_hpc.run_dir.network import NetworkFindings, Pace, PairFault
+from ddp_hpc.run_dir.preflight import Finding
+
+NODES = ("node1", "node2", "node3", "node4")
+ADDRESSES = {node: (f"10.0.0.{number}",) for number, node in enumerate(NODES, 1)}
+GOOD = NodeFacts(
+    software={
+        "python": "3.11.2",
+        "torch": "2.9.0",
+        "cuda": "12.8",
+        "hip": "",
+        "nccl": "2.27",
+        "driver": "570",
+        "ddp_hpc": "1",
+        "machine": "Linux",
+    },
+    gpus=("H100",) * 4,
+    num_gpus=4,
+    num_cpus=64,
+    names=ADDRESSES,
+    reverse_s=0.001,
+    networks={"InfiniBand": 1, "Ethernet": 1},
+    limits={"nofile": 65536, "memlock": -1, "nproc": -1},
+    disks={"temporary files": Disk(path="/tmp", free_bytes=100 << 30, free_files=10**6)},
+    shared=Shared(write_s=0.01, seen=NODES, seen_s=0.1),
+    paths={"/data": THERE},
+)
+
+
+def network(nodes: tuple[str, ...] = NODES, **fields: Any) -> NetworkFindings:
+    pairs = [(one, other) for one in nodes for other in nodes if one != other]
+    paces = tuple(Pace(sender=one, receiver=other, mb_per_s=1000.0, ahead_s=0.0, trip_s=0.0001) for one, other in pairs)
+    whole: dict[str, Any] = {"at": 0.0, "seconds": 1.0, "address": "10.0.0.1", "num_nodes": len(nodes)}
+    return NetworkFindings(**{**whole, "num_pairs": len(pairs) // 2, "paces": paces, **fields})
+
+
+def answers(changed: dict[str, NodeFacts] | None = None, **fields: Any) -> Answers:
+    facts = {**dict.fromkeys(NODES, GOOD), **(changed or {})}
+    return Answers(**{"nodes": NODES, "facts": facts, "network": network(), **fields})
+
+
+def bad(found: Answers) -> list[Finding]:
+    return [one for one in findings_of(found) if one.level != "ok"]
+
+
+def test_equal_nodes_have_no_finding() -> None:
+    assert bad(answers(asked=Asked(cpus_per_node=64, gpus_per_node=4))) == []
+
+
+OTHER_TORCH = replace(GOOD, software={**(GOOD.software or {}), "torch": "2.8.0"})
+OTHER_DRIVER = replace(GOOD, software={**(GOOD.software or {}), "driver": "550"})
+WRONG_HOSTS = replace(GOOD, names={**ADDRESSES, "node2": ("10.0.0.99",)})
+FULL = replace(GOOD, disks={"temporary files": Disk(path="/tmp", free_bytes=4 << 20, free_files=10)})
+OVER_QUOTA = replace(
+    GOOD, disks={"temporary files": Disk(path="/tmp", error="Disk quota exceeded", free_bytes=1 << 40)}
+)
+NO_DATA = replace(GOOD, paths={"/data": MISSING})
+EMPTY_MOUNT = replace(GOOD, paths={"/data": EMPTY})
+ALONE = replace(GOOD, shared=Shared(write_s=0.01, seen=("node3",), seen_s=6.0))
+NO_RUN_DIR = replace(GOOD, shared=Shared(error="No such file or directory"))
+LATE = replace(GOOD, paths={}, late=("path /data",))
+CUT = replace(GOOD, networks={"InfiniBand": 0, "Ethernet": 1})
+UNPLUGGED = replace(GOOD, networks={"InfiniBand": 1})
+FEW_GPUS = replace(GOOD, num_gpus=3)
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "level", "word"),
+    [
+        (OTHER_TORCH, "torch", "fail", "node3 has 2.8.0; the other nodes have 2.9.0"),
+        (OTHER_DRIVER, "driver", "warn", "node3 has 550"),
+        (WRONG_HOSTS, "names", "fail", "node2: node3 resolves it to 10.0.0.99, the others to 10.0.0.2"),
+        (FULL, "disk", "fail", "node3: 4 MiB free"),
+        (OVER_QUOTA, "disk", "fail", "Disk quota exceeded"),
+        (NO_DATA, "data", "fail", "/data is missing on node3"),
+        (EMPTY_MOUNT, "data", "fail", "/data is empty on node3"),
+        (NO_RUN_DIR, "run directory", "fail", "node3 cannot write there: No such file"),
+        (LATE, "nodes", "fail", "node3 did not answer in time about: path /data"),
+        (CUT, "interfaces", "fail", "node3 has no interface of InfiniBand that is up; the other nodes have 1"),
+        (UNPLUGGED, "interfaces", "warn", "node3 has no interface of Ethernet"),
+        (FEW_GPUS, "GPUs", "fail", "node3 has 3, but the run asks for 4"),
+    ],
+)
+def test_the_node_that_differs_is_named(facts: NodeFacts, check: str, level: str, word: str) -> None:
+    found = bad(answers({"node3": facts}, asked=Asked(gpus_per_node=4)))
+
+    assert [(one.check, one.level, one.nodes) for one in found] == [(check, level, ("node3",))]
+    assert word in found[0].found
+    assert found[0].to_do or check in {"driver", "GPUs"}
+
+
+def test_a_node_with_another_file_system_in_the_place_of_the_run_directory_is_named() -> None:
+    others = replace(GOOD, shared=Shared(write_s=0.01, seen=("node1", "node2", "node4"), seen_s=6.0))
+
+    (found,) = bad(answers({**dict.fromkeys(("node1", "node2", "node4"), others), "node3": ALONE}))
+
+    assert (found.check, found.level, found.nodes) == ("run directory", "fail", ("node3",))
+
+
+def test_where_each_node_has_a_run_directory_of_its_own_none_is_the_odd_one() -> None:
+    alone = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=(node,), seen_s=6.0)) for node in NODES}
+
+    (found,) = bad(answers(alone))
+
+    assert (found.check, found.level, found.nodes) == ("run directory", "fail", ())
+
+
+def test_of_two_nodes_that_differ_neither_is_named() -> None:
+    nodes = NODES[:2]
+    shared = Shared(write_s=0.01, seen=nodes, seen_s=0.1)
+    facts = {"node1": replace(GOOD, shared=shared), "node2": replace(OTHER_TORCH, shared=shared)}
+
+    (found,) = bad(Answers(nodes=nodes, facts=facts, network=network(nodes)))
+
+    assert (found.check, found.level, found.nodes) == ("torch", "fail", ())
+    assert "node1 has 2.9.0, node2 has 2.8.0" in found.found
+
+
+def test_what_no_node_has_is_no_finding_as_the_run_may_make_it() -> None:
+    assert bad(answers(dict.fromkeys(NODES, NO_DATA))) == []
+
+
+def test_data_that_no_node_may_read_is_a_failure_of_no_single_node() -> None:
+    (found,) = bad(answers(dict.fromkeys(NODES, replace(GOOD, paths={"/data": "Permission denied"}))))
+
+    assert (found.check, found.level, found.nodes) == ("data", "fail", ())
+
+
+def test_a_node_that_does_not_answer_is_named_and_what_it_has_is_not_compared() -> None:
+    whole = answers()
+    facts = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=NODES[:3])) for node in NODES[:3]}
+
+    (found,) = bad(replace(whole, facts=facts))
+
+    assert (found.check, found.level, found.nodes) == ("nodes", "fail", ("node4",))
+
+
+def test_without_any_answer_nothing_is_known() -> None:
+    (found,) = findings_of(Answers(nodes=NODES, facts={}, problem="srun: error: Unable to create step"))
+
+    assert found.level == "unknown"
+    assert "Unable to create step" in found.found
+
+
+def test_parts_that_no_node_gave_are_unknown_and_never_ok() -> None:
+    found = findings_of(answers(dict.fromkeys(NODES, NodeFacts()), network=None))
+
+    unknown = {one.check for one in found if one.level == "unknown"}
+    assert {"interfaces", "network", "names", "run directory", "disk", "python", "torch"} <= unknown
+    assert {one.check for one in found if one.level == "ok"} == {"nodes"}
+
+
+def test_a_node_may_resolve_its_own_name_to_the_loopback() -> None:
+    debian = {node: replace(GOOD, names={**ADDRESSES, node: ("127.0.1.1",)}) for node in NODES}
+
+    assert bad(answers(debian)) == []
+
+
+def test_a_name_that_no_other_node_resolves_is_a_failure() -> None:
+    none = replace(GOOD, names={**ADDRESSES, "node4": ()})
+
+    (found,) = bad(answers(dict.fromkeys(NODES, none)))
+
+    assert (found.check, found.nodes) == ("names", ())
+    assert "resolves it to nothing" in found.found
+
+
+def clocks(**ahead: float) -> NetworkFindings:
+    def offset(one: str, other: str) -> float:
+        return ahead.get(other, 0.0) - ahead.get(one, 0.0)
+
+    paces = (replace(pace, ahead_s=offset(pace.sender, pace.receiver)) for pace in network().paces)
+    return replace(network(), paces=tuple(paces))
+
+
+@pytest.mark.parametrize(
+    ("node", "ahead", "level"), [("node1", 60.0, "fail"), ("node3", -60.0, "fail"), ("node4", 5.0, "warn")]
+)
+def test_the_node_whose_clock_is_off_is_named(node: str, ahead: float, level: str) -> None:
+    (found,) = bad(answers(network=clocks(**{node: ahead})))
+
+    assert (found.check, found.level, found.nodes) == ("clocks", level, (node,))
+    assert f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'}" in found.found
+
+
+def speeds(*slow: tuple[str, str]) -> NetworkFindings:
+    paces = (replace(pace, mb_per_s=1.2) if (pace.sender, pace.receiver) in slow else pace for pace in network().paces)
+    return replace(network(), paces=tuple(paces))
+
+
+def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
+    (found,) = bad(answers(network=speeds(*[("node2", other) for other in NODES if other != "node2"])))
+
+    assert (found.check, found.level, found.nodes) == ("speed", "fail", ("node2",))
+
+
+def test_of_one_slow_pair_no_node_is_named() -> None:
+    (found,) = bad(answers(network=speeds(("node2", "node3"), ("node3", "node2"))))
+
+    assert (found.check, found.nodes) == ("speed", ())
+    assert "node2 to node3 1.2" in found.found
+
+
+def test_a_cut_fabric_names_its_node() -> None:
+    pairs = tuple(PairFault(nodes=(one, "node3"), fault="nothing passes") for one in ("node1", "node2", "node4"))
+
+    found = bad(answers(network=network(bad_nodes=("node3",), pairs=pairs)))
+
+    assert [(one.check, one.level, one.nodes) for one in found] == [("network", "fail", ("node3",))]
+
+
+def test_few_cpus_on_all_nodes_are_a_warning_about_none() -> None:
+    (found,) = bad(answers(asked=Asked(cpus_per_node=65)))
+
+    assert (found.check, found.level, found.nodes) == ("CPUs", "warn", ())
+
+
+@pytest.mark.parametrize(
+    ("values", "common", "odd"),
+    [
+        ({"a": 1, "b": 1, "c": 2}, 1, ["c"]),
+        ({"a": 1, "b": 2}, None, []),
+        ({"a": 1, "b": 1, "c": 2, "d": 2}, None, []),
+        ({"a": 1}, 1, []),
+        ({}, None, []),
+    ],
+)
+def test_the_odd_one_needs_a_majority_against_it(values: dict[str, int], common: int | None, odd: list[str]) -> None:
+    assert odd_ones(values) == (common, odd)
+
+
+def test_an_answer_survives_the_way_through_json() -> None:
+    assert facts_of(json.loads(json.dumps(GOOD.as_record))) == GOOD
+
+
+@pytest.mark.parametrize("plain", [None, [], "text", {"names": 3}, {"disks": {"tmp": {"colour": "red"}}}])
+def test_what_is_no_answer_is_not_taken_for_one(plain: Any) -> None:
+    assert facts_of(plain) is None
