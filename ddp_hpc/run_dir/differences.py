@@ -57,7 +57,7 @@ class Difference:
     """The ranks that were wrong, where that is known."""
     told_by: ToldBy = ""
     told_in: int | None = None
-    """The attempt that has told it."""
+    """The attempt whose digests show it."""
 
     @property
     def is_of_processors(self) -> bool:
