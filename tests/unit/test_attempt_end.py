@@ -14,6 +14,7 @@ from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.ending.requeue_job import leave
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run_dir import ownership
+from ddp_hpc.run_dir.differences import Difference, by_vote, write_difference
 from ddp_hpc.run_dir.ledger import JobFacts, Ledger, record_start
 from ddp_hpc.run_dir.records import ask_to_stop
 from tests.made_run import add_checkpoint, add_failure
@@ -161,3 +162,61 @@ def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monke
         "rank-1.json",
         "submission.json",
     ]
+
+
+def differs(one: Supervised, attempt: int, digests: str, **more: Any) -> None:
+    write_difference(
+        one.run,
+        by_vote(
+            Difference(
+                attempt=attempt,
+                step=50,
+                digests=tuple(digests),
+                hosts=NODES[: len(digests)],
+                processors=("x",) * len(digests),
+                tensors=("model/w",),
+                num_tensors=1,
+                at=1.0,
+                **more,
+            )
+        ),
+    )
+
+
+DIFFER = Outcome(code=exit_codes.RANKS_DIFFER)
+
+
+def test_ranks_that_differ_start_again_in_place_until_it_is_known_which_was_wrong(supervised: Make) -> None:
+    one = supervised()
+    attempt = one.begin()
+    differs(one, attempt, "ab")
+    add_failure(one.run, attempt, exception="the ranks differ after step 50: ...", ranks_differ=True)
+
+    conclude(one.context, attempt, DIFFER)
+
+    assert (one.last.cause, one.last.next, one.last.failed_nodes) == ("ranks differ", "in place", ())
+    assert one.last.reason == "the ranks differ after step 50: ..."
+
+
+def test_a_node_that_the_next_attempt_proves_wrong_is_left_out_from_then_on(supervised: Make) -> None:
+    one = supervised()
+    first = one.begin()
+    differs(one, first, "ab")
+    conclude(one.context, first, DIFFER)
+    differs(one, first, "ab", odd_ranks=(1,), told_by="repetition", told_in=1)
+
+    one.killed_on(rank=0)
+
+    ledger = Ledger.read(one.run)
+    assert [attempt.failed_nodes for attempt in ledger.attempts] == [("node2",), ("node1",)]
+    assert one.last.next == "requeue"  # to get another node than node2
+
+
+def test_ranks_that_differ_again_in_the_same_way_end_the_run_and_blame_no_node(supervised: Make) -> None:
+    one = supervised()
+    for number in range(2):
+        differs(one, number, "ab")
+        conclude(one.context, one.begin(), DIFFER)
+
+    assert (one.last.next, one.last.failed_nodes) == ("", ())
+    assert one.last.why_last.startswith("in attempt 0, each rank had the same values after the same step")

@@ -56,6 +56,7 @@ def test_every_cause_has_its_row() -> None:
         ("hang", "failed", "in place", "failed"),
         ("node failed", "failed", "requeue", "failed"),
         ("diverged", "failed", "", "failed"),
+        ("ranks differ", "failed", "in place", "failed"),
         ("unexplained", "failed", "requeue", "failed"),
     ],
 )
@@ -83,6 +84,31 @@ def test_a_script_that_asks_for_it_is_started_again_without_slurm_until_it_makes
     assert ("3 attempts in a row" in decision.why) == (not following)
     assert not decide(replace(asked, is_supervised=False), POLICY).next  # as under `ddp-hpc join`
     assert decide(replace(asked, is_on_slurm=True), POLICY).next == ("requeue" if following else "")
+
+
+def test_ranks_that_differ_train_on_from_the_newest_checkpoint_without_slurm_too() -> None:
+    differ = Situation(cause=Cause.RANKS_DIFFER, num_without_progress=2, is_on_slurm=False, is_supervised=True)
+
+    assert decide(differ, POLICY).next == "in place"
+    assert not decide(replace(differ, is_supervised=False), POLICY).next
+    assert "3 attempts in a row" in decide(replace(differ, num_without_progress=3), POLICY).why
+
+
+@pytest.mark.parametrize("is_on_slurm", [True, False])
+def test_ranks_that_differ_twice_in_the_same_way_end_the_run(is_on_slurm: bool) -> None:
+    again = Situation(cause=Cause.RANKS_DIFFER, differs_as=4, is_on_slurm=is_on_slurm, is_supervised=True)
+
+    decision = decide(again, POLICY)
+
+    assert (decision.ending, decision.next) == ("failed", "")
+    assert "in attempt 4, each rank had the same values" in decision.why
+
+
+def test_a_node_that_computed_something_wrong_is_left_out_at_once() -> None:
+    wrong = attempt(1, failed_nodes=("node2",), cause=Cause.RANKS_DIFFER, ended_at=NOW - 60)
+
+    assert bad_nodes([wrong], POLICY, now=NOW) == ["node2"]
+    assert bad_nodes([replace(wrong, cause=Cause.HANG)], POLICY, now=NOW) == []
 
 
 AWAY = [cause for cause, row in TABLE.items() if row.next == Next.REQUEUE]

@@ -1,0 +1,143 @@
+"""Which rank was wrong, by what the ranks had: by vote, and by what another attempt found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.job.ending import wrong_ranks
+from ddp_hpc.run_dir.differences import (
+    Difference,
+    Sample,
+    by_repetition,
+    by_vote,
+    is_same_again,
+    read_difference,
+    read_differences,
+    write_difference,
+)
+from ddp_hpc.run_dir.ledger import Attempt, Cause
+from ddp_hpc.run_dir.paths import RunDir
+
+
+def difference(digests: str, *, attempt: int = 0, kinds: str = "", values: Any = (), **more: Any) -> Difference:
+    """Return a difference of ranks with these digests, one letter each, on these kinds of processors."""
+    return Difference(
+        attempt=attempt,
+        step=50,
+        digests=tuple(digests),
+        hosts=tuple(f"node{rank + 1}" for rank in range(len(digests))),
+        processors=tuple(kinds or "x" * len(digests)),
+        tensors=("model/w",),
+        num_tensors=1,
+        samples=(Sample(tensor="model/w", places=(7,), values=tuple((value,) for value in values)),) if values else (),
+        at=1.0,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd"),
+    [
+        ("aab", (2,)),
+        ("baa", (0,)),
+        ("abcaa", (1, 2)),
+        ("ab", ()),
+        ("abc", ()),
+        ("aabb", ()),
+        ("aabc", ()),
+    ],
+)
+def test_more_than_half_of_the_ranks_name_the_others(digests: str, odd: tuple[int, ...]) -> None:
+    told = by_vote(difference(digests))
+
+    assert (told.odd_ranks, told.told_by) == (odd, "vote" if odd else "")
+
+
+@pytest.mark.parametrize(("digests", "kinds"), [("aab", "xxy"), ("aabb", "xxyy"), ("aabc", "xxyz")])
+def test_ranks_that_differ_by_their_processors_are_not_blamed(digests: str, kinds: str) -> None:
+    told = by_vote(difference(digests, kinds=kinds))
+
+    assert told.odd_ranks == ()
+    assert "may round differently" in told.who
+
+
+def test_a_rank_that_differs_from_others_on_its_kind_of_processor_is_blamed() -> None:
+    assert by_vote(difference("aabaa", kinds="xxxyy")).odd_ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("values", "found", "odd"),
+    [
+        ((1.0, 3.0), 1.01, (1,)),
+        ((3.0, 1.0), 1.01, (0,)),
+        ((1.0, 3.0), 2.0, ()),
+        ((1.0, 1.0000001), 5.0, ()),
+        ((1.0, float("nan")), 1.2, (1,)),
+        ((float("inf"), 1.0), 1.0, (0,)),
+        ((1.0, 1.0, 3.0, 3.0), 3.0, (0, 1)),
+        ((0.0, 1e38), 1e-3, (1,)),
+    ],
+)
+def test_another_attempt_names_the_ranks_that_are_far_from_what_it_finds(
+    values: tuple[float, ...], found: float, odd: tuple[int, ...]
+) -> None:
+    told = by_repetition(difference("abcd"[: len(values)], values=values), {"model/w": [found]}, attempt=1)
+
+    assert (told.odd_ranks, told.told_by, told.told_in) == (odd, "repetition" if odd else "undecided", 1)
+
+
+def test_without_samples_nothing_is_decided() -> None:
+    assert by_repetition(difference("ab"), {}, attempt=1).told_by == "undecided"
+    assert by_repetition(difference("ab", values=(1.0, 2.0)), {}, attempt=1).told_by == "undecided"
+
+
+def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    first, second = by_vote(difference("aab", values=(1.0, 1.0, float("inf")))), difference("ab", attempt=11)
+    write_difference(run, second)
+    write_difference(run, first)
+
+    assert read_differences(run) == [first, second]
+    for text in ("", "[]", "{}", '{"digests": ["a"], "hosts": [], "processors": []}'):
+        run.difference(11).write_text(text)
+        assert read_difference(run, 11) is None
+    assert read_differences(run) == [first]
+
+
+# --- what follows ----------------------------------------------------------------------------------------------------
+
+
+def attempt(number: int, **more: Any) -> Attempt:
+    known = {"job_id": "7", "host": "node1", "pid": 1, "started_at": 0.0, "nodes": ("node1", "node2"), **more}
+    return Attempt(attempt=number, cause=Cause.RANKS_DIFFER, **known)
+
+
+def test_the_node_of_a_wrong_rank_is_that_of_its_place() -> None:
+    two_each = difference("aaba", odd_ranks=(2,))
+
+    assert wrong_ranks.nodes_of(two_each, ("node1", "node2")) == ("node2",)
+    assert wrong_ranks.nodes_of(two_each, ()) == ()  # this machine
+    assert wrong_ranks.nodes_of(None, ("node1",)) == ()
+
+
+def test_a_repetition_corrects_the_ledger_of_the_earlier_attempt() -> None:
+    told = difference("ab", odd_ranks=(1,), told_by="repetition", told_in=1)
+    attempts = [attempt(0), replace(attempt(1), cause=Cause.FINISHED)]
+
+    assert wrong_ranks.corrected(attempts, [told], 1) == [replace(attempts[0], failed_nodes=("node2",))]
+    assert wrong_ranks.corrected(attempts, [told], 2) == []
+
+
+def test_what_happens_twice_in_the_same_way_is_no_nodes_failure() -> None:
+    attempts = [attempt(0, failed_nodes=("node1",)), attempt(1)]
+    twice = [by_vote(difference("baa")), by_vote(difference("baa", attempt=1))]
+
+    assert is_same_again(*twice)
+    assert wrong_ranks.same_again(twice, attempts, 1) == 0
+    assert wrong_ranks.same_again(twice, attempts[1:], 1) is None  # before the user's newest submission
+    assert wrong_ranks.corrected(attempts, twice, 1) == [attempt(0)]
+    assert not is_same_again(twice[0], difference("bca", attempt=1))
