@@ -36,6 +36,7 @@ from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
 from ddp_hpc.job.joining import Joining
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
 from ddp_hpc.job.monitor import Monitor
+from ddp_hpc.job.nan_check import nan_check_rule
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.run_records import RunRecords
@@ -44,7 +45,7 @@ from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import stage, unstage
 from ddp_hpc.job.wire.endpoint import Meeting
 from ddp_hpc.job.workers import ByAgents, ByTasks, Workers, names_of
-from ddp_hpc.rendezvous.worker_env import for_debug
+from ddp_hpc.rendezvous.worker_env import NAN_CHECK, for_debug, for_nan_check
 from ddp_hpc.requeue import TABLE
 from ddp_hpc.run_dir.ledger import Attempt, Cause, End, JobFacts, Next
 from ddp_hpc.run_dir.meeting import write_meeting
@@ -142,6 +143,8 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         spec = load_resolved(run.config, is_patient=True)
         _log_libraries(spec, run)
         _set_variables(spec.environ)
+        ends_at_nan = workload_of(spec).ends_at_nan
+        _order_nan_check(nan_check_rule(spec.debug.nan, records.ledger().newest, ends_at_nan=ends_at_nan))
     except ConfigError as error:
         _note_unbegun(run, allocation, cause=Cause.REFUSED, reason=str(error), exit_code=exit_codes.REFUSED)
         raise
@@ -221,6 +224,14 @@ def _set_variables(variables: Mapping[str, str]) -> None:
         was = "" if before in (None, value) else f" (it was {before!r})"
         sys.stderr.write(f"{name}={value!r} is set by the key `env.{name}`{was}\n")
     os.environ.update(variables)
+
+
+def _order_nan_check(rule: str) -> None:
+    """Have the workers' launchers switch the check for NaN on, if there is a reason."""
+    os.environ.pop(NAN_CHECK, None)  # of a rank from whose script this run was submitted
+    if rule:
+        sys.stderr.write(f"workers check gradients for NaN, because {rule}\n")
+    os.environ.update(for_nan_check(rule))
 
 
 def _take(run: RunDir, allocation: Allocation | None) -> list[int]:

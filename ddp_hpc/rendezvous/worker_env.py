@@ -149,8 +149,24 @@ def launched(
     process = (
         f"rank {rank} of {world_size}, worker {local_rank} of {local_world_size} on node {node_rank}, started by {by}"
     )
-    variables = settled(made, environ, fixed={*RANKS, *ENDPOINT})
+    variables = settled({**made, **_nan_check(environ)}, environ, fixed={*RANKS, *ENDPOINT})
     return WorkerEnv(process=process, variables={**variables, **import_path(import_paths, environ.get("PYTHONPATH"))})
+
+
+NAN_CHECK = "_DDP_HPC_NAN_CHECK"
+"""The variable by which a supervisor has its workers check gradients for NaN; it holds the reason."""
+
+
+def for_nan_check(rule: str) -> dict[str, str]:
+    """Return what workers' launchers read to switch the check on, for this reason; nothing without one."""
+    return {NAN_CHECK: rule} if rule else {}
+
+
+def _nan_check(environ: Mapping[str, str]) -> dict[str, Fact]:
+    """Return the variables by which PyTorch checks what ranks exchange: the first for gloo, the other for NCCL."""
+    rule = environ.get(NAN_CHECK)
+    names = ("TORCH_DIST_NAN_CHECK", "TORCH_NCCL_NAN_CHECK") if rule else ()
+    return {name: Fact(value="1", source=OURS, rule=rule or "") for name in names}
 
 
 def import_path(paths: Sequence[str], python_path: str | None) -> dict[str, Fact]:

@@ -32,6 +32,7 @@ from ddp_hpc.slow_ranks.clocks import ClockComparison
 from ddp_hpc.slow_ranks.reporter import Reporter
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train import process_group
+from ddp_hpc.train.engine.divergence import of_nan_check
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.replayed import follow_request
 from ddp_hpc.train.engine.training import Training, configure_torch, prepare
@@ -107,9 +108,10 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         finished = train(training)
         training.recorder.close()
         training.samples.close()
-    except BaseException as error:  # noqa: BLE001  whatever ends a worker is recorded
-        failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
+    except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0
+        error = of_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
+        failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
         _report(run, attempt, replace(failure, step=step, is_secondary=_lost_connection(error)))
         return exit_code_of(error)
     code = FINISHED if finished else STOPPED

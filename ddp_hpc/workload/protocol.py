@@ -54,6 +54,10 @@ class Workload(Protocol):
     def goal(self) -> Mapping[str, Any]:
         """What the run was asked to reach, as JSON has it. A run that reached it is done until it is asked for another goal."""
 
+    @property
+    def ends_at_nan(self) -> bool:
+        """Whether a NaN in a gradient means that the run has diverged, so that it may be searched for."""
+
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return a number that grows whenever an attempt has achieved something that the next one builds on; 0 at first.
 

@@ -48,6 +48,11 @@ class RecipeWorkload:
         """More epochs or steps than before are more to do."""
         return {"epochs": self.spec.train.epochs, "max_steps": self.spec.train.max_steps}
 
+    @property
+    def ends_at_nan(self) -> bool:
+        """Not with fp16, whose loss scaler skips such updates while it looks for its scale."""
+        return self.spec.train.on_nonfinite == "stop" and self.spec.train.precision != "fp16"
+
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""
         return progress(run, ledger, is_patient=is_patient)

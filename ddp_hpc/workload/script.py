@@ -47,6 +47,11 @@ class ScriptWorkload:
         """Another command is another thing to do."""
         return {"command": list(self.spec.script.command)}
 
+    @property
+    def ends_at_nan(self) -> bool:
+        """What a script does with NaN is not known."""
+        return False
+
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return how often the files of `script.progress` have changed, plus the newest step that the script has committed."""
         # Each of them only grows, so their sum does.

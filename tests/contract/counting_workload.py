@@ -37,6 +37,10 @@ class CountingWorkload:
     def goal(self) -> Mapping[str, Any]:
         return {"count": self.spec.recipe.args["to"]}
 
+    @property
+    def ends_at_nan(self) -> bool:
+        return False
+
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         del ledger, is_patient
         return counted(run)

@@ -108,6 +108,17 @@ def diverged(run: RunDir, what: str) -> str:
     )
 
 
+def of_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> DivergedError | None:
+    """Return what an error of PyTorch's check for NaN means (`debug.nan`); None for any other error.
+
+    PyTorch has no type for it: c10d raises a plain RuntimeError, on the rank alone whose own tensor has the NaN.
+    """
+    if not isinstance(error, RuntimeError) or "NaN found in input tensor" not in str(error):
+        return None
+    what = f"what rank {rank} had computed itself has a NaN, in step {step + 1}, before the ranks exchanged it"
+    return DivergedError(diverged(run, what))
+
+
 class UpdateGuard:
     """With the policy `skip`, skips updates whose gradients are not finite.
 
