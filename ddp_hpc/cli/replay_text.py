@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePath
+from textwrap import shorten
 
 from ddp_hpc.cli.formatting import table
 from ddp_hpc.replay.auditing import AuditReport
@@ -11,6 +12,9 @@ from ddp_hpc.replay.bisecting import BisectReport
 from ddp_hpc.replay.circumstances import Circumstances
 from ddp_hpc.replay.first_difference import Parting, Value
 from ddp_hpc.replay.replaying import Report
+
+_MOST_LETTERS = 100
+"""Of an option, or of the ids of a batch."""
 
 
 def replay_text(report: Report) -> str:
@@ -63,8 +67,10 @@ def _parting_lines(parting: Parting, one: str, other: str) -> Iterator[str]:
 
 def value_text(value: Value) -> str:
     """Return a value that differs as text: its kind and name, and an option's two values."""
-    samples = f", sample {', '.join(map(str, value.samples))}" if value.samples else ""
-    change = f": {value.one} -> {value.other}" if value.kind in {"option", "samples"} else ""
+    ids = shorten(", ".join(map(str, value.samples)), _MOST_LETTERS, placeholder=" ...")
+    samples = f", sample {ids}" if ids else ""
+    one, other = (shorten(text, _MOST_LETTERS, placeholder=" ...") for text in (value.one, value.other))
+    change = f": {one} -> {other}" if value.kind in {"option", "samples"} else ""
     how = "" if value.how == "differs" else f", {value.how} run"
     return f"{value.kind} {value.name}{samples}{change}{how}"
 

@@ -6,10 +6,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ddp_hpc.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.replay.circumstances import Circumstances, circumstances
 from ddp_hpc.replay.comparison import Difference, compare
 from ddp_hpc.replay.first_difference import Lines, Parting, first_difference
@@ -58,7 +60,7 @@ class _Pair:
 
         def one(which: int) -> Replayed:
             history = self.histories[which]
-            begin = history.newest_checkpoint(start)
+            begin, _ = history.sound_checkpoint(start)
             states = tuple(step for step in history.committed if begin < step <= end)
             digests = tuple(record_of(history.run, begin, end).digests)
             wanted = Wanted(
@@ -176,7 +178,9 @@ def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
     """Return a note if what was computed again is not what the run has recorded: then it is not exactly that run."""
     recorded = record_of(history.run, 0, end)
     computed: Record = computed_record(replayed, 0, end)
-    recorded.states = {step: state_of_checkpoint(history.run, step) for step in computed.states}
+    for step in computed.states:
+        with suppress(CorruptCheckpointError, UnreadableError, OSError):  # `read_known` has said so
+            recorded.states[step] = state_of_checkpoint(history.run, step)
     first: Difference | None = compare(recorded, computed).first
     if first is None:
         return []

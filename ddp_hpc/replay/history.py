@@ -10,9 +10,10 @@ from pathlib import Path
 import xxhash
 
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.checkpoints.checkpoint_names import committed_steps
+from ddp_hpc.checkpoints import checkpoint_store
+from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.config import load_resolved
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.run_dir.environment import Environment, read_environment
 from ddp_hpc.run_dir.inputs import AttemptInputs, read_inputs
 from ddp_hpc.run_dir.ledger import Ledger
@@ -47,6 +48,18 @@ class History:
     def newest_checkpoint(self, step: int) -> int:
         """Return the newest step up to `step` that has a checkpoint; 0 for the beginning."""
         return max((one for one in self.committed if one <= step), default=0)
+
+    def sound_checkpoint(self, step: int) -> tuple[int, list[str]]:
+        """Read the newest checkpoints up to `step` until one is sound; return its step, 0 without one, and notes on the others."""
+        notes = []
+        for one in sorted((one for one in self.committed if one <= step), reverse=True):
+            try:
+                checkpoint_store.verify(checkpoint_path(self.run, one))
+            except (CorruptCheckpointError, UnreadableError, OSError) as error:
+                notes.append(f"the checkpoint of step {one} cannot be used: {error}")
+            else:
+                return one, notes
+        return 0, notes
 
     def inputs_at(self, step: int) -> AttemptInputs:
         """Return what the attempt that took this step last computed with."""

@@ -90,7 +90,7 @@ def replay(
     """
     history = asked.history
     check_range(history, asked.start, asked.end)
-    begin = history.newest_checkpoint(asked.start)
+    begin, damage = history.sound_checkpoint(asked.start)
     stretches = history.stretches(begin, asked.end)
     states = tuple(step for step in history.committed if asked.start < step <= asked.end)
     recorded = record_of(history.run, asked.start, asked.end)
@@ -112,13 +112,23 @@ def replay(
     say(
         f"{history.run.name}: from {f'the checkpoint of step {begin}' if begin else 'the beginning'} to step {asked.end}, in {folder}"
     )
-    replayed = compute_again(wanted, environ, folder=folder, say=say)
+    try:
+        replayed = compute_again(wanted, environ, folder=folder, say=say)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     computed = computed_record(replayed, asked.start, asked.end)
     own_worlds = [one.inputs.world_size for one in stretches]
     is_other = replayed.is_on_other_device or replayed.world_sizes != own_worlds
     tolerance = asked.tolerance if is_other else 0.0
     found = compare(recorded, computed, tolerance=tolerance)
-    notes = [*history.notes, *replayed.notes, *_what_differs_here(asked, environ), *_of_order(replayed, own_worlds)]
+    notes = [
+        *history.notes,
+        *damage,
+        *replayed.notes,
+        *_what_differs_here(asked, environ),
+        *_of_order(replayed, own_worlds),
+    ]
     report = Report(
         run=str(history.run.path),
         verdict=_verdict(found),
