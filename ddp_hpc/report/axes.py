@@ -58,7 +58,7 @@ def logarithmic(low: float, high: float) -> Axis:
     """Return an axis in powers of ten, for values above zero."""
     axis = Axis(low, high, (), is_log=True)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(decades) <= 3 else (1,)
+    factors = (1, 2, 5) if high / low < 100 else (1, 3) if high / low < 1000 else (1,)
     every = max(1, len(decades) // 6)
     marks = [factor * 10.0**decade for decade in decades if decade % every == 0 for factor in factors]
     return Axis(low, high, [Tick(axis.place(one), compact(one)) for one in marks if low <= one <= high], is_log=True)

@@ -92,6 +92,11 @@ class RunData:
         return seconds, sum(mark.num_steps or 0 for mark in newest.values())
 
     @property
+    def is_failure_newest(self) -> bool:
+        """Whether no attempt followed the one that failed."""
+        return self.failure is not None and self.failure.attempt == self.times[-1].attempt.attempt
+
+    @property
     def starts(self) -> Mapping[int, int]:
         """Attempt -> the step at which its training began."""
         return {one.attempt.attempt: one.first_step for one in self.times if one.trained_from is not None}

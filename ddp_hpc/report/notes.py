@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from ddp_hpc.config.sources import read_mapping
@@ -23,7 +24,6 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
 }
 _CONDITION = re.compile(r"\s*(?P<name>[a-z_]+)\s*(?P<sign>>=|<=|==|>|<)\s*(?P<number>-?[0-9.]+(?:e-?[0-9]+)?)\s*")
-_FIELD = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,12 +236,15 @@ def _rule(path: Path, number: int, plain: Any) -> Rule:
             raise ConfigError(
                 f"{where} has the condition {part!r}. Write NAME > NUMBER (or <, >=, <=, ==), where NAME is one of {', '.join(NAMES)}."
             )
-    unknown = {name for name in _FIELD.findall(rule.text + rule.key) if name not in NAMES}
     try:
-        (rule.text + rule.key).format(**dict.fromkeys(NAMES, 0.0))
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        wrong = ", ".join(sorted(unknown)) or str(error)
+        parts = [*Formatter().parse(rule.text), *Formatter().parse(rule.key)]
+        unknown = {name for _, name, _, _ in parts if name is not None and name not in NAMES}
+        if not unknown:
+            (rule.text + rule.key).format(**dict.fromkeys(NAMES, 0.0))
+    except ValueError as error:
+        unknown = {str(error)}
+    if unknown:
         raise ConfigError(
-            f"{where} has a text that cannot be filled in: {wrong}. In braces may stand {', '.join(NAMES)}."
-        ) from error
+            f"{where} has a text that cannot be filled in: {', '.join(sorted(unknown))}. In braces may stand {', '.join(NAMES)}."
+        )
     return rule

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,22 @@ from ddp_hpc.report.notes import RULES, Rule, facts_of, notes_of
 from ddp_hpc.report.timeline import rows_of
 from ddp_hpc.report.words import duration, hours, milliseconds, moment, plural, share
 from ddp_hpc.run_dir.environment import Environment, differences
+from ddp_hpc.run_dir.meeting import MeetingRecord
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 
+_CODE = re.compile(r"`([^`]*)`")
+_WHERE = {
+    "finished": "Finished at",
+    "stopped": "Stopped at",
+    "failed": "Failed at",
+    "running": "Now at",
+    "starting": "Starting; it was at",
+    "stopping": "Stopping at",
+    "waiting": "In the queue; it was at",
+    "cancelled": "Cancelled at",
+    "interrupted": "Killed at",
+}
 _MOST_READINGS = 500
 _MOST_CHANGES = 12
 
@@ -78,7 +92,7 @@ def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
             for number, low in enumerate(charts.SHADES)
         ],
         "alarms": run.alarms[-20:],
-        "meetings": run.meetings,
+        "meetings": _meetings(run.meetings),
         "networks": run.networks,
         "checkpoints": [_checkpoint(one) for one in run.checkpoints],
         "cost": _cost(run),
@@ -90,23 +104,27 @@ def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
 
 
 def lead(run: RunData) -> str:
-    """Say in two sentences where the run stands, and what it took."""
-    status = run.status
+    """Say in a few sentences where the run stands, and what it took."""
+    status, good = run.status, run.goodput.goodput
     if not run.times:
-        return f"{status.reason.capitalize()}." if status.reason else "It has not begun."
-    total = f" of {status.total_steps:,}" if status.total_steps is not None else ""
-    where = (
-        f"It is at step {status.step:,}{total}."
-        if status.saves is None or status.step
-        else f"It has saved its state {plural(status.saves or 0, 'time')}."
-    )
-    reason = (
-        f" {status.reason[0].upper()}{status.reason[1:].rstrip('.')}." if status.reason and run.failure is None else ""
-    )
-    took = f" It took {plural(len(run.times), 'attempt')} and {hours(_running_h(run))} of node time"
-    good = run.goodput.goodput
+        return f"{_sentence(status.reason)}" if status.reason else "No attempt has begun."
+    reason = "" if not status.reason or (run.failure and run.is_failure_newest) else f" {_sentence(status.reason)}"
+    took = f"{plural(len(run.times), 'attempt')} took {hours(_running_h(run))} of node time"
     useful = f", of which {share(good)} was training that counts." if good is not None else "."
-    return f"{where}{reason}{took}{useful}"
+    return f"{_where(run)}{reason} {took[0].upper()}{took[1:]}{useful}"
+
+
+def _where(run: RunData) -> str:
+    status = run.status
+    if status.saves is not None and not status.step:
+        return f"The script has saved its state {plural(status.saves, 'time')}."
+    total = "" if status.total_steps is None else f" of {status.total_steps:,}"
+    verb = _WHERE.get(status.state, "Ended at")
+    return f"{verb} step {status.step:,}{total}."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
 def _running_h(run: RunData) -> float:
@@ -217,6 +235,16 @@ def _environment(run: RunData) -> list[tuple[str, str]]:
     return [(name, value) for name, value in named.items() if value]
 
 
+def _meetings(meetings: Mapping[int, MeetingRecord]) -> list[tuple[str, MeetingRecord]]:
+    """Put neighbouring attempts together that met at one place."""
+    parts: list[list[int]] = []
+    for attempt in meetings:
+        if not parts or meetings[parts[-1][-1]] != meetings[attempt]:
+            parts.append([])
+        parts[-1].append(attempt)
+    return [(f"{one[0]}" if len(one) == 1 else f"{one[0]} to {one[-1]}", meetings[one[0]]) for one in parts]
+
+
 def _changes(run: RunData) -> Iterable[tuple[int, str]]:
     before: Environment | None = None
     for attempt, one in sorted(run.environments.items()):
@@ -257,6 +285,7 @@ def render_page(template: str, view: dict[str, Any], *, title: str, path: Path |
     """Return a page: a template of ours, filled in. All text is escaped."""
     from jinja2 import Environment as Templates
     from jinja2 import FileSystemLoader, StrictUndefined
+    from markupsafe import Markup, escape
 
     templates = Templates(
         autoescape=True,
@@ -265,6 +294,7 @@ def render_page(template: str, view: dict[str, Any], *, title: str, path: Path |
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))  # noqa: S704  escaped
     templates.filters.update(percent=_percent, flex="{:.5f}".format, share=share, ms=milliseconds, readings=_readings)
     written = moment(now, "%d %b %Y, %H:%M %Z")
     common = {"title": title, "version": __version__, "written": written, "path": path}

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,14 +127,15 @@ def _finite(pairs: Iterable[tuple[int, float | None]]) -> list[Point]:
 
 
 def _parts(lines: Iterable[_Line]) -> list[list[Point]]:
-    """Divide superseded lines where the steps go back: there, another attempt was set aside."""
+    """Divide superseded lines where the steps go back or leap: there, another attempt was set aside."""
+    points = [point for line in lines if line.kind == "train" for point in _finite([(line.step, line.loss)])]
+    leaps = [two.step - one.step for one, two in pairwise(points) if two.step > one.step]
+    longest = 4 * min(leaps, default=0)
     parts: list[list[Point]] = []
-    for line in lines:
-        if line.kind != "train" or line.loss is None or not math.isfinite(line.loss):
-            continue
-        if not parts or line.step <= parts[-1][-1].step:
+    for point in points:
+        if not parts or not 0 < point.step - parts[-1][-1].step <= longest:
             parts.append([])
-        parts[-1].append(Point(line.step, line.loss))
+        parts[-1].append(point)
     return parts
 
 

@@ -35,13 +35,15 @@ def sweep_page(name: str, runs: Sequence[tuple[RunDir, Mapping[str, object]]], *
     """Return the page of a sweep, by the runs of its points and what each sets."""
     found, unreadable = [], []
     for run, sets in runs:
+        if not run.config.is_file():
+            continue
         try:
             found.append(_read(run, sets, now))
         except (OSError, UnreadableError) as error:
             unreadable.append(f"{run.name} cannot be read: {error}")
     return render_page(
         "sweep.html.j2",
-        _view(name, found, unreadable),
+        _view(name, found, unreadable, num_points=len(runs)),
         title=f"{name}: report",
         path=runs[0][0].path.parent if runs else name,
         now=now,
@@ -54,7 +56,7 @@ def _read(run: RunDir, sets: Mapping[str, object], now: float) -> SweptRun:
     return SweptRun(name=run.name, sets=sets, status=status, goodput=goodput_of(times), series=read_series(run))
 
 
-def _view(name: str, runs: Sequence[SweptRun], unreadable: Sequence[str]) -> dict[str, Any]:
+def _view(name: str, runs: Sequence[SweptRun], unreadable: Sequence[str], *, num_points: int) -> dict[str, Any]:
     keys = list(dict.fromkeys(key for run in runs for key in run.sets))
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.status.metrics))
     ends = [run.series.loss[-1].value for run in runs if run.series.loss]
@@ -66,11 +68,11 @@ def _view(name: str, runs: Sequence[SweptRun], unreadable: Sequence[str]) -> dic
             small.append(
                 (run.name, ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in run.sets.items()), chart)
             )
-    states = [run.status.state for run in runs]
+    states = [*(run.status.state for run in runs), *["not begun"] * (num_points - len(runs) - len(unreadable))]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     return {
         "name": name,
-        "lead": f"{plural(len(runs), 'point')}: {counts or 'none has begun'}.",
+        "lead": f"{plural(num_points, 'point')}: {counts}.",
         "missing": [
             *unreadable,
             *(

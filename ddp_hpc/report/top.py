@@ -138,4 +138,4 @@ def _labelled(label: str, text: str) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."[: max(0, width)]

@@ -25,6 +25,8 @@ def share(value: float | None) -> str:
     """Return `82 %`, or `0.4 %` where it is small; a dash where it is not known."""
     if value is None or not math.isfinite(value):
         return "-"
+    if 0 < value < 0.0005:
+        return "< 0.1 %"
     return f"{value * 100:.1f} %" if 0 < value < 0.0995 else f"{value * 100:.0f} %"
 
 

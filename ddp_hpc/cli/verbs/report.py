@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, Mapping[str, object]]]] | None:
-    """Return the name of a sweep and its points' runs that there are, with what each sets; None for a run."""
+    """Return the name of a sweep and the runs of its points, with what each sets; None for a run."""
     if text is None:
         return None
     from ddp_hpc.sweep.sweep_dir import read_sweep, sweep_named  # late: a run needs none of it
@@ -64,8 +64,7 @@ def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, M
     sweep_dir = sweep_named(text, runs_dir)
     if sweep_dir is None:
         return None
-    points = [(sweep_dir.run(point), point.shown) for point in read_sweep(sweep_dir).points]
-    return sweep_dir.name, [(run, shown) for run, shown in points if run.config.is_file()]
+    return sweep_dir.name, [(sweep_dir.run(point), point.shown) for point in read_sweep(sweep_dir).points]
 
 
 def _rules(named: str | None, environment: Mapping[str, str]) -> list[Rule]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shutil
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -70,8 +70,8 @@ class Screens:
 
     def draw(self, seen: Seen) -> None:
         """Draw one screen; in a file or a pipe, below the last one."""
-        size = tuple(shutil.get_terminal_size((80, 24)))
-        width, height = size if self._is_terminal else (max(80, size[0]), 200)
+        size = tuple(os.get_terminal_size(self._out.fileno())) if self._is_terminal else (100, 200)
+        width, height = size if min(size) > 0 else (80, 24)  # a terminal may not know its size
         # One column stays free, as some terminals begin a new line there, and one line for the shell.
         lines = [visible(line) for line in screen(seen, width=width - 1, height=height - 1, is_plain=self._is_plain)]
         if self._is_terminal and self._height:

@@ -1,0 +1,1 @@
+"""Reports, traces and screens of runs."""

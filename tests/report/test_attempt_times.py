@@ -1,0 +1,160 @@
+"""Where the time of each attempt goes, and goodput as the sum of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next
+from ddp_hpc.run_dir.records import Progress
+from ddp_hpc.run_dir.timeline import Mark
+from ddp_hpc.watch.attempt_times import AttemptTime, attempt_times, read_times
+from ddp_hpc.watch.goodput import goodput_of
+from tests.report.made import Plan, large_run, made_run
+
+PROGRESS = Progress(attempt=0, step=10, at=150.0)
+
+
+def attempt(number: int = 0, started_at: float = 100.0, **more: Any) -> Attempt:
+    given: dict[str, Any] = {"ending": Ending.FINISHED, "ended_at": started_at + 100.0, **more}
+    return replace(Attempt(attempt=number, job_id="1", host="here", pid=1, started_at=started_at), **given)
+
+
+def begin(attempt: int = 0, at: float = 120.0, step: int = 0) -> Mark:
+    return Mark(kind="begin", attempt=attempt, at=at, step=step, world_size=4, num_gpus=4)
+
+
+def phases(attempt: int = 0, at: float = 190.0, step: int = 70, *, waited_s: float = 0.0, since: int = 0) -> Mark:
+    return Mark(
+        kind="phases", attempt=attempt, at=at, step=step, num_steps=step - since, phases={"checkpoint": waited_s}
+    )
+
+
+def times(
+    attempts: Sequence[Attempt],
+    marks: Sequence[Mark],
+    *,
+    progress: Progress | None = PROGRESS,
+    now: float | None = None,
+) -> list[AttemptTime]:
+    return attempt_times(attempts, marks, progress=progress, queued=None, now=now)
+
+
+def spent(time: AttemptTime) -> dict[str, float]:
+    return {kind: round(seconds, 6) for kind, seconds in time.seconds.items() if seconds}
+
+
+def test_a_finished_attempt_starts_trains_and_saves() -> None:
+    (one,) = times([attempt()], [begin(), phases(waited_s=5.0)])
+
+    assert spent(one) == {"starting": 20.0, "training": 75.0, "saving": 5.0}
+
+
+def test_what_a_later_attempt_repeats_is_lost() -> None:
+    crashed = attempt(ending=Ending.FAILED, cause=Cause.WORKER_CRASHED, next=Next.IN_PLACE, last_step=50)
+    marks = [
+        begin(),
+        phases(at=170.0, step=50),
+        phases(at=190.0, step=70),
+        begin(1, at=220.0, step=50),
+        phases(1, at=290.0, step=100, since=50),
+    ]
+
+    first, second = times([crashed, attempt(1, started_at=210.0)], marks)
+
+    assert spent(first) == {"starting": 20.0, "training": 50.0, "lost": 30.0}
+    assert (first.kept_step, first.reached_step) == (50, 70)
+    assert spent(second) == {"starting": 10.0, "training": 90.0}
+
+
+def test_the_time_of_a_step_between_two_notes_is_interpolated() -> None:
+    crashed = attempt(ending=Ending.FAILED, last_step=50)
+
+    (one,) = times([crashed], [begin(), phases(at=220.0, step=100)])
+
+    assert spent(one)["training"] == 50.0
+
+
+def test_saves_of_lost_steps_are_lost_and_not_saving() -> None:
+    crashed = attempt(ending=Ending.FAILED, last_step=50)
+    marks = [begin(), phases(at=170.0, step=50, waited_s=4.0), phases(at=190.0, step=70, waited_s=6.0)]
+
+    (one,) = times([crashed], marks)
+
+    assert spent(one) == {"starting": 20.0, "training": 46.0, "saving": 4.0, "lost": 30.0}
+
+
+def test_an_attempt_that_fails_before_its_first_step_is_lost_and_one_that_still_starts_is_not() -> None:
+    (failed,) = times([attempt(ending=Ending.FAILED)], [], progress=None)
+    (going_on,) = times([attempt(ending=None, ended_at=None)], [], progress=None, now=160.0)
+
+    assert spent(failed) == {"lost": 100.0}
+    assert spent(going_on) == {"starting": 60.0}
+    assert going_on.is_open
+
+
+def test_without_records_of_its_time_nothing_is_taken_for_known() -> None:
+    """A script, and a run of an older version."""
+    (one,) = found = times([attempt()], [])
+
+    assert spent(one) == {"unknown": 100.0}
+    assert goodput_of(found).goodput is None
+
+
+def test_a_killed_attempt_ends_with_its_last_sign_of_life() -> None:
+    (one,) = times([attempt(ending=None, ended_at=None, last_step=None)], [begin(), phases(at=170.0, step=50)])
+
+    assert one.ended_at == 170.0
+    assert not one.is_open
+    assert one.is_failure
+
+
+def test_the_queue_is_counted_from_the_submission_or_from_the_end_before() -> None:
+    before = attempt(ending=Ending.STOPPED, next=Next.REQUEUE, queued_at=40.0)
+
+    first, second, third = times(
+        [before, attempt(1, started_at=260.0, next=Next.IN_PLACE), attempt(2, started_at=400.0)], [begin()]
+    )
+
+    assert first.seconds["queued"] == 60.0
+    assert second.seconds["queued"] == 60.0
+    assert third.queued_at is None
+
+
+def test_a_clock_that_goes_back_makes_no_negative_time() -> None:
+    (one,) = times([attempt(ended_at=90.0)], [begin(at=80.0), phases(at=70.0, step=5)])
+
+    assert min(one.seconds.values()) >= 0.0
+
+
+@pytest.mark.parametrize("ending", ["failed", "stopped", "finished", None])
+def test_all_kinds_add_up_to_the_length_of_each_attempt(ending: str | None, tmp_path: Path) -> None:
+    run = made_run(
+        tmp_path / "run", [Plan(first=0, reached=250), Plan(first=200, reached=330, ending=ending, queued_s=50)]
+    )
+
+    found = read_times(run, now=0.0, is_alive=False)
+
+    for one in found:
+        assert sum(one.seconds.values()) - one.seconds["queued"] == pytest.approx(one.length_s)
+
+
+def test_goodput_counts_all_nodes_and_gpus_and_leaves_the_queue_out(tmp_path: Path) -> None:
+    run = large_run(tmp_path / "large")
+
+    found = read_times(run, now=0.0, is_alive=False)
+    goodput = goodput_of(found)
+
+    running_s = sum(one.length_s for one in found)
+    assert sum(value for kind, value in goodput.node_hours.items() if kind != "queued") == pytest.approx(
+        running_s * 8 / 3600
+    )
+    assert goodput.node_hours["queued"] == pytest.approx(sum(120 + 30 * number for number in range(10)) * 8 / 3600)
+    assert goodput.gpu_hours == pytest.approx(running_s * 64 / 3600)
+    assert goodput.steps_repeated == 4 * 40
+    assert goodput.goodput is not None
+    assert 0.6 < goodput.goodput < 0.8

@@ -1,0 +1,120 @@
+"""Notes: a number, why it matters, and the key to set; ours and a site's own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.report.notes import MOST_NOTES, NOTHING, RULES, Facts, Note, Rule, facts_of, notes_of, read_rules
+from ddp_hpc.report.reading import read_run
+from ddp_hpc.run_dir.slow_ranks import Alarm, record
+from tests.report.made import BEGIN, Plan, large_run, made_run
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "report.md"
+
+
+def site_file(folder: Path, text: str) -> Path:
+    path = folder / "notes.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_run_of_which_no_number_stands_out_has_one_note_that_says_so() -> None:
+    assert notes_of(Facts(goodput=0.99, lost_share=0.0), RULES) == [NOTHING]
+
+
+def test_a_number_that_is_not_known_makes_no_note() -> None:
+    assert notes_of(Facts(), [Rule(when="lost_share < 5", text="x", key="y")]) == [NOTHING]
+
+
+def test_the_most_important_notes_come_first_and_are_at_most_three() -> None:
+    facts = Facts(not_finite=3, slow_rank=5, slow_rank_share=0.2, saving_share=0.3, data_share=0.4, lost_share=0.5)
+
+    found = notes_of(facts, RULES)
+
+    assert len(found) == MOST_NOTES
+    assert found[0].text.startswith("The loss was NaN or infinite in 3 log lines")
+    assert "wait 20% of each step for rank 5" in found[1].text
+
+
+def test_the_note_on_checkpoints_names_both_costs_and_the_key(tmp_path: Path) -> None:
+    plans = [
+        Plan(first=0, reached=900),
+        Plan(first=500, reached=1400),
+        Plan(first=1000, reached=1500, ending="finished"),
+    ]
+    run = made_run(tmp_path / "run", plans, every=500)
+
+    facts = facts_of(read_run(run, now=BEGIN))
+
+    (note,) = [one for one in notes_of(facts, RULES) if one.key.startswith("checkpoint.every_steps=")]
+    assert note.key == f"checkpoint.every_steps={facts.best_every_steps:.0f}"
+    assert facts.best_every_steps < 500
+    assert facts.best_checkpoint_cost < facts.checkpoint_cost
+
+
+def test_a_rank_that_was_named_as_slow_is_in_the_facts(tmp_path: Path) -> None:
+    run = large_run(tmp_path / "run")
+    alarm = Alarm(
+        attempt=0, rank=5, node="node00", lost_s=0.05, share=0.25, num_waiting=63, cause="", at=1.0, since_step=1
+    )
+    record(run, [alarm])
+
+    facts = facts_of(read_run(run, now=BEGIN))
+
+    assert (facts.slow_rank, facts.slow_rank_share, facts.workers) == (5, 0.25, 64)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.when)
+def test_each_rule_of_ours_is_one_that_a_site_could_write(rule: Rule, tmp_path: Path) -> None:
+    text = f"notes:\n- when: {rule.when!r}\n  text: {rule.text!r}\n  key: {rule.key!r}\n"
+
+    assert read_rules(site_file(tmp_path, text)) == [rule]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\n", "has no list `notes`"),
+        ("notes:\n- when: 'goodput < 1'\n", "must have the keys `when`, `text` and `key`"),
+        ("notes:\n- {when: 'speed < 1', text: x, key: y}\n", "has the condition 'speed < 1'"),
+        ("notes:\n- {when: '__import__(\"os\") > 1', text: x, key: y}\n", "has the condition"),
+        ("notes:\n- {when: 'goodput < 1', text: '{speed}', key: y}\n", "cannot be filled in: speed"),
+        ("notes:\n- {when: 'goodput < 1', text: '{goodput.__class__}', key: y}\n", "cannot be filled in"),
+        ("notes:\n- {when: 'goodput < 1', text: '{', key: y}\n", "cannot be filled in"),
+    ],
+)
+def test_a_wrong_note_of_a_site_is_named(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace("[", r"\[")):
+        read_rules(site_file(tmp_path, text))
+
+
+def test_a_sites_notes_come_first_in_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "runs" / "one", [Plan(first=0, reached=300, ending="finished")])
+    site_file(
+        tmp_path, "notes:\n- {when: 'goodput < 1.1', text: 'Our goodput is {goodput:.0%}.', key: ask help@site}\n"
+    )
+    (tmp_path / "ours.yaml").write_text("site:\n  report_notes: notes.yaml\n")
+
+    assert main(["report", "one", "--site", "./ours.yaml", "-o", "page.html"]) == 0
+
+    page = (tmp_path / "page.html").read_text()
+    assert "Our goodput is" in page
+    assert page.index("ask help@site") < len(page)
+
+
+def test_notes_are_texts() -> None:
+    assert notes_of(Facts(lost_share=0.5), [Rule(when="lost_share > 0.1", text="{lost_share:.0%}", key="k")]) == [
+        Note("50%", "k")
+    ]
+
+
+def test_the_document_names_each_number_that_a_note_may_use() -> None:
+    text = DOCUMENT.read_text()
+
+    assert [one.name for one in fields(Facts) if f"`{one.name}`" not in text] == []

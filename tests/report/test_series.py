@@ -1,0 +1,78 @@
+"""Losses and rates as a screen shows them: thinned out, with their extremes, whatever stands in the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from ddp_hpc.report.series import NUM_BINS, Point, read_series, thinned
+from ddp_hpc.run_dir.paths import RunDir
+from tests.made_run import make_run
+
+
+def line(step: int, loss: object, kind: str = "train", **more: object) -> str:
+    return json.dumps({"kind": kind, "step": step, "epoch": 1, "loss": loss, "at": 1.0, **more}) + "\n"
+
+
+def run_with(folder: Path, text: str, superseded: str = "") -> RunDir:
+    run = make_run(folder)
+    run.metrics.write_text(text)
+    if superseded:
+        run.superseded_metrics.write_text(superseded)
+    return run
+
+
+def test_thinning_keeps_ends_and_extremes() -> None:
+    points = [Point(step, math.sin(step / 900)) for step in range(200_000)]
+    points[123_456] = Point(123_456, 99.0)
+    points[77_777] = Point(77_777, -99.0)
+
+    kept = thinned(points)
+
+    assert len(kept) <= 4 * (NUM_BINS + 1)
+    assert {points[0], points[-1], points[123_456], points[77_777]} <= {*kept}
+    assert kept == sorted(kept)
+
+
+def test_few_points_stay_as_they_are() -> None:
+    points = [Point(step, 1.0) for step in range(100)]
+
+    assert thinned(points) == points
+
+
+def test_losses_that_are_not_finite_are_marked_and_not_drawn(tmp_path: Path) -> None:
+    """Our own recorder writes null; others write NaN, which is not JSON."""
+    run = run_with(tmp_path, line(1, 2.0) + line(2, None) + line(3, math.nan) + line(4, math.inf) + line(5, 1.0))
+
+    series = read_series(run)
+
+    assert [point.step for point in series.loss] == [1, 5]
+    assert series.not_finite == [2, 3, 4]
+
+
+def test_what_is_half_written_or_of_others_is_skipped(tmp_path: Path) -> None:
+    odd = "\0\0\n[]\n7\n{}\n" + '{"kind":"train","step":"x"}\n' + line(2, "high") + '\xff\n{"kind":"train","step":3,"lo'
+    run = run_with(tmp_path, line(1, 2.0) + odd)
+
+    assert [point.step for point in read_series(run).loss] == [1]
+
+
+def test_evaluations_have_all_their_numbers(tmp_path: Path) -> None:
+    run = run_with(tmp_path, line(10, 0.5, "eval", accuracy=0.9) + line(20, 0.4, "eval", accuracy=0.95))
+
+    found = read_series(run).evaluations
+
+    assert found == {"loss": [(10, 0.5), (20, 0.4)], "accuracy": [(10, 0.9), (20, 0.95)]}
+
+
+def test_steps_that_two_attempts_lost_are_two_pieces(tmp_path: Path) -> None:
+    lost = "".join(line(step, 1.0) for step in (310, 320, 330, 910, 920, 320, 330))
+
+    parts = read_series(run_with(tmp_path, line(400, 1.0), lost)).superseded
+
+    assert [[point.step for point in part] for part in parts] == [[310, 320, 330], [910, 920], [320, 330]]
+
+
+def test_a_run_without_metrics_has_empty_series(tmp_path: Path) -> None:
+    assert read_series(make_run(tmp_path)).loss == []

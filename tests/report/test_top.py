@@ -1,0 +1,161 @@
+"""The screen of a run: in any terminal, in a pipe, and gone without a trace after Ctrl-C."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.cli import main
+from ddp_hpc.report.looking import Looker
+from ddp_hpc.report.series import Point
+from ddp_hpc.report.top import PLAIN_LEVELS, Seen, screen, sparkline
+from ddp_hpc.run_dir.ledger import record_start
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
+from tests.made_run import make_run
+from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return large_run(tmp_path / "runs" / "large")
+
+
+def seen(run: RunDir) -> Seen:
+    return Looker(run).look(BEGIN + 5000)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 100), (20, 3), (1, 1)])
+def test_a_screen_never_exceeds_the_terminal(width: int, height: int, run: RunDir) -> None:
+    lines = screen(seen(run), width=width, height=height)
+
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_a_screen_shows_progress_time_phases_and_the_ranks_that_others_wait_for(run: RunDir) -> None:
+    text = "\n".join(screen(seen(run), width=100, height=90))
+
+    for words in ("large  finished", "5,000 of 5,000, 100 %", "training 69 %", "backward 58 %", "(64 ranks", "rank 63"):
+        assert words in text
+
+
+def test_a_terminal_without_unicode_gets_ascii(run: RunDir) -> None:
+    assert "\n".join(screen(seen(run), width=79, height=24, is_plain=True)).isascii()
+
+
+def test_a_sparkline_falls_as_the_values_fall() -> None:
+    falling = [Point(step, 1 / (step + 1)) for step in range(500)]
+
+    line = sparkline(falling, 20, PLAIN_LEVELS)
+
+    assert len(line) == 20
+    assert [*line] == sorted(line, key=PLAIN_LEVELS.index, reverse=True)
+    assert sparkline([Point(1, 3.0)], 20) == sparkline([Point(1, 5.0)], 20)
+    assert sparkline([], 20) == ""
+
+
+def test_a_look_reads_only_the_new_losses_and_goes_back_with_the_run(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "one", [Plan(first=0, reached=300, ending="finished")])
+    looker = Looker(run)
+    before = len(looker.look(BEGIN).loss)
+    with run.metrics.open("a") as file:
+        file.write(line_of(kind="train", step=310, loss=0.5, at=1.0))
+        file.write(line_of(kind="train", step=210, loss=0.7, at=2.0))
+
+    after = looker.look(BEGIN).loss
+
+    assert before == 30
+    assert [point.step for point in after][-2:] == [200, 210]
+
+
+@pytest.mark.parametrize("words", [("--once",), ("--json",)])
+def test_a_run_in_the_queue_and_one_without_metrics_have_a_screen(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued, begun = make_run(tmp_path, "queued"), make_run(tmp_path, "begun")
+    write_queued_job(queued, QueuedJob(job_id="7", attempt=0, at=BEGIN, backend="local"))
+    record_start(begun, attempt=0, job_id="1")
+
+    for each in (queued, begun):
+        assert main(["top", str(each.path), *words]) == 0
+
+    assert capsys.readouterr().out
+
+
+def test_json_has_the_status_the_goodput_and_the_waits(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(run.path), "--json"]) == 0
+
+    record = json.loads(capsys.readouterr().out)
+    assert record["state"] == "finished"
+    assert set(record["goodput"]["node_hours"]) == {"queued", "starting", "training", "saving", "lost", "unknown"}
+    assert len(record["waits"]["lost_s"]) == 64
+
+
+def test_a_pipe_gets_text_without_control_characters(run: RunDir) -> None:
+    (run.path / "evil\x1b[2J").mkdir()
+    argv = [sys.executable, "-m", "ddp_hpc", "top", str(run.path)]
+
+    done = subprocess.run(argv, capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+
+    assert b"\x1b" not in done.stdout
+    assert done.stdout.isascii()
+
+
+def _alive(folder: Path) -> RunDir:
+    """Return a run that another host works on, and that has written something just now."""
+    run = made_run(folder, [Plan(first=0, reached=300, ending=None)])
+    record = json.loads(run.progress.read_text())
+    run.progress.write_text(json.dumps({**record, "at": time.time()}))
+    return run
+
+
+def _read_until(fd: int, text: bytes) -> bytes:
+    found = b""
+    while text not in found:
+        assert select.select([fd], [], [], 30)[0], found
+        found += os.read(fd, 4096)
+    return found
+
+
+def test_ctrl_c_ends_the_watching_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    run = _alive(tmp_path / "runs" / "one")
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    before = termios.tcgetattr(slave)
+    argv = [sys.executable, "-m", "ddp_hpc", "top", str(run.path)]
+    with subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
+        drawn = _read_until(master, b"\x1b[J")  # the second screen, in the place of the first
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 40, 0, 0))
+        drawn += _read_until(master, b"\x1b[2J")  # after a change of the size, all is drawn anew
+        process.send_signal(signal.SIGINT)
+        code = process.wait(30)
+
+    assert code == 0
+    assert termios.tcgetattr(slave) == before
+    # Nothing was set that would have to be put back: no hidden cursor, no other screen, no colours.
+    assert b"\x1b[?" not in drawn
+    assert b"m" not in {part[:1] for part in drawn.split(b"\x1b[")[1:]}
+    os.close(master)
+    os.close(slave)
+
+
+def test_the_longest_reason_is_cut(run: RunDir) -> None:
+    one = seen(run)
+
+    lines = screen(replace(one, status=replace(one.status, reason="x" * 500)), width=79, height=24)
+
+    assert max(map(len, lines)) <= 79
