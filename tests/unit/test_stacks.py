@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ from tests.made_run import add_log, make_run
 PATIENCE_S = 100.0
 
 RANKS = """
-import os, sys, time
+import json, os, sys, time
 import torch
+import torch._dynamo  # DistributedDataParallel would import it in each rank
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,27 +31,33 @@ class Photos(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, index):
-        if rank == {straggler}:
+        if rank == late:
             time.sleep(600)
         return torch.ones(3)
 
+def wait_in_backward(model, batch):
+    model(batch).sum().backward()
+
+def wait_in_collective(model, batch):
+    dist.all_reduce(batch)
+
 torch.set_num_threads(1)
-for rank, log in enumerate(sys.argv[2:]):
-    if os.fork() == 0:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
-        model = DistributedDataParallel(nn.Linear(3, 1))
-        dist.barrier()
-        Watchdog({timeouts_s}[rank]).feed()
-        for batch in torch.utils.data.DataLoader(Photos(), batch_size=2):
-            {walk}
-        os._exit(0)
-for _ in range(2):
+for late, walk, timeouts_s, store, logs in json.loads(sys.argv[1]):
+    for rank, log in enumerate(logs):
+        if os.fork() == 0:
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
+            dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+            model = DistributedDataParallel(nn.Linear(3, 1))
+            dist.barrier()
+            Watchdog(timeouts_s[rank]).feed()
+            for batch in torch.utils.data.DataLoader(Photos(), batch_size=2):
+                globals()[walk](model, batch)
+            os._exit(0)
+for _ in range(2 * len(json.loads(sys.argv[1]))):
     os.wait()
 """
-IN_BACKWARD, IN_COLLECTIVE = "model(batch).sum().backward()", "dist.all_reduce(batch)"
 
 
 @pytest.fixture
@@ -56,29 +65,57 @@ def run(tmp_path: Path) -> RunDir:
     return make_run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("late", "walk", "timeouts_s", "bitten_ranks"),
-    [(1, IN_BACKWARD, (5, 8), [0, 1]), (0, IN_COLLECTIVE, (8, 5), [0, 1]), (0, IN_COLLECTIVE, (5, 600), [0])],
-    ids=["in the backward", "in a collective", "bitten first, so the other loses its connection"],
-)
-def test_the_rank_that_keeps_the_others_waiting_is_named_with_the_line_where_it_stands(
-    late: int, walk: str, timeouts_s: tuple[float, float], bitten_ranks: list[int], run: RunDir
-) -> None:
-    logs = [add_log(run, "", rank=rank) for rank in range(2)]
-    script = RANKS.format(straggler=late, walk=walk, timeouts_s=timeouts_s)
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+@dataclass(frozen=True)
+class Hang:
+    """Two ranks, one of which keeps the other waiting."""
 
-    subprocess.run(
-        [sys.executable, "-c", script, run.path / "store", *logs], env=environ, check=True, timeout=2 * PATIENCE_S
-    )
+    late: int
+    walk: str
+    timeouts_s: tuple[float, float]
+    bitten_ranks: list[int]
+
+
+HANGS = {
+    "in the backward": Hang(1, "wait_in_backward", (5, 8), [0, 1]),
+    "in a collective": Hang(0, "wait_in_collective", (8, 5), [0, 1]),
+    "bitten first, so the other loses its connection": Hang(0, "wait_in_collective", (5, 600), [0]),
+}
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
+    """Have all of them hang at once, in processes that import torch together; return their runs."""
+    runs = {name: make_run(tmp_path_factory.mktemp("hung")) for name in HANGS}
+    asked = [
+        (
+            hang.late,
+            hang.walk,
+            hang.timeouts_s,
+            str(run.path / "store"),
+            [str(add_log(run, "", rank=rank)) for rank in range(2)],
+        )
+        for hang, run in zip(HANGS.values(), runs.values(), strict=True)
+    ]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([sys.executable, "-c", RANKS, json.dumps(asked)], env=environ, check=True, timeout=2 * PATIENCE_S)
+    return runs
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_the_rank_that_keeps_the_others_waiting_is_named_with_the_line_where_it_stands(
+    name: str, hung: dict[str, RunDir]
+) -> None:
+    hang, run = HANGS[name], hung[name]
+    logs = [run.rank_log(0, rank).read_text() for rank in range(2)]
 
     stands = read_rank_stacks(run, 0, 2)
-    lost_peer = {rank for rank, log in enumerate(logs) if "Connection closed by peer" in log.read_text()}
-    assert [stand.rank for stand in stands] == bitten_ranks, [log.read_text() for log in logs]
-    assert all(stand.waits_for_others == (stand.rank != late) for stand in stands)
+
+    lost_peer = {rank for rank, log in enumerate(logs) if "Connection closed by peer" in log}
+    assert [stand.rank for stand in stands] == hang.bitten_ranks, logs
+    assert all(stand.waits_for_others == (stand.rank != hang.late) for stand in stands)
     found = straggler(stands, 2, lost_peer=lost_peer)
     assert found is not None
-    assert found[0] == late
+    assert found[0] == hang.late
     assert found[1].startswith("is in <string>:")
     assert found[1].endswith(" in __getitem__")
 
