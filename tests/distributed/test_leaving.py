@@ -170,11 +170,13 @@ def test_tensorboard_gets_the_same_numbers(workplace: Workplace) -> None:
     assert written == pytest.approx({line["step"]: line["loss"] for line in lines})
 
 
+FP16 = ("train.precision=fp16", "train.grad_clip_norm=1.0")
+STEP = ("optimizer.name=sgd", "optimizer.nesterov=true", "lr_schedule.name=step", "lr_schedule.milestones=[4, 8]")
+EMA = ("train.ema_decay=0.5", "optimizer.name=adamw", "data.drop_last=true", "recipe.args.num_samples=100")
+UNUSED = ("train.find_unused_parameters=true", "train.channels_last=true", "lr_schedule.warmup_steps=5")
 OPTIONS = {
-    "fp16": ("train.precision=fp16", "train.grad_clip_norm=1.0"),
-    "step": ("optimizer.name=sgd", "optimizer.nesterov=true", "lr_schedule.name=step", "lr_schedule.milestones=[4, 8]"),
-    "ema": ("train.ema_decay=0.5", "optimizer.name=adamw", "data.drop_last=true", "recipe.args.num_samples=100"),
-    "unused": ("train.find_unused_parameters=true", "train.channels_last=true", "lr_schedule.warmup_steps=5"),
+    "fp16-step": (*FP16, *STEP),
+    "ema-unused": (*EMA, *UNUSED),
     "deterministic": ("train.deterministic=true", "checkpoint.every_steps=null", "train.max_steps=7"),
 }
 
