@@ -18,6 +18,7 @@ from ddp_hpc.errors import RunBusyError
 from ddp_hpc.run_dir.ledger import Cause, End, Ending, record_end, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
+from ddp_hpc.submission import removal
 from ddp_hpc.submission.removal import delete, put_aside
 
 NO_SLURM = {"PATH": "/nowhere"}
@@ -90,7 +91,10 @@ def _queued(run: RunDir) -> None:
         (_queued, "this host has no Slurm"),
     ],
 )
-def test_a_run_that_somebody_may_work_on_is_left_alone(occupy: Any, told: str, run: RunDir) -> None:
+def test_a_run_that_somebody_may_work_on_is_left_alone(
+    occupy: Any, told: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "VANISH_PATIENCE_S", 0.2)
     held = occupy(run)
 
     with pytest.raises(RunBusyError) as refused:

@@ -30,7 +30,7 @@ from tests.made_run import make_run
 DISK = "8m"
 LEFT_FREE = 128 << 10
 """Bytes: enough for logs and records, too few for a checkpoint of about 400 KiB."""
-NUM_STEPS = 24
+NUM_STEPS = 16
 FULL = "No space left on device"
 CONFIG = f"""
 recipe: {{target: "trial_recipe:build", args: {{num_samples: 48, width: 256}}}}
@@ -47,7 +47,7 @@ def build(**args):
     return trial_recipe.build(**args)
 """
 SLOW = ["recipe.args.load_s=0.2"]
-"""Some 20 s: `progress.json` is written a few times on the way, and a command of ours is over long before."""
+"""Some 13 s: `progress.json` is written a few times on the way, and a command of ours is over long before."""
 
 
 @pytest.fixture

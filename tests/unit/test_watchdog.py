@@ -60,11 +60,11 @@ def log(tmp_path: Path) -> Path:
     ids=["in Python", "at a lock", "in a thread", "in C, with Python's lock", "in C, with all signals blocked"],
 )
 def test_who_stands_still_dies_and_his_log_has_the_stacks(place: str, seen: str, log: Path) -> None:
-    code = run_python(f"Watchdog(2.0).feed()\n{place}", log)
+    code = run_python(f"Watchdog(1.0).feed()\n{place}", log)
 
     text = log.read_text()
     assert code == 1
-    assert text.startswith("Timeout (0:00:02)!\n")
+    assert text.startswith("Timeout (0:00:01)!\n")
     assert "(most recent call first):" in text
     assert seen in text
 
@@ -72,8 +72,8 @@ def test_who_stands_still_dies_and_his_log_has_the_stacks(place: str, seen: str,
 def test_who_is_fed_lives_longer_than_the_timeout(log: Path) -> None:
     code = run_python(
         """
-dog, begun = Watchdog(10.0), time.monotonic()
-while time.monotonic() - begun < 11.0:
+dog, begun = Watchdog(5.0), time.monotonic()
+while time.monotonic() - begun < 5.5:
     dog.feed()
     time.sleep(0.05)
 print("alive", flush=True)
@@ -87,11 +87,11 @@ os._exit(0)
 
 @pytest.mark.parametrize(
     "then",
-    ["Watchdog(None).feed()", "dog = Watchdog(2.0); dog.feed(); dog.dismiss()", "Watchdog(2.0)"],
+    ["Watchdog(None).feed()", "dog = Watchdog(1.0); dog.feed(); dog.dismiss()", "Watchdog(1.0)"],
     ids=["asleep", "dismissed", "never fed"],
 )
 def test_a_dog_that_sleeps_or_was_dismissed_bites_nobody(then: str, log: Path) -> None:
-    code = run_python(f"{then}\ntime.sleep(3.0)\nprint('alive')", log)
+    code = run_python(f"{then}\ntime.sleep(1.5)\nprint('alive')", log)
 
     assert (code, log.read_text()) == (0, "alive\n")
 
