@@ -76,6 +76,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not begun: the {limit_min:g} minutes of --stop-after-min were over")
 
 
+SHARE_RUNS = (
+    "tests/contract/",
+    "tests/distributed/",
+    "tests/unit/test_rank_zero_first.py",
+    "tests/unit/test_stacks.py",
+)
+"""Where tests of one file look at the same runs, which each process would make anew."""
 SHORT = ("tests/unit/", "tests/architecture/")
 
 
@@ -96,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
-    """Gives all tests on the Slurm cluster to one process, for there is one; of the others, those that share whole runs.
+    """Gives all tests on the Slurm cluster to one process, for there is one; of the others, a file of `SHARE_RUNS`.
 
     The rest goes one by one to whichever is free.
     """
@@ -104,7 +111,7 @@ class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith("tests/slurm/"):
             return "cluster"
-        return nodeid.split("::", 1)[0] if nodeid.startswith("tests/distributed/") else nodeid
+        return nodeid.split("::", 1)[0] if nodeid.startswith(SHARE_RUNS) else nodeid
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByWhatTheyShare:
