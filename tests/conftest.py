@@ -86,7 +86,7 @@ SHARE_RUNS = (
 SHORT = ("tests/unit/", "tests/architecture/")
 
 
-def _start_order(nodeid: str) -> int:
+def start_order(nodeid: str) -> int:
     """Return when a test's turn comes: what takes long first, so that no process has much to do when the others are done."""
     if nodeid.startswith("tests/slurm/"):
         return 0
@@ -99,24 +99,29 @@ def _start_order(nodeid: str) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where there are several processes, put first what takes long."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _start_order(item.nodeid))
+        items.sort(key=lambda item: start_order(item.nodeid))
+
+
+def part_of(nodeid: str) -> str:
+    """Return what one process gets as a whole: all tests on the Slurm cluster, for there is one; a file of `SHARE_RUNS`.
+
+    Any other test goes by itself to whichever process is free.
+    """
+    if nodeid.startswith("tests/slurm/"):
+        return "cluster"
+    return nodeid.split("::", 1)[0] if nodeid.startswith(SHARE_RUNS) else nodeid
 
 
 class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
-    """Gives all tests on the Slurm cluster to one process, for there is one; of the others, a file of `SHARE_RUNS`.
-
-    The rest goes one by one to whichever is free.
-    """
+    """Deals tests out in the parts of `part_of`."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/slurm/"):
-            return "cluster"
-        return nodeid.split("::", 1)[0] if nodeid.startswith(SHARE_RUNS) else nodeid
+        return part_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByWhatTheyShare:
     """Deal tests out where there are several processes (`-n`)."""
-    config.option.loadscopereorder = False  # the order of collection is that of `_start_order`
+    config.option.loadscopereorder = False  # the order of collection is that of `start_order`
     return _ByWhatTheyShare(config, log)
 
 

@@ -1,4 +1,4 @@
-"""Which tests run when, and what becomes of one that fails."""
+"""Which tests run when and where, and what becomes of one that fails."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SHARE_RUNS, SHORT, part_of, start_order
 
 HERE = Path(__file__).parents[2]
 
@@ -29,6 +31,31 @@ def test_no_test_is_begun_after_the_minutes_that_a_caller_has(limit_min: str, ou
 
 def test_one_that_takes_no_time() -> None:
     pass
+
+
+def test_the_cluster_has_one_process_as_have_the_runs_of_a_file_and_any_other_test_may_go_anywhere() -> None:
+    assert part_of("tests/slurm/test_a.py::test_one") == part_of("tests/slurm/test_b.py::test_two")
+    assert part_of("tests/distributed/test_a.py::test_one") == part_of("tests/distributed/test_a.py::test_two")
+    assert part_of("tests/distributed/test_a.py::test_one") != part_of("tests/distributed/test_b.py::test_one")
+    assert part_of("tests/unit/test_a.py::test_one[x::1]") != part_of("tests/unit/test_a.py::test_one[x::2]")
+    assert [path for path in (*SHARE_RUNS, *SHORT) if not (HERE / path).exists()] == []
+
+
+def test_what_takes_long_begins_first() -> None:
+    collected = ["tests/unit/test_a.py", "tests/cli/test_a.py", "tests/distributed/test_a.py", "tests/slurm/test_a.py"]
+
+    assert sorted(collected, key=start_order) == collected[::-1]
+
+
+def test_makes_commands_may_keep_compiled_modules_whatever_the_shell_says() -> None:
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    show = "--eval=show: ; @echo ${PYTHONDONTWRITEBYTECODE-unset}".replace("$", "$$")
+
+    done = subprocess.run(
+        ["make", "-s", show, "show"], cwd=HERE, env=environ, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "unset\n"
 
 
 FAILS_ONCE = """
