@@ -226,7 +226,7 @@ class CheckpointSpec(Checked, section="checkpoint"):
 class IntegritySpec(Checked, section="integrity"):
     """Whether all ranks still have the same weights, to the bit."""
 
-    every_steps: int | None = 50
+    every_steps: int | None = 100
     """Compare weights, moving average and optimizer state of all ranks at the multiples of this number of steps, where an
     attempt begins, and before each save. Unset: never."""
 

@@ -1,6 +1,6 @@
 """Digests of the tensors that all ranks must have equal: one number for each tensor, and one text for all of them.
 
-A tensor's bytes, in the order of its elements, are 64-bit words. Of every 4096 whole words the digest takes the sum (a row), and of
+A tensor's bytes, in the order of its elements, are 64-bit words. Of every 512 whole words the digest takes the sum (a row), and of
 all words at the same place in their row the sum, too (a column). So one flipped bit changes one row and one column, and two
 exchanged elements change two of either. Rows, columns and the words that fill no row are mixed with their places, and added
 up. All is done modulo 2**64, so the device, the number of threads and the memory format do not matter.
@@ -21,7 +21,7 @@ from torch import Tensor
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.training_state import TrainingState
 
-_ROW = 4096
+_ROW = 512
 """Words in a row."""
 _WORD_BYTES = 8
 # The multipliers of splitmix64 (https://prng.di.unimi.it/splitmix64.c), as signed numbers.
@@ -41,10 +41,9 @@ def of_all(digests: Mapping[str, int]) -> str:
 
     The order of a mapping does not count: after a restore, the optimizer has its tensors in another one.
     """
-    text = hashlib.blake2b(digest_size=8)
-    for name, digest in sorted(digests.items()):
-        text.update(name.encode() + b"\0" + struct.pack("<q", digest))
-    return text.hexdigest()
+    names = sorted(digests)
+    text = "\0".join(names).encode() + b"\0" + struct.pack(f"<{len(names)}q", *(digests[name] for name in names))
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -62,7 +61,7 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 @torch.no_grad()
 def _on_one_device(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
     parts = [_parts(tensor) for tensor in tensors]
-    places, ends = _layout(tuple(sum(map(len, some)) for some in parts), device)
+    places, ends = _layout(tuple(sum(one.numel() for one in some) for some in parts), device)
     mixed = _mixed(torch.cat([one for some in parts for one in some]) + places)
     totals: list[int] = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])[ends].tolist()
     return [_signed(end - begin) for begin, end in zip([0, *totals], totals, strict=False)]
