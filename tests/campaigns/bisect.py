@@ -2,13 +2,14 @@
 
     python -m tests.campaigns.bisect FOLDER
 
-Writes docs/results/bisect.json and docs/results/bisect.md.
+Writes docs/results/bisect.json and docs/results/bisect.md. Answers that FOLDER holds already are not asked for again.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -23,15 +24,19 @@ MOST_REPLAYS = math.floor(math.log2(NUM_STEPS)) + 2
 
 def row_of(planted: Planted, folder: Path) -> dict[str, Any]:
     """Train with one difference, bisect, and return what was to be named and what was."""
-    base = folder / "runs" / f"base-{planted.ranks}"
-    if not base.exists():
-        train(folder / base.name, base.name, None, ranks=planted.ranks)
     name = "".join(letter if letter.isalnum() else "-" for letter in planted.name)
+    kept = folder / "answers" / f"{name}.json"
+    if kept.exists():
+        return dict(json.loads(kept.read_text()))
+    base = folder / "runs" / f"base-{planted.ranks}"
+    if not (base / "DONE").exists():
+        train(folder / base.name, base.name, None, ranks=planted.ranks)
+    shutil.rmtree(folder / "runs" / name, ignore_errors=True)  # of a campaign that was ended amid it
     began = time.monotonic()
     answer = bisected(base, train(folder / name, name, planted, ranks=planted.ranks))
     parting = answer["parting"] or {}
     circumstances = answer["circumstances"] or {}
-    return {
+    row = {
         "name": planted.name,
         "ranks": planted.ranks,
         "step": planted.step,
@@ -49,6 +54,9 @@ def row_of(planted: Planted, folder: Path) -> dict[str, Any]:
         "notes": answer["notes"],
         "seconds": round(time.monotonic() - began, 1),
     }
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text(json.dumps(row))
+    return row
 
 
 def as_page(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
