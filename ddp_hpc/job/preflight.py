@@ -27,8 +27,10 @@ from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import ask_nodes
+from ddp_hpc.node_checks.answers import Answers, Asked
 from ddp_hpc.node_checks.facts import facts_of
-from ddp_hpc.node_checks.verdict import Answers, Asked, findings_of, slow_ways
+from ddp_hpc.node_checks.of_network import slow_ways
+from ddp_hpc.node_checks.verdict import findings_of
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.run_dir.preflight import Preflight, write_preflight
@@ -175,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--path", action="append", default=[])
     parser.add_argument("--interface", action="append", default=[])
+    parser.add_argument("--gpus-per-node", type=int, default=0)
     arguments = parser.parse_args(argv)
     processes.die_with_parent(os.getppid())
     try:
@@ -189,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             environ=os.environ,
             paths=arguments.path,
             interfaces=arguments.interface,
+            asked=Asked(gpus_per_node=arguments.gpus_per_node),
         )
         found = examine(question)
     except (DdpHpcError, OSError) as error:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ddp_hpc.errors import ConfigError, SlurmBusyError, SlurmRefusalError, Slurm
 from ddp_hpc.slurm import queries
 
 TIMEOUT_S = 30.0
+_END_S = 20.0
+"""How long salloc may take to give its job back."""
 _INHERITED = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_"),
     *("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_"),
@@ -390,9 +393,36 @@ def run_in_allocation(
     """Run a command on this host inside of a new job, which ends with it; return what it printed.
 
     Raises:
-        SlurmUnavailableError: if Slurm does not answer, or the job did not start and end in time.
+        ConfigError: if there is no salloc on PATH.
+        SlurmBusyError: if the job did not start and end in time; it is cancelled then.
     """
-    return ask(queries.allocate_argv(options, command), environ, timeout_s=timeout_s)
+    require("salloc", environ)
+    argv = queries.allocate_argv(options, command)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        argv,
+        env=clean_environ(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        errors="replace",
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise SlurmBusyError(
+            f"The job did not start and end within {timeout_s:.0f} s, so it is cancelled. Try again later, or wait longer."
+        ) from error
+    finally:
+        # By SIGTERM, salloc gives its job back, or takes it out of the queue; killed, it would leave it there.
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_END_S)
+            process.kill()
+            process.communicate()
+    return Answer(process.returncode, stdout, stderr)
 
 
 def run_beside(command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:

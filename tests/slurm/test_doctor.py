@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -80,13 +81,13 @@ def wrong_hosts(login: LoginNode, node: str, of: str) -> Any:
 
 
 def no_data(login: LoginNode, node: str) -> tuple[str, Any]:
-    """Return a path that is missing on one node, as a setting, and what unmounts it there."""
+    """Return a path that is missing on one node, as an option, and what unmounts it there."""
     data = login.folder / "sets" / "data"
     data.mkdir(parents=True)
     (data / "one.txt").write_text("1", encoding="utf-8")
     for path in (data.parent, data):
         shutil.chown(path, USER, USER)
-    return f"recipe.args.root={data}", mounted(login.cluster, node, "-t", "tmpfs", "tmpfs", data.parent)
+    return f"--path={data}", mounted(login.cluster, node, "-t", "tmpfs", "tmpfs", data.parent)
 
 
 @contextmanager
@@ -110,14 +111,14 @@ def test_a_healthy_cluster_passes_in_a_quarter_of_a_minute(login: LoginNode) -> 
 
 def test_each_node_that_differs_is_named_with_what_differs(login: LoginNode) -> None:
     """Another PyTorch, a wrong hosts entry, missing data and a full disk, each on a node."""
-    setting, without_data = no_data(login, "node1")
+    path, without_data = no_data(login, "node1")
 
     with ExitStack() as broken:
         broken.enter_context(other_torch(login, "node2"))
         broken.enter_context(wrong_hosts(login, "node3", of="node1"))
         broken.enter_context(without_data)
         env = broken.enter_context(full_disk(login, "node4"))
-        found = doctor(login, setting, env=env)
+        found = doctor(login, path, env=env)
 
     assert named(found) == {"torch": ["node2"], "names": ["node3"], "data": ["node1"], "disk": ["node4"]}
     assert found["code"] == 1
@@ -211,6 +212,36 @@ def test_the_reason_of_a_drained_node_is_explained(cluster: Cluster, login: Logi
     assert f"warn     nodes           node4 is drained: {reason}" in done.stdout, done.stdout
     assert "the hardware or the system of the node has failed a check" in done.stdout
     assert "3 of 4 nodes take jobs" in done.stdout
+
+
+@pytest.mark.long
+def test_a_job_that_does_not_start_in_time_is_taken_out_of_the_queue(cluster: Cluster, login: LoginNode) -> None:
+    cluster.popen("salloc", "--nodes=4", "--exclusive", "sleep", "60")
+    cluster.wait_for(lambda: "R" in cluster.run("squeue", "--noheader", "--format=%t").stdout, 30)
+
+    done = login.type("doctor", "--nodes=2", "--patience=3")
+
+    assert "did not start and end within 3 s" in done.stderr
+    assert len(cluster.run("squeue", "--noheader").stdout.splitlines()) == 1
+
+
+@pytest.mark.long
+def test_no_job_is_submitted_that_the_cluster_has_too_few_nodes_for(login: LoginNode) -> None:
+    done = login.type("doctor", "--nodes=9")
+
+    assert done.returncode == 1
+    assert "4 of 4 nodes take jobs; the run asks for 9" in done.stdout
+    assert "The nodes were not checked" in done.stdout
+
+
+@pytest.mark.long
+def test_inside_of_a_job_its_own_nodes_are_checked(cluster: Cluster, login: LoginNode) -> None:
+    argv = ["salloc", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "ddp_hpc", "doctor", "--nodes=2"]
+
+    done = cluster.run(*argv, cwd=login.folder)
+
+    assert "2 nodes, checked in" in done.stdout
+    assert "all nodes have: InfiniBand, Ethernet" in done.stdout
 
 
 @pytest.mark.long

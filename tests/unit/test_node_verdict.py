@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.node_checks.answers import Answers, Asked, odd_ones
 from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of
-from ddp_hpc.node_checks.verdict import Answers, Asked, findings_of, odd_ones
+from ddp_hpc.node_checks.verdict import findings_of
 from ddp_hpc.run_dir.network import NetworkFindings, Pace, PairFault
 from ddp_hpc.run_dir.preflight import Finding
 

@@ -28,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="set a key, such as `slurm.partition=gpu`")
     parser.add_argument("--config", type=Path, help="check for a run of this configuration, with its data")
     parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="with `--nodes`: this has to be there on each node; may be repeated",
+    )
+    parser.add_argument(
         "--nodes", metavar="N|LIST", help="also check so many nodes, or these (`node[1-4]`), by a short job"
     )
     parser.add_argument(
@@ -63,14 +70,19 @@ def _of_nccl(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.config import resolve
     from ddp_hpc.diagnose.doctor import login, on_nodes
+    from ddp_hpc.slurm.allocation import is_in_job
 
-    size = [f"resources.nodes={args.nodes}"] if args.nodes is not None and args.nodes.isdecimal() else []
-    settings = ["name=doctor", *size, *args.settings, *runs_dir_setting(args.runs_dir)]
-    resolved = resolve(args.config, settings, environment, site=args.site)
+    settings = ["name=doctor", *args.settings, *runs_dir_setting(args.runs_dir)]
+    if args.config is None:
+        is_number = args.nodes is not None and args.nodes.isdecimal()
+        settings = [*([f"resources.nodes={args.nodes}"] if is_number else []), *settings]
+    # Without a configuration, a job of any command stands for the run: of a training, the batch would have to fit the nodes.
+    command = ("true",) if args.config is None else ()
+    resolved = resolve(args.config, settings, environment, site=args.site, command=command)
     findings = login.findings_of(login.Site(resolved, environment))
-    found = (
-        None if args.nodes is None else on_nodes.check(resolved.spec, args.nodes, environment, patience_s=args.patience)
-    )
+    found = None
+    if args.nodes is not None and (is_in_job(environment) or login.may_start(findings)):
+        found = on_nodes.check(resolved.spec, args.nodes, environment, paths=args.path, patience_s=args.patience)
     all_findings = [*findings, *(found.findings if found else ())]
     exclude = on_nodes.shown_exclude(found.bad_nodes if found else ())
     if args.json:
@@ -94,6 +106,8 @@ def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if found is not None:
             print(f"\n{len(found.nodes)} nodes, checked in {found.seconds:.0f} s: {', '.join(found.nodes)}")
             print(as_text(found.findings))
+        elif args.nodes is not None:
+            print("\nThe nodes were not checked, as Slurm would not start the job: see the failures above.")
         if exclude:
             print(f"\nTo leave the bad nodes out: sbatch {exclude}, or `slurm.exclude={exclude.partition('=')[2]}`")
     return FAILED if any(one.level == "fail" for one in all_findings) else FINISHED

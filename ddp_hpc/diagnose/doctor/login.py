@@ -16,7 +16,7 @@ from ddp_hpc.diagnose.doctor.drained import out_of_service
 from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.node_checks.node import disk
-from ddp_hpc.node_checks.verdict import FEW_FILES, FULL_BYTES, TIGHT_BYTES
+from ddp_hpc.node_checks.of_files import FEW_FILES, FULL_BYTES, TIGHT_BYTES
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.preflight import Finding, Level
 from ddp_hpc.slurm import client
@@ -93,6 +93,14 @@ def findings_of(site: Site) -> list[Finding]:
     """Return what all checks found, in the order of the table."""
     checks: Sequence[Callable[[Site], Iterator[Finding]]] = [*ALWAYS, *(OF_SLURM if site.has_slurm else [_no_slurm])]
     return [finding for check in checks for finding in check(site)]
+
+
+def may_start(findings: Sequence[Finding]) -> bool:
+    """Tell whether Slurm would start a job, as far as is known."""
+    return not any(one.level == "fail" and one.check in _BEFORE_A_JOB for one in findings)
+
+
+_BEFORE_A_JOB = frozenset({"partition", "nodes", "start"})
 
 
 def _profile(site: Site) -> Iterator[Finding]:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.preflight import Preflight, preflight_of
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.allocation import is_in_job
+from ddp_hpc.slurm.directives import directives
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.table import workload_of
 
@@ -25,22 +27,25 @@ _MODULE = "ddp_hpc.job.preflight"
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def check(spec: RunSpec, nodes: str, environ: Mapping[str, str], *, patience_s: float = WAIT_S) -> Preflight:
-    """Check so many nodes, or the named ones; inside of a job, those that it has.
+def check(
+    spec: RunSpec, nodes: str, environ: Mapping[str, str], *, paths: Sequence[str] = (), patience_s: float = WAIT_S
+) -> Preflight:
+    """Check so many nodes, or the named ones; inside of a job, those that it has. `paths` have to be there on each.
 
     Raises:
-        ConfigError: where Slurm refuses the job, or the check does not end.
-        SlurmUnavailableError: where Slurm does not answer, or the job does not start in time.
+        ConfigError: where Slurm refuses the job, or the check fails.
+        SlurmBusyError: where the job does not start and end in time.
     """
     folder = spec.path.parent / f".doctor-{secrets.token_hex(4)}"
     make_directories(spec.path.parent)
-    paths = [str(path) for path in workload_of(spec).input_paths(Path.cwd())]
+    read = [*paths, *map(str, workload_of(spec).input_paths(Path.cwd()))]
     command = [
         sys.executable,
         "-m",
         _MODULE,
         f"--folder={folder}",
-        *(f"--path={path}" for path in paths),
+        f"--gpus-per-node={spec.resources.gpus_per_node}",
+        *(f"--path={path}" for path in read),
         *(f"--interface={name}" for name in spec.network.interfaces),
     ]
     try:
@@ -57,13 +62,21 @@ def check(spec: RunSpec, nodes: str, environ: Mapping[str, str], *, patience_s: 
     return found
 
 
+_OF_THE_CHECK = frozenset({"nodes", "ntasks-per-node", "time", "job-name"})
+_NOT_OF_IT = frozenset(
+    {"cpus-per-task", "mem", "chdir", "output", "open-mode", "signal", "requeue", "no-requeue", "dependency"}
+)
+"""Options of a run's job that the job of a check has its own for, or does without."""
+
+
 def options_of(spec: RunSpec, nodes: str) -> list[str]:
-    """Return what salloc gets: a job of one task on each node, as the run would be placed."""
-    slurm = spec.slurm
-    where = [f"--nodes={nodes}"] if _NUMBER.fullmatch(nodes) else [f"--nodelist={nodes}"]
-    named = ("partition", "account", "qos", "constraint", "exclude", "reservation")
-    chosen = [f"--{key}={value}" for key in named if (value := getattr(slurm, key)) is not None]
-    return [*where, "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor", *chosen]
+    """Return what salloc gets: a short job of one task on each node, in the place where a run's would be."""
+    is_list = _NUMBER.fullmatch(nodes) is None
+    left_out = _OF_THE_CHECK | _NOT_OF_IT | ({"nodelist"} if is_list else set())
+    made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)
+    chosen = [f"--{one.flag}{'' if one.value is None else f'={one.value}'}" for one in made if one.flag not in left_out]
+    where = f"--nodelist={nodes}" if is_list else f"--nodes={nodes}"
+    return [where, "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor", *chosen]
 
 
 def _result(printed: str) -> Preflight | None:

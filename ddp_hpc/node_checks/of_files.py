@@ -1,0 +1,106 @@
+"""What the nodes see of shared directories and data, and how full their own disks are. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ddp_hpc.node_checks.answers import Answers, judged, listed
+from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Shared
+from ddp_hpc.run_dir.preflight import Finding
+
+FULL_BYTES, TIGHT_BYTES = 64 << 20, 1 << 30
+
+
+FEW_FILES = 1000
+
+
+SLOW_WRITE_S = 2.0
+
+
+def shared(answers: Answers) -> Iterator[Finding]:
+    """Find nodes that cannot write into the shared directory, or do not see there what the others have written."""
+    told = answers.of(lambda facts: facts.shared)
+    cannot = {node: one.error for node, one in told.items() if one.error}
+    if cannot:
+        found = "; ".join(f"{node} cannot write there: {error}" for node, error in cannot.items())
+        yield judged("run directory", [*cannot], answers, found, "", to_do="mount it on this node, or check its quota")
+    unseen = _unseen({node: one for node, one in told.items() if not one.error})
+    if unseen:
+        found = f"the files that {listed(unseen)} wrote are not seen by the other nodes, or theirs not there"
+        to_do = "it is another file system on this node: compare `findmnt --target DIR` on the nodes"
+        yield judged("run directory", unseen, answers, found, "", to_do=to_do)
+    if told and not cannot and not unseen:
+        write_s, seen_s = max(one.write_s for one in told.values()), max(one.seen_s for one in told.values())
+        found = f"each node's file is seen by all; 1 MiB is on the disk after {write_s:.2f} s at most, and seen {seen_s:.2f} s later"
+        yield Finding(check="run directory", level="warn" if write_s > SLOW_WRITE_S else "ok", found=found)
+    if not told:
+        yield Finding(check="run directory", level="unknown", found="no node said in time whether it can write there")
+
+
+def _unseen(told: Mapping[str, Shared]) -> list[str]:
+    """Return the nodes that are not of the largest group of nodes which all see each other's files."""
+    sees = {node: {other for other in one.seen if other in told} | {node} for node, one in told.items()}
+    mutual = {node: {other for other in sees[node] if node in sees[other]} for node in told}
+    if all(len(group) == len(told) for group in mutual.values()):
+        return []
+    largest = max(mutual.values(), key=len)
+    return [node for node in told if node not in largest] if len(largest) * 2 > len(told) else list(told)
+
+
+def paths(answers: Answers) -> Iterator[Finding]:
+    """Find nodes on which a path that workers read is missing or empty, though others have it."""
+    told = answers.of(lambda facts: facts.paths)
+    good = []
+    for path in sorted({path for paths in told.values() for path in paths}):
+        states = {node: paths[path] for node, paths in told.items() if path in paths}
+        if THERE not in states.values():
+            if {*states.values()} - {MISSING, EMPTY}:
+                found = f"{path} cannot be read on any node: {next(iter(states.values()))}"
+                yield Finding(
+                    check="data", level="fail", found=found, to_do="check its permissions and its file system"
+                )
+            continue  # nothing is there on any node: perhaps the run writes it
+        bad = [node for node, state in states.items() if state != THERE]
+        if bad:
+            found = f"{path} is {states[bad[0]]} on {listed(bad)}, but there on the other nodes"
+            yield Finding(
+                check="data",
+                level="fail",
+                found=found,
+                to_do=f"mount it there: compare `findmnt --target {path}`",
+                nodes=(*bad,),
+            )
+        else:
+            good.append(path)
+    if good:
+        yield Finding(check="data", level="ok", found=f"there on all nodes: {', '.join(good)}")
+
+
+def disks(answers: Answers) -> Iterator[Finding]:
+    """Find disks of nodes that are full, or nearly so."""
+    told = answers.of(lambda facts: facts.disks)
+    is_good = bool(told)
+    for label in sorted({label for disks in told.values() for label in disks}):
+        disks = {node: found[label] for node, found in told.items() if label in found}
+        full = {
+            node: one.error or f"{(one.free_bytes or 0) >> 20} MiB free"
+            for node, one in disks.items()
+            if one.error or (one.free_bytes is not None and one.free_bytes < FULL_BYTES)
+        }
+        tight = {
+            node: f"{(one.free_bytes or 0) >> 20} MiB and {'any number of' if one.free_files is None else one.free_files} files free"
+            for node, one in disks.items()
+            if node not in full
+            and ((one.free_bytes or 0) < TIGHT_BYTES or (one.free_files is not None and one.free_files < FEW_FILES))
+        }
+        for level, few in (("fail", full), ("warn", tight)):
+            if few:
+                is_good = False
+                path = disks[next(iter(few))].path
+                found = f"the disk for {label}, {path}: {'; '.join(f'{node}: {text}' for node, text in few.items())}"
+                to_do = "remove files there, or set TMPDIR to another disk (`env.TMPDIR`)"
+                yield judged("disk", [*few], answers, found, "", level=level, to_do=to_do)  # type: ignore[arg-type]  # of a literal
+    if is_good:
+        yield Finding(check="disk", level="ok", found="space for temporary files and shared memory on all nodes")
+    if not told:
+        yield Finding(check="disk", level="unknown", found="no node said in time how full its disks are")

@@ -1,0 +1,151 @@
+"""What each node has: software, GPUs, CPUs, names, limits; and whether it answered. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import ip_address
+
+from ddp_hpc.node_checks.answers import Answers, difference, judged, listed, odd_ones
+from ddp_hpc.node_checks.facts import SOFTWARE, UNLIMITED
+from ddp_hpc.run_dir.preflight import Finding, Level
+
+FEW_OPEN_FILES = 1024
+"""Loader processes pass tensors by file descriptors, and each rank holds connections to others."""
+
+
+SLOW_LOOKUP_S = 1.0
+
+
+MUST_AGREE: Mapping[str, Level] = {
+    "python": "fail",
+    "torch": "fail",
+    "cuda": "fail",
+    "hip": "fail",
+    "nccl": "fail",
+    "ddp_hpc": "fail",
+    "driver": "warn",
+    "machine": "warn",
+}
+"""Software -> what a difference between nodes is."""
+
+
+def answered(answers: Answers) -> Iterator[Finding]:
+    """Find nodes that did not answer, or left out a part."""
+    silent = [node for node in answers.nodes if node not in answers.facts]
+    if silent:
+        why = f" ({answers.problem})" if answers.problem else ""
+        to_do = f"examine them: `srun --overlap --nodelist={silent[0]} hostname`"
+        yield Finding(
+            check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=(*silent,)
+        )
+    else:
+        yield Finding(check="nodes", level="ok", found=f"all {len(answers.nodes)} answered")
+    for node, late in answers.of(lambda facts: facts.late or None).items():
+        to_do = "a file system or a name server does not answer there: `ls` the path, or `getent hosts NAME`"
+        yield Finding(
+            check="nodes",
+            level="fail",
+            found=f"{node} did not answer in time about: {', '.join(late)}",
+            to_do=to_do,
+            nodes=(node,),
+        )
+
+
+def software(answers: Answers) -> Iterator[Finding]:
+    """Find nodes with other versions."""
+    told = answers.of(lambda facts: facts.software)
+    for name in SOFTWARE:
+        values = {node: software[name] for node, software in told.items() if name in software}
+        if name in {"hip", "driver", "nccl", "cuda"} and not any(values.values()):
+            continue  # none of these nodes has any
+        to_do = "use one environment on a shared file system, or an image" if MUST_AGREE[name] == "fail" else ""
+        yield difference(name, values, level=MUST_AGREE[name], to_do=to_do)
+
+
+def gpus(answers: Answers) -> Iterator[Finding]:
+    """Find nodes with other GPUs, or fewer than the run asks for."""
+    models = {
+        node: ", ".join(f"{count} x {model}" for model, count in sorted(Counter(gpus).items()))
+        for node, gpus in answers.of(lambda facts: facts.gpus).items()
+    }
+    if any(models.values()):
+        to_do = "ask for one type: `resources.gpu_type`, or `slurm.constraint`"
+        yield difference("GPU type", models, level="warn", to_do=to_do)
+    counts = answers.of(lambda facts: facts.num_gpus)
+    asked = answers.asked.gpus_per_node
+    if asked:
+        few = [node for node, count in counts.items() if count < asked]
+        found = ", ".join(f"{node} has {counts[node]}" for node in few)
+        yield judged(
+            "GPUs", few, answers, f"{found}, but the run asks for {asked} on each node", f"{asked} or more on all nodes"
+        )
+
+
+def cpus(answers: Answers) -> Iterator[Finding]:
+    """Find nodes that give a process fewer CPUs than its workers and their loader processes need."""
+    counts, asked = answers.of(lambda facts: facts.num_cpus), answers.asked.cpus_per_node
+    if not asked:
+        return
+    few = [node for node, count in counts.items() if count < asked]
+    found = ", ".join(f"{node} has {counts[node]}" for node in few)
+    told = f"{found} CPUs for {asked} workers and loader processes"
+    to_do = "raise `resources.cpus_per_worker`, lower `data.num_workers`, or check `--cpu-bind` in `slurm.srun_args`"
+    yield judged("CPUs", few, answers, told, f"{asked} or more on all nodes", level="warn", to_do=to_do)
+
+
+def names(answers: Answers) -> Iterator[Finding]:
+    """Find nodes that resolve the name of another one to other addresses than most."""
+    told = answers.of(lambda facts: facts.names)
+    if not told:
+        yield Finding(check="names", level="unknown", found="no node said in time what it resolves the names to")
+        return
+    is_good = True
+    for name in answers.nodes:
+        # To itself, a node's name may be the loopback: Debian's installer writes it so.
+        views = {node: " ".join(_outside(names.get(name, ()))) for node, names in told.items() if node != name}
+        if len({*views.values()}) < 2 and all(views.values()):
+            continue
+        is_good = False
+        common, odd = odd_ones(views)
+        unresolved = [node for node in views if not views[node]]
+        to_do = f"compare `getent hosts {name}` on the nodes, and correct /etc/hosts or the DNS"
+        blamed = tuple(odd) if common else ()
+        seen = "; ".join(f"{node} resolves it to {views[node] or 'nothing'}" for node in odd or unresolved or views)
+        others = f", the others to {common}" if common and odd else ""
+        yield Finding(check="names", level="fail", found=f"{name}: {seen}{others}", to_do=to_do, nodes=blamed)
+    if is_good:
+        yield Finding(
+            check="names", level="ok", found="each node resolves the names of the others to the same addresses"
+        )
+    slow = {
+        node: seconds for node, seconds in answers.of(lambda facts: facts.reverse_s).items() if seconds > SLOW_LOOKUP_S
+    }
+    if slow:
+        worst = max(slow, key=lambda node: slow[node])
+        found = f"the name of an address takes {slow[worst]:.1f} s on {worst}, and more than {SLOW_LOOKUP_S:.0f} s on {listed([*slow])}"
+        to_do = (
+            "the reverse DNS does not answer: each rank waits for it once for each peer; tell your cluster's support"
+        )
+        yield Finding(check="reverse DNS", level="warn", found=found, to_do=to_do, nodes=())
+
+
+def _outside(addresses: Sequence[str]) -> list[str]:
+    return [text for text in addresses if not ip_address(text.partition("%")[0]).is_loopback]
+
+
+def limits(answers: Answers) -> Iterator[Finding]:
+    """Find nodes whose limits are too low."""
+    told = answers.of(lambda facts: facts.limits)
+    rdma = answers.of(lambda facts: facts.has_rdma or None)
+    few = [node for node, one in told.items() if UNLIMITED < one.get("nofile", UNLIMITED) < FEW_OPEN_FILES]
+    if few:
+        found = f"only {min(told[node]['nofile'] for node in few)} open files on {listed(few)}"
+        to_do = f"raise it: `slurm.setup=['ulimit -n {FEW_OPEN_FILES * 64}']`"
+        yield judged("limits", few, answers, found, "", level="warn", to_do=to_do)
+    locked = [node for node in rdma if told.get(node, {}).get("memlock", UNLIMITED) != UNLIMITED]
+    if locked:
+        found = f"the memory that a process may lock is limited on {listed(locked)}, which InfiniBand needs"
+        yield judged("limits", locked, answers, found, "", level="warn", to_do="`slurm.setup=['ulimit -l unlimited']`")
+    if told and not few and not locked:
+        yield Finding(check="limits", level="ok", found="open files and locked memory suffice on all nodes")

@@ -1,0 +1,157 @@
+"""The check of nodes on sites that its authors did not have: one node, many, IPv6, parts of GPUs, a TMPDIR that is nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
+from ddp_hpc.job.preflight import fastest, outcome_of
+from ddp_hpc.node_checks.answers import Answers, Asked
+from ddp_hpc.node_checks.facts import Disk, NodeFacts, Shared
+from ddp_hpc.node_checks.node import gather
+from ddp_hpc.node_checks.verdict import findings_of
+from ddp_hpc.run_dir.network import NetworkFindings, Pace
+from ddp_hpc.run_dir.preflight import Finding, Preflight
+from tests.unit.test_node_verdict import GOOD, network
+
+
+def many(count: int) -> dict[str, NodeFacts]:
+    names = tuple(f"n{number}" for number in range(count))
+    facts = replace(GOOD, names={name: (f"10.0.{name[1:]}.1",) for name in names}, shared=Shared(seen=names))
+    return dict.fromkeys(names, facts)
+
+
+def not_good(facts: dict[str, NodeFacts], known: NetworkFindings | None = None) -> list[Finding]:
+    whole = Answers(nodes=tuple(facts), facts=facts, network=known or network(tuple(facts)))
+    return [one for one in findings_of(whole) if one.level != "ok"]
+
+
+def test_a_job_of_one_node_has_no_network_to_probe_and_nothing_to_compare() -> None:
+    facts = many(1)
+
+    assert [one for one in findings_of(Answers(nodes=("n0",), facts=facts)) if one.level != "ok"] == []
+
+
+def test_of_many_nodes_all_that_differ_are_named() -> None:
+    facts = many(64)
+    old = replace(facts["n7"], software={**(GOOD.software or {}), "torch": "1.0"})
+
+    (found,) = not_good({**facts, "n7": old, "n9": old, "n63": old})
+
+    assert (found.check, found.nodes) == ("torch", ("n7", "n9", "n63"))
+
+
+def test_nodes_that_have_only_ipv6_agree() -> None:
+    names = {"n0": ("fd00::1", "fe80::1%eth0"), "n1": ("fd00::2",), "n2": ("fd00::3",)}
+    facts = {name: replace(one, names=names) for name, one in many(3).items()}
+
+    assert not_good(facts) == []
+
+
+def test_a_scratch_directory_that_no_node_has_is_a_failure_of_no_single_one() -> None:
+    none = replace(GOOD, disks={"temporary files": Disk(path="/scratch/me", error="No such file or directory")})
+    facts = {name: replace(one, disks=none.disks) for name, one in many(3).items()}
+
+    (found,) = not_good(facts)
+
+    assert (found.check, found.level, found.nodes) == ("disk", "fail", ())
+    assert "/scratch/me" in found.found
+
+
+def test_a_file_system_without_inodes_is_not_full() -> None:
+    disks = {"temporary files": Disk(path="/tmp", free_bytes=1 << 40, free_files=None)}
+
+    assert not_good({name: replace(one, disks=disks) for name, one in many(3).items()}) == []
+
+
+@pytest.mark.parametrize(("visible", "count"), [("MIG-1,MIG-2", 2), ("0,1,2,3", 4), ("", 0), ("-1", 0)])
+def test_parts_of_gpus_count_as_the_job_sees_them(visible: str, count: int, tmp_path: Path) -> None:
+    found = gather("a", ["a"], folder=tmp_path, paths=[], environ={"CUDA_VISIBLE_DEVICES": visible})
+
+    assert found.num_gpus == count
+
+
+def test_a_node_of_another_version_of_ddp_hpc_is_named() -> None:
+    facts = many(3)
+    del facts["n1"]  # its answer had another form, so it counts as none
+    facts = {name: replace(one, shared=Shared(seen=("n0", "n2"))) for name, one in facts.items()}
+
+    found = findings_of(Answers(nodes=("n0", "n1", "n2"), facts=facts, network=network(("n0", "n1", "n2"))))
+
+    assert [(one.check, one.nodes) for one in found if one.level == "fail"] == [("nodes", ("n1",))]
+
+
+def test_two_nodes_whose_clocks_differ_name_neither() -> None:
+    nodes = ("n0", "n1")
+    paces = (
+        Pace(sender="n0", receiver="n1", mb_per_s=100.0, ahead_s=90.0, trip_s=0.001),
+        Pace(sender="n1", receiver="n0", mb_per_s=100.0, ahead_s=-90.0, trip_s=0.001),
+    )
+
+    (found,) = not_good(many(2), network(nodes, paces=paces))
+
+    assert (found.check, found.level, found.nodes) == ("clocks", "fail", ())
+
+
+def test_a_link_that_only_one_of_two_probes_found_slow_is_fast() -> None:
+    def probed(rate: float) -> NetworkFindings:
+        pace = Pace(sender="n0", receiver="n1", mb_per_s=rate, ahead_s=0.0, trip_s=0.001)
+        return network(("n0", "n1"), paces=(pace,))
+
+    assert fastest(probed(900.0), probed(1.0)).paces[0].mb_per_s == 900.0
+    assert fastest(probed(1.0), probed(900.0)).paces[0].mb_per_s == 900.0
+
+
+@pytest.mark.parametrize(
+    ("version", "num_holes"), [("24.11.5-Bull.1.0", 1), ("23.02-rc1", 2), ("slurm", 0), ("25.11.10", 0)]
+)
+def test_vendors_write_versions_of_their_own(version: str, num_holes: int) -> None:
+    assert len(known_holes(version)) == num_holes
+
+
+def preflight(*findings: Finding) -> Preflight:
+    return Preflight(at=0.0, seconds=1.0, nodes=("n0", "n1", "n2"), findings=findings)
+
+
+NAMED = Finding(check="torch", level="fail", found="", nodes=("n1",))
+NAMELESS = Finding(check="data", level="fail", found="")
+WARNED = Finding(check="driver", level="warn", found="", nodes=("n1",))
+
+
+@pytest.mark.parametrize(
+    ("findings", "on_fail", "lost", "ends"),
+    [
+        ((), "stop", (), False),
+        ((WARNED,), "stop", (), False),
+        ((WARNED,), "exclude", (), False),
+        ((NAMED,), "warn", (), False),
+        ((NAMED,), "stop", (), True),
+        ((NAMED,), "exclude", ("n1",), False),
+        ((NAMED, NAMELESS), "exclude", (), True),  # without the node, the job would fail again
+        ((NAMELESS,), "exclude", (), True),
+    ],
+)
+def test_a_node_is_left_out_only_where_that_mends_all(
+    findings: tuple[Finding, ...], on_fail: str, lost: tuple[str, ...], ends: bool
+) -> None:
+    outcome = outcome_of(preflight(*findings), on_fail)
+
+    assert (outcome is not None and outcome.has_failed_preflight) == ends
+    assert (() if outcome is None else outcome.lost_nodes) == lost
+
+
+def test_more_cpus_are_asked_for_than_one_node_has() -> None:
+    facts = many(3)
+    whole = Answers(
+        nodes=tuple(facts),
+        facts={**facts, "n2": replace(facts["n2"], num_cpus=1)},
+        network=network(tuple(facts)),
+        asked=Asked(cpus_per_node=8),
+    )
+
+    assert [(one.check, one.level, one.nodes) for one in findings_of(whole) if one.level != "ok"] == [
+        ("CPUs", "warn", ("n2",))
+    ]
