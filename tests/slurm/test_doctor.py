@@ -20,8 +20,6 @@ from tests.slurm.cluster import USER, Cluster
 from tests.slurm.lab.tools import attempt, sh
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
 
-MOST_S = 15.0
-
 
 def doctor(login: LoginNode, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     """Return what the doctor says of four nodes."""
@@ -100,13 +98,12 @@ def full_disk(login: LoginNode, node: str) -> Iterator[dict[str, str]]:
         yield {"TMPDIR": place}
 
 
-def test_a_healthy_cluster_passes_in_a_quarter_of_a_minute(login: LoginNode) -> None:
+def test_a_healthy_cluster_passes_every_check(login: LoginNode) -> None:
     found = doctor(login)
 
     assert named(found) == {}
     assert named(found, "unknown") == {}
     assert found["code"] == 0
-    assert found["checked"]["seconds"] < MOST_S
 
 
 def test_each_node_that_differs_is_named_with_what_differs(login: LoginNode) -> None:
@@ -122,7 +119,6 @@ def test_each_node_that_differs_is_named_with_what_differs(login: LoginNode) -> 
 
     assert named(found) == {"torch": ["node2"], "names": ["node3"], "data": ["node1"], "disk": ["node4"]}
     assert found["code"] == 1
-    assert found["checked"]["seconds"] < MOST_S
 
 
 @pytest.mark.long
@@ -165,7 +161,6 @@ def test_a_slow_link_is_named(cluster: Cluster, login: LoginNode) -> None:
         found = doctor(login)
 
     assert named(found) == {"speed": ["node4"]}
-    assert found["checked"]["seconds"] < 2 * MOST_S  # a slow link is measured twice
 
 
 SHIFTED_CLOCK = """
@@ -255,7 +250,6 @@ def test_a_run_on_healthy_nodes_is_checked_and_trains(login: LoginNode, launcher
     found = read_preflight(login.run("checked"), 0)
     assert found is not None
     assert found.failures == []
-    assert found.seconds < MOST_S
     assert not login.run("checked").preflight_files(0).exists()
 
 
