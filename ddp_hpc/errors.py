@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_hpc.exit_codes import DIVERGED, FAILED, FENCED, RANKS_DIFFER, STOPPED
+from ddp_hpc.exit_codes import DIVERGED, FAILED, FENCED, RANKS_DIFFER, REFUSED, STOPPED
 
 
 class DdpHpcError(Exception):
@@ -44,6 +44,12 @@ class NewerFormatError(ConfigError):
 
 class WorkerError(DdpHpcError):
     """A worker ended in a way that ends the run."""
+
+
+class NotComputedError(WorkerError):
+    """Steps of a run could not be computed again, which says nothing of the run."""
+
+    exit_code = REFUSED
 
 
 class FencedError(DdpHpcError):

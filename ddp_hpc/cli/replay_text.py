@@ -41,7 +41,7 @@ def bisect_text(report: BisectReport) -> str:
     told = [f"note: {note}" for note in report.notes]
     if report.verdict == "the same":
         told.append(
-            f"the same to the bit up to step {report.same_up_to}, the newest that {one} and {other} have both taken"
+            f"the same to the bit at step {report.same_up_to}, the newest that {one} and {other} have both taken, and wherever both have a record before it"
         )
     elif report.verdict == "not reproduced":
         told.append(

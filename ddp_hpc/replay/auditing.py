@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.errors import CorruptCheckpointError, WorkerError
+from ddp_hpc.errors import CorruptCheckpointError, NotComputedError
 from ddp_hpc.replay.comparison import Difference
 from ddp_hpc.replay.history import History
 from ddp_hpc.replay.replaying import Asked, Report, replay
@@ -34,7 +34,8 @@ class AuditReport:
     """The result; the fields are the keys of `audit --json`."""
 
     run: str
-    verdict: Literal["PASS", "FAIL"]
+    verdict: Literal["PASS", "FAIL", "UNKNOWN"]
+    """UNKNOWN: nothing differs, but a segment could not be computed or compared."""
     segments: list[Segment]
     num_segments: int
     """How many there are."""
@@ -77,10 +78,11 @@ def audit(  # noqa: PLR0913  which segments, with which code
         segment, report = _audited(Asked(history=history, start=start, end=end, code=code), environ, say)
         found.append(segment)
         notes += [note for note in (report.notes if report else []) if note not in notes]
-    is_good = all(one.verdict == "the same" for one in found)
+    verdicts = {one.verdict for one in found}
+    is_bad = verdicts & {"different", "damaged"}
     return AuditReport(
         run=str(history.run.path),
-        verdict="PASS" if is_good else "FAIL",
+        verdict="FAIL" if is_bad else "PASS" if verdicts == {"the same"} else "UNKNOWN",
         segments=found,
         num_segments=len(segments),
         num_steps=sum(one.end - one.start for one in found if one.verdict == "the same"),
@@ -95,6 +97,6 @@ def _audited(asked: Asked, environ: Mapping[str, str], say: Callable[[str], obje
         report, _ = replay(asked, environ, say=say)
     except CorruptCheckpointError as error:
         return Segment(start=asked.start, end=asked.end, verdict="damaged", problem=str(error)), None
-    except WorkerError as error:
+    except NotComputedError as error:
         return Segment(start=asked.start, end=asked.end, verdict="failed", problem=str(error)), None
     return Segment(start=asked.start, end=asked.end, verdict=report.verdict, first=report.first), report

@@ -89,7 +89,7 @@ def bisect(
 
     Raises:
         ConfigError: if one of them cannot be computed again here.
-        WorkerError: if workers fail.
+        NotComputedError: if workers fail.
     """
     known = read_known(*histories)
     notes = [*known.notes, *(note for history in histories for note in history.notes)]

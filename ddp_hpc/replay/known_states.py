@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddp_hpc.errors import CorruptCheckpointError, UnreadableError
-from ddp_hpc.replay.comparison import differing_names
+from ddp_hpc.replay.comparison import compare, differing_names
 from ddp_hpc.replay.history import History
-from ddp_hpc.replay.record import record_of, state_of_checkpoint
+from ddp_hpc.replay.record import Record, record_of, state_of_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,11 @@ def narrowed(
     )
 
 
+def _is_of_log(name: str) -> bool:
+    """Return whether this part of the state says only what the next log line will show, which depends on `log.every_steps`."""
+    return name == "loss_steps" or name.endswith("/loss_meter")
+
+
 def read_known(one: History, other: History) -> Known:
     """Read what two runs have recorded of the same steps: states in checkpoints, losses, samples."""
     end = min(one.last_step, other.last_step)
@@ -59,12 +64,13 @@ def read_known(one: History, other: History) -> Known:
         except (CorruptCheckpointError, UnreadableError, OSError) as error:
             notes.append(f"the checkpoints of step {step} cannot be compared: {error}")
             continue
-        (unequal if any(differing_names(*states)) else equal).append(step)
+        differing = [name for name in differing_names(*states) if not _is_of_log(name)]
+        (unequal if differing else equal).append(step)
     mine, others = (record_of(history.run, 0, end) for history in (one, other))
     # A loss that is equal proves nothing of the state, and is a mean over the steps since the line before.
     if one.log_every == other.log_every:
-        both = mine.losses.keys() & others.losses.keys()
-        unequal += [step for step in both if mine.losses[step] != others.losses[step]]
+        losses = compare(Record(losses=mine.losses), Record(losses=others.losses))
+        unequal += [difference.step for difference in losses.differences]
     unequal += [
         step for step in mine.samples.keys() & others.samples.keys() if mine.samples[step] != others.samples[step]
     ]

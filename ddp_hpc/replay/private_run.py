@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
-from ddp_hpc.errors import WorkerError
+from ddp_hpc.errors import NotComputedError
 from ddp_hpc.replay.history import Stretch, edited_files, environment_of
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
@@ -66,7 +66,7 @@ def compute_again(
     """Compute the steps, one stretch after the other; return the private run, which holds metrics, samples and traces.
 
     Raises:
-        WorkerError: if the workers did not get to the end.
+        NotComputedError: if the workers did not get to the end.
         ConfigError: if the run's configuration cannot be used here.
     """
     folder = folder or Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
@@ -119,7 +119,7 @@ def _run_supervised(run: RunDir, import_paths: Sequence[str], environ: Mapping[s
     """Start the guardian, and wait for its end.
 
     Raises:
-        WorkerError: if the attempt did not finish.
+        NotComputedError: if the attempt did not finish.
     """
     with open_private(run.console, "ab") as console:
         guardian = subprocess.Popen(
@@ -140,7 +140,7 @@ def _run_supervised(run: RunDir, import_paths: Sequence[str], environ: Mapping[s
     newest = Ledger.read(run).newest
     if newest is None or newest.ending != Ending.FINISHED:
         reason = newest.reason if newest else "no attempt began"
-        raise WorkerError(
+        raise NotComputedError(
             f"The steps could not be computed again: {reason or 'the attempt did not finish'}\nThe replay's log is {run.console}."
         )
 

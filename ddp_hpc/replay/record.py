@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,9 @@ def record_of(run: RunDir, start: int, end: int) -> Record:
     for line in read_json_lines(run.metrics):
         step = line.get("step")
         if line.get("kind") == "train" and isinstance(step, int) and start < step <= end:
-            record.losses[step] = {key: line[key] for key in ("loss", "lr") if key in line}
+            record.losses[step] = {
+                key: math.nan if line[key] is None else line[key] for key in ("loss", "lr") if key in line
+            }
     for step, taken in read_steps_taken(run).steps.items():
         if start < step <= end:
             record.samples[step] = list(taken.samples)

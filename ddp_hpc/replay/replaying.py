@@ -86,7 +86,7 @@ def replay(
 
     Raises:
         ConfigError: if the run cannot be computed again here.
-        WorkerError: if its workers fail.
+        NotComputedError: if its workers fail.
     """
     history = asked.history
     check_range(history, asked.start, asked.end)

@@ -41,7 +41,7 @@ def asked(workplace: Workplace, *words: str, code: int) -> Any:
 def test_mappings_nested_outputs_and_a_layer_that_is_called_twice_are_traced(workplace: Workplace) -> None:
     workplace.finish("fp16", "train.precision=fp16")
 
-    answer = asked(workplace, "replay", "fp16", "--from", "0", "--to", "3", "--trace", code=1)
+    answer = asked(workplace, "replay", "fp16", "--from", "0", "--to", "3", "--trace", code=2)
 
     lines = Path(answer["directory"], "trace", "rank-0.jsonl").read_text().splitlines()
     first = json.loads(lines[1])["entries"]
@@ -87,7 +87,7 @@ def test_data_that_is_gone_is_named_and_the_log_stays(workplace: Workplace) -> N
 
     done = workplace.command("replay", "data")
 
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"No such file or directory: '{data}'" in done.stderr
     assert Path(done.stderr.split("The replay's log is ")[1].strip().rstrip(".")).is_file()
 
@@ -107,7 +107,7 @@ def test_two_models_part_before_the_first_step_and_two_worlds_in_their_samples(w
 
 
 def test_a_run_is_the_same_as_itself_without_a_replay_and_as_its_twin(workplace: Workplace) -> None:
-    workplace.finish("twin")
+    workplace.finish("twin", "log.every_steps=7")
 
     itself = asked(workplace, "bisect", "plain", "plain", code=0)
     twin = asked(workplace, "bisect", "plain", "twin", code=0)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.cli.verbs.replay import add_code
-from ddp_hpc.exit_codes import FAILED, FINISHED
+from ddp_hpc.exit_codes import FAILED, FINISHED, REFUSED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,4 +41,4 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     print(as_json(asdict(report)) if args.json else audit_text(report))
-    return FINISHED if report.verdict == "PASS" else FAILED
+    return {"PASS": FINISHED, "FAIL": FAILED, "UNKNOWN": REFUSED}[report.verdict]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run
-from ddp_hpc.exit_codes import FAILED, FINISHED
+from ddp_hpc.exit_codes import FAILED, FINISHED, REFUSED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,4 +78,4 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     )
     report, _ = replay(asked, environment, say=lambda text: print(text, file=sys.stderr, flush=True))
     print(as_json(asdict(report)) if args.json else replay_text(report))
-    return FINISHED if report.verdict == "the same" else FAILED
+    return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]

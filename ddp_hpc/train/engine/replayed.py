@@ -87,7 +87,10 @@ class _StepTrace:
     def _write_state(self, step: int, *, is_whole: bool) -> None:
         tensors = {one.name: digest_of(one.tensor) for one in training_state.tensors(self._t.state)}
         numbers = training_state.numbers(self._t.state)
-        together = xxhash.xxh3_64_hexdigest(json.dumps([tensors, numbers], sort_keys=True).encode())
+        # Two runs may log at other steps: that is no difference of what they train.
+        trained = {name: seal for name, seal in tensors.items() if not name.endswith("/loss_meter")}
+        counted = {name: one for name, one in numbers.items() if name != "loss_steps"}
+        together = xxhash.xxh3_64_hexdigest(json.dumps([trained, counted], sort_keys=True).encode())
         line = {"step": step, "state": together}
         self._write({**line, "tensors": tensors, "numbers": numbers} if is_whole else line)
 
@@ -193,7 +196,7 @@ def _state_entries(t: Training) -> Iterator[Entry]:
     named = training_state.tensors(t.state)
     for kind, prefix in _STATE_KINDS.items():
         for one in named:
-            if one.name.startswith(prefix):
+            if one.name.startswith(prefix) and not one.name.endswith("/loss_meter"):
                 yield _entry(kind, one.name.removeprefix(prefix), one.tensor)
     if t.state.scaler is not None:
         scale = t.state.scaler.state_dict()
