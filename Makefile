@@ -37,7 +37,7 @@ demo: .venv/.runtime ## Train on real digits on this machine: the quickest look
 	@echo '(`ddp-hpc` is in .venv/bin: `source .venv/bin/activate` puts it on PATH)'
 
 test: check ## All checks, then the tests in random order, those on the Slurm cluster beside the others
-	$(BIN)/python -m pytest -n 3 $(SLOWEST) $(ARGS) # more than cores: tests that wait leave theirs to others
+	$(BIN)/python -m pytest -n 2 $(SLOWEST) $(ARGS)
 
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -n 2 $(SLOWEST) -m 'long and not campaign' $(ARGS)
