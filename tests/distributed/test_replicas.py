@@ -6,9 +6,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
 from tests.distributed.bit_flips import EVERY, Flip, Outcome, try_flips
 from tests.distributed.processes import in_group
+from tests.strange.walks import Case, begin
 
 FLIPS = [
     Flip(step=13, rank=1, where="weight", place=3, bit=0),
@@ -32,3 +39,28 @@ def test_a_flipped_bit_is_found_its_rank_is_named_and_the_run_ends_with_the_same
         assert found.found_at is not None
         assert found.found_at - found.flip.step <= EVERY
         assert (found.told_by, found.named) == (told_by, (found.flip.rank,))
+
+
+# --- models and optimizers that are unlike most ----------------------------------------------------------------------
+
+
+def recipe_of(model: nn.Module) -> Recipe:
+    rows = torch.randn(40, 4, generator=torch.Generator().manual_seed(2))
+    return Recipe(
+        model=model,
+        train_data=TensorDataset(rows, rows[:, :2]),
+        loss=nn.MSELoss(),
+        optimizer=lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr),
+    )
+
+
+def test_the_average_of_first_weights_that_differ_by_rank_begins_with_those_of_rank_zero(tmp_path: Path) -> None:
+    def walk(group: Group) -> bool:
+        def built() -> Recipe:
+            torch.manual_seed(1000 + group.rank_info.rank)
+            return recipe_of(nn.Linear(4, 2))
+
+        t = begin(Case(recipe=built, train={"ema_decay": 0.9}, compare_every=2), group, tmp_path / "run")
+        return train(t)
+
+    assert in_group(2, walk, tmp_path / "ranks") == [True, True]

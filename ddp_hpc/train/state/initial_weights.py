@@ -6,11 +6,12 @@ import logging
 import os
 import pickle
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
@@ -29,15 +30,33 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 
 
 def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> None:
-    """Load the weights that `train.init_from` names into the model, and into its average; call at step 0 only.
+    """Load the weights that `train.init_from` names into the model, and begin its average as a copy; call at step 0 only.
 
     Raises:
         ConfigError: if they cannot be read, or do not fit the model.
     """
-    if spec.train.init_from is None:
-        return
+    if spec.train.init_from is not None:
+        _load(spec, state, group)
+    elif state.ema is not None:
+        # It was made of this rank's own weights, before DDP sent rank zero's to all ranks.
+        _copy_tensors(state.model, state.ema.module)  # type: ignore[arg-type]  # a Module
+
+
+@torch.no_grad()
+def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
+    for theirs, own in zip(_tensors(source), _tensors(target), strict=True):
+        own.copy_(theirs)
+
+
+def _tensors(module: nn.Module) -> Iterable[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
     # Rank zero chooses the file for all ranks: the other run may commit a newer checkpoint at this very moment.
-    found_here = str(_find(spec.train.init_from, runs_dir=spec.path.parent)) if group.rank_info.is_rank_zero else None
+    found_here = (
+        str(_find(str(spec.train.init_from), runs_dir=spec.path.parent)) if group.rank_info.is_rank_zero else None
+    )
     source = Path(group.broadcast_through_store("init_from", found_here))
     found = _unwrapped(_read(source))
     own = state.model.state_dict()
