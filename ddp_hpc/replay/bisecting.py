@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ddp_hpc.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.replay.circumstances import Circumstances, circumstances
 from ddp_hpc.replay.comparison import Difference, compare
-from ddp_hpc.replay.first_difference import Lines, Parting, first_difference
+from ddp_hpc.replay.first_difference import Entry, Lines, Parting, first_difference
 from ddp_hpc.replay.history import History
 from ddp_hpc.replay.known_states import Known, read_known
 from ddp_hpc.replay.private_run import Replayed, Wanted, compute_again
@@ -154,10 +154,20 @@ def _search_from(pair: _Pair, start: int, end: int) -> tuple[Parting | None, Seq
 
 def _lines(replayed: Replayed) -> list[Lines]:
     """Return what each rank of a replay has written down of its steps."""
-    return [
-        {line["step"]: line["entries"] for line in read_trace(replayed.run, rank) if "entries" in line}
-        for rank in range(max(replayed.world_sizes))
-    ]
+    return [lines_by_step(read_trace(replayed.run, rank)) for rank in range(max(replayed.world_sizes))]
+
+
+def lines_by_step(trace: Iterable[Mapping[str, Any]]) -> Lines:
+    """Return what a rank computed, by step.
+
+    Each part of a replay is a process of its own, and begins with a line of the state only. After the first part, the step
+    before it has a whole line already, and that one counts.
+    """
+    found: dict[int, Sequence[Entry]] = {}
+    for line in trace:
+        if "entries" in line:
+            found.setdefault(line["step"], line["entries"])
+    return found
 
 
 def _hashes(replayed: Replayed) -> dict[int, list[str]]:

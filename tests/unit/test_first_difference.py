@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddp_hpc.replay.bisecting import lines_by_step
 from ddp_hpc.replay.first_difference import Lines, first_difference
 
 
@@ -94,3 +95,14 @@ def test_another_type_differs_even_if_the_bytes_do_not() -> None:
     one, other = tensor("output", "fc"), {**tensor("output", "fc"), "type": "bfloat16[4]"}
 
     assert first_difference([step(one)], [step(other)]) is not None
+
+
+def test_the_state_that_a_part_of_a_replay_begins_with_does_not_hide_what_the_step_before_computed() -> None:
+    state, samples = tensor("weight", "fc"), {"kind": "samples", "name": "micro batch 0", "hash": "[1]", "ids": [1]}
+    whole = [{"step": number, "entries": [samples, state]} for number in (12, 13, 14)]
+    begin = {"step": 13, "entries": [state]}
+
+    in_parts, at_once = lines_by_step([*whole[:2], begin, whole[2]]), lines_by_step(whole)
+
+    assert first_difference([in_parts], [at_once]) is None
+    assert lines_by_step([begin, whole[2]]) == {13: [state], 14: [samples, state]}
