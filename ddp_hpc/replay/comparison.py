@@ -66,7 +66,7 @@ def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Co
     for step, before, after in _pairs(recorded.losses, computed.losses):
         found.num_losses += 1
         for what, value in before.items():
-            error = _error(value, after.get(what, math.nan))
+            error = _error(value, after.get(what))
             found.largest_error = max(found.largest_error, error) if what == "loss" else found.largest_error
             if error > tolerance:
                 found.differences.append(_plainly(what, step, value, after.get(what)))
@@ -93,8 +93,13 @@ def _plainly(what: str, step: int, recorded: Any, computed: Any) -> Difference:
     return Difference(step=step, what=what, recorded=recorded, computed=computed)
 
 
-def _error(before: float, after: float) -> float:
-    """Return the relative difference; 0 for two values that are not finite in the same way."""
+def _error(before: float | None, after: float | None) -> float:
+    """Return the relative difference; 0 for two values that are not finite in the same way.
+
+    None is what a log line has for a number that is not finite.
+    """
+    if before is None or after is None:
+        return 0.0 if before is after else math.inf
     if before == after or (math.isnan(before) and math.isnan(after)):
         return 0.0
     error = abs(before - after) / max(abs(before), abs(after))

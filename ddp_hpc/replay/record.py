@@ -33,8 +33,8 @@ class State:
 class Record:
     """What is known of some steps, by step."""
 
-    losses: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The numbers of a log line: the mean loss since the line before, and the learning rate."""
+    losses: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    """The numbers of a log line: the mean loss since the line before, and the learning rate; None for one that is not finite."""
     samples: dict[int, list[int]] = field(default_factory=dict)
     """The ids of a step's samples, over all ranks, sorted."""
     digests: dict[int, str] = field(default_factory=dict)

@@ -125,7 +125,7 @@ def test_the_gpus_of_this_process_are_those_that_it_may_use(tmp_path: Path) -> N
     assert num_gpus_here({"CUDA_VISIBLE_DEVICES": ""}, proc=tmp_path) == 0
 
 
-def losses(**by_step: float) -> Record:
+def losses(**by_step: float | None) -> Record:
     return Record(losses={int(step[1:]): {"loss": loss} for step, loss in by_step.items()})
 
 
@@ -139,6 +139,17 @@ def test_the_first_difference_counts_and_only_steps_that_both_know() -> None:
 def test_a_loss_that_is_not_a_number_in_both_is_the_same() -> None:
     assert compare(losses(s5=math.nan), losses(s5=math.nan)).first is None
     assert compare(losses(s5=math.nan), losses(s5=1.0)).first is not None
+
+
+@pytest.mark.parametrize(("recorded", "computed"), [(None, 1.0), (1.0, None), (None, 0.0)])
+def test_a_loss_that_is_finite_in_one_only_differs_by_more_than_any_tolerance(
+    recorded: float | None, computed: float | None
+) -> None:
+    found = compare(losses(s5=recorded), losses(s5=computed), tolerance=1e9)
+
+    assert found.first is not None
+    assert found.largest_error == math.inf
+    assert compare(losses(s5=None), losses(s5=None)).first is None
 
 
 def test_with_a_tolerance_losses_may_differ_a_little_and_states_are_not_compared() -> None:
