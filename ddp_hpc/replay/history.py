@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from ddp_hpc.run_dir.inputs import AttemptInputs, read_inputs
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_progress
+
+_NUMERIC = ("OMP_", "MKL_", "CUBLAS_")
+"""Prefixes of variables that decide in which order numbers are added; the replay gets those of the run."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class History:
     log_every: int = 1
     """`log.every_steps`."""
     uses_gpus: bool = False
+    numerics: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """By attempt, the variables that decide in which order numbers are added; nothing where that was not recorded."""
     notes: Sequence[str] = ()
 
     def newest_checkpoint(self, step: int) -> int:
@@ -69,21 +74,21 @@ class History:
     def stretches(self, start: int, end: int) -> list[Stretch]:
         """Return the steps after `start` up to `end`, in parts that were computed alike.
 
-        A resume is exact, so attempts with equal inputs are one part.
+        A resume is exact, so attempts with equal inputs and equal numbers of threads are one part.
         """
         cuts = sorted({start, *(first for first, _ in self.begun if start < first < end), end})
         parts: list[Stretch] = []
         for low, high in pairwise(cuts):
             inputs = self.inputs_at(low + 1)
-            if parts and _alike(parts[-1].inputs, inputs):
+            if parts and self._alike(parts[-1].inputs, inputs):
                 parts[-1] = replace(parts[-1], end=high)
             else:
                 parts.append(Stretch(low, high, inputs))
         return parts
 
-
-def _alike(one: AttemptInputs, other: AttemptInputs) -> bool:
-    return replace(one, attempt=0) == replace(other, attempt=0)
+    def _alike(self, one: AttemptInputs, other: AttemptInputs) -> bool:
+        variables = [self.numerics.get(inputs.attempt, {}) for inputs in (one, other)]
+        return replace(one, attempt=0) == replace(other, attempt=0) and variables[0] == variables[1]
 
 
 def read_history(run: RunDir) -> History:
@@ -123,6 +128,7 @@ def read_history(run: RunDir) -> History:
         last_step=last,
         log_every=spec.log.every_steps,
         uses_gpus=spec.resources.gpus_per_node > 0,
+        numerics={inputs.attempt: numeric_variables(run, inputs) for _, inputs in begun},
         notes=notes,
     )
 
@@ -145,3 +151,11 @@ def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:
         return read_environment(run, inputs.attempt)
     except ConfigError:
         return None
+
+
+def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str]:
+    """Return the variables by which an attempt added its numbers in one order and not in another."""
+    recorded = environment_of(run, inputs)
+    return {
+        name: value for name, value in (recorded.variables if recorded else {}).items() if name.startswith(_NUMERIC)
+    }

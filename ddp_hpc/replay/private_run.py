@@ -15,15 +15,13 @@ from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.errors import NotComputedError
-from ddp_hpc.replay.history import Stretch, edited_files, environment_of
+from ddp_hpc.replay.history import Stretch, edited_files, numeric_variables
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.replay_request import ReplayRequest, write_request
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local
 
-_NUMERIC = ("OMP_", "MKL_", "CUBLAS_")
-"""Prefixes of variables that decide in which order numbers are added; the replay gets those of the run."""
 _FOR_EVER = 2**31 - 1
 
 
@@ -99,10 +97,7 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
     spec = replay_spec(spec, run, runs_dir=wanted.run.path.parent, world=world, gpus=gpus)
     replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "replay"))), is_secret=True)
     replayed.world_sizes.append(world)
-    recorded = environment_of(wanted.run, inputs)
-    variables = {
-        name: value for name, value in (recorded.variables if recorded else {}).items() if name.startswith(_NUMERIC)
-    }
+    variables = numeric_variables(wanted.run, inputs)
     import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
     if wanted.code is None and (edited := edited_files(inputs)):
         replayed.notes.append(

@@ -16,8 +16,9 @@ from ddp_hpc.replay.known_states import narrowed
 from ddp_hpc.replay.private_run import num_gpus_here, replay_spec
 from ddp_hpc.replay.record import Record, State
 from ddp_hpc.replay.replaying import check_range
+from ddp_hpc.run_dir.environment import capture, write_environment
 from ddp_hpc.run_dir.inputs import AttemptInputs, read_inputs, write_inputs
-from ddp_hpc.run_dir.ledger import Ending
+from ddp_hpc.run_dir.ledger import Ending, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.replay_request import ReplayRequest, read_request, write_request
 from ddp_hpc.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
@@ -44,6 +45,19 @@ def test_another_world_or_configuration_begins_another_stretch() -> None:
     parts = told.stretches(0, 50)
 
     assert [(one.start, one.end, one.inputs.attempt) for one in parts] == [(0, 20, 0), (20, 40, 1), (40, 50, 2)]
+
+
+def test_another_number_of_threads_begins_another_stretch(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_metrics(run, [{"kind": "train", "step": 60, "loss": 1.0}])
+    for attempt, threads in enumerate(("2", "2", "1")):
+        record_start(run, attempt=attempt, job_id="", first_step=20 * attempt)
+        write_inputs(run, inputs(attempt))
+        write_environment(run, attempt, capture({"OMP_NUM_THREADS": threads, "NCCL_DEBUG": str(attempt)}))
+
+    parts = read_history(run).stretches(0, 60)
+
+    assert [(one.start, one.end, one.inputs.attempt) for one in parts] == [(0, 40, 0), (40, 60, 2)]
 
 
 def test_of_attempts_that_took_the_same_step_the_newest_counts() -> None:
