@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ddp_hpc.errors import RanksDifferError
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from tests.distributed.bit_flips import EVERY, Flip, Outcome, try_flips
 from tests.distributed.processes import in_group
-from tests.strange.walks import Case, begin
+from tests.strange.walks import Case, begin, close
 
 FLIPS = [
     Flip(step=13, rank=1, where="weight", place=3, bit=0),
@@ -44,6 +45,32 @@ def test_a_flipped_bit_is_found_its_rank_is_named_and_the_run_ends_with_the_same
 # --- models and optimizers that are unlike most ----------------------------------------------------------------------
 
 
+class Renamed(nn.Module):
+    """A model whose `state_dict` has other names than its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.register_state_dict_post_hook(_to_backbone)  # type: ignore[no-untyped-call]  # torch's
+        self.register_load_state_dict_pre_hook(_to_net)  # type: ignore[no-untyped-call]  # torch's
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.net(rows)  # type: ignore[no-any-return]  # a Tensor
+
+
+def _to_backbone(_module: nn.Module, found: dict[str, torch.Tensor], *_: object) -> None:
+    _rename(found, "net.", "backbone.")
+
+
+def _to_net(_module: nn.Module, found: dict[str, torch.Tensor], *_: object) -> None:
+    _rename(found, "backbone.", "net.")
+
+
+def _rename(found: dict[str, torch.Tensor], old: str, new: str) -> None:
+    for name in [one for one in found if one.startswith(old)]:
+        found[new + name.removeprefix(old)] = found.pop(name)
+
+
 def recipe_of(model: nn.Module) -> Recipe:
     rows = torch.randn(40, 4, generator=torch.Generator().manual_seed(2))
     return Recipe(
@@ -64,3 +91,19 @@ def test_the_average_of_first_weights_that_differ_by_rank_begins_with_those_of_r
         return train(t)
 
     assert in_group(2, walk, tmp_path / "ranks") == [True, True]
+
+
+def test_weights_that_the_state_dict_renames_are_compared(tmp_path: Path) -> None:
+    def walk(group: Group) -> str:
+        t = begin(Case(recipe=lambda: recipe_of(Renamed()), compare_every=2), group, tmp_path / "run")
+
+        def disturb(*_: object) -> None:
+            t.state.model.get_parameter("net.weight").data.view(-1)[3].add_(group.rank_info.rank)
+
+        t.state.optimizer.register_step_post_hook(disturb)
+        with pytest.raises(RanksDifferError, match=r"after step 2: `model/net\.weight`") as raised:
+            train(t)
+        close(t)
+        return str(raised.value)
+
+    assert len(set(in_group(2, walk, tmp_path / "ranks"))) == 1

@@ -69,9 +69,18 @@ def tensors(state: TrainingState) -> list[NamedTensor]:
 
 
 def tensors_of_all(state: TrainingState) -> list[NamedTensor]:
-    """Return the tensors whose values all ranks must have equal, without those that one rank owns."""
-    named = [*_weights("model", state.model), *_averages(state), *_optimizer_tensors(state)]
-    return [item for item in named if item.owner is None]
+    """Return the tensors whose values all ranks must have equal, without those that one rank owns.
+
+    The weights have the names that their module gives them: its `state_dict` may rename, copy or leave out what it holds.
+    """
+    modules = {"model": state.model} | ({} if state.ema is None else {"ema": state.ema.module})
+    weights = (
+        NamedTensor(f"{prefix}/{name}", one.detach(), None)
+        for prefix, module in modules.items()
+        for name, one in module.named_parameters(remove_duplicate=False)  # type: ignore[union-attr]  # a Module
+        if one.layout == torch.strided
+    )
+    return [*weights, *_optimizer_tensors(state)]
 
 
 def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
