@@ -330,8 +330,9 @@ def for_debug(nccl: str, folder: Path) -> dict[str, str]:
         "NCCL_DEBUG": nccl.upper(),
         "NCCL_DEBUG_SUBSYS": _SUBSYSTEMS[nccl],
         "NCCL_DEBUG_FILE": str(folder / "%h-%p.log"),
-        # DETAIL also compares all ranks' collectives, which is slow (https://docs.pytorch.org/docs/stable/distributed.html#debugging).
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if nccl == "trace" else "INFO",
+        # Never DETAIL: it wraps each process group to compare all ranks' collectives, which is slow, and ended healthy ranks of gloo
+        # by SIGSEGV (measured; https://docs.pytorch.org/docs/stable/distributed.html#debugging).
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",
         "TORCH_CPP_LOG_LEVEL": "INFO",
     }
 

@@ -362,4 +362,9 @@ def test_a_run_without_nccl_is_unknown() -> None:
 def test_one_key_turns_on_all_logs_of_the_libraries() -> None:
     assert for_debug("off", Path("/run")) == {}
     assert for_debug("info", Path("/run"))["NCCL_DEBUG_FILE"] == "/run/%h-%p.log"
-    assert for_debug("trace", Path("/run"))["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert for_debug("trace", Path("/run"))["NCCL_DEBUG"] == "TRACE"
+
+
+def test_no_log_of_the_libraries_wraps_the_process_groups() -> None:
+    """DETAIL ends ranks of gloo by SIGSEGV."""
+    assert for_debug("trace", Path("/run"))["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
