@@ -15,6 +15,7 @@ from ddp_hpc.exit_codes import (
     FENCED,
     FINISHED,
     PORT_TAKEN,
+    RANKS_DIFFER,
     REFUSED,
     STOPPED,
     STOPPED_EARLY,
@@ -69,7 +70,7 @@ def test_what_rank_zero_says_of_a_commit_counts_though_others_fail(rank_zero: in
 @given(st.lists(st.integers(-64, 255), min_size=1))
 def test_only_codes_that_are_all_good_are_good_together(codes: list[int]) -> None:
     assert (joint(codes) in {FINISHED, STOPPED}) == ({*codes} <= {FINISHED, STOPPED})
-    assert joint(codes) in {FINISHED, STOPPED, FENCED, REFUSED, DIVERGED, FAILED}
+    assert joint(codes) in {FINISHED, STOPPED, FENCED, REFUSED, DIVERGED, RANKS_DIFFER, FAILED}
 
 
 @pytest.mark.parametrize(
