@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
-from ddp_hpc.errors import NotComputedError
+from ddp_hpc.errors import NotComputedError, UnreadableError
 from ddp_hpc.replay.history import Stretch, edited_files, numeric_variables
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
@@ -22,6 +22,7 @@ from ddp_hpc.run_dir.replay_request import ReplayRequest, write_request
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local
 
+_GONE = "The checkpoint of step {step} of {run} has gone meanwhile; a run that trains keeps its newest only. Give the same command again."
 _FOR_EVER = 2**31 - 1
 
 
@@ -65,6 +66,7 @@ def compute_again(
 
     Raises:
         NotComputedError: if the workers did not get to the end.
+        UnreadableError: if the checkpoint that it begins with has gone.
         ConfigError: if the run's configuration cannot be used here.
     """
     folder = folder or Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
@@ -73,10 +75,14 @@ def compute_again(
     make_directories(replayed.run.checkpoints)
     if wanted.start:
         source = checkpoint_path(wanted.run, wanted.start).resolve()
-        (replayed.run.checkpoints / source.name).symlink_to(source)
+        link = replayed.run.checkpoints / source.name
+        link.symlink_to(source)
+        if not link.exists():
+            raise UnreadableError(_GONE.format(step=wanted.start, run=wanted.run.name))
     for number, stretch in enumerate(wanted.stretches, 1):
         is_last = number == len(wanted.stretches)
-        write_request(replayed.run, replace(wanted.request, end_step=stretch.end, commits=not is_last))
+        part = replace(wanted.request, start_step=stretch.start, end_step=stretch.end, commits=not is_last)
+        write_request(replayed.run, part)
         _compute(wanted, stretch, replayed, environ)
         say(f"steps {stretch.start + 1} to {stretch.end} of {wanted.run.name} computed again")
     return replayed

@@ -16,6 +16,8 @@ class ReplayRequest:
     """Where the steps end that are computed again, and what to record of them."""
 
     end_step: int
+    start_step: int | None = None
+    """The step after which it begins; a worker whose checkpoint is of another step refuses to train. None: of any."""
     commits: bool = False
     """Whether to commit a checkpoint at the end, from which another part of the replay goes on."""
     state_steps: tuple[int, ...] = ()

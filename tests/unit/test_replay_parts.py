@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.replay.auditing import chosen, segments_of
 from ddp_hpc.replay.comparison import compare
-from ddp_hpc.replay.history import History, read_history
+from ddp_hpc.replay.history import History, Stretch, read_history
 from ddp_hpc.replay.known_states import narrowed
-from ddp_hpc.replay.private_run import num_gpus_here, replay_spec
+from ddp_hpc.replay.private_run import Wanted, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.replay.record import Record, State
 from ddp_hpc.replay.replaying import check_range
 from ddp_hpc.run_dir.environment import capture, write_environment
@@ -22,6 +23,8 @@ from ddp_hpc.run_dir.ledger import Ending, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.replay_request import ReplayRequest, read_request, write_request
 from ddp_hpc.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.engine.replayed import follow_request
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, make_run
 
 
@@ -128,6 +131,21 @@ def test_a_replay_evaluates_saves_notifies_and_restarts_nothing(tmp_path: Path) 
     assert (private.resources.nodes, private.resources.world_size) == (1, 8)
     assert private.train == TrainSpec(max_steps=100, init_from=str(tmp_path / "other"))
     assert private.eval.every_epochs > 10**9
+
+
+def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of_beginning_at_step_0(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    parts = [Stretch(20, 30, inputs(0))]
+    wanted = Wanted(run=run, start=20, stretches=parts, request=ReplayRequest(end_step=30))
+    with pytest.raises(UnreadableError, match=r"checkpoint of step 20 of .* has gone"):
+        compute_again(wanted, {}, folder=tmp_path / "private")
+
+    write_request(run, ReplayRequest(start_step=20, end_step=30))
+    from_the_beginning = cast("Any", SimpleNamespace(run=run, state=SimpleNamespace(position=Position())))
+    with pytest.raises(ConfigError, match=r"begins after step 20, .* that of step 0"):
+        follow_request(from_the_beginning)
 
 
 def test_the_gpus_of_this_process_are_those_that_it_may_use(tmp_path: Path) -> None:

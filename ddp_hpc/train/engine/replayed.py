@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ddp_hpc.base.durable import make_directories, open_private
+from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.replay_request import ReplayRequest, read_request
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.data.sample_records import SampleRecorder
@@ -27,10 +28,19 @@ Entry = dict[str, Any]
 
 
 def follow_request(t: Training) -> None:
-    """Have the training end where its run directory asks for, if it is that of a replay; otherwise do nothing."""
+    """Have the training end where its run directory asks for, if it is that of a replay; otherwise do nothing.
+
+    Raises:
+        ConfigError: if it begins after another step than the replay asks for, as its checkpoint has gone.
+    """
     request = read_request(t.run)
     if request is None:
         return
+    begin = t.state.position.step
+    if request.start_step is not None and begin != request.start_step:
+        raise ConfigError(
+            f"The replay begins after step {request.start_step}, and the state that was found is that of step {begin}: the checkpoint has gone meanwhile, as a run that trains keeps its newest only. Give the same command again."
+        )
     path = t.run.rank_trace(t.group.rank_info.rank)
     make_directories(path.parent)
     trace = _StepTrace(t, request, open_private(path, "ab", buffering=0))
