@@ -11,6 +11,7 @@ from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.run_dir.paths import RunDir
 
 Kind = Literal["begin", "phases", "save", "evaluation"]
+_LARGEST = 2.0**63
 _KINDS = ("begin", "phases", "save", "evaluation")
 
 
@@ -114,7 +115,10 @@ def _look(line: Mapping[str, Any]) -> Look | None:
 
 
 def _number(value: object) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """Return a finite number; JSON of Python may hold `NaN`, `Infinity`, and whole numbers that no float holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if -_LARGEST <= value <= _LARGEST else None
 
 
 def _whole(value: object) -> int | None:

@@ -1,0 +1,43 @@
+"""The lines of timeline.jsonl and waits.jsonl: what is damaged is skipped, whatever it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.timeline import Look, Mark, encode, read_looks, read_marks
+
+MARK = Mark(kind="phases", attempt=0, at=5.0, step=3, num_steps=3, phases={"data": 0.5})
+LOOK = Look(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.02})
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "1" + "0" * 400, "true", "null", '"3"'])
+@pytest.mark.parametrize("name", ["attempt", "at", "step"])
+def test_a_line_whose_number_is_none_is_skipped(name: str, value: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    odd = encode(MARK).replace(
+        *{"attempt": (b": 0,", f": {value},".encode()), "at": (b": 5.0", f": {value}".encode())}.get(
+            name, (b'"step": 3', f'"step": {value}'.encode())
+        )
+    )
+    run.timeline.write_bytes(odd + encode(MARK))
+
+    assert read_marks(run) == [MARK]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400"])
+def test_a_value_that_is_not_a_number_is_not_known(value: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.timeline.write_bytes(
+        encode(MARK).replace(b"0.5", value.encode()).replace(b'"num_steps": 3', f'"num_steps": {value}'.encode())
+    )
+    run.waits.write_bytes(
+        encode(LOOK).replace(b"0.02", value.encode()).replace(b'"step": 3', f'"step": {value}'.encode())
+    )
+
+    (mark,), (look,) = read_marks(run), read_looks(run)
+
+    assert (mark.num_steps, mark.phases) == (None, {})
+    assert (look.step, look.lost_s) == (None, {0: 0.0})
