@@ -77,6 +77,13 @@ def parts_of(time: AttemptTime) -> list[tuple[str, float, float]]:
     return [(kind, one, two) for kind, one, two in found if two > one]
 
 
+def _steps(time: AttemptTime) -> str:
+    text = f"{time.first_step} to {time.reached_step}"
+    if time.kept_step >= time.reached_step:
+        return text
+    return f"{text}, none kept" if time.kept_step <= time.first_step else f"{text}, kept to {time.kept_step}"
+
+
 def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> Row:
     attempt, width = time.attempt, end - begin
     spans = [
@@ -91,8 +98,7 @@ def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> 
         nodes=nodes if len(attempt.nodes) <= 4 else f"{len(attempt.nodes)} nodes: {', '.join(attempt.nodes[:3])}, ...",
         started=moment(attempt.started_at),
         ran=duration(time.length_s),
-        steps=f"{time.first_step} to {time.reached_step}"
-        + (f", kept to {time.kept_step}" if time.kept_step < time.reached_step else ""),
+        steps=_steps(time),
         end=_end(time),
         reason=attempt.reason or _end(time),
         title=f"attempt {attempt.attempt}, {plural(time.num_nodes, 'node')}: {_end(time)}",

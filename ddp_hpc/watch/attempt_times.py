@@ -39,13 +39,15 @@ class AttemptTime:
     reached_step: int
     """The newest step that is known of it."""
     kept_step: int
-    """The newest step that no later attempt repeats."""
+    """The newest step that no later attempt repeats; `first_step` where all are repeated."""
     seconds: Mapping[str, float]
     """Kind -> seconds."""
     stall_s: float
     """How long the loop waited for saves, also in what was lost."""
     num_saves: int
     num_steps: int
+    steps_s: float
+    """How long these steps and saves took: what came after them, such as a hang, is not part of it."""
     num_nodes: int
     num_gpus: int
 
@@ -160,13 +162,13 @@ def _ended_at(one: Attempt, points: _Points, progress: Progress | None, now: flo
 
 
 def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_open: bool) -> int | None:
-    """Return the newest step of the first of these attempts that the next one does not repeat; None where all are kept."""
+    """Return the newest step of the first of these attempts that no later one repeats; None where all are kept."""
     one, *later = attempts
     if is_open:
         return None
-    for after in later:
-        if (begin := points[after.attempt].begin) is not None:
-            return begin.step
+    begins = [begin.step for after in later if (begin := points[after.attempt].begin) is not None]
+    if begins:
+        return min(begins)
     if later:
         return max(after.first_step for after in later)
     return None if one.ending in _COMMITS else max(one.last_step or 0, one.first_step)
@@ -176,7 +178,7 @@ def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None
     begin, steps = points.begin, points.steps
     first = one.first_step if begin is None else begin.step
     reached = max([first, *(int(step) for _, step in steps)])
-    kept = reached if kept is None else min(kept, reached)
+    kept = reached if kept is None else max(first, min(kept, reached))
     is_whole = kept >= reached and (one.ending in _COMMITS or one.ending is None)
     until = None if begin is None else ended_at if is_whole else max(begin.at, points.when(kept) or begin.at)
     phases = [mark for mark in points.marks if mark.kind == "phases"]
@@ -194,6 +196,7 @@ def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None
         stall_s=points.stalls[-1][1] if points.stalls else 0.0,
         num_saves=sum(mark.kind == "save" for mark in points.marks),
         num_steps=phases[-1].num_steps or 0 if phases else 0,
+        steps_s=0.0 if begin is None or not phases else max(0.0, phases[-1].at - begin.at),
         num_nodes=len(one.nodes) or 1,
         num_gpus=0 if begin is None else begin.num_gpus or 0,
     )

@@ -86,7 +86,7 @@ def checkpoint_cost(times: Sequence[AttemptTime], every_steps: int | None) -> Ch
     """Return what checkpoints cost; None without the measurements: a save, a step and a start are needed."""
     saves, steps = sum(one.num_saves for one in times), sum(one.num_steps for one in times)
     starts = sorted(one.seconds["starting"] for one in times if one.trained_from is not None)
-    trained_s = sum(one.ended_at - one.trained_from for one in times if one.trained_from is not None)
+    trained_s = sum(one.steps_s for one in times)
     stall_s = sum(one.stall_s for one in times)
     if not (every_steps and saves and steps and starts and stall_s > 0 and trained_s > stall_s):
         return None

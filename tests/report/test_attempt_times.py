@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.report.timeline import rows_of
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending, Next
 from ddp_hpc.run_dir.records import Progress
 from ddp_hpc.run_dir.timeline import Mark
@@ -69,6 +70,27 @@ def test_what_a_later_attempt_repeats_is_lost() -> None:
     assert spent(first) == {"starting": 20.0, "training": 50.0, "lost": 30.0}
     assert (first.kept_step, first.reached_step) == (50, 70)
     assert spent(second) == {"starting": 10.0, "training": 90.0}
+
+
+def test_steps_that_only_a_later_attempt_than_the_next_repeats_are_lost_too() -> None:
+    """The newest checkpoint was damaged, or was made after ranks differed: the third attempt goes back further than the second."""
+    crashed = attempt(ending=Ending.FAILED, next=Next.IN_PLACE, last_step=90)
+    again = attempt(1, 200.0, ending=Ending.FAILED, ended_at=230.0, next=Next.IN_PLACE, first_step=90, last_step=90)
+    marks = [begin(at=100.0), phases(at=200.0, step=100)]
+    marks += [begin(1, at=200.0, step=90), phases(1, at=230.0, step=100, since=90)]
+    marks += [begin(2, at=230.0, step=50), phases(2, at=330.0, step=110, since=50)]
+
+    found = times([crashed, again, attempt(2, started_at=230.0, first_step=50)], marks)
+
+    assert [(one.first_step, one.reached_step, one.kept_step) for one in found] == [
+        (0, 100, 50),
+        (90, 100, 90),
+        (50, 110, 110),
+    ]
+    assert [spent(one) for one in found] == [{"training": 50.0, "lost": 50.0}, {"lost": 30.0}, {"training": 100.0}]
+    assert goodput_of(found).steps_repeated == 60
+    rows, _ = rows_of(found, marks)
+    assert [row.steps for row in rows] == ["0 to 100, kept to 50", "90 to 100, none kept", "50 to 110"]
 
 
 def test_the_time_of_a_step_between_two_notes_is_interpolated() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,19 @@ def test_stall_step_and_restart_are_measured(tmp_path: Path) -> None:
     assert found.restart_s == pytest.approx(40.0)
     assert found.step_s == pytest.approx(STEP_S, rel=0.2)
     assert found.num_failures == 1
+
+
+def test_a_hang_is_not_taken_for_slow_steps(tmp_path: Path) -> None:
+    plans = [Plan(first=0, reached=350), Plan(first=300, reached=500, ending="finished")]
+    times = read_times(made_run(tmp_path / "run", plans), now=0.0, is_alive=False)
+    hung = [replace(times[0], ended_at=times[0].ended_at + 3600.0), times[1]]
+
+    calm, found = checkpoint_cost(times, 100), checkpoint_cost(hung, 100)
+
+    assert calm is not None
+    assert found is not None
+    assert found.step_s == calm.step_s == pytest.approx(STEP_S)
+    assert found.best_every_steps > calm.best_every_steps  # failures are further apart
 
 
 @pytest.mark.parametrize("every", [None, 0])
