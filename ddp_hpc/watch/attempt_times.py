@@ -73,9 +73,12 @@ class _Points:
 
     @property
     def steps(self) -> list[tuple[float, float]]:
-        """Time and step, both growing. A save is noted later than its step was made."""
-        found = sorted((one.at, one.step) for one in self.marks if one.kind != "save")
-        return [(at, float(step)) for at, step in found]
+        """Time and step, both growing. A save is noted when it is committed; its step was made before it began."""
+        found: list[tuple[float, float]] = []
+        for at, step in sorted((_made_at(one), one.step) for one in self.marks):
+            if not found or step >= found[-1][1]:
+                found.append((at, float(step)))
+        return found
 
     @property
     def stalls(self) -> list[tuple[float, float]]:
@@ -90,6 +93,10 @@ class _Points:
                 return at + (then - at) * (step - here) / (there - here)
         last = self.steps[-1] if self.steps else None
         return last[0] if last and last[1] <= step else None
+
+
+def _made_at(mark: Mark) -> float:
+    return mark.at - (mark.seconds or 0.0) if mark.kind == "save" else mark.at
 
 
 def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark] | None = None) -> list[AttemptTime]:

@@ -93,6 +93,17 @@ def test_steps_that_only_a_later_attempt_than_the_next_repeats_are_lost_too() ->
     assert [row.steps for row in rows] == ["0 to 100, kept to 50", "90 to 100, none kept", "50 to 110"]
 
 
+def test_a_checkpoint_after_the_newest_note_is_kept() -> None:
+    """After a week, notes are an hour apart, and saves are not."""
+    crashed = attempt(ending=Ending.FAILED, next=Next.IN_PLACE, last_step=60, ended_at=190.0)
+    save = Mark(kind="save", attempt=0, at=182.0, step=60, seconds=2.0)
+
+    first, _ = times([crashed, attempt(1, 200.0)], [begin(), phases(at=130.0, step=10), save, begin(1, 210.0, 60)])
+
+    assert (first.reached_step, first.kept_step) == (60, 60)
+    assert spent(first) == {"starting": 20.0, "training": 60.0, "lost": 10.0}
+
+
 def test_the_time_of_a_step_between_two_notes_is_interpolated() -> None:
     crashed = attempt(ending=Ending.FAILED, last_step=50)
 
