@@ -97,7 +97,7 @@ def _options(verb: str) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_option_and_key_in_the_documentation_exists(path: Path) -> None:
     text = path.read_text()
     sections = "|".join({name.partition(".")[0] for name in all_keys() if "." in name})

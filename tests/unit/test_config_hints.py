@@ -39,7 +39,7 @@ def suggested(name: str) -> list[str]:
         ("save_steps", ["checkpoint.every_steps"]),
         ("train.num_workers", ["data.num_workers"]),
         ("train.weight_decay", ["optimizer.weight_decay"]),
-        ("train.every_steps", ["log.every_steps", "checkpoint.every_steps"]),
+        ("train.every_steps", ["log.every_steps", "checkpoint.every_steps", "integrity.every_steps"]),
         ("optimiser.name", ["optimizer.name"]),
         ("train.lrr", ["train.lr"]),
         ("epoch", ["train.epochs"]),
