@@ -143,9 +143,19 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
         compute_again(wanted, {}, folder=tmp_path / "private")
 
     write_request(run, ReplayRequest(start_step=20, end_step=30))
-    from_the_beginning = cast("Any", SimpleNamespace(run=run, state=SimpleNamespace(position=Position())))
+    from_the_beginning = cast(
+        "Any",
+        SimpleNamespace(
+            run=run,
+            state=SimpleNamespace(position=Position()),
+            group=SimpleNamespace(rank_info=SimpleNamespace(rank=0)),
+        ),
+    )
+    follow_request(from_the_beginning)
+    from_the_beginning.state.position = Position(step=1)
     with pytest.raises(ConfigError, match=r"begins after step 20, .* that of step 0"):
-        follow_request(from_the_beginning)
+        from_the_beginning.after_step()
+    from_the_beginning.after_step.__self__._file.close()
 
 
 def test_the_gpus_of_this_process_are_those_that_it_may_use(tmp_path: Path) -> None:

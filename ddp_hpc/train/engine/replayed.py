@@ -28,19 +28,10 @@ Entry = dict[str, Any]
 
 
 def follow_request(t: Training) -> None:
-    """Have the training end where its run directory asks for, if it is that of a replay; otherwise do nothing.
-
-    Raises:
-        ConfigError: if it begins after another step than the replay asks for, as its checkpoint has gone.
-    """
+    """Have the training end where its run directory asks for, if it is that of a replay; otherwise do nothing."""
     request = read_request(t.run)
     if request is None:
         return
-    begin = t.state.position.step
-    if request.start_step is not None and begin != request.start_step:
-        raise ConfigError(
-            f"The replay begins after step {request.start_step}, and the state that was found is that of step {begin}: the checkpoint has gone meanwhile, as a run that trains keeps its newest only. Give the same command again."
-        )
     path = t.run.rank_trace(t.group.rank_info.rank)
     make_directories(path.parent)
     trace = _StepTrace(t, request, open_private(path, "ab", buffering=0))
@@ -61,6 +52,7 @@ class _StepTrace:
         self._passed: list[Entry] = []
         """Of the micro batch that is computed now; DDP's warm-up begins one that never counts."""
         self._has_begun = False
+        self._is_start_checked = False
 
     def listen(self) -> None:
         """Listen to the recipe, the model and the optimizer from here on."""
@@ -78,8 +70,18 @@ class _StepTrace:
                 module.register_forward_hook(partial(self._note_output, name or "(the model)"))
 
     def after_step(self) -> bool:
-        """Write down the step that was taken; return whether it was the last one."""
+        """Write down the step that was taken; return whether it was the last one.
+
+        Raises:
+            ConfigError: if the first step is another one than the replay asks for, as its checkpoint has gone.
+        """
         t, request, step = self._t, self._request, self._t.state.position.step
+        if not self._is_start_checked and request.start_step not in (None, step - 1):
+            raise ConfigError(
+                f"The replay begins after step {request.start_step}, and the state that was found is that of step {step - 1}: "
+                "the checkpoint has gone meanwhile, as a run that trains keeps its newest only. Give the same command again."
+            )
+        self._is_start_checked = True
         if request.traces(step):
             options, state = [*_options(t)], [*_state_entries(t)]
             self._write({"step": step, "entries": [*self._entries, *options, *state]})
