@@ -11,9 +11,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.formatting import number, numbers
 from ddp_hpc.cli.status_text import evaluation_line, knows_steps, rate, steps
-from ddp_hpc.cli.terminal import unguarded, visible
+from ddp_hpc.cli.terminal import unguarded
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.status import RunStatus
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
 from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps
-from ddp_hpc.cli.terminal import visible
 from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.sweep.points import Point, labels_of
 from ddp_hpc.sweep.states import has_begun, unbegun_points

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
-_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""Control characters (C0 without tab and line feed, and C1), and characters that change the direction of text."""
-
-
-def visible(text: str) -> str:
-    r"""Return text without colours, and with every other control character as `\x1b`."""
-    return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], _COLOURS.sub("", text))
+from ddp_hpc.base.shown_text import visible
 
 
 class Terminal(io.TextIOWrapper):

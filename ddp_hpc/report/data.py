@@ -80,6 +80,8 @@ class RunData:
     missing: Sequence[str] = field(default_factory=list)
     """What is not shown, why, and how to get it."""
     against: Against | None = None
+    secrets: Sequence[str] = ()
+    """Values that are masked wherever they stand."""
 
     @property
     def phases(self) -> tuple[Mapping[str, float], int]:

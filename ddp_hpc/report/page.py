@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc import __version__
+from ddp_hpc.base.shown_text import masked, visible
 from ddp_hpc.report import charts
 from ddp_hpc.report.axes import compact
 from ddp_hpc.report.data import Against, RunData
@@ -57,7 +58,14 @@ class KindShare:
 
 def page_of(run: RunData, *, now: float, rules: Sequence[Rule] = RULES) -> str:
     """Return the page of one run."""
-    return render_page("run.html.j2", view_of(run, rules), title=f"{run.status.run}: report", path=run.path, now=now)
+    return render_page(
+        "run.html.j2",
+        view_of(run, rules),
+        title=f"{run.status.run}: report",
+        path=run.path,
+        now=now,
+        secrets=run.secrets,
+    )
 
 
 def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
@@ -281,20 +289,26 @@ def _beside(run: RunData, other: Against) -> dict[str, Any]:
 # --- templates ---------------------------------------------------------------------------------------------------------
 
 
-def render_page(template: str, view: dict[str, Any], *, title: str, path: Path | str, now: float) -> str:
-    """Return a page: a template of ours, filled in. All text is escaped."""
+def render_page(  # noqa: PLR0913
+    template: str, view: dict[str, Any], *, title: str, path: Path | str, now: float, secrets: Sequence[str] = ()
+) -> str:
+    """Return a page: a template of ours, filled in. All text is escaped; of secrets and control characters, none is in it."""
     from jinja2 import Environment as Templates
     from jinja2 import FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
 
+    def shown(value: Any) -> Any:
+        return visible(masked(value, secrets)) if type(value) is str else value
+
     templates = Templates(
         autoescape=True,
+        finalize=shown,
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))  # noqa: S704  escaped
+    templates.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(shown(text)))))  # noqa: S704  escaped
     templates.filters.update(percent=_percent, flex="{:.5f}".format, share=share, ms=milliseconds, readings=_readings)
     written = moment(now, "%d %b %Y, %H:%M %Z")
     common = {"title": title, "version": __version__, "written": written, "path": path}

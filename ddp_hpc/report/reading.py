@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.shown_text import masked, secret_values
 from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.report.data import HIDDEN, Against, Difference, Failure, RunData
 from ddp_hpc.report.series import Series, read_series
@@ -47,23 +49,28 @@ class _Reader:
             return otherwise
 
 
-def read_run(run: RunDir, *, now: float, against: RunDir | None = None) -> RunData:
+def read_run(
+    run: RunDir, *, now: float, against: RunDir | None = None, environ: Mapping[str, str] = MappingProxyType({})
+) -> RunData:
     """Return what the run directory holds. Unreadable parts are left out, and named in `missing`.
+
+    What variables of `environ` hold that may be secrets is masked, also in the words of exceptions.
 
     Raises:
         OSError: if not even the ledger can be read.
     """
     reader = _Reader()
     status = read_status(run, now=now)
-    times = read_times(run, now=now, is_alive=status.is_alive)
+    marks: list[Mark] = reader.read("The timeline", partial(read_marks, run), [])
+    times = read_times(run, now=now, is_alive=status.is_alive, marks=marks)
     ledger = Ledger.read(run)
     numbers = [one.attempt for one in ledger.attempts]
     values = config_values(run)
+    secrets = secret_values(values, environ)
     every = values.get("checkpoint.every_steps")
     every_steps = every if isinstance(every, int) else None
     series = reader.read("The metrics", partial(read_series, run), Series())
     looks: list[Look] = reader.read("The comparison of the ranks", partial(read_looks, run), [])
-    marks: list[Mark] = reader.read("The timeline", partial(read_marks, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None
     reader.missing += _gaps(ledger, series, marks, looks, is_script=is_script)
     found = RunData(
@@ -81,7 +88,8 @@ def read_run(run: RunDir, *, now: float, against: RunDir | None = None) -> RunDa
         networks={number: one.words for number, one in _of_each(numbers, partial(read_network, run)).items()},
         checkpoints=reader.read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
         environments=_of_each(numbers, partial(_environment, run)),
-        failure=reader.read("Why it failed", partial(_failure, run, ledger), None),
+        failure=reader.read("Why it failed", partial(_failure, run, ledger, secrets), None),
+        secrets=secrets,
         values=values,
         is_script=is_script,
         missing=reader.missing,
@@ -137,7 +145,7 @@ def _environment(run: RunDir, attempt: int) -> Environment | None:
     return read_environment(run, attempt) if run.environment(attempt).exists() else None
 
 
-def _failure(run: RunDir, ledger: Ledger) -> Failure | None:
+def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> Failure | None:
     failed = [one for one in ledger.attempts if one.ending in (Ending.FAILED, Ending.REFUSED)]
     if not failed:
         return None
@@ -160,7 +168,7 @@ def _failure(run: RunDir, ledger: Ledger) -> Failure | None:
                 ],
             )
         ),
-        detail=verdict.detail[:400],
+        detail=masked(verdict.detail, secrets)[:400],
         place=verdict.place,
         to_do=about.to_do.format(run=run.word, attempt=attempt.attempt, rank=verdict.rank or 0),
     )

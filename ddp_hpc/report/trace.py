@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ddp_hpc.base.shown_text import masked_record
 from ddp_hpc.report.data import RunData
 from ddp_hpc.report.timeline import parts_of
 from ddp_hpc.run_dir.failure_reports import WorkerFailure, read_failures
@@ -42,6 +43,8 @@ def trace_of(run: RunData) -> dict[str, Any]:
             event["dur"] = max(1, round(event["dur"] * 1e6))
     # Of two slices that begin together, the viewer puts the second one into the first, so the longer one comes first.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+    for event in events:
+        event["args"] = masked_record(event["args"], run.secrets)
     return {
         "traceEvents": [*_names(events), *events],
         "displayTimeUnit": "ms",
@@ -86,7 +89,7 @@ def _attempts(times: Sequence[AttemptTime]) -> Iterator[Event]:
 
 
 def _ranks(run: RunData) -> Iterator[Event]:
-    """Draw what all ranks did at the same time: starting, training, what was lost, and the evaluations within."""
+    """Draw what all ranks did at the same time: starting, training, what was lost; and on rank zero the evaluations."""
     worlds = {mark.attempt: mark.world_size for mark in run.marks if mark.world_size}
     usual = max(worlds.values(), default=1)
     for one in run.times:
@@ -96,7 +99,7 @@ def _ranks(run: RunData) -> Iterator[Event]:
             parts = [part for part in parts_of(one) if part[0] != "queued"]
             for kind, begin, end in parts:
                 yield _slice(RANKS, rank, kind, begin, end, attempt=number)
-            for mark in evaluations:
+            for mark in evaluations if rank == 0 else []:  # noted of rank zero
                 begin = mark.at - (mark.seconds or 0.0)
                 if any(low <= begin and mark.at <= high for _, low, high in parts):
                     yield _slice(RANKS, rank, "evaluation", begin, mark.at, step=mark.step)

@@ -14,6 +14,7 @@ import pytest
 from ddp_hpc.cli import main
 from ddp_hpc.report.page import page_of
 from ddp_hpc.report.reading import read_run
+from ddp_hpc.report.trace import trace_of
 from ddp_hpc.run_dir.ledger import Cause, End, Ending, record_end, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, QueuedJob, write_progress, write_queued_job
@@ -258,3 +259,36 @@ def test_a_sweep_has_a_page_with_its_points(
     found = Outline(Path(capsys.readouterr().out.strip()).read_text())
     assert found.headings == ["Points", "Losses"]
     assert "4 points: 3 finished, 1 not begun." in found.text
+
+
+def test_secrets_in_the_words_of_an_exception_are_in_neither_page_nor_trace(tmp_path: Path) -> None:
+    environ = {"WANDB_API_KEY": "0123456789abcdef"}
+    said = "RuntimeError: 401 of https://bob:hunter2@hub/api?token=abc, 0123456789abcdef"
+    run = made_run(tmp_path / "run", [Plan(first=0, reached=50, reason=said)])
+
+    found = read_run(run, now=NOW, environ=environ)
+    written = [page_of(found, now=NOW), json.dumps(trace_of(found))]
+
+    for text in written:
+        assert "401 of https://bob:***@hub/api?token=***, ***" in text
+        assert not re.search(r"hunter2|token=abc|0123456789abcdef", text)
+
+
+def test_control_characters_and_a_change_of_direction_can_be_seen(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", [Plan(first=0, reached=50, reason="OSError: \x1b[2J gnp\u202eexe.\x00")])
+
+    text = page_of(read_run(run, now=NOW), now=NOW)
+
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e]", text)
+    assert r"OSError: \x1b[2J gnp\u202eexe.\x00" in text
+
+
+def test_a_timeline_that_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", [Plan(first=0, reached=50, ending="finished")])
+    run.timeline.unlink()
+    run.timeline.mkdir()
+
+    found = page(run)
+
+    assert "The timeline cannot be read" in found.text
+    assert "Loss and throughput" in found.headings

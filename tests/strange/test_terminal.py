@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli import main
 from ddp_hpc.cli.live import view
-from ddp_hpc.cli.terminal import visible
 from ddp_hpc.watch.status import read_status
 from tests.made_run import add_attempt, add_failure, add_log, add_progress, make_run
 

@@ -47,7 +47,10 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     else:
         chosen = chosen_run(args, environment)
         against = find_run(args.against, runs_dir) if args.against else None
-        name, text = chosen.name, page_of(read_run(chosen, now=now, against=against), now=now, rules=rules)
+        name, text = (
+            chosen.name,
+            page_of(read_run(chosen, now=now, against=against, environ=environment), now=now, rules=rules),
+        )
     output = args.output or Path(f"{name}-report.html")
     with output_at(output) as path:
         path.write_text(text, encoding="utf-8")

@@ -11,9 +11,10 @@ from dataclasses import asdict
 from typing import TextIO
 
 from ddp_hpc.base.patience import patiently
+from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
-from ddp_hpc.cli.terminal import unguarded, visible
+from ddp_hpc.cli.terminal import unguarded
 from ddp_hpc.report.looking import Looker
 from ddp_hpc.report.top import LEVELS, Seen, screen
 from ddp_hpc.run_dir.rereading import await_news

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Write the trace, and print its path."""
     chosen = chosen_run(args, environment)
-    found = read_run(chosen, now=time.time())
+    found = read_run(chosen, now=time.time(), environ=environment)
     if not found.times:
         raise ConfigError(f"Run {chosen.name!r} has not begun an attempt, so there is nothing to trace yet.")
     output = args.output or Path(f"{chosen.name}-trace.json")

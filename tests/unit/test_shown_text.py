@@ -1,0 +1,47 @@
+"""What texts of a run show: secrets are masked, the rest stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_hpc.base.shown_text import masked, secret_values
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("401 of https://bob:hunter2@hub/api?token=abc123&page=2", "401 of https://bob:***@hub/api?token=***&page=2"),
+        ("GET https://hub/blob?sig=Zm9v&key=1", "GET https://hub/blob?sig=***&key=***"),
+        ("{'Authorization': 'Bearer abcdefgh1234'}", "{'Authorization': 'Bearer ***'}"),
+        ('{"api_key": "abc", "name": "x"}', '{"api_key": "***", "name": "x"}'),
+        ("WANDB_API_KEY=0123abcd python", "WANDB_API_KEY=*** python"),
+        ("token hf_abcdefghijklmnop is wrong", "token *** is wrong"),
+    ],
+)
+def test_what_looks_like_a_secret_is_masked(text: str, shown: str) -> None:
+    assert masked(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "KeyError: 'model.weight'",
+        "Missing key(s) in state_dict: a.b",
+        "num_tokens: 5, tokenizer=gpt2, author=me",
+        "https://host:8080/path@2",
+        "key: train.lr=0.1; sk-learn",
+        "rank 3 on node01: killed by SIGKILL",
+    ],
+)
+def test_other_words_stay(text: str) -> None:
+    assert masked(text) == text
+
+
+def test_values_of_variables_and_keys_that_may_be_secrets_are_found_wherever_they_stand() -> None:
+    found = secret_values(
+        {"env.HF_TOKEN": "hf-of-the-run", "train.lr": 0.1, "name": "digits"},
+        {"WANDB_API_KEY": "0123456789", "HOME": "/home/me", "SHORT_TOKEN": "1", "NCCL_DEBUG": "INFO"},
+    )
+
+    assert found == ["hf-of-the-run", "0123456789"]
+    assert masked("login failed for (0123456789)", found) == "login failed for (***)"
