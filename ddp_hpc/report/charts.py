@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 from ddp_hpc.report.axes import Axis, Tick, compact, linear, logarithmic
 from ddp_hpc.report.series import Point, Series
@@ -68,7 +69,8 @@ def loss_chart(series: Series, starts: Mapping[int, int]) -> Chart | None:
         for part in series.superseded
     ]
     if series.loss:
-        curves.append(Curve("main", path(series.loss, x, y), "training loss, the mean of each log interval"))
+        pieces = " ".join(path(piece, x, y) for piece in _pieces(series.loss, series.not_finite))
+        curves.append(Curve("main", pieces, "training loss, the mean of each log interval"))
     dots = [
         _dot("evaluation", point, x, y, f"evaluation at step {point.step:g}: loss {compact(point.value)}")
         for point in evaluated
@@ -155,6 +157,17 @@ def path(points: Iterable[Point], x: Axis, y: Axis) -> str:
     return f"M{kept[0]}" + ("".join(f"L{one}" for one in kept[1:]) or "h0") if kept else ""
 
 
+def _pieces(points: Sequence[Point], breaks: Sequence[int]) -> list[list[Point]]:
+    """Divide points where steps without a value lie between two of them."""
+    pieces: list[list[Point]] = []
+    for number, one in enumerate(points):
+        before = bisect_right(breaks, points[number - 1].step) if number else -1
+        if before != bisect_right(breaks, one.step):
+            pieces.append([])
+        pieces[-1].append(one)
+    return pieces
+
+
 def _dot(kind: str, point: Point, x: Axis, y: Axis, title: str) -> Dot:
     return Dot(kind, x.place(point.step) * BOX, (1 - y.place(point.value)) * BOX, title)
 
@@ -205,10 +218,7 @@ def wait_map(looks: Sequence[Look]) -> WaitMap | None:
     ranks = sorted({rank for look in looks for rank in look.lost_s})
     nodes = {rank: node for look in looks for rank, node in look.nodes.items()}
     shares = [
-        [
-            max((max(0.0, look.lost_s.get(rank, 0.0)) / (look.step_s or 1.0) for look in part), default=0.0)
-            for part in columns
-        ]
+        [max(0.0, fmean(look.lost_s.get(rank, 0.0) / (look.step_s or 1.0) for look in part)) for part in columns]
         for rank in ranks
     ]
     rows = [

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from string import Formatter
 from typing import Any
 
@@ -23,7 +24,9 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "==": operator.eq,
 }
-_CONDITION = re.compile(r"\s*(?P<name>[a-z_]+)\s*(?P<sign>>=|<=|==|>|<)\s*(?P<number>-?[0-9.]+(?:e-?[0-9]+)?)\s*")
+_CONDITION = re.compile(
+    r"\s*(?P<name>[a-z_]+)\s*(?P<sign>>=|<=|==|>|<)\s*(?P<number>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +64,13 @@ class Facts:
     host_to_device_share: float = math.nan
     evaluation_share: float = math.nan
     slow_rank: float = math.nan
-    """The rank for which the others waited longest."""
+    """The rank that was named as slow, and for which the others waited longest in all."""
     slow_rank_share: float = math.nan
-    """The share of a step for which they did so, in the middle one of all comparisons."""
+    """The share of a step for which they did so: the mean of all comparisons."""
     not_finite: float = math.nan
     """Log lines whose loss was NaN or infinite."""
+    not_finite_at_end: float = math.nan
+    """1 if the newest of them all is one, else 0."""
     data_workers: float = math.nan
     """The key `data.num_workers`."""
     workers: float = math.nan
@@ -97,13 +102,18 @@ class Note:
 
 RULES: Sequence[Rule] = (
     Rule(
-        when="not_finite > 0",
-        text="The loss was NaN or infinite in {not_finite:.0f} log lines. Weights that are not finite do not recover.",
+        when="not_finite_at_end > 0",
+        text="The loss was NaN or infinite in {not_finite:.0f} log lines, the newest among them. Weights that are not finite do not recover.",
+        key="train.grad_clip_norm=1.0, or a lower train.lr",
+    ),
+    Rule(
+        when="not_finite > 0 and not_finite_at_end == 0",
+        text="The loss was NaN or infinite in {not_finite:.0f} log lines, and finite again later.",
         key="train.grad_clip_norm=1.0, or a lower train.lr",
     ),
     Rule(
         when="slow_rank_share >= 0.10",
-        text="The other ranks wait {slow_rank_share:.0%} of each step for rank {slow_rank:.0f}. Without that, each step would be as much shorter.",
+        text="The other ranks wait {slow_rank_share:.0%} of each step for rank {slow_rank:.0f}, on the mean of the run. Without that, steps would be as much shorter.",
         key="slurm.exclude=NODE, or data.num_workers if its cause is data",
     ),
     Rule(
@@ -179,16 +189,22 @@ def facts_of(run: RunData) -> Facts:
         evaluation_share=_ratio(phases.get("evaluation", 0.0), loop_s),
         slow_rank=rank,
         slow_rank_share=rank_share,
-        not_finite=len(run.series.not_finite),
+        not_finite=run.series.num_not_finite,
+        not_finite_at_end=float(run.series.ends_not_finite),
         data_workers=_or_nan(run.values.get("data.num_workers")),
         workers=max((mark.world_size or 0 for mark in run.marks), default=0) or math.nan,
     )
 
 
 def _slowest(run: RunData) -> tuple[float, float]:
-    """Return the rank that was named as slow for the largest share of a step, and that share."""
-    worst = max(run.alarms, key=lambda one: one.share, default=None)
-    return (math.nan, math.nan) if worst is None else (worst.rank, worst.share)
+    """Return which of the ranks that were named as slow cost the most, and for which share of a step the others waited for it, on the mean."""
+    shares = {
+        rank: fmean(look.lost_s.get(rank, 0.0) / (look.step_s or 1.0) for look in run.looks)
+        for rank in {one.rank for one in run.alarms}
+        if run.looks
+    }
+    worst = max(shares, key=lambda rank: shares[rank], default=None)
+    return (math.nan, math.nan) if worst is None else (worst, shares[worst])
 
 
 def _or_nan(value: Any) -> float:
@@ -241,7 +257,7 @@ def _rule(path: Path, number: int, plain: Any) -> Rule:
         unknown = {name for _, name, _, _ in parts if name is not None and name not in NAMES}
         if not unknown:
             (rule.text + rule.key).format(**dict.fromkeys(NAMES, 0.0))
-    except ValueError as error:
+    except (ValueError, LookupError, AttributeError) as error:
         unknown = {str(error)}
     if unknown:
         raise ConfigError(

@@ -33,7 +33,11 @@ class Series:
 
     loss: Sequence[Point] = ()
     not_finite: Sequence[int] = ()
-    """Steps whose loss was NaN or infinite."""
+    """Steps whose loss was NaN or infinite, thinned out."""
+    num_not_finite: int = 0
+    """Before thinning."""
+    ends_not_finite: bool = False
+    """Whether the newest loss is not finite."""
     rate: Sequence[Point] = ()
     """Samples a second."""
     superseded: Sequence[Sequence[Point]] = ()
@@ -75,10 +79,13 @@ def read_series(run: RunDir) -> Series:
         elif line.kind == "eval":
             for name, value in numbers_of(_as_dict(raw)).items():
                 evaluated.setdefault(name, []).append(Point(line.step, value))
+    broken = [line.step for line in trained if not _is_finite(line.loss)]
     times = [line.at for line in (trained[:1] + trained[-1:]) if line.at is not None]
     return Series(
         loss=thinned(_finite((line.step, line.loss) for line in trained)),
-        not_finite=_some([line.step for line in trained if not _is_finite(line.loss)]),
+        not_finite=_some(broken),
+        num_not_finite=len(broken),
+        ends_not_finite=bool(trained) and not _is_finite(trained[-1].loss),
         rate=thinned(_finite((line.step, line.samples_per_s) for line in trained)),
         superseded=[thinned(part) for part in _parts(line for line, _ in _lines(run.superseded_metrics))],
         evaluations={name: _some(points, MOST_EVALUATIONS) for name, points in evaluated.items()},

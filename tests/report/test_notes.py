@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,8 @@ from ddp_hpc.cli import main
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.report.notes import MOST_NOTES, NOTHING, RULES, Facts, Note, Rule, facts_of, notes_of, read_rules
 from ddp_hpc.report.reading import read_run
-from ddp_hpc.run_dir.slow_ranks import Alarm, record
-from tests.report.made import BEGIN, Plan, large_run, made_run
+from ddp_hpc.run_dir.slow_ranks import Alarm, read_alarms, record
+from tests.report.made import BEGIN, Plan, large_run, line_of, made_run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "report.md"
 
@@ -32,7 +32,15 @@ def test_a_number_that_is_not_known_makes_no_note() -> None:
 
 
 def test_the_most_important_notes_come_first_and_are_at_most_three() -> None:
-    facts = Facts(not_finite=3, slow_rank=5, slow_rank_share=0.2, saving_share=0.3, data_share=0.4, lost_share=0.5)
+    facts = Facts(
+        not_finite=3,
+        not_finite_at_end=1,
+        slow_rank=5,
+        slow_rank_share=0.2,
+        saving_share=0.3,
+        data_share=0.4,
+        lost_share=0.5,
+    )
 
     found = notes_of(facts, RULES)
 
@@ -57,7 +65,7 @@ def test_the_note_on_checkpoints_names_both_costs_and_the_key(tmp_path: Path) ->
     assert facts.best_checkpoint_cost < facts.checkpoint_cost
 
 
-def test_a_rank_that_was_named_as_slow_is_in_the_facts(tmp_path: Path) -> None:
+def test_a_rank_that_was_named_as_slow_counts_by_the_mean_of_the_whole_run(tmp_path: Path) -> None:
     run = large_run(tmp_path / "run")
     alarm = Alarm(
         attempt=0, rank=5, node="node00", lost_s=0.05, share=0.25, num_waiting=63, cause="", at=1.0, since_step=1
@@ -66,7 +74,32 @@ def test_a_rank_that_was_named_as_slow_is_in_the_facts(tmp_path: Path) -> None:
 
     facts = facts_of(read_run(run, now=BEGIN))
 
-    assert (facts.slow_rank, facts.slow_rank_share, facts.workers) == (5, 0.25, 64)
+    assert (facts.slow_rank, facts.workers) == (5, 64)
+    assert facts.slow_rank_share == pytest.approx(0.0246, abs=0.005)  # a quarter of a step, in 500 of 5,000 steps
+    assert not any("slurm.exclude" in note.key for note in notes_of(facts, RULES))
+
+
+@pytest.mark.parametrize(("last", "said"), [(None, "do not recover"), (0.5, "finite again later")])
+def test_all_losses_that_are_not_finite_are_counted_and_weights_given_up_only_if_the_last_one_is_not(
+    last: float | None, said: str, tmp_path: Path
+) -> None:
+    run = made_run(tmp_path / "run", [Plan(first=0, reached=50)])
+    odd = [line_of(kind="train", step=step, loss=None, at=1.0) for step in range(1, 1001)]
+    run.metrics.write_text("".join([*odd, line_of(kind="train", step=1001, loss=last, at=1.0)]))
+
+    facts = facts_of(read_run(run, now=BEGIN))
+
+    assert facts.not_finite == (1001 if last is None else 1000)
+    assert said in notes_of(facts, RULES)[0].text
+
+
+def test_an_odd_line_of_a_slow_rank_is_skipped(tmp_path: Path) -> None:
+    run = large_run(tmp_path / "run")
+    alarm = Alarm(attempt=0, rank=5, node="n", lost_s=0.05, share=0.2, num_waiting=63, cause="", at=1.0, since_step=1)
+    run.slow_ranks.write_text("".join(line_of(**{**asdict(alarm), key: "y"}) for key in ("share", "at", "rank")))
+    record(run, [alarm])
+
+    assert read_alarms(run) == [alarm]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.when)
@@ -86,6 +119,8 @@ def test_each_rule_of_ours_is_one_that_a_site_could_write(rule: Rule, tmp_path: 
         ("notes:\n- {when: 'goodput < 1', text: '{speed}', key: y}\n", "cannot be filled in: speed"),
         ("notes:\n- {when: 'goodput < 1', text: '{goodput.__class__}', key: y}\n", "cannot be filled in"),
         ("notes:\n- {when: 'goodput < 1', text: '{', key: y}\n", "cannot be filled in"),
+        ("notes:\n- {when: 'goodput < 1', text: '{goodput:{width}}', key: y}\n", "cannot be filled in"),
+        ("notes:\n- {when: 'goodput < 1.2.3', text: x, key: y}\n", "has the condition 'goodput < 1.2.3'"),
     ],
 )
 def test_a_wrong_note_of_a_site_is_named(text: str, said: str, tmp_path: Path) -> None:

@@ -6,8 +6,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
+from ddp_hpc.report.charts import loss_chart, wait_map
 from ddp_hpc.report.series import NUM_BINS, Point, read_series, thinned
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.timeline import Look
 from tests.made_run import make_run
 
 
@@ -49,6 +53,22 @@ def test_losses_that_are_not_finite_are_marked_and_not_drawn(tmp_path: Path) -> 
 
     assert [point.step for point in series.loss] == [1, 5]
     assert series.not_finite == [2, 3, 4]
+    chart = loss_chart(series, {})
+    assert chart is not None
+    assert chart.curves[0].path.count("M") == 2  # no line over the steps between
+
+
+def test_a_cell_of_the_map_is_the_mean_of_its_comparisons() -> None:
+    """Each rank is late once in ten comparisons: none stands out."""
+    looks = [
+        Look(attempt=0, at=float(n), step=n, step_s=1.0, lost_s={rank: 0.3 * (n % 10 == rank) for rank in range(8)})
+        for n in range(1600)
+    ]
+
+    found = wait_map(looks)
+
+    assert found is not None
+    assert max(row.worst for row in found.rows) == pytest.approx(0.03)
 
 
 def test_what_is_half_written_or_of_others_is_skipped(tmp_path: Path) -> None:
