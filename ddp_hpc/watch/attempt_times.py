@@ -176,9 +176,10 @@ def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_open
     begins = [begin.step for after in later if (begin := points[after.attempt].begin) is not None]
     if begins:
         return min(begins)
+    saved = [mark.step for mark in points[one.attempt].marks if mark.kind == "save"]
     if later:
-        return max(after.first_step for after in later)
-    return None if one.ending in _COMMITS else max(one.last_step or 0, one.first_step)
+        return max([*saved, *(after.first_step for after in later)])
+    return None if one.ending in _COMMITS else max([*saved, one.last_step or 0, one.first_step])
 
 
 def _time_of(one: Attempt, points: _Points, ended_at: float, *, kept: int | None) -> AttemptTime:

@@ -87,8 +87,8 @@ def checkpoint_cost(times: Sequence[AttemptTime], every_steps: int | None) -> Ch
     saves, steps = sum(one.num_saves for one in times), sum(one.num_steps for one in times)
     starts = sorted(one.seconds["starting"] for one in times if one.trained_from is not None)
     trained_s = sum(one.steps_s for one in times)
-    stall_s = sum(one.stall_s for one in times)
-    if not (every_steps and saves and steps and starts and stall_s > 0 and trained_s > stall_s):
+    stall_s, running_s = sum(one.stall_s for one in times), sum(one.length_s for one in times)
+    if not (every_steps and running_s > 0 and saves and steps and starts and stall_s > 0 and trained_s > stall_s):
         return None
     return CheckpointCost(
         every_steps=every_steps,
@@ -96,5 +96,5 @@ def checkpoint_cost(times: Sequence[AttemptTime], every_steps: int | None) -> Ch
         stall_s=stall_s / saves,
         restart_s=starts[len(starts) // 2],
         num_failures=sum(one.is_failure for one in times),
-        running_s=sum(one.length_s for one in times),
+        running_s=running_s,
     )

@@ -104,6 +104,18 @@ def test_a_checkpoint_after_the_newest_note_is_kept() -> None:
     assert spent(first) == {"starting": 20.0, "training": 60.0, "lost": 10.0}
 
 
+def test_a_run_that_was_killed_with_its_supervisor_keeps_what_it_has_committed() -> None:
+    killed = attempt(ending=None, ended_at=None, last_step=None)
+    save = Mark(kind="save", attempt=0, at=210.0, step=90, seconds=0.0)
+    died = attempt(1, 300.0, ending=Ending.FAILED, next=Next.NOTHING)
+
+    (alone,) = times([killed], [begin(), save, phases(at=215.0, step=95)])
+    first, _ = times([killed, died], [begin(), save, phases(at=215.0, step=95)])
+
+    assert (alone.kept_step, first.kept_step) == (90, 90)
+    assert spent(alone) == {"starting": 20.0, "training": 90.0, "lost": 5.0}
+
+
 def test_the_time_of_a_step_between_two_notes_is_interpolated() -> None:
     crashed = attempt(ending=Ending.FAILED, last_step=50)
 

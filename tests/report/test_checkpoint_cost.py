@@ -72,6 +72,14 @@ def test_a_hang_is_not_taken_for_slow_steps(tmp_path: Path) -> None:
     assert found.best_every_steps > calm.best_every_steps  # failures are further apart
 
 
+def test_attempts_of_no_length_have_no_cost(tmp_path: Path) -> None:
+    """The clock of the supervisor's host went back."""
+    times = read_times(made_run(tmp_path / "run", [Plan(first=0, reached=300)]), now=0.0, is_alive=False)
+    empty = [replace(one, ended_at=one.attempt.started_at) for one in times]
+
+    assert checkpoint_cost(empty, 100) is None
+
+
 @pytest.mark.parametrize("every", [None, 0])
 def test_without_periodic_saves_nothing_is_said(every: int | None, tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", [Plan(first=0, reached=50, ending="finished")])
