@@ -16,6 +16,8 @@ from ddp_hpc.replay.replaying import Report
 _MOST_LETTERS = 100
 """Of an option, or of the ids of a batch."""
 
+_CAUSES = "Its code, data or environment has changed since, it is not deterministic, it keeps state that no checkpoint holds, or a rank computed something wrong then."
+
 
 def replay_text(report: Report) -> str:
     """Return the result of a replay as text."""
@@ -25,11 +27,15 @@ def replay_text(report: Report) -> str:
     kept = [f"kept in {report.directory}"] if report.directory else []
     if report.verdict == "different":
         assert report.first is not None  # noqa: S101  else nothing differs
-        said = f"DIFFERENT: {steps} part at step {report.first.step}: {report.first}"
+        said = f"DIFFERENT: {steps} part at step {report.first.step}: {report.first}\n{_CAUSES}"
     elif report.verdict == "not compared":
         said = f"NOT COMPARED: {steps} were computed again, but the run has no record of them to compare with: no line of `log.every_steps`, no checkpoint."
     elif report.tolerance:
         said = f"the same within {report.tolerance:g} of the losses: {steps} ({report.num_losses} losses; the largest difference is {report.largest_error:.1e})"
+    elif report.same_state_at is None:
+        said = f"the losses are the same, and no state was compared: {steps} ({compared})"
+    elif report.same_state_at < report.to_step:
+        said = f"the same to the bit up to step {report.same_state_at}, and after it the losses are the same: {steps} ({compared})"
     else:
         said = f"the same to the bit: {steps} ({compared})"
     return "\n".join([*notes, said, *kept])

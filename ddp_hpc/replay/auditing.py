@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.errors import CorruptCheckpointError, NotComputedError
+from ddp_hpc.errors import CorruptCheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.replay.comparison import Difference
 from ddp_hpc.replay.history import History
+from ddp_hpc.replay.record import record_of
 from ddp_hpc.replay.replaying import Asked, Report, replay
 
-Verdict = Literal["the same", "different", "not compared", "damaged", "failed"]
+Verdict = Literal["the same", "losses only", "different", "not compared", "damaged", "unreadable", "failed"]
+"""`losses only`: these are the same, within a tolerance or exactly, and no state at the end was compared."""
+_BAD = {"different", "damaged"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class AuditReport:
 
     run: str
     verdict: Literal["PASS", "FAIL", "UNKNOWN"]
-    """UNKNOWN: nothing differs, but a segment could not be computed or compared."""
+    """UNKNOWN: nothing differs, but not every chosen segment has a state at its end that is known to be the same."""
     segments: list[Segment]
     num_segments: int
     """How many there are."""
@@ -46,10 +49,18 @@ class AuditReport:
     notes: list[str] = field(default_factory=list)
 
 
-def segments_of(history: History) -> list[tuple[int, int]]:
-    """Return the steps between neighbouring states on record: the beginning, the checkpoints, the newest step."""
-    steps = sorted({0, *history.committed, history.last_step})
-    return [*pairwise(steps)]
+def segments_of(history: History, digests: Iterable[int] = ()) -> list[tuple[int, int]]:
+    """Return the steps between neighbouring states on record: the beginning, the checkpoints, the newest digest after them."""
+    newest = max({*history.committed, *digests}, default=0)
+    return [*pairwise(sorted({0, *history.committed, newest}))]
+
+
+def verdict_of(found: Sequence[Segment]) -> Literal["PASS", "FAIL", "UNKNOWN"]:
+    """Return what the segments say together."""
+    verdicts = {one.verdict for one in found}
+    if verdicts & _BAD:
+        return "FAIL"
+    return "PASS" if verdicts == {"the same"} else "UNKNOWN"
 
 
 def chosen(segments: Sequence[tuple[int, int]], number: int, seed: int) -> list[tuple[int, int]]:
@@ -66,23 +77,26 @@ def audit(  # noqa: PLR0913  which segments, with which code
     code: Path | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
-    """Compute segments again; a segment without a record to compare with does not pass.
+    """Compute segments again; a segment at whose end no state can be compared does not pass.
 
     Raises:
         ConfigError: if the run cannot be computed again here.
     """
-    segments = segments_of(history)
+    segments = segments_of(history, record_of(history.run, 0, history.last_step).digests)
+    last = segments[-1][1] if segments else 0
     notes: list[str] = []
+    if last < history.last_step:
+        notes.append(
+            f"steps {last + 1} to {history.last_step} have no checkpoint or digest at their end yet, so no segment has them"
+        )
     found = []
     for start, end in chosen(segments, number, seed):
         segment, report = _audited(Asked(history=history, start=start, end=end, code=code), environ, say)
         found.append(segment)
         notes += [note for note in (report.notes if report else []) if note not in notes]
-    verdicts = {one.verdict for one in found}
-    is_bad = verdicts & {"different", "damaged"}
     return AuditReport(
         run=str(history.run.path),
-        verdict="FAIL" if is_bad else "PASS" if verdicts == {"the same"} else "UNKNOWN",
+        verdict=verdict_of(found),
         segments=found,
         num_segments=len(segments),
         num_steps=sum(one.end - one.start for one in found if one.verdict == "the same"),
@@ -99,4 +113,17 @@ def _audited(asked: Asked, environ: Mapping[str, str], say: Callable[[str], obje
         return Segment(start=asked.start, end=asked.end, verdict="damaged", problem=str(error)), None
     except NotComputedError as error:
         return Segment(start=asked.start, end=asked.end, verdict="failed", problem=str(error)), None
-    return Segment(start=asked.start, end=asked.end, verdict=report.verdict, first=report.first), report
+    except (UnreadableError, OSError) as error:  # a run that trains prunes its checkpoints meanwhile
+        return Segment(start=asked.start, end=asked.end, verdict="unreadable", problem=str(error)), None
+    return judged(report), report
+
+
+def judged(report: Report) -> Segment:
+    """Return what a replay says of its segment."""
+    verdict: Verdict = report.verdict
+    problem = ""
+    if verdict == "the same" and report.same_state_at != report.to_step:
+        verdict = "losses only"
+        exactly = f"within {report.tolerance:g} of their size" if report.tolerance else "exactly"
+        problem = f"the losses are the same {exactly}, and the state at the end was not compared"
+    return Segment(start=report.from_step, end=report.to_step, verdict=verdict, first=report.first, problem=problem)

@@ -43,6 +43,8 @@ class Comparison:
     checkpoints: list[int] = field(default_factory=list)
     largest_error: float = 0.0
     """The largest relative difference of a loss."""
+    same_state_at: int | None = None
+    """The newest step before the first difference whose digest or checkpoint is the same; None: no state is known to be."""
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -81,6 +83,9 @@ def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Co
             found.differences.append(
                 Difference(step=step, what="checkpoint", recorded=None, computed=None, names=names)
             )
+    same = [step for step, before, after in digests if before == after]
+    first = found.first.step if found.first else math.inf
+    found.same_state_at = max((step for step in [*same, *found.checkpoints] if step < first), default=None)
     return found
 
 

@@ -51,7 +51,9 @@ class Report:
     world_sizes: list[int]
     """Ranks of each part."""
     tolerance: float
-    """0: to the bit."""
+    """0: none, equal to the bit. With a tolerance, only losses are compared."""
+    same_state_at: int | None
+    """The newest step before the first difference whose digest or checkpoint is the same; None: no state is known to be."""
     first: Difference | None
     num_losses: int
     num_steps_with_samples: int
@@ -137,6 +139,7 @@ def replay(
         started_at=begin,
         world_sizes=replayed.world_sizes,
         tolerance=tolerance,
+        same_state_at=found.same_state_at,
         first=found.first,
         num_losses=found.num_losses,
         num_steps_with_samples=found.num_steps_with_samples,

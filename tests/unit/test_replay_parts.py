@@ -9,14 +9,16 @@ from typing import Any, cast
 
 import pytest
 
+from ddp_hpc.cli.replay_text import replay_text
 from ddp_hpc.errors import ConfigError, UnreadableError
-from ddp_hpc.replay.auditing import chosen, segments_of
+from ddp_hpc.replay import auditing
+from ddp_hpc.replay.auditing import Segment, audit, chosen, judged, segments_of, verdict_of
 from ddp_hpc.replay.comparison import compare
 from ddp_hpc.replay.history import History, Stretch, read_history
 from ddp_hpc.replay.known_states import narrowed
 from ddp_hpc.replay.private_run import Wanted, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.replay.record import Record, State
-from ddp_hpc.replay.replaying import check_range
+from ddp_hpc.replay.replaying import Asked, Report, check_range
 from ddp_hpc.run_dir.environment import capture, write_environment
 from ddp_hpc.run_dir.inputs import AttemptInputs, read_inputs, write_inputs
 from ddp_hpc.run_dir.ledger import Ending, record_start
@@ -230,8 +232,82 @@ def test_without_an_equal_state_not_even_the_beginning_is_known() -> None:
 
 
 def test_segments_lie_between_the_states_on_record_and_a_seed_chooses_the_same_ones() -> None:
-    segments = segments_of(history((0, inputs(0)), committed=(40, 60, 80)))
+    segments = segments_of(history((0, inputs(0)), committed=(40, 60, 80)), digests=[10, 90, 100])
 
     assert segments == [(0, 40), (40, 60), (60, 80), (80, 100)]
     assert chosen(segments, 2, seed=5) == chosen(segments, 2, seed=5)
     assert chosen(segments, 9, seed=5) == segments
+
+
+def test_steps_after_the_newest_state_on_record_are_in_no_segment() -> None:
+    assert segments_of(history((0, inputs(0)), committed=(40,)), digests=[10]) == [(0, 40)]
+    assert segments_of(history((0, inputs(0)))) == []
+
+
+def segment(verdict: Any) -> Segment:
+    return Segment(start=0, end=10, verdict=verdict)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "together"),
+    [
+        ((), "UNKNOWN"),
+        (("the same", "the same"), "PASS"),
+        (("the same", "losses only"), "UNKNOWN"),
+        (("the same", "unreadable"), "UNKNOWN"),
+        (("failed", "not compared"), "UNKNOWN"),
+        (("the same", "not compared", "different"), "FAIL"),
+        (("the same", "failed", "damaged"), "FAIL"),
+    ],
+)
+def test_an_audit_passes_only_if_the_state_at_the_end_of_every_segment_is_the_same(
+    verdicts: tuple[str, ...], together: str
+) -> None:
+    assert verdict_of([segment(one) for one in verdicts]) == together
+
+
+def report(**fields: Any) -> Report:
+    known: dict[str, Any] = {"verdict": "the same", "tolerance": 0.0, "same_state_at": 30, "first": None}
+    counts = {"num_losses": 9, "num_steps_with_samples": 0, "num_digests": 0, "checkpoints": [], "largest_error": 0.0}
+    steps = {"run": "runs/digits", "from_step": 20, "to_step": 30, "started_at": 20, "world_sizes": [1]}
+    return Report(**{**steps, **counts, **known, **fields})
+
+
+@pytest.mark.parametrize("fields", [{"tolerance": 1e-3, "same_state_at": None}, {"same_state_at": None}])
+def test_a_segment_of_which_only_losses_were_compared_does_not_count_as_the_same(fields: dict[str, Any]) -> None:
+    assert judged(report(**fields)).verdict == "losses only"
+    assert judged(report()).verdict == "the same"
+
+
+def test_only_what_a_digest_or_a_checkpoint_shows_is_called_the_same_to_the_bit() -> None:
+    assert replay_text(report()).startswith("the same to the bit: steps 21 to 30")
+    assert replay_text(report(same_state_at=24)).startswith(
+        "the same to the bit up to step 24, and after it the losses"
+    )
+    assert replay_text(report(same_state_at=None)).startswith("the losses are the same, and no state was compared")
+
+
+def test_a_state_counts_as_the_same_only_before_the_first_difference() -> None:
+    one = Record(losses={15: {"loss": 1.0}}, digests={10: "a", 20: "b"})
+    other = Record(losses={15: {"loss": 2.0}}, digests={10: "a", 20: "b"})
+
+    assert compare(one, other).same_state_at == 10
+    assert compare(one, one).same_state_at == 20
+    assert compare(losses(s5=1.0), losses(s5=1.0)).same_state_at is None
+
+
+def test_an_audit_goes_on_where_a_checkpoint_was_pruned_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(asked: Asked, *_: Any, **__: Any) -> Any:
+        if asked.end == 40:
+            raise UnreadableError("the checkpoint has gone")
+        return report(from_step=asked.start, to_step=asked.end, same_state_at=asked.end), None
+
+    monkeypatch.setattr(auditing, "replay", gone)
+    told = History(run=RunDir(tmp_path), begun=[(0, inputs(0))], committed=(40, 60), last_step=60)
+
+    found = audit(told, {}, number=9, seed=1)
+
+    assert [one.verdict for one in found.segments] == ["unreadable", "the same"]
+    assert (found.verdict, found.num_steps) == ("UNKNOWN", 20)
