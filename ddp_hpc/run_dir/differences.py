@@ -53,6 +53,8 @@ class Difference:
     at: float
     """Seconds since the epoch."""
     samples: tuple[Sample, ...] = ()
+    unlike: str = ""
+    """Which tensor some ranks do not have, or have in another shape or dtype: no wrong bit does that, so it is the code. Else empty."""
     odd_ranks: tuple[int, ...] = ()
     """The ranks that were wrong, where that is known."""
     told_by: ToldBy = ""
@@ -82,6 +84,8 @@ class Difference:
     def who(self) -> str:
         """Say which ranks were wrong, or why that is not known."""
         num = len(self.digests)
+        if self.unlike:
+            return f"{self.unlike}, so the code does not do the same on each rank"
         if self.odd_ranks:
             named = _few([f"rank {rank} on {self.hosts[rank]}" for rank in self.odd_ranks])
             were = "was wrong" if len(self.odd_ranks) == 1 else "were wrong"
@@ -118,7 +122,7 @@ def _few(names: Sequence[str]) -> str:
 def by_vote(difference: Difference) -> Difference:
     """Return the difference with the ranks that were wrong, if more than half of the ranks agree."""
     digest, count = Counter(difference.digests).most_common(1)[0]
-    if count * 2 <= len(difference.digests) or difference.is_of_processors:
+    if count * 2 <= len(difference.digests) or difference.is_of_processors or difference.unlike:
         return difference
     odd = tuple(rank for rank, one in enumerate(difference.digests) if one != digest)
     return replace(difference, odd_ranks=odd, told_by="vote", told_in=difference.attempt)

@@ -100,7 +100,7 @@ class Replicas:
         self._open = []
         steps: list[int] = []
         if self._group.rank_info.is_rank_zero:
-            self._open = [one for one in read_differences(self._run) if not one.told_by]
+            self._open = [one for one in read_differences(self._run) if not (one.told_by or one.unlike)]
             steps = sorted({one.step for one in self._open})
         self._open_steps = self._group.broadcast_through_store("replicas/open", steps)
 
@@ -125,25 +125,33 @@ class Replicas:
     def _end(self, step: int, found: Sequence[str], mine: dict[str, int], state: TrainingState) -> None:
         """Tell all ranks what differs, once the checkpoint that is being written is committed; it was equal everywhere."""
         self._wait_for_save()
-        reports = self._gathered(
-            f"replicas/{step}/what", {"host": host_name(), "processor": _processor(state.device), "digests": mine}
-        )
-        names = digests.differing(reports[0]["digests"], [one["digests"] for one in reports[1:]])
         named = {item.name: item.tensor for item in training_state.tensors_of_all(state)}
-        samples = [self._sample(name, named[name], step) for name in names[:_MOST_SAMPLED] if name in named]
+        tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
+        reports = self._gathered({"host": host_name(), "processor": _processor(state.device), "tensors": tensors})
+        names = digests.differing([one["tensors"] for one in reports])
+        # Ranks without a tensor, or with one of another shape, could not take part in a comparison of its elements.
+        sampled = [] if _unlike(names, reports) else names[:_MOST_SAMPLED]
+        samples = [
+            self._sample(name, named[name])
+            for name in self._group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
+        ]
         text = self._explain(step, found, reports, names, samples) if self._group.rank_info.is_rank_zero else None
         message = self._group.broadcast_through_store(f"replicas/{step}/message", text)
         self._group.sum(torch.zeros(1))  # rank zero serves the store, so it leaves after all have read
         raise RanksDifferError(message)
 
-    def _gathered(self, key: str, own: Any) -> list[Any]:
-        """Return what all ranks pass, by rank, on all ranks; as JSON."""
-        rank_info, store = self._group.rank_info, self._group.store
-        store.set(f"{key}/{rank_info.rank}", json.dumps(own))
-        return [json.loads(store.get(f"{key}/{rank}")) for rank in range(rank_info.world_size)]
+    def _gathered(self, own: Any) -> list[Any]:
+        """Return what all ranks pass as JSON, by rank, on rank zero; nothing on the others."""
+        rank_info, text = self._group.rank_info, json.dumps(own).encode()
+        length = torch.tensor([len(text)])
+        dist.all_reduce(length, dist.ReduceOp.MAX)
+        padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
+        into = [torch.empty_like(padded) for _ in range(rank_info.world_size)] if rank_info.is_rank_zero else None
+        dist.gather(padded, into)
+        return [json.loads(one.numpy().tobytes()) for one in into or ()]
 
-    def _sample(self, name: str, tensor: Tensor, step: int) -> Sample:
-        """Return the first elements of a tensor that are not equal on all ranks, the same on all ranks."""
+    def _sample(self, name: str, tensor: Tensor) -> Sample:
+        """Return the first elements of a tensor that are not equal on all ranks; on rank zero, with the values of all."""
         flat = tensor.detach().reshape(-1).cpu()
         places: list[int] = []
         for begin in range(0, flat.numel(), _PART):
@@ -155,7 +163,7 @@ class Replicas:
             if len(places) >= _MOST_PLACES:
                 break
         places = places[:_MOST_PLACES]
-        values = self._gathered(f"replicas/{step}/values/{name}", _floats(flat[places]))
+        values = self._gathered(_floats(flat[places]))
         return Sample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
 
     def _explain(
@@ -177,6 +185,7 @@ class Replicas:
                 tensors=tuple(names[:_MOST_NAMED]) or ("the names of the tensors",),
                 num_tensors=len(names),
                 samples=tuple(samples),
+                unlike=_unlike(names, reports),
                 at=time.time(),
             )
         )
@@ -205,6 +214,24 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _unlike(names: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:
+    """Say which of these tensors is the first that some ranks do not have, or have in another shape or dtype; empty if none is."""
+    for name in names:
+        found = [one["tensors"].get(name, ()) for one in reports]
+        kinds = [tuple(map(str, one[1:])) for one in found]
+        if len(set(kinds)) > 1:
+            return "; ".join(
+                f"`{name}` is {f'{kind[1]} of shape {kind[0]}' if kind else 'missing'} on {_some_ranks(kinds, kind)}"
+                for kind in dict.fromkeys(kinds)
+            )
+    return ""
+
+
+def _some_ranks(kinds: Sequence[object], kind: object) -> str:
+    ranks = [rank for rank, one in enumerate(kinds) if one == kind]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, the first of which is {ranks[0]}"
 
 
 def _as_numbers(flat: Tensor) -> Tensor:

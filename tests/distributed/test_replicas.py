@@ -107,3 +107,35 @@ def test_weights_that_the_state_dict_renames_are_compared(tmp_path: Path) -> Non
         return str(raised.value)
 
     assert len(set(in_group(2, walk, tmp_path / "ranks"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("shapes", "told"),
+    [
+        ({0: 4}, "is torch.float32 of shape [4] on rank 0; `optimizer/weight/norms` is missing on rank 1"),
+        ({1: 4}, "is missing on rank 0; `optimizer/weight/norms` is torch.float32 of shape [4] on rank 1"),
+        ({0: 4, 1: 5}, "on rank 0; `optimizer/weight/norms` is torch.float32 of shape [5] on rank 1"),
+    ],
+)
+def test_a_tensor_that_not_all_ranks_have_alike_is_told_as_the_codes_difference(
+    tmp_path: Path, shapes: dict[int, int], told: str
+) -> None:
+    def walk(group: Group) -> str:
+        t = begin(Case(recipe=lambda: recipe_of(nn.Linear(4, 2)), compare_every=2), group, tmp_path / "run")
+
+        def keep_norms(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if group.rank_info.rank in shapes:
+                weight = optimizer.param_groups[0]["params"][0]
+                optimizer.state[weight]["norms"] = torch.zeros(shapes[group.rank_info.rank])
+
+        t.state.optimizer.register_step_post_hook(keep_norms)
+        with pytest.raises(RanksDifferError, match="the ranks differ after step 2: `optimizer/weight/norms`") as raised:
+            train(t)
+        close(t)
+        return str(raised.value)
+
+    said = in_group(2, walk, tmp_path / "ranks")
+
+    assert said[0] == said[1]
+    assert told in said[0]
+    assert "the code does not do the same on each rank" in said[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -117,7 +117,7 @@ def from_number(number: int) -> str:
     return number.to_bytes(8, "big", signed=True).hex()
 
 
-def differing(first: Mapping[str, int], others: Iterable[Mapping[str, int]]) -> list[str]:
-    """Return the names of the tensors whose digest is not the same everywhere, in their order."""
-    others = list(others)
-    return [name for name, digest in first.items() if any(other.get(name) != digest for other in others)]
+def differing(reports: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the names of the tensors of which the ranks do not report the same, in the order of the first rank that has them."""
+    names = dict.fromkeys(name for one in reports for name in one)
+    return [name for name in names if any(one.get(name) != reports[0].get(name) for one in reports)]
