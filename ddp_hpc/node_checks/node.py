@@ -80,11 +80,12 @@ def _software(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"software": {**versions, "ddp_hpc": __version__}, "gpus": here.gpus, "num_gpus": _num_gpus(environ)}
 
 
-def _num_gpus(environ: Mapping[str, str]) -> int:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([one for one in visible.split(",") if one and one != "-1"])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def _num_gpus(environ: Mapping[str, str]) -> int | None:
+    """Return how many GPUs a process may use; None where AMD's driver is there, whose devices are not counted."""
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if name in environ:
+            return len([one for one in environ[name].split(",") if one and one != "-1"])
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or (None if Path("/dev/kfd").exists() else 0)
 
 
 def networks(interfaces: Sequence[Interface]) -> dict[str, int]:
@@ -180,8 +181,12 @@ def state_of(path: Path) -> str:
         if path.is_dir():
             with os.scandir(path) as entries:
                 return THERE if next(entries, None) is not None else EMPTY
-        with path.open("rb") as file:
-            file.read(1)
+        # Opening a FIFO waits for a writer, and opening a device may do anything.
+        if path.is_file():
+            with path.open("rb") as file:
+                file.read(1)
+        else:
+            path.stat()
     except OSError as error:
         return MISSING if is_answer(error) else error.strerror or str(error)
     return THERE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 
 from ddp_hpc.node_checks.answers import Answers, judged, listed
 from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Shared
@@ -50,6 +51,8 @@ def _unseen(told: Mapping[str, Shared]) -> list[str]:
 def paths(answers: Answers) -> Iterator[Finding]:
     """Find nodes on which a path that workers read is missing or empty, though others have it."""
     told = answers.of(lambda facts: facts.paths)
+    local = {"/tmp", "/var/tmp", "/dev/shm"}  # noqa: S108  each node has its own there
+    local |= {disk.path for disks in answers.of(lambda facts: facts.disks).values() for disk in disks.values()}
     good = []
     for path in sorted({path for paths in told.values() for path in paths}):
         states = {node: paths[path] for node, paths in told.items() if path in paths}
@@ -57,18 +60,19 @@ def paths(answers: Answers) -> Iterator[Finding]:
             if {*states.values()} - {MISSING, EMPTY}:
                 found = f"{path} cannot be read on any node: {next(iter(states.values()))}"
                 yield Finding(
-                    check="data", level="fail", found=found, to_do="check its permissions and its file system"
+                    check="data", level="warn", found=found, to_do="check its permissions and its file system"
                 )
             continue  # nothing is there on any node: perhaps the run writes it
         bad = [node for node, state in states.items() if state != THERE]
         if bad:
-            found = f"{path} is {states[bad[0]]} on {listed(bad)}, but there on the other nodes"
+            # What few nodes have may be an output, or a cache that a former run left on its own disk.
+            is_of_most = len(bad) * 2 < len(states) and local.isdisjoint({path, *map(str, PurePosixPath(path).parents)})
             yield Finding(
                 check="data",
-                level="fail",
-                found=found,
+                level="fail" if is_of_most else "warn",
+                found=f"{path} is {states[bad[0]]} on {listed(bad)}, but there on the other nodes",
                 to_do=f"mount it there: compare `findmnt --target {path}`",
-                nodes=(*bad,),
+                nodes=(*bad,) if is_of_most else (),
             )
         else:
             good.append(path)
@@ -96,10 +100,12 @@ def disks(answers: Answers) -> Iterator[Finding]:
         for level, few in (("fail", full), ("warn", tight)):
             if few:
                 is_good = False
+                # Only loader processes use much of it, and containers have 64 MiB by default.
+                told_as = "warn" if label == "shared memory" else level
                 path = disks[next(iter(few))].path
                 found = f"the disk for {label}, {path}: {'; '.join(f'{node}: {text}' for node, text in few.items())}"
                 to_do = "remove files there, or set TMPDIR to another disk (`env.TMPDIR`)"
-                yield judged("disk", [*few], answers, found, "", level=level, to_do=to_do)  # type: ignore[arg-type]  # of a literal
+                yield judged("disk", [*few], answers, found, "", level=told_as, to_do=to_do)  # type: ignore[arg-type]  # of a literal
     if is_good:
         yield Finding(check="disk", level="ok", found="space for temporary files and shared memory on all nodes")
     if not told:

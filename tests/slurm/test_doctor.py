@@ -117,7 +117,8 @@ def test_each_node_that_differs_is_named_with_what_differs(login: LoginNode) -> 
         env = broken.enter_context(full_disk(login, "node4"))
         found = doctor(login, path, env=env)
 
-    assert named(found) == {"torch": ["node2"], "names": ["node3"], "data": ["node1"], "disk": ["node4"]}
+    assert named(found) == {"torch": ["node2"], "data": ["node1"], "disk": ["node4"]}
+    assert named(found, "warn") == {"names": ["node3"]}
     assert found["code"] == 1
 
 
@@ -160,7 +161,7 @@ def test_a_slow_link_is_named(cluster: Cluster, login: LoginNode) -> None:
     with queued(cluster, "node4", "rate", "10mbit", "burst", "64kb", "latency", "50ms"):
         found = doctor(login)
 
-    assert named(found) == {"speed": ["node4"]}
+    assert named(found, "warn") == {"speed": ["node4"]}
 
 
 SHIFTED_CLOCK = """

@@ -74,6 +74,11 @@ def test_parts_of_gpus_count_as_the_job_sees_them(visible: str, count: int, tmp_
     assert found.num_gpus == count
 
 
+@pytest.mark.parametrize("name", ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_amd_gpus_count_as_the_job_sees_them(name: str, tmp_path: Path) -> None:
+    assert gather("a", ["a"], folder=tmp_path, paths=[], environ={name: "0,1"}).num_gpus == 2
+
+
 def test_a_node_of_another_version_of_ddp_hpc_is_named() -> None:
     facts = many(3)
     del facts["n1"]  # its answer had another form, so it counts as none
@@ -93,7 +98,7 @@ def test_two_nodes_whose_clocks_differ_name_neither() -> None:
 
     (found,) = not_good(many(2), network(nodes, paces=paces))
 
-    assert (found.check, found.level, found.nodes) == ("clocks", "fail", ())
+    assert (found.check, found.level, found.nodes) == ("clocks", "warn", ())
 
 
 def test_a_link_that_only_one_of_two_probes_found_slow_is_fast() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -220,27 +221,29 @@ def test_what_is_at_a_path(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("1")
     (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "fifo")  # opening it would wait for a writer
 
-    told = {name: state_of(tmp_path / name) for name in ("empty", "file", "none", "loop")}
+    told = {name: state_of(tmp_path / name) for name in ("empty", "file", "none", "loop", "fifo")}
 
     assert told["empty"] == EMPTY
     assert told["file"] == THERE
     assert told["none"] == MISSING
+    assert told["fifo"] == THERE
     assert "symbolic links" in told["loop"]
 
 
 def test_a_part_that_does_not_end_in_time_is_named_and_the_others_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)  # opening it waits for a writer, as reading from a dead mount does
+    over = threading.Event()
+    monkeypatch.setattr("ddp_hpc.node_checks.node.state_of", lambda _: over.wait())  # as a dead mount does
     monkeypatch.setattr("ddp_hpc.node_checks.node.PATIENCE_S", 0.5)
 
-    found = gather("a", ["a"], folder=tmp_path, paths=[str(fifo)], environ={})
+    found = gather("a", ["a"], folder=tmp_path, paths=["/data"], environ={})
+    over.set()
 
-    assert found.late == (f"path {fifo}",)
+    assert found.late == ("path /data",)
     assert found.num_cpus
-    os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
 
 
 def test_an_interface_that_is_down_counts_as_a_network_that_is_missing() -> None:

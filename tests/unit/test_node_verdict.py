@@ -82,7 +82,7 @@ FEW_GPUS = replace(GOOD, num_gpus=3)
     [
         (OTHER_TORCH, "torch", "fail", "node3 has 2.8.0; the other nodes have 2.9.0"),
         (OTHER_DRIVER, "driver", "warn", "node3 has 550"),
-        (WRONG_HOSTS, "names", "fail", "node2: node3 resolves it to 10.0.0.99, the others to 10.0.0.2"),
+        (WRONG_HOSTS, "names", "warn", "node2: node3 resolves it to 10.0.0.99, the others to 10.0.0.2"),
         (FULL, "disk", "fail", "node3: 4 MiB free"),
         (OVER_QUOTA, "disk", "fail", "Disk quota exceeded"),
         (NO_DATA, "data", "fail", "/data is missing on node3"),
@@ -136,7 +136,7 @@ def test_what_no_node_has_is_no_finding_as_the_run_may_make_it() -> None:
 def test_data_that_no_node_may_read_is_a_failure_of_no_single_node() -> None:
     (found,) = bad(answers(dict.fromkeys(NODES, replace(GOOD, paths={"/data": "Permission denied"}))))
 
-    assert (found.check, found.level, found.nodes) == ("data", "fail", ())
+    assert (found.check, found.level, found.nodes) == ("data", "warn", ())
 
 
 def test_a_node_that_does_not_answer_is_named_and_what_it_has_is_not_compared() -> None:
@@ -169,6 +169,50 @@ def test_a_node_may_resolve_its_own_name_to_the_loopback() -> None:
     assert bad(answers(debian)) == []
 
 
+@pytest.mark.parametrize(
+    "everywhere",
+    [
+        replace(GOOD, names=dict.fromkeys(NODES, ())),
+        replace(GOOD, disks={"shared memory": Disk(path="/dev/shm", free_bytes=63 << 20)}),
+        replace(GOOD, names=None, late=("names",)),
+        replace(GOOD, paths={}, late=("path /data",)),
+        replace(GOOD, num_gpus=None),
+    ],
+)
+def test_what_all_nodes_of_a_healthy_site_have_is_no_failure(everywhere: NodeFacts) -> None:
+    found = bad(answers(dict.fromkeys(NODES, everywhere), asked=Asked(gpus_per_node=4)))
+
+    assert [one for one in found if one.level == "fail"] == []
+
+
+def test_a_node_that_knows_one_address_more_does_not_differ() -> None:
+    both = replace(GOOD, names={**ADDRESSES, "node2": ("10.0.0.2", "fd00::2")})
+
+    assert bad(answers({"node3": both})) == []
+
+
+@pytest.mark.parametrize("part", ["names", "software", "networks", "limits"])
+def test_a_part_that_is_slow_on_a_node_is_unknown(part: str) -> None:
+    found = bad(answers({"node3": replace(GOOD, late=(part,))}))
+
+    assert [(one.check, one.level, one.nodes) for one in found] == [("nodes", "unknown", ())]
+
+
+@pytest.mark.parametrize("num_there", [1, 2])
+def test_what_most_nodes_lack_names_no_node(num_there: int) -> None:
+    (found,) = bad(answers(dict.fromkeys(NODES[num_there:], NO_DATA)))
+
+    assert (found.check, found.level, found.nodes) == ("data", "warn", ())
+
+
+def test_a_path_on_a_disk_of_each_node_names_no_node() -> None:
+    there, missing = (replace(GOOD, paths={"/tmp/cache": state}) for state in (THERE, MISSING))
+
+    (found,) = bad(answers({**dict.fromkeys(NODES, there), "node3": missing}))
+
+    assert (found.check, found.level, found.nodes) == ("data", "warn", ())
+
+
 def test_a_name_that_no_other_node_resolves_is_a_failure() -> None:
     none = replace(GOOD, names={**ADDRESSES, "node4": ()})
 
@@ -196,6 +240,16 @@ def test_the_node_whose_clock_is_off_is_named(node: str, ahead: float, level: st
     assert f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'}" in found.found
 
 
+@pytest.mark.parametrize(
+    "ahead", [{"node3": 60.0, "node4": 60.0}, {"node1": 0.0, "node2": 40.0, "node3": 90.0, "node4": 200.0}]
+)
+def test_where_no_time_is_that_of_most_nodes_none_is_named(ahead: dict[str, float]) -> None:
+    (found,) = bad(answers(network=clocks(**ahead)))
+
+    assert (found.check, found.level, found.nodes) == ("clocks", "warn", ())
+    assert f"differ by up to {max(ahead.values()):.1f} s" in found.found
+
+
 def speeds(*slow: tuple[str, str]) -> NetworkFindings:
     paces = (replace(pace, mb_per_s=1.2) if (pace.sender, pace.receiver) in slow else pace for pace in network().paces)
     return replace(network(), paces=tuple(paces))
@@ -204,7 +258,7 @@ def speeds(*slow: tuple[str, str]) -> NetworkFindings:
 def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
     (found,) = bad(answers(network=speeds(*[("node2", other) for other in NODES if other != "node2"])))
 
-    assert (found.check, found.level, found.nodes) == ("speed", "fail", ("node2",))
+    assert (found.check, found.level, found.nodes) == ("speed", "warn", ("node2",))
 
 
 def test_of_one_slow_pair_no_node_is_named() -> None:
