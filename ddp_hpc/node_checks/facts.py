@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,6 +74,16 @@ class NodeFacts:
 
 THERE, MISSING, EMPTY = "there", "missing", "empty"
 """What is at a path. Any other text is the error with which it cannot be read."""
+
+
+def neighbours(own: str, nodes: Sequence[str]) -> list[str]:
+    """Return the nodes whose files a node looks at: the next four on each side of a ring of all, so that no work grows with their number."""
+    at, count = nodes.index(own), len(nodes)
+    around = [nodes[(at + step) % count] for step in range(-_EACH_SIDE, _EACH_SIDE + 1)]
+    return [node for node in dict.fromkeys(around) if node != own]
+
+
+_EACH_SIDE = 4
 
 
 def facts_of(plain: Any) -> NodeFacts | None:

@@ -22,19 +22,19 @@ from typing import Any
 
 from ddp_hpc import __version__
 from ddp_hpc.base.patience import is_answer
-from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared
+from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared, neighbours
 from ddp_hpc.rendezvous.choice import fabric, refusal
 from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.run_dir.environment import capture
 from ddp_hpc.slurm.allocation import node_name
 from ddp_hpc.slurm.answers import framed
 
-PATIENCE_S = 8.0
+PATIENCE_S = 12.0
 """How long a node may take for all parts."""
-SEEN_S = 6.0
+SEEN_S = 8.0
 """How long it waits for the other nodes' files: they may have started later, and NFS shows a new file after some seconds."""
 _TEST_BYTES = 1 << 20
-_LOOK_S = 0.02
+_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
 
 
@@ -157,22 +157,35 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def shared(folder: Path, own: str, nodes: Sequence[str]) -> Shared:
-    """Write a file into a directory that all nodes share; wait until the files of all others can be read here."""
+    """Write a file into a directory that all nodes share; wait until the files of the neighbours can be read here."""
     began = time.monotonic()
+    large = folder / f".{own}"
     try:
-        _write(folder / f".{own}", own.encode() + b"\n" + b"\0" * _TEST_BYTES)
-        (folder / f".{own}").replace(folder / own)
+        (folder / own).write_text(f"{own}\n", encoding="utf-8")
+        written = time.monotonic()
+        _write(large, b"\0" * _TEST_BYTES)
+        large.unlink()
     except OSError as error:
         return Shared(error=error.strerror or str(error))
     wrote = time.monotonic()
-    seen: list[str] = []
-    while len(seen) < len(nodes) and time.monotonic() < began + SEEN_S:
-        for node in nodes:
-            with suppress(OSError):
-                if node not in seen and (folder / node).read_bytes().startswith(node.encode() + b"\n"):
-                    seen.append(node)
-        time.sleep(0 if len(seen) == len(nodes) else _LOOK_S)
-    return Shared(write_s=wrote - began, seen=tuple(seen), seen_s=time.monotonic() - wrote)
+    unseen, seen = [own, *neighbours(own, nodes)], []
+    pause = _LOOK_S
+    while unseen:
+        found = [node for node in unseen if _is_of(folder / node, node)]
+        seen += found
+        unseen = [node for node in unseen if node not in found]
+        if not unseen or time.monotonic() + pause > began + SEEN_S:
+            break
+        time.sleep(pause)
+        # Each look for a file that is not there is a question to the file server.
+        pause = min(pause * 2, _LONGEST_LOOK_S)
+    return Shared(write_s=wrote - written, seen=tuple(seen), seen_s=time.monotonic() - wrote)
+
+
+def _is_of(path: Path, node: str) -> bool:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace") == f"{node}\n"
+    return False
 
 
 def state_of(path: Path) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ddp_hpc.node_checks.answers import Answers, judged, listed
-from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Shared
+from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Shared, neighbours
 from ddp_hpc.run_dir.preflight import Finding
 
 FULL_BYTES, TIGHT_BYTES = 64 << 20, 1 << 30
@@ -25,27 +25,40 @@ def shared(answers: Answers) -> Iterator[Finding]:
     if cannot:
         found = "; ".join(f"{node} cannot write there: {error}" for node, error in cannot.items())
         yield judged("run directory", [*cannot], answers, found, "", to_do="mount it on this node, or check its quota")
-    unseen = _unseen({node: one for node, one in told.items() if not one.error})
+    unseen = _unseen({node: one for node, one in told.items() if not one.error}, answers.nodes)
     if unseen:
         found = f"the files that {listed(unseen)} wrote are not seen by the other nodes, or theirs not there"
         to_do = "it is another file system on this node: compare `findmnt --target DIR` on the nodes"
         yield judged("run directory", unseen, answers, found, "", to_do=to_do)
     if told and not cannot and not unseen:
         write_s, seen_s = max(one.write_s for one in told.values()), max(one.seen_s for one in told.values())
-        found = f"each node's file is seen by all; 1 MiB is on the disk after {write_s:.2f} s at most, and seen {seen_s:.2f} s later"
+        found = f"each node's file is seen by others; 1 MiB is on the disk after {write_s:.2f} s at most, and seen {seen_s:.2f} s later"
         yield Finding(check="run directory", level="warn" if write_s > SLOW_WRITE_S else "ok", found=found)
     if not told:
         yield Finding(check="run directory", level="unknown", found="no node said in time whether it can write there")
 
 
-def _unseen(told: Mapping[str, Shared]) -> list[str]:
-    """Return the nodes that are not of the largest group of nodes which all see each other's files."""
-    sees = {node: {other for other in one.seen if other in told} | {node} for node, one in told.items()}
-    mutual = {node: {other for other in sees[node] if node in sees[other]} for node in told}
-    if all(len(group) == len(told) for group in mutual.values()):
+def _unseen(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[str]:
+    """Return the nodes that share no file system with most; all of them where there is no such majority.
+
+    Of two nodes on one file system, the later one sees the file of the earlier one, however late it starts: only two of
+    which neither sees the other's file are on two.
+    """
+    pairs = [(one, other) for one in told for other in neighbours(one, nodes) if other in told]
+    apart = [(one, other) for one, other in pairs if other not in told[one].seen and one not in told[other].seen]
+    group_of = {node: {node} for node in told}
+    for one, other in pairs:
+        if (one, other) not in apart and group_of[one] is not group_of[other]:
+            joined = group_of[one] | group_of[other]
+            group_of.update(dict.fromkeys(joined, joined))
+    largest = max(group_of.values(), key=len, default=set())
+    if not any(group_of[one] is not group_of[other] for one, other in apart):
         return []
-    largest = max(mutual.values(), key=len)
-    return [node for node in told if node not in largest] if len(largest) * 2 > len(told) else list(told)
+    if len(largest) * 2 <= len(told):
+        return list(told)
+    return [
+        node for node in told if node not in largest and any(one == node and other in largest for one, other in apart)
+    ]
 
 
 def paths(answers: Answers) -> Iterator[Finding]:

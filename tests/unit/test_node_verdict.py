@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.node_checks.answers import Answers, Asked, odd_ones
-from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of
+from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of, neighbours
 from ddp_hpc.node_checks.verdict import findings_of
 from ddp_hpc.run_dir.network import NetworkFindings, Pace, PairFault
 from ddp_hpc.run_dir.preflight import Finding
@@ -108,6 +108,34 @@ def test_a_node_with_another_file_system_in_the_place_of_the_run_directory_is_na
     (found,) = bad(answers({**dict.fromkeys(("node1", "node2", "node4"), others), "node3": ALONE}))
 
     assert (found.check, found.level, found.nodes) == ("run directory", "fail", ("node3",))
+
+
+def test_a_node_that_starts_after_the_others_have_looked_is_on_the_same_file_system() -> None:
+    others = replace(GOOD, shared=Shared(write_s=0.01, seen=("node1", "node2", "node4"), seen_s=6.0))
+
+    assert bad(answers(dict.fromkeys(("node1", "node2", "node4"), others))) == []
+
+
+def test_a_node_looks_at_few_others_however_many_there_are() -> None:
+    nodes = [f"n{number}" for number in range(1000)]
+
+    assert neighbours("n0", nodes) == ["n996", "n997", "n998", "n999", "n1", "n2", "n3", "n4"]
+    assert neighbours("n1", ["n1", "n2"]) == ["n2"]
+    assert neighbours("n1", ["n1"]) == []
+
+
+def test_of_many_nodes_the_one_on_another_file_system_is_named() -> None:
+    nodes = tuple(f"n{number}" for number in range(64))
+    names = {node: (f"10.0.1.{number}",) for number, node in enumerate(nodes)}
+    facts = {
+        node: replace(GOOD, names=names, shared=Shared(seen=(node, *(n for n in neighbours(node, nodes) if n != "n7"))))
+        for node in nodes
+    }
+    facts["n7"] = replace(facts["n7"], shared=Shared(seen=("n7",)))
+
+    (found,) = bad(Answers(nodes=nodes, facts=facts, network=network(nodes)))
+
+    assert (found.check, found.nodes) == ("run directory", ("n7",))
 
 
 def test_where_each_node_has_a_run_directory_of_its_own_none_is_the_odd_one() -> None:
