@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddp_hpc import exit_codes
 from ddp_hpc.base.leftovers import remove_leftovers
+from ddp_hpc.cli.arguments import count
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import word_for
 from ddp_hpc.errors import ConfigError
@@ -42,17 +43,10 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Declare how many points may run at once, or fail."""
-    parser.add_argument("--at-most", type=_count, metavar="N", help="run at most N points of the sweep at once")
+    parser.add_argument("--at-most", type=count, metavar="N", help="run at most N points of the sweep at once")
     parser.add_argument(
-        "--stop-after-failures", type=_count, metavar="N", help="start no other point once N points have failed"
+        "--stop-after-failures", type=count, metavar="N", help="start no other point once N points have failed"
     )
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
 
 
 def is_sweep_asked(args: argparse.Namespace) -> bool:

@@ -93,7 +93,7 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
     run, inputs = replayed.run, stretch.inputs
     replace_text(run.config, inputs.config, is_secret=True)
     spec = load_resolved(run.config)
-    world = wanted.world_size or inputs.world_size
+    world = inputs.world_size if wanted.world_size is None else wanted.world_size
     gpus = world if spec.resources.gpus_per_node and num_gpus_here(environ) >= world else 0
     if spec.resources.gpus_per_node and not gpus:
         replayed.is_on_other_device = True

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from ddp_hpc.cli import main
 from ddp_hpc.cli.replay_text import replay_text
 from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.replay import auditing
@@ -294,6 +295,27 @@ def test_a_state_counts_as_the_same_only_before_the_first_difference() -> None:
     assert compare(one, other).same_state_at == 10
     assert compare(one, one).same_state_at == 20
     assert compare(losses(s5=1.0), losses(s5=1.0)).same_state_at is None
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("audit", ["--segments", "0"]),
+        ("audit", ["--segments", "-1"]),
+        ("replay", ["--world", "0"]),
+        ("replay", ["--world", "-1"]),
+        ("replay", ["--tolerance", "nan"]),
+        ("replay", ["--tolerance", "inf"]),
+        ("replay", ["--tolerance", "-1"]),
+    ],
+)
+def test_numbers_with_which_nothing_would_be_compared_are_refused(
+    verb: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, "digits", *words])
+
+    assert f"{words[1]} must be" in capsys.readouterr().err
 
 
 def test_an_audit_goes_on_where_a_checkpoint_was_pruned_meanwhile(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from ddp_hpc.cli.arguments import count
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.cli.verbs.replay import add_code
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
     parser.add_argument(
-        "--segments", type=int, default=3, metavar="N", help="compute N segments between checkpoints (default: 3)"
+        "--segments", type=count, default=3, metavar="N", help="compute N segments between checkpoints (default: 3)"
     )
     parser.add_argument("--seed", type=int, metavar="S", help="choose the segments by this seed; default: a new one")
     add_code(parser)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ddp_hpc.cli.arguments import count, share
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.exit_codes import FAILED, FINISHED, REFUSED
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--world",
-        type=int,
+        type=count,
         metavar="N",
         help="with N ranks; default: as many as the run had. With another number, losses are compared with a tolerance",
     )
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=share,
         default=1e-3,
         metavar="T",
         help="with another world or device: a loss may differ by so much of its size (default: 0.001)",
