@@ -19,8 +19,8 @@ _MOST_NAMED = 4
 
 ToldBy = Literal["", "vote", "repetition", "undecided"]
 """How it is known which ranks were wrong. Empty: it is not known, and the step has not been computed again. vote: more than half of
-the ranks agree. repetition: another attempt has computed the step again, and its values are near those of the other ranks. undecided: it
-has, and its values are near those of no rank, or of all."""
+the ranks agree. repetition: another attempt has computed the step again, and its values are clearly near those of the other ranks. undecided:
+it has, and its values do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Difference:
         if self.told_by == "undecided":
             return (
                 f"attempt {self.told_in} computed the step again without a difference, and its values do not tell which rank was "
-                "wrong: the difference is small, or the data or the code is not deterministic"
+                "wrong: the difference is small or many steps old, or the data or the code is not deterministic"
             )
         if self.is_of_processors:
             kinds = _few(list(dict.fromkeys(self.processors)))
@@ -131,32 +131,50 @@ def by_vote(difference: Difference) -> Difference:
 def by_repetition(difference: Difference, found: Mapping[str, Sequence[float]], *, attempt: int) -> Difference:
     """Return the difference with the ranks that were wrong, by what another attempt found at the places of the samples.
 
-    A wrong rank's gradients have reached all ranks, so none has exactly what the other attempt found. But those that follow only
-    from its gradients are near, while its own values are as far away as from those of the other ranks.
+    A wrong rank's gradients have reached all ranks, so none has exactly what the other attempt found. Soon after the fault, the other
+    ranks are near. Many steps later, or where the fault was small, any rank may be the nearest by chance, so one that is not clearly near or far
+    leaves it undecided.
     """
-    distances = [
-        _share_of_spread(values, value)
+    kinds = [
+        _kinds(values, value)
         for sample in difference.samples
         for values, value in zip(zip(*sample.values, strict=True), found.get(sample.tensor, ()), strict=False)
     ]
-    means = [sum(of_rank) / len(of_rank) for of_rank in zip(*distances, strict=True)]
-    odd = tuple(rank for rank, mean in enumerate(means) if mean >= _FAR)
-    is_clear = bool(odd) and len(odd) < len(means) and all(mean <= _NEAR or mean >= _FAR for mean in means)
-    if not is_clear:
+    by_rank = [_kind_of_most(of_rank) for of_rank in zip(*kinds, strict=True)]
+    odd = tuple(rank for rank, kind in enumerate(by_rank) if kind == "far")
+    if set(by_rank) != {"near", "far"}:
         return replace(difference, told_by="undecided", told_in=attempt)
     return replace(difference, odd_ranks=odd, told_by="repetition", told_in=attempt)
 
 
-def _share_of_spread(values: Sequence[float], found: float) -> list[float]:
-    """Return how far each rank's value is from what was found, in parts of the longest distance between two ranks; at most 1."""
+_Kind = Literal["near", "far", ""]
+_NEAR, _FAR = 1e-3, 0.5
+"""Distances from what was found, in parts of the spread: of the longest distance between two ranks."""
+_LEAST_SPREAD = 1024 * 2.0**-23
+"""In parts of the largest value: 1024 units in the last place of a float32. Rounding makes smaller ones within a few steps."""
+_MOST = 0.95
+"""Of the places."""
+
+
+def _kinds(values: Sequence[float], found: float) -> list[_Kind]:
+    """Return whether each rank's value is near what was found, or far from it; nothing where the spread is too small to tell."""
     finite = [value for value in values if math.isfinite(value)]
     spread = max(finite) - min(finite) if len(finite) == len(values) else math.inf
-    if not math.isfinite(spread):  # a value that is not finite is far from all others, and these are near each other
-        return [float(not math.isfinite(value) or abs(value - found) > abs(found) + 1) for value in values]
-    return [min(abs(value - found) / spread, 1.0) if spread else 0.0 for value in values]
+    if not math.isfinite(spread):  # a value that is not finite is far from all others; these must be near by themselves
+        spread = abs(found)
+        return [_kind(abs(value - found), spread) if math.isfinite(value) else "far" for value in values]
+    if spread <= _LEAST_SPREAD * max(map(abs, values)):
+        return [""] * len(values)
+    return [_kind(abs(value - found), spread) for value in values]
 
 
-_NEAR, _FAR = 0.25, 0.75
+def _kind(distance: float, spread: float) -> _Kind:
+    return "near" if distance <= _NEAR * spread else "far" if distance >= _FAR * spread else ""
+
+
+def _kind_of_most(kinds: Sequence[_Kind]) -> _Kind:
+    kind, count = Counter(kinds).most_common(1)[0]
+    return kind if count >= _MOST * len(kinds) else ""
 
 
 def is_same_again(before: Difference, newest: Difference) -> bool:

@@ -31,15 +31,18 @@ def outcomes(world_size: int, folder: Path, flips: list[Flip]) -> list[Outcome]:
     return by_rank[0]
 
 
-@pytest.mark.parametrize(("world_size", "told_by"), [(3, "vote"), (2, "repetition")])
-def test_a_flipped_bit_is_found_its_rank_is_named_and_the_run_ends_with_the_same_bits(
-    tmp_path: Path, world_size: int, told_by: str
+@pytest.mark.parametrize(("world_size", "told_by"), [(3, ["vote"] * 3), (2, ["undecided", "repetition", "repetition"])])
+def test_a_flipped_bit_is_found_its_rank_is_named_if_clear_and_the_run_ends_with_the_same_bits(
+    tmp_path: Path, world_size: int, told_by: list[str]
 ) -> None:
-    for found in outcomes(world_size, tmp_path, FLIPS):
-        assert (found.end, found.end_after, found.is_same) == ("ranks differ", "finished", True)
-        assert found.found_at is not None
-        assert found.found_at - found.flip.step <= EVERY
-        assert (found.told_by, found.named) == (told_by, (found.flip.rank,))
+    found = outcomes(world_size, tmp_path, FLIPS)
+
+    assert [one.told_by for one in found] == told_by
+    for one in found:
+        assert (one.end, one.end_after, one.is_same) == ("ranks differ", "finished", True)
+        assert one.found_at is not None
+        assert one.found_at - one.flip.step <= EVERY
+        assert one.named == (() if one.told_by == "undecided" else (one.flip.rank,))
 
 
 # --- models and optimizers that are unlike most ----------------------------------------------------------------------

@@ -72,11 +72,14 @@ def test_a_rank_that_differs_from_others_on_its_kind_of_processor_is_blamed() ->
 @pytest.mark.parametrize(
     ("values", "found", "odd"),
     [
-        ((1.0, 3.0), 1.01, (1,)),
-        ((3.0, 1.0), 1.01, (0,)),
+        ((1.0, 3.0), 1.001, (1,)),
+        ((3.0, 1.0), 1.001, (0,)),
         ((1.0, 3.0), 2.0, ()),
+        ((1.0, 3.0), 1.2, ()),  # many steps later, the wrong rank may be the nearest by chance
+        ((1.0, 1.0 + 2**-20), 1.0, ()),  # a few units in the last place
         ((1.0, 1.0000001), 5.0, ()),
-        ((1.0, float("nan")), 1.2, (1,)),
+        ((1.0, float("nan")), 1.0001, (1,)),
+        ((1.0, float("nan")), 1.2, ()),
         ((float("inf"), 1.0), 1.0, (0,)),
         ((1.0, 1.0, 3.0, 3.0), 3.0, (0, 1)),
         ((0.0, 1e38), 1e-3, (1,)),
@@ -88,6 +91,14 @@ def test_another_attempt_names_the_ranks_that_are_far_from_what_it_finds(
     told = by_repetition(difference("abcd"[: len(values)], values=values), {"model/w": [found]}, attempt=1)
 
     assert (told.odd_ranks, told.told_by, told.told_in) == (odd, "repetition" if odd else "undecided", 1)
+
+
+def test_a_rank_that_is_near_at_some_places_only_is_not_cleared() -> None:
+    some = Sample(tensor="model/w", places=(0, 1, 2), values=((1.0, 1.0, 1.0), (3.0, 3.0, 3.0)))
+    found = replace(difference("ab"), samples=(some,))
+
+    assert by_repetition(found, {"model/w": [1.0, 1.0, 1.0]}, attempt=1).odd_ranks == (1,)
+    assert by_repetition(found, {"model/w": [1.0, 1.0, 2.9]}, attempt=1).told_by == "undecided"
 
 
 def test_without_samples_nothing_is_decided() -> None:
