@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc.errors import CorruptCheckpointError, UnreadableError
+from ddp_hpc.errors import CorruptCheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.replay.circumstances import Circumstances, circumstances
 from ddp_hpc.replay.comparison import Difference, compare
 from ddp_hpc.replay.first_difference import Entry, Lines, Parting, first_difference
@@ -51,6 +52,7 @@ class _Pair:
     environ: Mapping[str, str]
     say: Callable[[str], object]
     folder: Path
+    ended: threading.Event = field(default_factory=threading.Event)
     num_replays: int = 0
 
     def compute(self, start: int, end: int, **what: Any) -> list[Replayed]:
@@ -69,13 +71,18 @@ class _Pair:
                 stretches=history.stretches(begin, end),
                 request=ReplayRequest(end_step=end, state_steps=states, digest_steps=digests, **what),
                 code=self.codes[which],
+                ended=self.ended,
             )
             return compute_again(wanted, self.environ, folder=self.folder / f"{number - 1 + which}", say=self.say)
 
         # Two at a time, unless they would share GPUs.
         uses_gpus = any(history.uses_gpus for history in self.histories)
         with ThreadPoolExecutor(1 if uses_gpus else 2) as pool:
-            return [*pool.map(one, range(2))]
+            try:
+                return [*pool.map(one, range(2))]
+            except BaseException:
+                self.ended.set()
+                raise
 
 
 def bisect(
@@ -108,7 +115,13 @@ def bisect(
     folder = Path(tempfile.mkdtemp(prefix="ddp-hpc-bisect-"))
     pair = _Pair(histories, codes, environ, say, folder)
     end = known.unequal_at or known.end
-    parting, last = _search(pair, known, end)
+    try:
+        parting, last = _search(pair, known, end)
+    except NotComputedError:  # its message names the log there
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     report.num_replays, report.parting = pair.num_replays, parting
     if parting is not None:
         step = parting.first.step

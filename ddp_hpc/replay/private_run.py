@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
-from ddp_hpc.errors import NotComputedError, UnreadableError
+from ddp_hpc.errors import ConfigError, NotComputedError, UnreadableError
 from ddp_hpc.replay.history import Stretch, edited_files, numeric_variables
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
@@ -24,6 +26,7 @@ from ddp_hpc.submission import local
 
 _GONE = "The checkpoint of step {step} of {run} has gone meanwhile; a run that trains keeps its newest only. Give the same command again."
 _FOR_EVER = 2**31 - 1
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class Wanted:
     """Ranks; None: as many as the run had."""
     code: Path | None = None
     """Import the user's code from here, instead of where the run did."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Once it is set, the private run is cancelled: a thread gets no KeyboardInterrupt."""
 
 
 @dataclass
@@ -112,11 +117,17 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
     place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
     if inputs.work_dir and place is None:
         replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
-    _run_supervised(run, import_paths, {**environ, **variables, "PYTHONSAFEPATH": "ddp_hpc"}, place)
+    _run_supervised(run, import_paths, {**environ, **variables, "PYTHONSAFEPATH": "ddp_hpc"}, place, wanted.ended)
     run.done.unlink(missing_ok=True)
 
 
-def _run_supervised(run: RunDir, import_paths: Sequence[str], environ: Mapping[str, str], place: str | None) -> None:
+def _run_supervised(
+    run: RunDir,
+    import_paths: Sequence[str],
+    environ: Mapping[str, str],
+    place: str | None,
+    ended: threading.Event,
+) -> None:
     """Start the guardian, and wait for its end.
 
     Raises:
@@ -133,10 +144,15 @@ def _run_supervised(run: RunDir, import_paths: Sequence[str], environ: Mapping[s
             start_new_session=True,
         )
     try:
-        guardian.wait()
+        while guardian.poll() is None:
+            if ended.wait(_POLL_S):
+                raise KeyboardInterrupt  # noqa: TRY301  it is one, of another thread
     except BaseException:
-        local.cancel(run, environ)
-        guardian.wait()
+        while guardian.poll() is None:
+            with suppress(ConfigError):  # the supervisor has not started yet
+                local.cancel(run, environ)
+            with suppress(subprocess.TimeoutExpired):
+                guardian.wait(_POLL_S)
         raise
     newest = Ledger.read(run).newest
     if newest is None or newest.ending != Ending.FINISHED:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, NotComputedError
 from ddp_hpc.replay.comparison import Comparison, Difference, compare
 from ddp_hpc.replay.history import History, environment_of
 from ddp_hpc.replay.private_run import Replayed, Wanted, compute_again
@@ -116,7 +116,9 @@ def replay(
     )
     try:
         replayed = compute_again(wanted, environ, folder=folder, say=say)
-    except KeyboardInterrupt:
+    except NotComputedError:  # its message names the log there
+        raise
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     computed = computed_record(replayed, asked.start, asked.end)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +138,41 @@ def test_a_run_that_starts_from_another_runs_weights_finds_them_again(workplace:
     workplace.finish("tuned", "train.init_from=plain")
 
     assert asked(workplace, "replay", "tuned", "--from", "0", code=0)["verdict"] == "the same"
+
+
+def processes_that_name(text: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        found += [words] if text in words else []
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "words", [("replay", "plain", "--from", "0"), ("bisect", "plain", "seeded"), ("audit", "plain")]
+)
+def test_a_command_that_is_interrupted_leaves_no_process_and_no_folder(
+    workplace: Workplace, tmp_path: Path, words: tuple[str, ...], number: signal.Signals
+) -> None:
+    if words[0] == "bisect" and not workplace.run("seeded").path.exists():
+        workplace.finish("seeded", "seed=5")
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "ddp_hpc", *words],
+        cwd=workplace.path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not [*tmp_path.glob("*/**/console*")]:
+        assert asking.poll() is None
+        time.sleep(0.05)
+
+    asking.send_signal(number)
+
+    assert asking.wait(60) != 0
+    assert processes_that_name(str(tmp_path)) == []
+    assert [*tmp_path.iterdir()] == []

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.arguments import count
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run
@@ -33,13 +34,15 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.replay.history import read_history
 
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
-    report = audit(
-        read_history(chosen_run(args, environment)),
-        environment,
-        number=args.segments,
-        seed=seed,
-        code=args.code,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    history = read_history(chosen_run(args, environment))
+    with ended_by_signals():
+        report = audit(
+            history,
+            environment,
+            number=args.segments,
+            seed=seed,
+            code=args.code,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
     print(as_json(asdict(report)) if args.json else audit_text(report))
     return {"PASS": FINISHED, "FAIL": FAILED, "UNKNOWN": REFUSED}[report.verdict]

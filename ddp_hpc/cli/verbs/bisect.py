@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.exit_codes import FAILED, FINISHED
@@ -37,11 +38,12 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     one, other = (read_history(find_run(name, runs_dir)) for name in (args.one, args.other))
-    report = bisect(
-        (one, other),
-        environment,
-        codes=(args.code1, args.code2),
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    with ended_by_signals():
+        report = bisect(
+            (one, other),
+            environment,
+            codes=(args.code1, args.code2),
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
     print(as_json(asdict(report)) if args.json else bisect_text(report))
     return FINISHED if report.verdict == "the same" else FAILED

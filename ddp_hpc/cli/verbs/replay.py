@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.arguments import count, share
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_run, chosen_run
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         trace=args.trace,
         tolerance=args.tolerance,
     )
-    report, _ = replay(asked, environment, say=lambda text: print(text, file=sys.stderr, flush=True))
+    with ended_by_signals():
+        report, _ = replay(asked, environment, say=lambda text: print(text, file=sys.stderr, flush=True))
     print(as_json(asdict(report)) if args.json else replay_text(report))
     return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]
