@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
@@ -60,7 +61,10 @@ class Replayed:
 def num_gpus_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> int:
     """Return how many GPUs of NVIDIA this process may use."""
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([one for one in visible.split(",") if one.strip()])
+        names = [one.strip() for one in visible.split(",")]
+        return len(
+            [*takewhile(lambda name: name and not name.startswith("-"), names)]
+        )  # CUDA stops at the first that it does not know
     return len(list((proc / "driver/nvidia/gpus").glob("*")))
 
 

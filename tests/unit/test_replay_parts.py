@@ -168,6 +168,8 @@ def test_the_gpus_of_this_process_are_those_that_it_may_use(tmp_path: Path) -> N
     assert num_gpus_here({}, proc=tmp_path) == 2
     assert num_gpus_here({"CUDA_VISIBLE_DEVICES": "1"}, proc=tmp_path) == 1
     assert num_gpus_here({"CUDA_VISIBLE_DEVICES": ""}, proc=tmp_path) == 0
+    assert num_gpus_here({"CUDA_VISIBLE_DEVICES": "-1"}, proc=tmp_path) == 0
+    assert num_gpus_here({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, proc=tmp_path) == 1
 
 
 def losses(**by_step: float | None) -> Record:
