@@ -74,6 +74,8 @@ def _first_tensor(values: Iterable[tuple[int, Value]]) -> Value | None:
 
 def _differing(step: int, rank: int, one: Sequence[Entry], other: Sequence[Entry]) -> list[tuple[int, Value]]:
     """Return what differs in a step of a rank, in its order, with its place."""
+    if one == other:
+        return []
     mine, others = _keyed(one), _keyed(other)
     order = {key: place for place, key in reversed([*enumerate(_merged([*mine], [*others]))])}
     values = []
@@ -105,14 +107,15 @@ def _keyed(entries: Sequence[Entry]) -> dict[Key, Entry]:
 
 def _merged(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
     """Return the keys of both, each list in its own order; what only one of them has stands where it has it."""
-    known, merged, left = set(other), [], list(other)
+    places = {key: place for place, key in enumerate(other)}
+    merged: list[Key] = []
+    begin = 0
     for key in one:
-        if key in known and key in left:
-            place = left.index(key)
-            merged += left[:place]
-            left = left[place + 1 :]
+        if (place := places.get(key, -1)) >= begin:
+            merged += other[begin:place]
+            begin = place + 1
         merged.append(key)
-    return [*dict.fromkeys([*merged, *left])]
+    return [*dict.fromkeys([*merged, *other[begin:]])]
 
 
 def _value(  # noqa: PLR0913, PLR0917  one row of the answer
