@@ -65,14 +65,21 @@ def examine(question: Question) -> Preflight:
     make_directories(question.folder)
     options = [*(f"--node={node}" for node in nodes), *(f"--path={path}" for path in question.paths)]
     command = [*question.python, "-m", "ddp_hpc.node_checks.node", f"--folder={question.folder}", *options]
-    told = ask_nodes(command, nodes, environ=question.environ, timeout_s=ANSWER_S, step=question.step)
+    told = ask_nodes(
+        command,
+        nodes,
+        environ=question.environ,
+        timeout_s=ANSWER_S,
+        step=question.step,
+        is_over=processes.is_stop_pending,
+    )
     facts = {node: found for node, plain in told.by_node.items() if (found := facts_of(plain)) is not None}
     shutil.rmtree(question.folder, ignore_errors=True)
     answers = Answers(
         nodes=nodes,
         facts=facts,
         problem=told.last_error,
-        network=_network(question) if facts else None,
+        network=_network(question) if facts and not processes.is_stop_pending() else None,
         asked=question.asked,
     )
     return Preflight(at=at, seconds=round(time.monotonic() - began, 1), nodes=nodes, findings=findings_of(answers))
@@ -92,7 +99,7 @@ def _probed(question: Question) -> NetworkFindings | None:
         return None
     address, _ = address_of(question.allocation, environ=question.environ, preferred=question.interfaces)
     found = network_probe.probe(nodes, address, measures=True)
-    if found.is_faulty or not slow_ways(found):
+    if found.is_faulty or not slow_ways(found) or processes.is_stop_pending():
         return found
     # A busy node slows a link down for a moment, and a slow link stays slow.
     return fastest(found, network_probe.probe(nodes, address, measures=True))
@@ -112,7 +119,9 @@ def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outco
     found: Preflight | None = None
     with diagnosis("the nodes before the workers start"):
         found = _found(context, wrapper, attempt)
-    return None if found is None else _told(context, attempt, found)
+    if found is None or processes.is_stop_pending():
+        return None  # what a check that was cut short found is no reason; the workers' start takes the signal
+    return _told(context, attempt, found)
 
 
 def _found(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Preflight | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from ddp_hpc.base import processes
 from ddp_hpc.slurm.answers import read_answers
 from ddp_hpc.slurm.steps import probe_argv
+
+_LOOK_S = 0.5
+"""How long to wait between two questions whether a command is over."""
 
 
 def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> subprocess.Popen[bytes]:
@@ -29,20 +33,31 @@ def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False
     )
 
 
-def printed_by(argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
-    """Run a short command; return what it printed, and its errors, as far as it printed them within `timeout_s`.
+def printed_by(
+    argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float, is_over: Callable[[], bool] = lambda: False
+) -> tuple[str, str]:
+    """Run a short command; return what it printed, and its errors, as far as it printed them within `timeout_s` and before `is_over`.
 
     Bytes that are no UTF-8 are replaced: a node's login scripts may print anything.
     """
+    until = time.monotonic() + timeout_s
     try:
-        done = subprocess.run(
-            argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+        process = subprocess.Popen(
+            argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
     except OSError as error:
         return "", str(error)
-    except subprocess.TimeoutExpired as error:
-        return _text(error.stdout), f"{_text(error.stderr)}\n{argv[0]} did not end within {timeout_s:.0f} s"
-    return _text(done.stdout), _text(done.stderr)
+    with process:
+        while True:
+            try:
+                printed, errors = process.communicate(timeout=max(min(until - time.monotonic(), _LOOK_S), 0.0))
+            except subprocess.TimeoutExpired as error:
+                if time.monotonic() < until and not is_over():
+                    continue
+                process.kill()
+                process.wait()  # not for the end of its output, which a process that it left behind may hold open
+                return _text(error.stdout), f"{_text(error.stderr)}\n{argv[0]} did not end within {timeout_s:.0f} s"
+            return _text(printed), _text(errors)
 
 
 def _text(printed: bytes | None) -> str:
@@ -69,6 +84,7 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     timeout_s: float,
     is_all_or_none: bool = False,
     step: Sequence[str] | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> NodesAnswers:
     """Run a ddp_hpc module once on every node; `--mark` tells its answer from other output (`slurm.answers`).
 
@@ -77,7 +93,7 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     mark = secrets.token_hex(8)
     begin = probe_argv(len(nodes), is_all_or_none=is_all_or_none) if step is None else step
     argv = [*begin, *command, f"--mark={mark}"]
-    printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s)
+    printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s, is_over=is_over)
     answers = read_answers(printed, mark)
     return NodesAnswers(
         by_node={node: answers[node] for node in nodes if node in answers},
