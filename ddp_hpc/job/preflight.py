@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.run_dir.preflight import Preflight, write_preflight
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.slurm.steps import beside_argv
 
 ANSWER_S = 30.0
@@ -142,7 +144,7 @@ def _told(context: JobContext, attempt: int, found: Preflight) -> Outcome | None
     sys.stderr.write(
         f"note: {len(found.nodes)} nodes were checked in {found.seconds:.0f} s; failures: {len(found.failures)}\n"
     )
-    return outcome_of(found, context.spec.preflight.on_fail)
+    return outcome_of(found, context.spec.preflight.on_fail, nodelist=context.spec.slurm.nodelist or "")
 
 
 def _is_first(ledger: Ledger, attempt: int) -> bool:
@@ -170,12 +172,18 @@ def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, alloca
     )
 
 
-def outcome_of(found: Preflight, on_fail: str) -> Outcome | None:
+def outcome_of(found: Preflight, on_fail: str, *, nodelist: str = "") -> Outcome | None:
     """Return how an attempt ends of what was found; None where its workers may start."""
     if not found.failures or on_fail == "warn":
         return None
     reason = f"the check before the training (`preflight`) found: {found.words}"
-    if on_fail == "exclude" and found.bad_nodes and not found.has_nameless_failure:
+    asked: list[str] = []
+    with suppress(ConfigError):  # Slurm also takes the name of a file
+        asked = expand_hostlist(nodelist) if nodelist else []
+    kept = [node for node in found.bad_nodes if node in asked]
+    if on_fail == "exclude" and kept:
+        reason += f"; `slurm.nodelist` asks for {', '.join(kept)}, so it cannot be left out"
+    elif on_fail == "exclude" and found.bad_nodes and not found.has_nameless_failure:
         return Outcome(code=exit_codes.FAILED, reason=reason, lost_nodes=found.bad_nodes)
     return Outcome(code=exit_codes.FAILED, reason=reason, has_failed_preflight=True)
 

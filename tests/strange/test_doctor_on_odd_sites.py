@@ -148,6 +148,14 @@ def test_a_node_is_left_out_only_where_that_mends_all(
     assert (() if outcome is None else outcome.lost_nodes) == lost
 
 
+def test_a_node_that_the_user_asked_for_is_not_left_out_but_ends_the_run() -> None:
+    outcome = outcome_of(preflight(NAMED), "exclude", nodelist="n[0-2]")
+
+    assert outcome is not None
+    assert (outcome.has_failed_preflight, outcome.lost_nodes) == (True, ())
+    assert "`slurm.nodelist` asks for n1" in outcome.reason
+
+
 def test_more_cpus_are_asked_for_than_one_node_has() -> None:
     facts = many(3)
     whole = Answers(
