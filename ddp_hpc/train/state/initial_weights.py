@@ -37,7 +37,7 @@ def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> N
     """
     if spec.train.init_from is not None:
         _load(spec, state, group)
-    elif state.ema is not None:
+    elif state.ema is not None and state.world_size > 1:
         # It was made of this rank's own weights, before DDP sent rank zero's to all ranks.
         _copy_tensors(state.model, state.ema.module)  # type: ignore[arg-type]  # a Module
 
