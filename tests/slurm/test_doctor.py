@@ -78,14 +78,19 @@ def wrong_hosts(login: LoginNode, node: str, of: str) -> Any:
     return mounted(login.cluster, node, "--bind", fake, "/etc/hosts")
 
 
-def no_data(login: LoginNode, node: str) -> tuple[str, Any]:
-    """Return a path that is missing on one node, as an option, and what unmounts it there."""
-    data = login.folder / "sets" / "data"
-    data.mkdir(parents=True)
+@contextmanager
+def no_data(login: LoginNode, node: str) -> Iterator[str]:
+    """Have data on all nodes but one, where no temporary files lie, wherever these tests do; yield it as an option."""
+    cluster, place, data = login.cluster, "/var/spool/sets", login.folder / "sets"
+    data.mkdir()
     (data / "one.txt").write_text("1", encoding="utf-8")
-    for path in (data.parent, data):
-        shutil.chown(path, USER, USER)
-    return f"--path={data}", mounted(login.cluster, node, "-t", "tmpfs", "tmpfs", data.parent)
+    shutil.chown(data, USER, USER)
+    with ExitStack() as mounts:
+        for one in cluster.settings.hostnames:
+            cluster.run("mkdir", "-p", place, node=one, user="root")
+            if one != node:
+                mounts.enter_context(mounted(cluster, one, "--bind", data, place))
+        yield f"--path={place}"
 
 
 @contextmanager
@@ -108,12 +113,10 @@ def test_a_healthy_cluster_passes_every_check(login: LoginNode) -> None:
 
 def test_each_node_that_differs_is_named_with_what_differs(login: LoginNode) -> None:
     """Another PyTorch, a wrong hosts entry, missing data and a full disk, each on a node."""
-    path, without_data = no_data(login, "node1")
-
     with ExitStack() as broken:
+        path = broken.enter_context(no_data(login, "node1"))
         broken.enter_context(other_torch(login, "node2"))
         broken.enter_context(wrong_hosts(login, "node3", of="node1"))
-        broken.enter_context(without_data)
         env = broken.enter_context(full_disk(login, "node4"))
         found = doctor(login, path, env=env)
 
