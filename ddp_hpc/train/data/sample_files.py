@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,13 @@ _LARGEST = 256 * 1024 * 1024
 """Bytes of a file that holds one sample; a larger one may take long to read."""
 _OTHER_SOURCES = ("socket.", "http.", "urllib.", "sqlite3.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn")  # fmt: skip
 """Audit events of data that come from elsewhere: https://docs.python.org/3/library/audit_events.html"""
+_OUR_THREADS = ("checkpoint-writer", "ddp-hpc-")
+"""How the names of our own threads begin, which write checkpoints and records meanwhile."""
 
 
 @dataclass
 class Sources:
-    """What this process has opened while it read a sample, in any of its threads."""
+    """What this process has opened while it read a sample, in any thread but our own."""
 
     paths: set[str] = field(default_factory=set)
     has_others: bool = False
@@ -56,6 +59,8 @@ def recorded_sources() -> Iterator[Sources]:
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
     """Note an audit event; it must not raise."""
+    if not _recorded or threading.current_thread().name.startswith(_OUR_THREADS):
+        return
     for sources in _recorded:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             sources.paths.add(os.fsdecode(args[0]))
