@@ -32,6 +32,10 @@ BELONGS = frozenset(
             "logs",
             "errors",
             "samples",
+            "digests.jsonl",
+            "timeline.jsonl",
+            "waits.jsonl",
+            "slow_ranks.jsonl",
             "DONE",
         ),
     }
