@@ -121,20 +121,21 @@ def replay(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    computed = computed_record(replayed, asked.start, asked.end)
-    own_worlds = [one.inputs.world_size for one in stretches]
+    report = _report(asked, recorded, replayed, begin, [one.inputs.world_size for one in stretches])
+    report.notes = [*history.notes, *damage, *replayed.notes, *_what_differs_here(asked, environ), *report.notes]
+    if asked.folder is None and not asked.trace:
+        shutil.rmtree(folder, ignore_errors=True)
+        report.directory = None
+    return report, replayed
+
+
+def _report(asked: Asked, recorded: Record, replayed: Replayed, begin: int, own_worlds: list[int]) -> Report:
+    """Hold what was computed against the record."""
     is_other = replayed.is_on_other_device or replayed.world_sizes != own_worlds
     tolerance = asked.tolerance if is_other else 0.0
-    found = compare(recorded, computed, tolerance=tolerance)
-    notes = [
-        *history.notes,
-        *damage,
-        *replayed.notes,
-        *_what_differs_here(asked, environ),
-        *_of_order(replayed, own_worlds),
-    ]
-    report = Report(
-        run=str(history.run.path),
+    found = compare(recorded, computed_record(replayed, asked.start, asked.end), tolerance=tolerance)
+    return Report(
+        run=str(asked.history.run.path),
         verdict=_verdict(found),
         from_step=asked.start,
         to_step=asked.end,
@@ -148,13 +149,9 @@ def replay(
         num_digests=found.num_digests,
         checkpoints=found.checkpoints,
         largest_error=found.largest_error,
-        notes=notes,
+        notes=_of_order(replayed, own_worlds),
         directory=str(replayed.run.path),
     )
-    if asked.folder is None and not asked.trace:
-        shutil.rmtree(folder, ignore_errors=True)
-        report.directory = None
-    return report, replayed
 
 
 def computed_record(replayed: Replayed, start: int, end: int) -> Record:
