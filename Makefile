@@ -20,8 +20,14 @@ PINS := pyproject.toml envs/constraints.txt
 NEXT_DEBIAN := .slurm-lab/rootfs/trixie
 SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_templates tests)
 
-# Quiet but for errors.
-pip-install = $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt
+# Two `make`s in one directory (a demo beside the tests) wait for each other: pip damages an environment that two of them
+# write. The lock is on this file, so that none is left over. Systems without flock (macOS) and file systems without locks
+# (some Lustre) go without.
+can-lock = flock --shared --nonblock --conflict-exit-code 0 Makefile true 2>/dev/null && echo yes
+one-at-a-time := $(if $(shell $(can-lock)),flock Makefile)
+# Installs what the rule's environment $(1) needs, unless a `make` beside this one has done it meanwhile. Quiet but for errors.
+pip-install = $(one-at-a-time) sh -c '{ [ -e $@ ] && [ -z "$$(find $^ -newer $@)" ]; } \
+	|| { $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt "$$@" && touch $@; }' pip
 
 .PHONY: help demo test test-long test-adapters test-all check format docs pictures bench campaign campaign-slurm \
 	campaign-storm campaign-pythons campaign-dockerfile clean distclean
@@ -98,30 +104,25 @@ distclean: clean ## Remove the environments and Slurm's files too
 # Environments. A stamp inside each says how far it has come; it is touched last, so an interrupted one goes on.
 
 %/.made:
-	@envs/make-venv $* $(PYTHON)
+	@$(one-at-a-time) envs/make-venv $* $(PYTHON)
 	@touch $@
 
 .venv/.runtime: $(PINS) | .venv/.made
 	@echo 'Installing ddp_hpc and PyTorch into .venv (about 90 s, once) ...'
 	@$(call pip-install,$(BIN)) -e .
-	@touch $@
 
 .venv/.dev: $(PINS) | .venv/.runtime
 	@echo 'Installing the tools for tests and checks into .venv (about 20 s, once) ...'
 	@$(call pip-install,$(BIN)) -e '.[dev]'
-	@touch $@
 
 .venv-bench/.runtime: $(PINS) envs/bench.txt | .venv-bench/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning and Accelerate into .venv-bench (about 2 min, once) ...'
 	@$(call pip-install,$(BENCH_BIN)) -e . -r envs/bench.txt
-	@touch $@
 
 .venv-adapters/.tools: $(PINS) envs/bench.txt envs/adapters.txt | .venv-adapters/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning, Transformers, Accelerate, Optuna and Hydra into .venv-adapters (about 2 min, once) ...'
 	@$(call pip-install,$(ADAPTERS_BIN)) -e . -r envs/adapters.txt
-	@touch $@
 
 .venv-docs/.tools: envs/docs.txt envs/constraints.txt | .venv-docs/.made
 	@echo 'Installing MkDocs, D2 and pyte into .venv-docs (about 20 s, once) ...'
 	@$(call pip-install,$(DOCS_BIN)) -r envs/docs.txt
-	@touch $@
