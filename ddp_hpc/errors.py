@@ -95,3 +95,10 @@ class SlurmBusyError(SlurmUnavailableError):
 
 class UnreadableError(DdpHpcError):
     """A file system does not answer: it is not known whether a file is whole, missing or damaged."""
+
+
+class NotARecordError(OSError):
+    """Something that is no file lies where a run keeps a record, or a file that is far too large for one.
+
+    Unlike most errors of a file system, it is an answer: to try again does not help.
+    """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,9 +10,22 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, NotARecordError
+
+MOST_BYTES = 64 << 20
+"""Of a record that is read at once. A larger file is none of ours."""
+MOST_BYTES_OF_LINES = 2 << 30
+"""Of a record that is read line by line."""
+_LONGEST_LINE = 16 << 20
+"""Bytes; a longer line is none of ours."""
+_KINDS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 def fsync_path(path: Path) -> None:
@@ -144,35 +158,101 @@ def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = T
             os.fsync(file.fileno())
 
 
+def open_record(path: Path, *, most_bytes: int | None = None) -> BinaryIO:
+    """Open a file that a run has written, for reading. A pipe or a device in its place is refused, not waited for.
+
+    Raises:
+        NotARecordError: if it is no file, or has more than `most_bytes`.
+        OSError: if there is none, or the file system does not answer.
+    """
+    # Without O_NONBLOCK, open(2) of a pipe waits until somebody opens its other end. For files it changes nothing.
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a socket, or a device without a driver
+            raise
+        raise _not_a_record(path, "a socket or a device") from error
+    found = os.fstat(fd)
+    try:
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise _not_a_record(path, next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no file"))
+        if most_bytes is not None and found.st_size > most_bytes:
+            raise NotARecordError(
+                errno.EFBIG,
+                f"it has {found.st_size / 1e6:,.0f} MB, and a record there has at most {most_bytes / 1e6:,.0f} MB",
+                str(path),
+            )
+    except OSError:
+        os.close(fd)
+        raise
+    return os.fdopen(fd, "rb")
+
+
+def _not_a_record(path: Path, what: str) -> NotARecordError:
+    return NotARecordError(errno.EINVAL, f"it is {what}, and ddp-hpc expects a file there", str(path))
+
+
+def record_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return all that is in a file that a run has written.
+
+    Raises:
+        NotARecordError: if it is no file, or has more than `most_bytes`.
+        OSError: if there is none, or the file system does not answer.
+    """
+    with open_record(path, most_bytes=most_bytes) as file:
+        return file.read()
+
+
+def record_text(path: Path) -> str:
+    """Return all that is in a file that a run has written, as text; bytes that are no UTF-8 are replaced by a mark."""
+    return record_bytes(path).decode("utf-8", errors="replace")
+
+
 def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, Any]]:
     """Yield the objects in the lines of `path`; none if the file does not exist.
 
     A line that a crash left incomplete is skipped. `on_odd` is called with it, unless it is the last line, which another
     process may be writing now. NUL bytes around a line, which a crashed network file system may leave, are removed.
+
+    Raises:
+        NotARecordError: if it is no file, or is far too large.
+        OSError: if the file system does not answer.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        file = open_record(path, most_bytes=MOST_BYTES_OF_LINES)
     except FileNotFoundError:
         return
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        whole = line.strip("\0 \t\r")
-        if not whole:
-            continue
-        try:
-            record = json.loads(whole)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            yield record
-        elif number < len(lines):
-            on_odd(whole)
+    with file:
+        while raw := file.readline(_LONGEST_LINE):
+            whole = raw.decode("utf-8", errors="replace").strip("\0 \t\r\n")
+            if not whole:
+                continue
+            record = json_object(whole)
+            if record is not None:
+                yield record
+            elif raw.endswith(b"\n"):
+                on_odd(whole)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object at `path`, or None if there is none yet."""
+    """Return the JSON object at `path`, or None if there is none yet.
+
+    Raises:
+        NotARecordError: if it is no file, or is far too large.
+        OSError: if the file system does not answer.
+    """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return json_object(record_bytes(path).decode("utf-8"))
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is, or None if it is something else."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

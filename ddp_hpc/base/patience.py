@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ddp_hpc.errors import UnreadableError
+from ddp_hpc.errors import NotARecordError, UnreadableError
 
 PATIENCE_S = 60.0
 """How long to try again."""
@@ -21,7 +21,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
 _CALL_INTERVAL_S = 1.0
 """How often `on_wait` is called at least during a pause."""
-_ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotARecordError)
 """Errors that are an answer: they say what exists at the path."""
 _warned: set[Path] = set()
 """Paths for which a warning was logged that they cannot be read; removed once they can be read again."""
@@ -115,9 +115,12 @@ def known(path: Path, ask: Callable[[], T], unknown: T) -> T:
     except OSError as error:
         if path not in _warned:
             _warned.add(path)
-            logging.getLogger(__name__).warning(
-                "%s cannot be read: %s. ddp-hpc tries again; you need do nothing unless this lasts.", path, error
+            advice = (
+                "ddp-hpc goes on without it; move it away."
+                if is_answer(error)
+                else "ddp-hpc tries again; you need do nothing unless this lasts."
             )
+            logging.getLogger(__name__).warning("%s cannot be read: %s. %s", path, error.strerror or error, advice)
         return unknown
     _warned.discard(path)
     return found

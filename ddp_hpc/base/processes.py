@@ -410,7 +410,7 @@ def is_locked(path: Path) -> bool:
         OSError: if the file system has no locks, or the file cannot be opened.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return False
     # A shared lock, so that several watchers may look at the same time. It still keeps the run from starting for a

@@ -23,7 +23,15 @@ from typing import Any
 import xxhash
 
 import ddp_hpc
-from ddp_hpc.base.durable import delete_directory, fsync_path, make_directory, open_private, output_at, private_mode
+from ddp_hpc.base.durable import (
+    delete_directory,
+    fsync_path,
+    make_directory,
+    open_private,
+    output_at,
+    private_mode,
+    record_bytes,
+)
 from ddp_hpc.base.patience import is_answer
 from ddp_hpc.checkpoints.checkpoint_names import COMMITTED, MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.checkpoints.shards import (
@@ -252,7 +260,7 @@ def read_manifest(path: Path) -> Manifest:
         UnreadableError: if the file system does not answer.
     """
     try:
-        raw = (path / MANIFEST).read_bytes()
+        raw = record_bytes(path / MANIFEST)
     except OSError as error:
         raise _why_unread(path / MANIFEST, error) from error
     manifest = parse_manifest(raw, path)

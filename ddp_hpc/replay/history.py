@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.base.durable import read_json_lines, record_text
 from ddp_hpc.checkpoints import checkpoint_store
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.config import load_resolved
@@ -110,7 +110,7 @@ def read_history(run: RunDir) -> History:
         newest = AttemptInputs(
             attempt=attempts[-1].attempt if attempts else 0,
             world_size=spec.resources.world_size,
-            config=run.config.read_text(encoding="utf-8"),
+            config=record_text(run.config),
         )
         begun = [(0, newest)]
         notes.append(

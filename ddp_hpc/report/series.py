@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_object, open_record
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.metrics import numbers_of
 
@@ -97,28 +97,23 @@ def read_series(run: RunDir) -> Series:
 
 def _lines(path: Path) -> Iterator[tuple[_Line, bytes]]:
     try:
-        content = path.read_bytes()
+        file = open_record(path, most_bytes=MOST_BYTES_OF_LINES)
     except FileNotFoundError:
         return
-    for raw in content.split(b"\n"):
-        if not raw:
-            continue
-        try:
-            yield _DECODER.decode(raw), raw
-        except msgspec.MsgspecError:  # half written, edited by hand, or with NaN, which is not JSON
-            record = _as_dict(raw)
-            kind, step, at = record.get("kind"), record.get("step"), _number(record.get("at"))
-            if isinstance(kind, str) and isinstance(step, int):
-                loss, rate = _number(record.get("loss")), _number(record.get("samples_per_s"))
-                yield _Line(kind=kind, step=step, at=at, loss=loss, samples_per_s=rate), raw
+    with file:
+        for raw in file:
+            try:
+                yield _DECODER.decode(raw), raw
+            except msgspec.MsgspecError:  # half written, edited by hand, or with NaN, which is not JSON
+                record = _as_dict(raw)
+                kind, step, at = record.get("kind"), record.get("step"), _number(record.get("at"))
+                if isinstance(kind, str) and isinstance(step, int):
+                    loss, rate = _number(record.get("loss")), _number(record.get("samples_per_s"))
+                    yield _Line(kind=kind, step=step, at=at, loss=loss, samples_per_s=rate), raw
 
 
 def _as_dict(raw: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(raw.strip(b"\0 \t\r"))
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
+    return json_object(raw.decode("utf-8", errors="replace").strip("\0 \t\r\n")) or {}
 
 
 def _number(value: object) -> float | None:

@@ -22,7 +22,8 @@ class Seen:
     """What is shown of a run."""
 
     status: RunStatus
-    goodput: Goodput
+    goodput: Goodput | None
+    """None where the records that it needs cannot be read."""
     loss: Sequence[Point]
     phases: Mapping[str, float]
     """Seconds in each phase of rank zero since the newest attempt began to train."""
@@ -31,11 +32,20 @@ class Seen:
     nodes: Mapping[int, str]
     """Rank -> its node."""
     now: float
+    unread: Sequence[str] = ()
+    """Files that cannot be read now, each with the error."""
 
 
 def screen(seen: Seen, *, width: int, height: int, is_plain: bool = False) -> list[str]:
     """Return at most `height` lines of at most `width` characters, the most important ones first; `is_plain`: in ASCII."""
-    lines = [*_head(seen, width), *_progress(seen, width, is_plain=is_plain), *_time(seen, width), *_ranks(seen, width)]
+    unread = [_labelled("not read", text) for text in seen.unread]
+    lines = [
+        *_head(seen, width),
+        *unread,
+        *_progress(seen, width, is_plain=is_plain),
+        *_time(seen, width),
+        *_ranks(seen, width),
+    ]
     return [_cut(line, width) for line in lines[:height]]
 
 
@@ -85,7 +95,7 @@ def _progress(seen: Seen, width: int, *, is_plain: bool) -> list[str]:
 
 
 def _time(seen: Seen, width: int) -> list[str]:
-    spent = seen.goodput.node_hours
+    spent = dict.fromkeys(KINDS, 0.0) if seen.goodput is None else seen.goodput.node_hours
     running = sum(value for kind, value in spent.items() if kind != "queued")
     lines = []
     if running:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ddp_hpc.base.discretion import is_shown
-from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.base.durable import make_directories, record_bytes, replace_text
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
 
@@ -140,7 +140,7 @@ def read_environment(run: RunDir, attempt: int) -> Environment:
     """
     path = run.environment(attempt)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Environment)
+        return msgspec.json.decode(record_bytes(path), type=Environment)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"The file {path}, which records an attempt's environment, cannot be read: {error}. Check its permissions, or "

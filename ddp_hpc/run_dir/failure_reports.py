@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.durable import make_directories, read_json, record_text, replace_text
 from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError, DivergedError, RanksDifferError
 from ddp_hpc.run_dir.affected import affected_by
@@ -189,7 +189,7 @@ def silent_end(code: int, step_code: int | None) -> str:
 def allowed_phase(run: RunDir, attempt: int) -> Phase:
     """Return the phase in which rank zero last announced a long silence (`Watchdog.allow`), if it is still in it."""
     path = run.allowance(attempt)
-    text = known(path, lambda: path.read_text(encoding="ascii") if path.exists() else "", unknown="")
+    text = known(path, lambda: record_text(path) if path.exists() else "", unknown="")
     return next((phase for phase in get_args(Phase) if phase == text), "")
 
 

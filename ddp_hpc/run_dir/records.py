@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc.base.durable import make_directories, read_json, replace_text
+from ddp_hpc.base.durable import make_directories, read_json, record_bytes, record_text, replace_text
 from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.errors import UnreadableError
 from ddp_hpc.run_dir.ledger import Attempt, Cluster, Ledger
@@ -149,7 +149,7 @@ def write_remark(run: RunDir, attempt: int, rank: int, text: str) -> None:
 def read_remarks(run: RunDir, attempt: int, world_size: int) -> list[str]:
     """Return what the ranks of an attempt have remarked, rank zero first."""
     paths = (run.remark(attempt, rank) for rank in range(world_size))
-    return [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.exists()]
+    return [record_text(path) for path in paths if path.exists()]
 
 
 def write_rendezvous_token(run: RunDir, attempt: int) -> None:
@@ -176,7 +176,7 @@ def read_rendezvous_token(path: Path) -> str:
 
     def read() -> str:
         try:
-            return path.read_text(encoding="ascii")
+            return record_bytes(path).decode("ascii")
         except FileNotFoundError as error:
             raise UnreadableError(str(error)) from error
 

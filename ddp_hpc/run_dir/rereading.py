@@ -12,9 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from ddp_hpc.base import processes
+from ddp_hpc.base.durable import open_record
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run_dir.paths import RunDir
@@ -24,6 +25,8 @@ LOOK_INTERVAL_S = 2.0
 SETTLED_S = 1.5
 """A file is read once more after it has been unchanged for this long: clocks of file systems may tick once a second."""
 
+_NUM_PARTS = 64
+"""How many parts of a long file are read, besides its end."""
 _NUM_COMPARED = 256
 """How many bytes before the newest line are compared, to know whether it is still the same file."""
 
@@ -100,10 +103,14 @@ def newest_attempt(run: RunDir, files: LastRead) -> Attempt | None:
 
 
 class Tail:
-    """The lines of a growing file of JSON lines, each returned once."""
+    """The lines of a growing file of JSON lines, each returned once.
 
-    def __init__(self, path: Path) -> None:
+    With `most_bytes`, no more than that is read of what the file has at first: its end, and evenly spaced parts before it.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int | None = None) -> None:
         self._path = path
+        self._most_bytes = most_bytes
         self._inode, self._offset = 0, 0
         self._last = b""
         """The last bytes before the offset."""
@@ -114,10 +121,10 @@ class Tail:
         A line without its line break is left for the next call. Lines that are not JSON objects are skipped.
 
         Raises:
-            OSError: if the file system does not answer.
+            OSError: if it is no file, or the file system does not answer.
         """
         try:
-            stream = self._path.open("rb")
+            stream = open_record(self._path)
         except FileNotFoundError:
             return []
         with stream:
@@ -129,10 +136,17 @@ class Tail:
             if inode != self._inode or stream.read(len(self._last)) != self._last:
                 self._inode, self._offset, self._last = inode, 0, b""
                 stream.seek(0)
+            parts, begin = [], self._offset
+            if begin == 0 and self._most_bytes is not None and size > self._most_bytes:
+                begin = size - self._most_bytes // 2
+                parts = _spread(stream, begin, self._most_bytes // 2)
+                stream.seek(begin)
             text = stream.read()
         whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        self._offset = begin + len(whole)
         self._last = (self._last + whole)[-_NUM_COMPARED:]
+        if parts:
+            whole = b"\n".join([*parts, whole.partition(b"\n")[2]])
         records = []
         for line in whole.split(b"\n"):
             with suppress(ValueError, RecursionError):  # not JSON
@@ -140,6 +154,19 @@ class Tail:
                 if isinstance(record, dict):
                     records.append(record)
         return records
+
+
+def _spread(stream: BinaryIO, end: int, num_bytes: int) -> list[bytes]:
+    """Return evenly spaced parts of a file before `end`, of whole lines, which have `num_bytes` or less together."""
+    length = num_bytes // _NUM_PARTS
+    parts = []
+    for number in range(_NUM_PARTS):
+        begin = (end - length) * number // _NUM_PARTS
+        stream.seek(begin)
+        part = stream.read(length)
+        first = part.find(b"\n") + 1 if begin else 0
+        parts.append(part[first : part.rfind(b"\n") + 1])
+    return parts
 
 
 def await_news(newest: Attempt | None) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ddp_hpc.base.durable import read_json_lines
+from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_object, open_record, read_json_lines
 from ddp_hpc.run_dir.paths import RunDir
 
 Kind = Literal["begin", "phases", "save", "evaluation"]
 _LARGEST = 2.0**63
+MOST_LOOKS = 20_000
+"""How many comparisons are read. A run of ten weeks has fewer; of more, evenly spaced ones show the same."""
+_OF_FIRST = b'"nodes"'
+"""Stands in the first line of each attempt, which is always read."""
 _KINDS = ("begin", "phases", "save", "evaluation")
 
 
@@ -70,14 +74,40 @@ def read_marks(run: RunDir) -> list[Mark]:
 
 
 def read_looks(run: RunDir) -> list[Look]:
-    """Return the comparisons of all ranks, oldest first; empty where none was made.
+    """Return the comparisons of all ranks, oldest first; empty where none was made. Of very many, some are left out.
 
     A line that is half written, or not ours, is skipped.
 
     Raises:
-        OSError: if the file system does not answer.
+        OSError: if it is no file, or the file system does not answer.
     """
-    return [look for line in read_json_lines(run.waits) if (look := _look(line)) is not None]
+    every = 1 + sum(1 for _ in _lines_of_looks(run)) // MOST_LOOKS
+    chosen = (line for number, line in enumerate(_lines_of_looks(run)) if number % every == 0 or _OF_FIRST in line)
+    return [look for line in chosen if (look := _look_in(line)) is not None]
+
+
+def read_nodes(run: RunDir, attempt: int) -> Mapping[int, str]:
+    """Return the node of each rank of an attempt, as its first comparison of all ranks has it; empty before that.
+
+    Raises:
+        OSError: if it is no file, or the file system does not answer.
+    """
+    firsts = (_look_in(line) for line in _lines_of_looks(run) if _OF_FIRST in line)
+    return next((one.nodes for one in firsts if one is not None and one.attempt == attempt), {})
+
+
+def _lines_of_looks(run: RunDir) -> Iterator[bytes]:
+    try:
+        file = open_record(run.waits, most_bytes=MOST_BYTES_OF_LINES)
+    except FileNotFoundError:
+        return
+    with file:
+        yield from (line for line in file if len(line) > 1)
+
+
+def _look_in(line: bytes) -> Look | None:
+    record = json_object(line.decode("utf-8", errors="replace").strip("\0 \t\r\n"))
+    return None if record is None else look_of(record)
 
 
 def _mark(line: Mapping[str, Any]) -> Mark | None:
@@ -98,7 +128,8 @@ def _mark(line: Mapping[str, Any]) -> Mark | None:
     )
 
 
-def _look(line: Mapping[str, Any]) -> Look | None:
+def look_of(line: Mapping[str, Any]) -> Look | None:
+    """Return the comparison that a line's object is; None if it is none."""
     lost, nodes, phases = (line.get(name) or {} for name in ("lost_s", "nodes", "phases"))
     numbers = [_number(line.get(name)) for name in ("attempt", "at", "step_s")]
     if None in numbers or not all(isinstance(one, dict) for one in (lost, nodes, phases)):

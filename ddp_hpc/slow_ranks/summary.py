@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from ddp_hpc.base.durable import make_directories, replace_text
+from ddp_hpc.base.durable import make_directories, record_bytes, replace_text
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slow_ranks.launches import Launches
 
@@ -64,7 +64,7 @@ def read_summary(path: Path) -> Summary | None:
         OSError: if the file system does not answer.
     """
     try:
-        return _unpacked(_DECODER.decode(path.read_bytes()))
+        return _unpacked(_DECODER.decode(record_bytes(path)))
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ddp_hpc.base.durable import open_record
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.paths import RunDir
 
@@ -20,7 +21,7 @@ def log_of(run: RunDir, failure: WorkerFailure) -> Path | None:
 
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a log."""
-    with path.open("rb") as file:
+    with open_record(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         return file.read().decode("utf-8", errors="replace").rstrip().splitlines()[-count:]

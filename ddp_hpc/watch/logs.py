@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_hpc.base.durable import open_record
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
 
@@ -42,7 +43,7 @@ class _Reader:
     offset: int = 0
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
-        with self.file.path.open("rb") as stream:
+        with open_record(self.file.path) as stream:
             if stream.seek(0, os.SEEK_END) < self.offset:  # somebody truncated the file
                 self.offset = 0
             stream.seek(self.offset)

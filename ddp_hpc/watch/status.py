@@ -174,7 +174,7 @@ def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observati
         host=host,
         now=now,
         queued=files.read(run.submission, lambda: read_queued_job(run)),
-        slow_ranks=files.read(run.slow_ranks, lambda: read_alarms(run)),
+        slow_ranks=known(run.slow_ranks, lambda: files.read(run.slow_ranks, lambda: read_alarms(run)), unknown=()),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ddp_hpc.base.durable import open_record
 from ddp_hpc.base.patience import known
 
 TAIL_BYTES = 256 << 10
@@ -49,7 +50,7 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> Sequence[Line]:
 
 def _read_end(path: Path, num_bytes: int) -> tuple[int, bytes]:
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
             file.seek(start)
             return start, file.read(num_bytes)
@@ -71,7 +72,7 @@ def number_of(line: Line) -> int | None:
         return None
 
     def count() -> int | None:
-        with line.path.open("rb") as file:
+        with open_record(line.path) as file:
             return file.read(line.offset).count(b"\n") + 1
 
     return known(line.path, count, unknown=None)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from ddp_hpc.base.durable import record_text
 from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.differences import read_difference
@@ -90,5 +91,5 @@ def _of_attempt(lines: Sequence[Line], ledger: Ledger, attempt: Attempt) -> Sequ
 
 def _places(run: RunDir, attempt: int) -> Mapping[int, str]:
     path = run.stacks(attempt)
-    text = known(path, lambda: path.read_text(encoding="utf-8", errors="replace") if path.exists() else "", unknown="")
+    text = known(path, lambda: record_text(path) if path.exists() else "", unknown="")
     return {int(found[1]): found[2] for found in _STAND.finditer(text)}

@@ -145,3 +145,33 @@ def test_the_guard_sees_each_kind_of_use(thing: str, source: str) -> None:
 )
 def test_the_guard_lets_other_things_pass(source: str) -> None:
     assert uses(source) == set()
+
+
+READERS_OF_RUNS = ("report", "replay", "run_dir", "watch", "why")
+"""Packages that read what a run has written. At any path there may be something else than a file."""
+NO_RECORDS = {
+    ("replay/circumstances.py", "read_bytes"),  # the user's code
+    ("replay/history.py", "read_bytes"),  # likewise
+    ("run_dir/environment.py", "read_text"),  # /proc, PyTorch's version
+}
+
+
+def test_records_of_runs_are_read_by_one_door_that_waits_for_no_pipe() -> None:
+    """`base/durable.py` has it: open_record, record_bytes, record_text, read_json, read_json_lines."""
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), node.func.attr)
+        for package in READERS_OF_RUNS
+        for path in (PACKAGE / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (node.func.attr in {"read_text", "read_bytes"} or (node.func.attr == "open" and _opens_to_read(node)))
+    }
+
+    assert found == NO_RECORDS
+
+
+def _opens_to_read(call: ast.Call) -> bool:
+    modes = [one.value for one in call.args if isinstance(one, ast.Constant)]
+    is_of_os = isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") == "os"
+    return not is_of_os and (not modes or any("r" in str(mode) for mode in modes))

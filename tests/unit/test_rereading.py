@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,6 +143,22 @@ def test_a_file_of_lines_is_read_from_where_the_last_reading_ended(tmp_path: Pat
         yield [line["step"] for line in tail.new_lines()]
 
     assert list(lines()) == [[], [1, 2], [], [], [3, 5]]
+
+
+def test_of_a_long_file_of_lines_the_end_and_parts_before_it_are_read_and_then_what_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path, most_bytes=40_000)
+    path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in range(100_000)))
+
+    first = [line["step"] for line in tail.new_lines()]
+    append_json_line(path, {"step": 100_000})
+    then = [line["step"] for line in tail.new_lines()]
+
+    assert first == sorted(set(first))
+    assert (first[0], first[-1], then) == (0, 99_999, [100_000])
+    assert first[-600:] == list(range(99_400, 100_000))
+    assert len(first) < 2000
+    assert max(later - earlier for earlier, later in pairwise(first)) < 100_000 / 50
 
 
 def test_a_file_of_lines_that_is_replaced_or_cut_is_read_from_its_beginning(tmp_path: Path) -> None:

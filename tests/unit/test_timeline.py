@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import Look, Mark, encode, read_looks, read_marks
+from ddp_hpc.run_dir.timeline import MOST_LOOKS, Look, Mark, encode, read_looks, read_marks, read_nodes
 
 MARK = Mark(kind="phases", attempt=0, at=5.0, step=3, num_steps=3, phases={"data": 0.5})
 LOOK = Look(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.02})
@@ -41,3 +42,16 @@ def test_a_value_that_is_not_a_number_is_not_known(value: str, tmp_path: Path) -
 
     assert (mark.num_steps, mark.phases) == (None, {})
     assert (look.step, look.lost_s) == (None, {0: 0.0})
+
+
+def test_of_very_many_comparisons_evenly_spaced_ones_are_read_and_the_first_of_each_attempt(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    lines = [b"\n" + encode(replace(LOOK, step=step)) for step in range(3 * MOST_LOOKS)]
+    lines[1001] = b"\n" + encode(replace(LOOK, attempt=1, step=1001, nodes={0: "n0", 1: "n1"}))
+    run.waits.write_bytes(b"".join(lines))
+
+    steps = [look.step for look in read_looks(run)]
+
+    assert steps == sorted({*range(0, 3 * MOST_LOOKS, 4), 1001})
+    assert read_nodes(run, 1) == {0: "n0", 1: "n1"}
+    assert read_nodes(run, 0) == {}

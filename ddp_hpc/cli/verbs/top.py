@@ -56,7 +56,13 @@ def as_record(seen: Seen) -> dict[str, object]:
         if look is None
         else {"at": look.at, "step_s": look.step_s, "lost_s": {str(rank): one for rank, one in look.lost_s.items()}}
     )
-    return {**asdict(seen.status), "goodput": asdict(seen.goodput), "phases": dict(seen.phases), "waits": waits}
+    return {
+        **asdict(seen.status),
+        "goodput": None if seen.goodput is None else asdict(seen.goodput),
+        "phases": dict(seen.phases),
+        "waits": waits,
+        "unread": list(seen.unread),
+    }
 
 
 class Screens:
