@@ -98,7 +98,7 @@ class UnreadableError(DdpHpcError):
 
 
 class NotARecordError(OSError):
-    """Something that is no file lies where a run keeps a record, or a file that is far too large for one.
+    """Something else than a file lies where a run keeps a record, or a file that is far too large for one.
 
     Unlike most errors of a file system, it is an answer: to try again does not help.
     """

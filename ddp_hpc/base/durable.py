@@ -15,11 +15,11 @@ from typing import IO, Any, BinaryIO
 from ddp_hpc.errors import ConfigError, NotARecordError
 
 MOST_BYTES = 64 << 20
-"""Of a record that is read at once. A larger file is none of ours."""
+"""Of a record that is read at once: ours are smaller."""
 MOST_BYTES_OF_LINES = 2 << 30
 """Of a record that is read line by line."""
 _LONGEST_LINE = 16 << 20
-"""Bytes; a longer line is none of ours."""
+"""Bytes; our lines are shorter."""
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISCHR, "a device"),
@@ -162,7 +162,7 @@ def open_record(path: Path, *, most_bytes: int | None = None) -> BinaryIO:
     """Open a file that a run has written, for reading. A pipe or a device in its place is refused, not waited for.
 
     Raises:
-        NotARecordError: if it is no file, or has more than `most_bytes`.
+        NotARecordError: if something else than a file is there, or a file with more than `most_bytes`.
         OSError: if there is none, or the file system does not answer.
     """
     # Without O_NONBLOCK, open(2) of a pipe waits until somebody opens its other end. For files it changes nothing.
@@ -177,7 +177,9 @@ def open_record(path: Path, *, most_bytes: int | None = None) -> BinaryIO:
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
-            raise _not_a_record(path, next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no file"))
+            raise _not_a_record(
+                path, next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "something else")
+            )
         if most_bytes is not None and found.st_size > most_bytes:
             raise NotARecordError(
                 errno.EFBIG,
@@ -198,7 +200,7 @@ def record_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """Return all that is in a file that a run has written.
 
     Raises:
-        NotARecordError: if it is no file, or has more than `most_bytes`.
+        NotARecordError: if something else than a file is there, or a file with more than `most_bytes`.
         OSError: if there is none, or the file system does not answer.
     """
     with open_record(path, most_bytes=most_bytes) as file:
@@ -217,7 +219,7 @@ def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: N
     process may be writing now. NUL bytes around a line, which a crashed network file system may leave, are removed.
 
     Raises:
-        NotARecordError: if it is no file, or is far too large.
+        NotARecordError: if something else than a file is there, or a file that is far too large.
         OSError: if the file system does not answer.
     """
     try:
@@ -240,7 +242,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object at `path`, or None if there is none yet.
 
     Raises:
-        NotARecordError: if it is no file, or is far too large.
+        NotARecordError: if something else than a file is there, or a file that is far too large.
         OSError: if the file system does not answer.
     """
     try:

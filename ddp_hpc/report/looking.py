@@ -46,7 +46,7 @@ class Looker:
         self._waits = Tail(self.run.waits, most_bytes=_MOST_BYTES)
 
     def look(self, now: float) -> Seen:
-        """Return the newest state. What cannot be read now, but for the status, is left out, and named in `unread`.
+        """Return the newest state. Except for the status, files that cannot be read now are left out and named in `unread`.
 
         Raises:
             OSError: if the file system does not answer.

@@ -121,7 +121,7 @@ class Tail:
         A line without its line break is left for the next call. Lines that are not JSON objects are skipped.
 
         Raises:
-            OSError: if it is no file, or the file system does not answer.
+            OSError: if something else than a file is there, or the file system does not answer.
         """
         try:
             stream = open_record(self._path)

@@ -79,7 +79,7 @@ def read_looks(run: RunDir) -> list[Look]:
     A line that is half written, or not ours, is skipped.
 
     Raises:
-        OSError: if it is no file, or the file system does not answer.
+        OSError: if something else than a file is there, or the file system does not answer.
     """
     every = 1 + sum(1 for _ in _lines_of_looks(run)) // MOST_LOOKS
     chosen = (line for number, line in enumerate(_lines_of_looks(run)) if number % every == 0 or _OF_FIRST in line)
@@ -90,7 +90,7 @@ def read_nodes(run: RunDir, attempt: int) -> Mapping[int, str]:
     """Return the node of each rank of an attempt, as its first comparison of all ranks has it; empty before that.
 
     Raises:
-        OSError: if it is no file, or the file system does not answer.
+        OSError: if something else than a file is there, or the file system does not answer.
     """
     firsts = (_look_in(line) for line in _lines_of_looks(run) if _OF_FIRST in line)
     return next((one.nodes for one in firsts if one is not None and one.attempt == attempt), {})
