@@ -129,7 +129,7 @@ def _mark(line: Mapping[str, Any]) -> Mark | None:
 
 
 def look_of(line: Mapping[str, Any]) -> Look | None:
-    """Return the comparison that a line's object is; None if it is none."""
+    """Return the comparison that a line holds; None if it holds something else."""
     lost, nodes, phases = (line.get(name) or {} for name in ("lost_s", "nodes", "phases"))
     numbers = [_number(line.get(name)) for name in ("attempt", "at", "step_s")]
     if None in numbers or not all(isinstance(one, dict) for one in (lost, nodes, phases)):
