@@ -1,11 +1,14 @@
 """A run as a trace that ui.perfetto.dev and chrome://tracing open: a row for each rank. Pure, but for `trace_of`.
 
 Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+Perfetto reads it more strictly than Chrome does: it names a row by `tid` alone (https://github.com/google/perfetto/issues/363), and leaves out
+a slice that begins within another one and ends after it (https://github.com/google/perfetto/issues/4280).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +24,8 @@ from ddp_hpc.watch.attempt_times import AttemptTime
 Event = dict[str, Any]
 RUN, RANKS, COLLECTIVES, SAVES = 1, 2, 3, 4
 """Process numbers of the trace: groups of rows."""
+_ROWS, _LANES = 1_000_000, 100_000
+"""A row's number in the file is `group * _ROWS + lane * _LANES + rank`: unlike all others, and never 0."""
 _GROUPS = {RUN: "run", RANKS: "ranks", COLLECTIVES: "collectives before a hang", SAVES: "checkpoint writer"}
 
 
@@ -38,18 +43,50 @@ def trace_of(run: RunData) -> dict[str, Any]:
     ]
     begin = min((event["ts"] for event in events), default=0.0)
     for event in events:
-        event["ts"] = round((event["ts"] - begin) * 1e6)
-        if "dur" in event:
-            event["dur"] = max(1, round(event["dur"] * 1e6))
+        start = round((event["ts"] - begin) * 1e6)
+        if "dur" in event:  # from the rounded ends, so that a slice ends where the next one begins
+            event["dur"] = max(1, round((event["ts"] + event["dur"] - begin) * 1e6) - start)
+        event["ts"] = start
     # Of two slices that begin together, the viewer puts the second one into the first, so the longer one comes first.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+    rows = _placed(events)
     for event in events:
         event["args"] = masked_record(event["args"], run.secrets)
     return {
-        "traceEvents": [*_names(events), *events],
+        "traceEvents": [*_names(rows), *events],
         "displayTimeUnit": "ms",
         "otherData": {"run": run.status.run, "begin": f"{begin:.6f} s since the epoch"},
     }
+
+
+def _placed(events: Sequence[Event]) -> list[tuple[int, int, int]]:
+    """Give each event the number of its row; return all rows, as group, rank and lane.
+
+    Slices that only overlap, as those of two attempts do if a clock was set back, are put into lanes of their own.
+    """
+    ends: dict[tuple[int, int, int], list[int]] = {}
+    for event in events:
+        row = (event["pid"], event["tid"], 0)
+        while "dur" in event and not _fits(event, ends.setdefault(row, [])):
+            row = (*row[:2], row[2] + 1)
+        ends.setdefault(row, [])
+        event["tid"] = _number(*row)
+    return sorted(ends)
+
+
+def _fits(slice_: Event, ends: list[int]) -> bool:
+    """Tell whether a slice stands within, or after, those of a row that have not ended, `ends`; if so, add it to them."""
+    while ends and ends[-1] <= slice_["ts"]:
+        ends.pop()
+    end = slice_["ts"] + slice_["dur"]
+    if ends and end > ends[-1]:
+        return False
+    ends.append(end)
+    return True
+
+
+def _number(group: int, rank: int, lane: int) -> int:
+    return group * _ROWS + lane * _LANES + rank
 
 
 def _slice(pid: int, tid: int, name: str, begin: float, end: float, **args: Any) -> Event:
@@ -64,16 +101,17 @@ def _counter(name: str, at: float, values: Mapping[str, float]) -> Event:
     return {"ph": "C", "pid": RUN, "tid": 0, "name": name, "ts": at, "args": dict(values)}
 
 
-def _names(events: Iterable[Event]) -> Iterator[Event]:
+def _names(rows: Sequence[tuple[int, int, int]]) -> Iterator[Event]:
     """Name the rows, and keep the groups and the ranks in order."""
-    rows = sorted({(event["pid"], event["tid"]) for event in events})
-    for pid in dict.fromkeys(pid for pid, _ in rows):
-        yield {"ph": "M", "pid": pid, "tid": 0, "ts": 0, "name": "process_name", "args": {"name": _GROUPS[pid]}}
-        yield {"ph": "M", "pid": pid, "tid": 0, "ts": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
-    for pid, tid in rows:
-        name = "attempts" if pid == RUN else f"rank {tid}"
-        yield {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": "thread_sort_index", "args": {"sort_index": tid}}
+    for group, rank, lane in {row[0]: row for row in reversed(rows)}.values():
+        first = {"ph": "M", "pid": group, "tid": _number(group, rank, lane)}
+        yield {**first, "name": "process_name", "args": {"name": _GROUPS[group]}}
+        yield {**first, "name": "process_sort_index", "args": {"sort_index": group}}
+    for number, (group, rank, lane) in enumerate(rows):
+        row = {"ph": "M", "pid": group, "tid": _number(group, rank, lane)}
+        name = ("attempts" if group == RUN else f"rank {rank}") + (f" ({lane + 1})" if lane else "")
+        yield {**row, "name": "thread_name", "args": {"name": name}}
+        yield {**row, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
 def _attempts(times: Sequence[AttemptTime]) -> Iterator[Event]:

@@ -44,32 +44,75 @@ def check(events: list[dict[str, Any]]) -> None:
         if event["ph"] in "Xi":
             assert event["ts"] >= 0
             assert event.get("dur", 1) > 0
+        assert event["tid"] > 0
     timed = [event["ts"] for event in events if event["ph"] != "M"]
     assert timed == sorted(timed)
+    check_rows(events)
     rows: dict[tuple[int, int], list[int]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             ends = rows[event["pid"], event["tid"]]
             while ends and ends[-1] <= event["ts"]:
                 ends.pop()
-            assert not ends or event["ts"] + event["dur"] <= ends[-1] + 1, event
+            assert not ends or event["ts"] + event["dur"] <= ends[-1], event
             ends.append(event["ts"] + event["dur"])
+
+
+def check_rows(events: list[dict[str, Any]]) -> None:
+    """Hold rows to what Perfetto makes of them: a `tid` names one row of all, is no `pid`, and has one name, without a time."""
+    groups = {event["tid"]: event["pid"] for event in events}
+    assert {(event["pid"], event["tid"]) for event in events} == {(pid, tid) for tid, pid in groups.items()}
+    assert not {*groups} & {*groups.values()}
+    named = {kind: [event for event in events if event["name"] == kind] for kind in ("thread_name", "process_name")}
+    assert sorted(event["tid"] for event in named["thread_name"]) == sorted(groups)
+    assert sorted(event["pid"] for event in named["process_name"]) == sorted({*groups.values()})
+    assert all("ts" not in event for event in events if event["ph"] == "M")
+
+
+def row_names(events: list[dict[str, Any]]) -> dict[int, str]:
+    return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+
+
+def rank_of(event: dict[str, Any]) -> int:
+    rank: int = event["tid"] % 100_000
+    return rank
+
+
+def test_attempts_that_overlap_since_the_clock_was_set_back_are_drawn_in_rows_of_their_own(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "one", [Plan(first=0, reached=300), Plan(first=200, reached=400, ending="finished")])
+    lines = [json.loads(line) for line in run.attempts.read_text().splitlines()]
+    for line in lines:
+        if line["attempt"] == 1:
+            line.update({key: line[key] - 60 for key in ("started_at", "ended_at") if key in line})
+    run.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    events = traced(run)
+
+    check(events)
+    assert {"attempts", "attempts (2)", "rank 1", "rank 1 (2)"} <= {*row_names(events).values()}
+    assert len([event for event in events if event["ph"] == "X" and event["pid"] == RUN]) == 2
+
+
+def test_a_slice_ends_where_the_next_one_begins_whatever_is_rounded(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "one", [Plan(first=0, reached=300)] * 3)
+    text = run.attempts.read_text()
+    run.attempts.write_text(text.replace(f"{BEGIN}", f"{BEGIN + 0.0000004:.7f}"))
+
+    check(traced(run))
 
 
 def test_a_large_run_has_a_row_for_each_rank(tmp_path: Path) -> None:
     events = traced(large_run(tmp_path / "large"))
 
     check(events)
-    assert {event["tid"] for event in events if event["ph"] == "X" and event["pid"] == RANKS} == {*range(64)}
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names[RUN, 0] == "attempts"
-    assert names[RANKS, 63] == "rank 63"
+    assert {rank_of(event) for event in events if event["ph"] == "X" and event["pid"] == RANKS} == {*range(64)}
+    assert {*row_names(events).values()} == {"attempts", *(f"rank {rank}" for rank in range(64))}
 
 
 def test_times_are_microseconds_from_the_first_event_on(tmp_path: Path) -> None:
     run = made_run(tmp_path / "one", [Plan(first=0, reached=300, ending="finished")])
 
-    (starting,) = [event for event in traced(run) if event["name"] == "starting" and event["tid"] == 0]
+    (starting,) = [event for event in traced(run) if event["name"] == "starting" and rank_of(event) == 0]
 
     assert (starting["ts"], starting["dur"]) == (0, 40_000_000)
 
@@ -84,7 +127,7 @@ def test_saves_failures_and_phases_are_in_the_trace(tmp_path: Path) -> None:
     assert [event["name"] for event in events if event["pid"] == SAVES and event["ph"] == "X"] == [
         f"save of step {step}" for step in (100, 200, 300, 400)
     ]
-    assert [event["tid"] for event in events if event["name"] == "failed"] == [1]
+    assert [rank_of(event) for event in events if event["name"] == "failed"] == [1]
     assert any(event["name"] == "lost" for event in events)
     assert {key for event in events if event["name"].startswith("phases") for key in event["args"]} >= {
         "forward",
@@ -118,7 +161,7 @@ def test_the_collectives_before_a_hang_show_which_one_has_not_ended(tmp_path: Pa
         ("X", "gloo:all_reduce 2: not completed"),
         ("i", "gloo:all_reduce 3"),
     ]
-    assert [event["tid"] for event in events if event["name"] == "hangs"] == [0, 1]
+    assert [rank_of(event) for event in events if event["name"] == "hangs"] == [0, 1]
 
 
 def test_the_verb_writes_json_and_refuses_a_run_that_has_not_begun(
