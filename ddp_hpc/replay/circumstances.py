@@ -13,22 +13,9 @@ import xxhash
 from ddp_hpc.config import changes, load_resolved
 from ddp_hpc.replay.history import History, environment_of
 from ddp_hpc.run_dir.environment import differences
-from ddp_hpc.run_dir.inputs import AttemptInputs
+from ddp_hpc.run_dir.inputs import CHANGES_NO_NUMBER, AttemptInputs
 from ddp_hpc.spec import RunSpec
 
-_LAUNCHING = (
-    "name",
-    "runs_dir",
-    "launcher",
-    "slurm.",
-    "restart.",
-    "notify.",
-    "snapshot.",
-    "network.",
-    "checkpoint.",
-    "log.",
-)
-"""Keys that change no computed number."""
 _MOST_LINES = 20
 
 
@@ -68,7 +55,9 @@ def circumstances(one: History, other: History, step: int) -> Circumstances:
 
 
 def _changed_keys(mine: AttemptInputs, others: AttemptInputs) -> list[str]:
-    return [str(one) for one in changes(_spec(mine), _spec(others)) if not one.key.startswith(_LAUNCHING)]
+    return [
+        str(one) for one in changes(_spec(mine), _spec(others)) if one.key.partition(".")[0] not in CHANGES_NO_NUMBER
+    ]
 
 
 def _spec(inputs: AttemptInputs) -> RunSpec:

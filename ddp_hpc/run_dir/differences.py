@@ -19,8 +19,8 @@ _MOST_NAMED = 4
 
 ToldBy = Literal["", "vote", "repetition", "undecided"]
 """How it is known which ranks were wrong. Empty: it is not known, and the step has not been computed again. vote: more than half of
-the ranks agree. repetition: another attempt has computed the step again, and its values are clearly near those of the other ranks. undecided:
-it has, and its values do not tell."""
+the ranks agree. repetition: another attempt has computed the step again, and its values are those of the other ranks, or clearly near
+them; this counts more than a vote, which several ranks that are wrong alike may win. undecided: it has, and its values do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,15 @@ class Difference:
     told_by: ToldBy = ""
     told_in: int | None = None
     """The attempt whose digests show it."""
+    repeated_in: int | None = None
+    """The first later attempt that has computed the step again, without a difference."""
+    not_comparable: str = ""
+    """Why its values cannot tell who was wrong: what it computed with was not the same. Else empty."""
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether to compare after the same step again, to learn which ranks were wrong."""
+        return self.repeated_in is None and self.told_by in {"", "vote"} and not (self.unlike or self.is_of_processors)
 
     @property
     def is_of_processors(self) -> bool:
@@ -89,17 +98,9 @@ class Difference:
         if self.odd_ranks:
             named = _few([f"rank {rank} on {self.hosts[rank]}" for rank in self.odd_ranks])
             were = "was wrong" if len(self.odd_ranks) == 1 else "were wrong"
-            proof = (
-                f"{num - len(self.odd_ranks)} of {num} ranks agree"
-                if self.told_by == "vote"
-                else f"attempt {self.told_in} computed the step again"
-            )
-            return f"{named} {were} ({proof})"
+            return f"{named} {were} ({self._proof})"
         if self.told_by == "undecided":
-            return (
-                f"attempt {self.told_in} computed the step again without a difference, and its values do not tell which rank was "
-                "wrong: the difference is small or many steps old, or the data or the code is not deterministic"
-            )
+            return f"{self._repetition}, and its values do not tell which rank was wrong: {self._why_undecided}"
         if self.is_of_processors:
             kinds = _few(list(dict.fromkeys(self.processors)))
             return (
@@ -113,38 +114,88 @@ class Difference:
             "wrong until the step is computed again"
         )
 
+    @property
+    def _proof(self) -> str:
+        num, num_odd = len(self.digests), len(self.odd_ranks)
+        agree = f"{num - num_odd} of {num} ranks agree"
+        if self.told_by == "vote":
+            doubt = f"; {self._repetition}, and its values neither confirm nor refute it: {self._why_undecided}"
+            return agree if self.repeated_in is None else agree + doubt
+        again = f"attempt {self.told_in} computed the step again"
+        if num_odd * 2 > num:
+            return f"{again}, and found what the fewer ranks had"
+        return f"{agree}, and {again}" if num_odd * 2 < num and _majority(self.digests) else again
+
+    @property
+    def _repetition(self) -> str:
+        return f"attempt {self.repeated_in if self.repeated_in is not None else self.told_in} computed the step again without a difference"
+
+    @property
+    def _why_undecided(self) -> str:
+        return self.not_comparable or (
+            "the difference is small or many steps old, or the data or the code is not deterministic"
+        )
+
 
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
+def _majority(digests: Sequence[str]) -> str:
+    """Return what more than half of the ranks have; empty where no more than half agree."""
+    digest, count = Counter(digests).most_common(1)[0]
+    return digest if count * 2 > len(digests) else ""
+
+
 def by_vote(difference: Difference) -> Difference:
     """Return the difference with the ranks that were wrong, if more than half of the ranks agree."""
-    digest, count = Counter(difference.digests).most_common(1)[0]
-    if count * 2 <= len(difference.digests) or difference.is_of_processors or difference.unlike:
+    digest = _majority(difference.digests)
+    if not digest or difference.is_of_processors or difference.unlike:
         return difference
     odd = tuple(rank for rank, one in enumerate(difference.digests) if one != digest)
     return replace(difference, odd_ranks=odd, told_by="vote", told_in=difference.attempt)
 
 
-def by_repetition(difference: Difference, found: Mapping[str, Sequence[float]], *, attempt: int) -> Difference:
-    """Return the difference with the ranks that were wrong, by what another attempt found at the places of the samples.
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """What another attempt, whose ranks were equal, found after the step of a difference."""
 
-    A wrong rank's gradients have reached all ranks, so none has exactly what the other attempt found. Soon after the fault, the other
-    ranks are near. Many steps later, or where the fault was small, any rank may be the nearest by chance, so one that is not clearly near or far
-    leaves it undecided.
+    attempt: int
+    digest: str
+    values: Mapping[str, Sequence[float]]
+    """By tensor, at the places of the samples."""
+    not_comparable: str = ""
+    """What it computed with that the attempt of the difference had not; empty if both had the same."""
+
+
+def by_repetition(difference: Difference, found: Repetition) -> Difference:
+    """Return the difference with the ranks that were wrong, by what another attempt found.
+
+    A rank whose digest was found again was right. A wrong rank's gradients have reached all ranks, so often none has exactly what the
+    other attempt found. Soon after the fault, the values of the other ranks are near. Many steps later, or where the fault was small, any rank may
+    be the nearest by chance, so one that is not clearly near or far leaves it undecided. Then a vote stands.
     """
+    odd = () if found.not_comparable else _odd_by_digest(difference, found) or _odd_by_values(difference, found)
+    repeated = replace(difference, repeated_in=found.attempt, not_comparable=found.not_comparable)
+    if odd:
+        return replace(repeated, odd_ranks=odd, told_by="repetition", told_in=found.attempt)
+    return repeated if difference.told_by == "vote" else replace(repeated, told_by="undecided", told_in=found.attempt)
+
+
+def _odd_by_digest(difference: Difference, found: Repetition) -> tuple[int, ...]:
+    odd = tuple(rank for rank, digest in enumerate(difference.digests) if digest != found.digest)
+    return odd if len(odd) < len(difference.digests) else ()
+
+
+def _odd_by_values(difference: Difference, found: Repetition) -> tuple[int, ...]:
     kinds = [
         _kinds(values, value)
         for sample in difference.samples
-        for values, value in zip(zip(*sample.values, strict=True), found.get(sample.tensor, ()), strict=False)
+        for values, value in zip(zip(*sample.values, strict=True), found.values.get(sample.tensor, ()), strict=False)
     ]
     by_rank = [_kind_of_most(of_rank) for of_rank in zip(*kinds, strict=True)]
-    odd = tuple(rank for rank, kind in enumerate(by_rank) if kind == "far")
-    if set(by_rank) != {"near", "far"}:
-        return replace(difference, told_by="undecided", told_in=attempt)
-    return replace(difference, odd_ranks=odd, told_by="repetition", told_in=attempt)
+    return tuple(rank for rank, kind in enumerate(by_rank) if kind == "far") if set(by_rank) == {"near", "far"} else ()
 
 
 _Kind = Literal["near", "far", ""]
@@ -178,7 +229,10 @@ def _kind_of_most(kinds: Sequence[_Kind]) -> _Kind:
 
 
 def is_same_again(before: Difference, newest: Difference) -> bool:
-    """Tell whether each rank had the same values after the same step in both attempts, so that nothing happened by chance."""
+    """Tell whether each rank had the same values after the same step in both attempts, so that nothing happened by chance.
+
+    Equal digests prove it whatever the attempts computed with: other data, code or numbers of ranks give other digests.
+    """
     return (before.step, before.digests) == (newest.step, newest.digests)
 
 

@@ -9,6 +9,14 @@ from dataclasses import asdict, dataclass, field
 from ddp_hpc.base.durable import make_directories, read_json, replace_text
 from ddp_hpc.run_dir.paths import RunDir
 
+CHANGES_NO_NUMBER = frozenset(
+    {
+        *("name", "runs_dir", "launcher", "slurm", "restart", "notify", "snapshot", "network"),
+        *("checkpoint", "log", "integrity", "preflight", "debug"),
+    }
+)
+"""Sections of the configuration, and keys outside of them, that change no computed number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptInputs:

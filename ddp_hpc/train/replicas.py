@@ -2,8 +2,8 @@
 
 Each rank computes the digest of its own weights, averages and optimizer state (`state/digests`); one all-reduce tells all ranks the
 digests of all. Where they are equal, rank zero records it. Where they are not, all ranks end with the same error, before anything
-of it is saved. Where more than half of the ranks agree, the others were wrong. Otherwise the next attempt, which compares after the same
-step, tells which ranks had values near its own.
+of it is saved. Where more than half of the ranks agree, the others were wrong. The next attempt compares after the same step, and tells
+which ranks had its own values, or values near them: this may correct the vote.
 """
 
 from __future__ import annotations
@@ -22,10 +22,20 @@ from torch import Tensor
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import RanksDifferError
-from ddp_hpc.run_dir.differences import Difference, Sample, by_repetition, by_vote, read_differences, write_difference
+from ddp_hpc.run_dir.differences import (
+    Difference,
+    Repetition,
+    Sample,
+    by_repetition,
+    by_vote,
+    read_differences,
+    write_difference,
+)
 from ddp_hpc.run_dir.digests import record_digest
 from ddp_hpc.run_dir.environment import cpu_name
+from ddp_hpc.run_dir.inputs import read_inputs
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.train.comparable import what_differs
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import digests, training_state
 from ddp_hpc.train.state.training_state import TrainingState
@@ -62,7 +72,7 @@ class Replicas:
         self._next_step = _NEVER if every_steps is None else 0
         self._compared: int | None = None
         self._open: list[Difference] | None = None
-        """Earlier differences of which it is not known who was wrong; only rank zero knows more than their steps."""
+        """Earlier differences whose steps no attempt has computed again; only rank zero knows more than their steps."""
         self._open_steps: list[int] = []
         self._is_losing = False
 
@@ -100,7 +110,7 @@ class Replicas:
         self._open = []
         steps: list[int] = []
         if self._group.rank_info.is_rank_zero:
-            self._open = [one for one in read_differences(self._run) if not (one.told_by or one.unlike)]
+            self._open = [one for one in read_differences(self._run) if one.is_open]
             steps = sorted({one.step for one in self._open})
         self._open_steps = self._group.broadcast_through_store("replicas/open", steps)
 
@@ -112,7 +122,23 @@ class Replicas:
         with self._errors_logged():
             record_digest(self._run, attempt=self._attempt, step=step, world_size=world_size, digest=digest)
             for one in [one for one in self._open or () if one.step == step]:
-                self._tell(by_repetition(one, _values_at(state, one.samples), attempt=self._attempt))
+                found = Repetition(
+                    attempt=self._attempt,
+                    digest=digest,
+                    values=_values_at(state, one.samples),
+                    not_comparable=self._not_comparable(one, state),
+                )
+                self._tell(by_repetition(one, found))
+
+    def _not_comparable(self, one: Difference, state: TrainingState) -> str:
+        """Return what this attempt computes with that the attempt of the difference had not; empty if both have the same."""
+        num, processor = len(one.digests), _processor(state.device)
+        if num != state.world_size:
+            return f"attempt {one.attempt} had {num} ranks, it has {state.world_size}"
+        if processor not in one.processors:
+            return f"it computes on another kind of processor ({processor})"
+        differs = what_differs(*(read_inputs(self._run, number) for number in (one.attempt, self._attempt)))
+        return f"not the same as in attempt {one.attempt}: {differs}" if differs else ""
 
     def _tell(self, difference: Difference) -> None:
         """Record what this attempt says of an earlier one's difference."""

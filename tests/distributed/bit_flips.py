@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_hpc.errors import DivergedError, RanksDifferError
 from ddp_hpc.run_dir.differences import read_difference
+from ddp_hpc.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training
@@ -72,6 +73,11 @@ class Flip:
     place: int
     """Which of all elements of all tensors of this kind, as in one row."""
     bit: int
+    num_alike: int = 1
+    """On how many ranks, the first of which is `rank`."""
+
+    def ranks(self, world_size: int) -> tuple[int, ...]:
+        return tuple(sorted((self.rank + more) % world_size for more in range(self.num_alike)))
 
 
 def random_flip(chosen: random.Random, *, world_size: int, where: Where) -> Flip:
@@ -92,7 +98,7 @@ class _Step:
 
 def arm(t: Training, flip: Flip) -> None:
     """Have this rank's bit flip when its step comes."""
-    if t.group.rank_info.rank != flip.rank:
+    if t.group.rank_info.rank not in flip.ranks(t.group.rank_info.world_size):
         return
     optimizer, step = t.state.optimizer, _Step(t.state.position.step)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -154,6 +160,8 @@ def attempted(
 ) -> tuple[End, dict[str, Any]]:
     """Train to the end, or to the error that all ranks agree on; return which, and all that the state holds."""
     t = begin(case, group, path, attempt=attempt)
+    if group.rank_info.is_rank_zero:
+        write_inputs(t.run, AttemptInputs(attempt=attempt, world_size=t.state.world_size, config=""))
     restored, plan = t.plan_steps, flip
 
     def armed() -> None:  # once the step at which this attempt begins is known

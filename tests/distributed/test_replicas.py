@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,10 @@ def outcomes(world_size: int, folder: Path, flips: list[Flip]) -> list[Outcome]:
     return by_rank[0]
 
 
-@pytest.mark.parametrize(("world_size", "told_by"), [(3, ["vote"] * 3), (2, ["undecided", "repetition", "repetition"])])
+@pytest.mark.parametrize(
+    ("world_size", "told_by"),
+    [(3, ["vote", "repetition", "repetition"]), (2, ["undecided", "repetition", "repetition"])],
+)
 def test_a_flipped_bit_is_found_its_rank_is_named_if_clear_and_the_run_ends_with_the_same_bits(
     tmp_path: Path, world_size: int, told_by: list[str]
 ) -> None:
@@ -43,6 +47,15 @@ def test_a_flipped_bit_is_found_its_rank_is_named_if_clear_and_the_run_ends_with
         assert one.found_at is not None
         assert one.found_at - one.flip.step <= EVERY
         assert one.named == (() if one.told_by == "undecided" else (one.flip.rank,))
+
+
+ALIKE = [replace(FLIPS[0], step=EVERY, num_alike=2), replace(FLIPS[2], num_alike=2)]
+
+
+def test_two_of_three_ranks_that_are_wrong_alike_are_found_out_by_the_next_attempt(tmp_path: Path) -> None:
+    for one in outcomes(3, tmp_path, ALIKE):
+        assert (one.end, one.end_after, one.is_same) == ("ranks differ", "finished", True)
+        assert (one.told_by, one.named) == ("repetition", one.flip.ranks(3))
 
 
 # --- models and optimizers that are unlike most ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from ddp_hpc.job.ending import wrong_ranks
 from ddp_hpc.run_dir.differences import (
     Difference,
+    Repetition,
     Sample,
     by_repetition,
     by_vote,
@@ -19,8 +20,10 @@ from ddp_hpc.run_dir.differences import (
     read_differences,
     write_difference,
 )
+from ddp_hpc.run_dir.inputs import AttemptInputs
 from ddp_hpc.run_dir.ledger import Attempt, Cause
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.train.comparable import what_differs
 
 
 def difference(digests: str, *, attempt: int = 0, kinds: str = "", values: Any = (), **more: Any) -> Difference:
@@ -37,6 +40,10 @@ def difference(digests: str, *, attempt: int = 0, kinds: str = "", values: Any =
         at=1.0,
         **more,
     )
+
+
+def repeated(values: Any = (), *, digest: str = "-", **more: Any) -> Repetition:
+    return Repetition(attempt=1, digest=digest, values={"model/w": values} if values else {}, **more)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +95,7 @@ def test_a_rank_that_differs_from_others_on_its_kind_of_processor_is_blamed() ->
 def test_another_attempt_names_the_ranks_that_are_far_from_what_it_finds(
     values: tuple[float, ...], found: float, odd: tuple[int, ...]
 ) -> None:
-    told = by_repetition(difference("abcd"[: len(values)], values=values), {"model/w": [found]}, attempt=1)
+    told = by_repetition(difference("abcd"[: len(values)], values=values), repeated([found]))
 
     assert (told.odd_ranks, told.told_by, told.told_in) == (odd, "repetition" if odd else "undecided", 1)
 
@@ -97,13 +104,70 @@ def test_a_rank_that_is_near_at_some_places_only_is_not_cleared() -> None:
     some = Sample(tensor="model/w", places=(0, 1, 2), values=((1.0, 1.0, 1.0), (3.0, 3.0, 3.0)))
     found = replace(difference("ab"), samples=(some,))
 
-    assert by_repetition(found, {"model/w": [1.0, 1.0, 1.0]}, attempt=1).odd_ranks == (1,)
-    assert by_repetition(found, {"model/w": [1.0, 1.0, 2.9]}, attempt=1).told_by == "undecided"
+    assert by_repetition(found, repeated([1.0, 1.0, 1.0])).odd_ranks == (1,)
+    assert by_repetition(found, repeated([1.0, 1.0, 2.9])).told_by == "undecided"
 
 
 def test_without_samples_nothing_is_decided() -> None:
-    assert by_repetition(difference("ab"), {}, attempt=1).told_by == "undecided"
-    assert by_repetition(difference("ab", values=(1.0, 2.0)), {}, attempt=1).told_by == "undecided"
+    assert by_repetition(difference("ab"), repeated()).told_by == "undecided"
+    assert by_repetition(difference("ab", values=(1.0, 2.0)), repeated()).told_by == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("digests", "found", "odd", "who"),
+    [
+        ("ab", "b", (0,), "rank 0 on node1 was wrong (attempt 1 computed the step again)"),
+        ("aab", "a", (2,), "rank 2 on node3 was wrong (2 of 3 ranks agree, and attempt 1 computed the step again)"),
+        (
+            "aab",
+            "b",
+            (0, 1),
+            "rank 0 on node1, rank 1 on node2 were wrong (attempt 1 computed the step again, and found what the fewer ranks had)",
+        ),
+        ("abc", "c", (0, 1), "and found what the fewer ranks had"),
+    ],
+)
+def test_a_rank_whose_digest_is_found_again_was_right_whatever_the_vote_said(
+    digests: str, found: str, odd: tuple[int, ...], who: str
+) -> None:
+    told = by_repetition(by_vote(difference(digests)), repeated(digest=found))
+
+    assert (told.odd_ranks, told.told_by, told.told_in, told.is_open) == (odd, "repetition", 1, False)
+    assert who in told.who
+
+
+def test_values_clearly_near_those_of_the_fewer_ranks_overrule_the_vote() -> None:
+    voted = by_vote(difference("aab", values=(3.0, 3.0, 1.0)))
+
+    assert voted.odd_ranks == (2,)
+    assert by_repetition(voted, repeated([1.0005])).odd_ranks == (0, 1)
+
+
+def test_a_vote_stands_where_the_repetition_does_not_tell() -> None:
+    voted = by_vote(difference("aab", values=(3.0, 3.0, 1.0)))
+
+    told = by_repetition(voted, repeated([1.5]))
+
+    assert (told.odd_ranks, told.told_by, told.told_in, told.is_open) == ((2,), "vote", 0, False)
+    assert (
+        "2 of 3 ranks agree; attempt 1 computed the step again without a difference, and its values neither" in told.who
+    )
+
+
+@pytest.mark.parametrize("digests", ["ab", "aab"])
+def test_an_attempt_that_computed_with_something_else_tells_nothing(digests: str) -> None:
+    found = repeated([1.0], digest="b", not_comparable="attempt 0 had 3 ranks, it has 2")
+
+    told = by_repetition(by_vote(difference(digests, values=(1.0, 3.0, 3.0)[: len(digests)])), found)
+
+    assert told.told_by == ("undecided" if digests == "ab" else "vote")
+    assert not told.is_open
+    assert "attempt 0 had 3 ranks, it has 2" in told.who
+
+
+def test_ranks_that_differ_by_their_processors_are_not_compared_with_an_attempt_on_one_of_them() -> None:
+    assert not difference("aab", kinds="xxy").is_open
+    assert difference("aab").is_open
 
 
 def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
@@ -117,6 +181,31 @@ def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: 
         run.difference(11).write_text(text)
         assert read_difference(run, 11) is None
     assert read_differences(run) == [first]
+
+
+INPUTS = AttemptInputs(attempt=0, world_size=2, config="train:\n  lr: 0.1\nslurm:\n  qos: low\n", code={"/a/m.py": "1"})
+
+
+@pytest.mark.parametrize(
+    ("more", "differs"),
+    [
+        ({}, ""),
+        ({"config": "train:\n  lr: 1e-1\nslurm:\n  qos: high\nlog:\n  every_steps: 7\n", "code": {"/b/m.py": "1"}}, ""),
+        ({"world_size": 4}, "2 and 4 ranks"),
+        ({"config": "train:\n  lr: 0.2\n"}, "`train` of the configuration"),
+        ({"config": "slurm: {}\n"}, "`train` of the configuration"),
+        ({"config": "a: [\n"}, "the recorded configuration of one of them cannot be read"),
+        ({"config": "text"}, "the recorded configuration of one of them cannot be read"),
+        ({"code": {"/a/m.py": "2"}}, "the user's code"),
+        ({"code": {}}, "the user's code"),
+    ],
+)
+def test_attempts_compute_the_same_with_equal_data_settings_and_code(more: Any, differs: str) -> None:
+    assert what_differs(INPUTS, replace(INPUTS, attempt=1, **more)) == differs
+
+
+def test_what_is_not_recorded_is_not_taken_for_the_same() -> None:
+    assert what_differs(None, INPUTS) == what_differs(INPUTS, None) == "what one of them computed with is not recorded"
 
 
 # --- what follows ----------------------------------------------------------------------------------------------------
@@ -139,8 +228,17 @@ def test_a_repetition_corrects_the_ledger_of_the_earlier_attempt() -> None:
     told = difference("ab", odd_ranks=(1,), told_by="repetition", told_in=1)
     attempts = [attempt(0), replace(attempt(1), cause=Cause.FINISHED)]
 
-    assert wrong_ranks.corrected(attempts, [told], 1) == [replace(attempts[0], failed_nodes=("node2",))]
-    assert wrong_ranks.corrected(attempts, [told], 2) == []
+    assert wrong_ranks.corrected(attempts, [told]) == [replace(attempts[0], failed_nodes=("node2",))]
+    assert wrong_ranks.corrected(wrong_ranks.corrected(attempts, [told]), [told]) == []
+
+
+def test_the_node_of_a_rank_that_lost_a_vote_and_was_right_is_readmitted() -> None:
+    voted = by_vote(difference("abb"))
+    attempts = [attempt(0, nodes=voted.hosts, failed_nodes=("node1",))]
+
+    assert wrong_ranks.corrected(attempts, [voted]) == []
+    found = by_repetition(voted, repeated(digest="a"))
+    assert wrong_ranks.corrected(attempts, [found]) == [replace(attempts[0], failed_nodes=("node2", "node3"))]
 
 
 def test_what_happens_twice_in_the_same_way_is_no_nodes_failure() -> None:
@@ -150,5 +248,5 @@ def test_what_happens_twice_in_the_same_way_is_no_nodes_failure() -> None:
     assert is_same_again(*twice)
     assert wrong_ranks.same_again(twice, attempts, 1) == 0
     assert wrong_ranks.same_again(twice, attempts[1:], 1) is None  # before the user's newest submission
-    assert wrong_ranks.corrected(attempts, twice, 1) == [attempt(0)]
+    assert wrong_ranks.corrected(attempts, twice) == [attempt(0)]
     assert not is_same_again(twice[0], difference("bca", attempt=1))

@@ -62,7 +62,7 @@ def conclude(context: JobContext, attempt: int, outcome: Outcome) -> Conclusion:
     """Find out why an attempt ended, decide what follows, and write both into the ledger."""
     known = Recorded.read(context.records, attempt)
     differences = context.records.differences()
-    corrected = wrong_ranks.corrected(known.ledger.attempts, differences, attempt)
+    corrected = wrong_ranks.corrected(known.ledger.attempts, differences)
     with best_effort():
         for one in corrected:
             context.records.blame(one.attempt, one.failed_nodes)

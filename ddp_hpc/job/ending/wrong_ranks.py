@@ -27,13 +27,21 @@ def same_again(differences: Sequence[Difference], attempts: Sequence[Attempt], a
     return same[-1] if same else None
 
 
-def corrected(attempts: Sequence[Attempt], differences: Sequence[Difference], attempt: int) -> list[Attempt]:
-    """Return the earlier attempts of which `attempt` has shown on which nodes they failed, or that it was no node."""
-    again = same_again(differences, attempts, attempt)
-    told = {one.attempt: one for one in differences if one.told_in == attempt != one.attempt}
+def corrected(attempts: Sequence[Attempt], differences: Sequence[Difference]) -> list[Attempt]:
+    """Return the attempts of which the records show by now that they failed on other nodes than the ledger says, or on none.
+
+    A supervisor that ends before it has corrected the ledger leaves that to the next one.
+    """
+    by_attempt = {one.attempt: one for one in differences}
     found = [
-        replace(one, failed_nodes=() if one.attempt == again else nodes_of(told.get(one.attempt), one.nodes))
+        replace(one, failed_nodes=_nodes_now_known(by_attempt[one.attempt], one, differences))
         for one in attempts
-        if one.cause == Cause.RANKS_DIFFER and (one.attempt == again or one.attempt in told)
+        if one.cause == Cause.RANKS_DIFFER and one.attempt in by_attempt
     ]
     return [one for one in found if one not in attempts]
+
+
+def _nodes_now_known(own: Difference, attempt: Attempt, differences: Sequence[Difference]) -> tuple[str, ...]:
+    if any(is_same_again(one, own) for one in differences if one.attempt != own.attempt):
+        return ()
+    return nodes_of(own, attempt.nodes) if own.told_by == "repetition" else attempt.failed_nodes
