@@ -14,7 +14,8 @@ REFUSED = 2
 STOPPED = 99
 """All that was trained is in a checkpoint, and there is more to do: start again (the code that batch systems use for it)."""
 DIVERGED = 93
-"""The losses or the weights are not finite any more: no checkpoint of them is committed, and no attempt is made again."""
+"""The losses or the weights are not finite any more: no checkpoint of them is committed, and no attempt is made again. If the losses of some
+ranks alone are not finite, the first such attempt ends with `RANKS_DIFFER`."""
 RANKS_DIFFER = 92
 """The ranks do not have equal weights: no checkpoint of them is committed, and the run goes on from the newest one."""
 UNDECIDED = 94

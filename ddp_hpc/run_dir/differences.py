@@ -23,6 +23,9 @@ the ranks agree. repetition: another attempt has computed the step again, and it
 them; this counts more than a vote, which several ranks that are wrong alike may win. undecided: it has, and its values do not tell."""
 
 
+FINITE, NOT_FINITE = "finite", "not finite"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """Some elements of a tensor that ranks do not have equal."""
@@ -55,6 +58,8 @@ class Difference:
     samples: tuple[Sample, ...] = ()
     unlike: str = ""
     """Which tensor some ranks do not have, or have in another shape or dtype: no wrong bit does that, so it is the code. Else empty."""
+    of_loss: bool = False
+    """Whether it is the loss of the step that was not finite on some ranks alone. The digests say of which: `FINITE`, `NOT_FINITE`."""
     odd_ranks: tuple[int, ...] = ()
     """The ranks that were wrong, where that is known."""
     told_by: ToldBy = ""
@@ -68,7 +73,8 @@ class Difference:
     @property
     def is_open(self) -> bool:
         """Tell whether to compare after the same step again, to learn which ranks were wrong."""
-        return self.repeated_in is None and self.told_by in {"", "vote"} and not (self.unlike or self.is_of_processors)
+        is_told = self.repeated_in is not None or self.told_by not in {"", "vote"}
+        return not (is_told or self.unlike or self.of_loss or self.is_of_processors)
 
     @property
     def is_of_processors(self) -> bool:
@@ -84,10 +90,18 @@ class Difference:
     @property
     def what(self) -> str:
         """Say after which step which tensors differ."""
+        if self.of_loss:
+            return f"the ranks differ after step {self.step}: the loss is not finite {self.where_not_finite}"
         others = self.num_tensors - 1
         more = "" if others < 1 else " and 1 other tensor" if others == 1 else f" and {others} other tensors"
         are = "are" if more else "is"
         return f"the ranks differ after step {self.step}: `{self.tensors[0]}`{more} {are} not equal on all of them, but must be"
+
+    @property
+    def where_not_finite(self) -> str:
+        """Say on which ranks the loss is not finite."""
+        bad = [f"rank {rank} on {self.hosts[rank]}" for rank, one in enumerate(self.digests) if one == NOT_FINITE]
+        return f"on {_few(bad)} alone"
 
     @property
     def who(self) -> str:
@@ -101,6 +115,8 @@ class Difference:
             return f"{named} {were} ({self._proof})"
         if self.told_by == "undecided":
             return f"{self._repetition}, and its values do not tell which rank was wrong: {self._why_undecided}"
+        if self.of_loss:
+            return "a processor was wrong, or the training diverges; the next attempt computes the step again and tells which"
         if self.is_of_processors:
             kinds = _few(list(dict.fromkeys(self.processors)))
             return (
@@ -122,6 +138,8 @@ class Difference:
             doubt = f"; {self._repetition}, and its values neither confirm nor refute it: {self._why_undecided}"
             return agree if self.repeated_in is None else agree + doubt
         again = f"attempt {self.told_in} computed the step again"
+        if self.of_loss:
+            return f"{again}, and its losses are finite"
         if num_odd * 2 > num:
             return f"{again}, and found what the fewer ranks had"
         return f"{agree}, and {again}" if num_odd * 2 < num and _majority(self.digests) else again

@@ -1,13 +1,40 @@
-"""Whether two attempts of a run compute the same: with the same data, settings and code."""
+"""Whether two attempts of a run compute the same: with the same data, settings and code, on the same kind of processor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ddp_hpc.config.yaml_text import read_yaml
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.run_dir.inputs import CHANGES_NO_NUMBER, AttemptInputs
+from ddp_hpc.run_dir.differences import Difference
+from ddp_hpc.run_dir.environment import cpu_name
+from ddp_hpc.run_dir.inputs import CHANGES_NO_NUMBER, AttemptInputs, read_inputs
+from ddp_hpc.run_dir.paths import RunDir
+
+
+def not_comparable(run: RunDir, before: Difference, *, attempt: int, world_size: int, processor: str) -> str:
+    """Return what this attempt computes with that the attempt of a difference had not; empty if both have the same.
+
+    Raises:
+        OSError: if the records of what they compute with cannot be read.
+    """
+    num = len(before.digests)
+    if num != world_size:
+        return f"attempt {before.attempt} had {num} ranks, it has {world_size}"
+    if processor not in before.processors:
+        return f"it computes on another kind of processor ({processor})"
+    differs = what_differs(*(read_inputs(run, number) for number in (before.attempt, attempt)))
+    return f"not the same as in attempt {before.attempt}: {differs}" if differs else ""
+
+
+def processor_of(device: torch.device) -> str:
+    """Return the kind of processor that this rank computes on; processors of several kinds may round differently."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def what_differs(before: AttemptInputs | None, after: AttemptInputs | None) -> str:

@@ -134,6 +134,26 @@ class Group:
             return value
         return json.loads(self.store.get(key, on_heartbeat=on_heartbeat))
 
+    def gathered_by_rank_zero(self, own: Any) -> list[Any]:
+        """Return what all ranks pass as JSON, by rank, on rank zero; nothing on the others."""
+        text = json.dumps(own).encode()
+        length = torch.tensor([len(text)])
+        dist.all_reduce(length, dist.ReduceOp.MAX)
+        padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
+        into = (
+            [torch.empty_like(padded) for _ in range(self.rank_info.world_size)]
+            if self.rank_info.is_rank_zero
+            else None
+        )
+        dist.gather(padded, into)
+        return [json.loads(one.numpy().tobytes()) for one in into or ()]
+
+    def last_word(self, key: str, text: str | None) -> str:
+        """Return rank zero's text on every rank, when all have it: rank zero serves the store, so it must not leave before."""
+        told = str(self.broadcast_through_store(key, text))
+        self.sum(torch.zeros(1))
+        return told
+
     def barrier_through_store(
         self, key: str, *, on_heartbeat: Callable[[], object] = lambda: None, silence_s: float | None = None
     ) -> None:

@@ -8,7 +8,6 @@ which ranks had its own values, or values near them: this may correct the vote.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -32,10 +31,8 @@ from ddp_hpc.run_dir.differences import (
     write_difference,
 )
 from ddp_hpc.run_dir.digests import record_digest
-from ddp_hpc.run_dir.environment import cpu_name
-from ddp_hpc.run_dir.inputs import read_inputs
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.train.comparable import what_differs
+from ddp_hpc.train.comparable import not_comparable, processor_of
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import digests, training_state
 from ddp_hpc.train.state.training_state import TrainingState
@@ -126,19 +123,15 @@ class Replicas:
                     attempt=self._attempt,
                     digest=digest,
                     values=_values_at(state, one.samples),
-                    not_comparable=self._not_comparable(one, state),
+                    not_comparable=not_comparable(
+                        self._run,
+                        one,
+                        attempt=self._attempt,
+                        world_size=world_size,
+                        processor=processor_of(state.device),
+                    ),
                 )
                 self._tell(by_repetition(one, found))
-
-    def _not_comparable(self, one: Difference, state: TrainingState) -> str:
-        """Return what this attempt computes with that the attempt of the difference had not; empty if both have the same."""
-        num, processor = len(one.digests), _processor(state.device)
-        if num != state.world_size:
-            return f"attempt {one.attempt} had {num} ranks, it has {state.world_size}"
-        if processor not in one.processors:
-            return f"it computes on another kind of processor ({processor})"
-        differs = what_differs(*(read_inputs(self._run, number) for number in (one.attempt, self._attempt)))
-        return f"not the same as in attempt {one.attempt}: {differs}" if differs else ""
 
     def _tell(self, difference: Difference) -> None:
         """Record what this attempt says of an earlier one's difference."""
@@ -153,7 +146,9 @@ class Replicas:
         self._wait_for_save()
         named = {item.name: item.tensor for item in training_state.tensors_of_all(state)}
         tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
-        reports = self._gathered({"host": host_name(), "processor": _processor(state.device), "tensors": tensors})
+        reports = self._group.gathered_by_rank_zero(
+            {"host": host_name(), "processor": processor_of(state.device), "tensors": tensors}
+        )
         names = digests.differing([one["tensors"] for one in reports])
         # Ranks without a tensor, or with one of another shape, could not take part in a comparison of its elements.
         sampled = [] if _unlike(names, reports) else names[:_MOST_SAMPLED]
@@ -162,19 +157,7 @@ class Replicas:
             for name in self._group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
         ]
         text = self._explain(step, found, reports, names, samples) if self._group.rank_info.is_rank_zero else None
-        message = self._group.broadcast_through_store(f"replicas/{step}/message", text)
-        self._group.sum(torch.zeros(1))  # rank zero serves the store, so it leaves after all have read
-        raise RanksDifferError(message)
-
-    def _gathered(self, own: Any) -> list[Any]:
-        """Return what all ranks pass as JSON, by rank, on rank zero; nothing on the others."""
-        rank_info, text = self._group.rank_info, json.dumps(own).encode()
-        length = torch.tensor([len(text)])
-        dist.all_reduce(length, dist.ReduceOp.MAX)
-        padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
-        into = [torch.empty_like(padded) for _ in range(rank_info.world_size)] if rank_info.is_rank_zero else None
-        dist.gather(padded, into)
-        return [json.loads(one.numpy().tobytes()) for one in into or ()]
+        raise RanksDifferError(self._group.last_word(f"replicas/{step}/message", text))
 
     def _sample(self, name: str, tensor: Tensor) -> Sample:
         """Return the first elements of a tensor that are not equal on all ranks; on rank zero, with the values of all."""
@@ -189,7 +172,7 @@ class Replicas:
             if len(places) >= _MOST_PLACES:
                 break
         places = places[:_MOST_PLACES]
-        values = self._gathered(_floats(flat[places]))
+        values = self._group.gathered_by_rank_zero(_floats(flat[places]))
         return Sample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
 
     def _explain(
@@ -217,11 +200,7 @@ class Replicas:
         )
         with self._errors_logged():
             write_difference(self._run, newest)
-        steps = checkpoint_names.committed_steps(self._run)
-        goes_on = (
-            f"goes on from step {steps[-1]}, its newest checkpoint" if steps else "starts over, as it has no checkpoint"
-        )
-        return f"{newest.what}; {newest.who}. Nothing of it is saved: the run {goes_on}. See docs/integrity.md"
+        return message_of(self._run, newest)
 
     @contextmanager
     def _errors_logged(self) -> Any:
@@ -235,11 +214,13 @@ class Replicas:
             self._is_losing = True
 
 
-def _processor(device: torch.device) -> str:
-    """Return the kind of processor that this rank computes on; processors of several kinds may round differently."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
+def message_of(run: RunDir, difference: Difference) -> str:
+    """Return what ends the ranks of an attempt, and what follows."""
+    steps = checkpoint_names.committed_steps(run)
+    goes_on = (
+        f"goes on from step {steps[-1]}, its newest checkpoint" if steps else "starts over, as it has no checkpoint"
+    )
+    return f"{difference.what}; {difference.who}. Nothing of it is saved: the run {goes_on}. See docs/integrity.md"
 
 
 def _unlike(names: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +61,22 @@ CASE = Case(
     save_every=STEPS_A_SAVE,
     compare_every=EVERY,
 )
+
+
+def squares() -> Recipe:
+    """The same by plain gradient descent on squares, where a wrong exponent soon leads to a loss that is not finite."""
+    plain = recipe()
+    rows = plain.train_data.tensors[0]  # type: ignore[attr-defined]  # a TensorDataset
+    return replace(
+        plain,
+        train_data=TensorDataset(rows, rows[:, :4] + rows[:, 4:8]),
+        loss=nn.MSELoss(),
+        optimizer=lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+    )
+
+
+BEFORE_A_COMPARISON = replace(CASE, recipe=squares, compare_every=100, save_every=20)
+"""Ranks are compared where they save, which is long after a loss is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +215,15 @@ class Outcome:
     """Whether the run ended with the bits of one that nothing disturbed."""
 
 
-def try_flip(group: Group, path: Path, flip: Flip, unbroken: dict[str, Any], *, number: int) -> Outcome:
+def try_flip(
+    group: Group, path: Path, flip: Flip, unbroken: dict[str, Any], *, number: int, case: Case = CASE
+) -> Outcome:
     """Train with a flipped bit, and once more from the newest checkpoint if the ranks differ."""
     own = alone(group, number)
-    end, state = attempted(own, path, attempt=0, flip=flip)
+    end, state = attempted(own, path, attempt=0, flip=flip, case=case)
     end_after = end
     if end == "ranks differ":
-        end_after, state = attempted(own, path, attempt=1)
+        end_after, state = attempted(own, path, attempt=1, case=case)
     dist.barrier()
     found = read_difference(RunDir(path), 0)
     dist.barrier()
@@ -223,10 +241,11 @@ def try_flip(group: Group, path: Path, flip: Flip, unbroken: dict[str, Any], *, 
     )
 
 
-def try_flips(group: Group, path: Path, flips: Sequence[Flip]) -> list[Outcome]:
+def try_flips(group: Group, path: Path, flips: Sequence[Flip], case: Case = CASE) -> list[Outcome]:
     """Train once undisturbed, then with each of the flips."""
-    end, unbroken = attempted(alone(group, 0), path / "unbroken", attempt=0)
+    end, unbroken = attempted(alone(group, 0), path / "unbroken", attempt=0, case=case)
     assert end == "finished"
     return [
-        try_flip(group, path / f"flip-{number}", flip, unbroken, number=number) for number, flip in enumerate(flips, 1)
+        try_flip(group, path / f"flip-{number}", flip, unbroken, number=number, case=case)
+        for number, flip in enumerate(flips, 1)
     ]

@@ -15,7 +15,7 @@ from ddp_hpc.errors import RanksDifferError
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
-from tests.distributed.bit_flips import EVERY, Flip, Outcome, try_flips
+from tests.distributed.bit_flips import BEFORE_A_COMPARISON, CASE, EVERY, Flip, Outcome, try_flips
 from tests.distributed.processes import in_group
 from tests.strange.walks import Case, begin, close
 
@@ -26,8 +26,8 @@ FLIPS = [
 ]
 
 
-def outcomes(world_size: int, folder: Path, flips: list[Flip]) -> list[Outcome]:
-    by_rank = in_group(world_size, partial(try_flips, path=folder / "runs", flips=flips), folder / "ranks")
+def outcomes(world_size: int, folder: Path, flips: list[Flip], case: Case = CASE) -> list[Outcome]:
+    by_rank = in_group(world_size, partial(try_flips, path=folder / "runs", flips=flips, case=case), folder / "ranks")
     assert all(one == by_rank[0] for one in by_rank), "the ranks do not tell the same story"
     return by_rank[0]
 
@@ -56,6 +56,20 @@ def test_two_of_three_ranks_that_are_wrong_alike_are_found_out_by_the_next_attem
     for one in outcomes(3, tmp_path, ALIKE):
         assert (one.end, one.end_after, one.is_same) == ("ranks differ", "finished", True)
         assert (one.told_by, one.named) == ("repetition", one.flip.ranks(3))
+
+
+NOT_FINITE = [
+    Flip(step=7, rank=1, where="weight", place=3, bit=30),
+    Flip(step=26, rank=0, where="gradient", place=500, bit=30),
+]
+
+
+def test_a_bit_that_makes_the_loss_nan_before_a_comparison_is_undone_and_its_rank_is_named(tmp_path: Path) -> None:
+    for one in outcomes(2, tmp_path, NOT_FINITE, BEFORE_A_COMPARISON):
+        assert (one.end, one.end_after, one.is_same) == ("ranks differ", "finished", True)
+        assert (one.told_by, one.named) == ("repetition", (one.flip.rank,))
+        assert one.found_at is not None
+        assert one.found_at - one.flip.step <= 5
 
 
 # --- models and optimizers that are unlike most ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
-from ddp_hpc.errors import DivergedError
+from ddp_hpc.errors import DdpHpcError, DivergedError
+from ddp_hpc.run_dir.differences import read_difference
+from ddp_hpc.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train.engine import divergence
 from ddp_hpc.train.engine.divergence import LossWatch
+from ddp_hpc.train.engine.lone_losses import LoneLosses
+from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -26,11 +31,14 @@ from ddp_hpc.train.state.checkpoint import Checkpointer
 from tests.distributed.processes import in_group
 from tests.distributed.whole_runs import Workplace
 from tests.strange.one_process import trained
+from tests.strange.walks import Case, begin, close
 
 EXPLODING = """
 import torch
 from torch.utils.data import TensorDataset
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.training import Training
 
 
@@ -227,7 +235,8 @@ def test_all_ranks_end_with_the_same_words_though_one_alone_saw_it(tmp_path: Pat
 
     def look(group: Group) -> tuple[str, bool]:
         run = RunDir(tmp_path / "run")
-        watch = LossWatch(run, group, made_checkpointer(run, group), policy="stop")
+        lone = LoneLosses(run, group, attempt=0, tries_again=False, compare=lambda: None)
+        watch = LossWatch(run, group, made_checkpointer(run, group), policy="stop", lone=lone)
         for step in range(10, 20):
             bad = group.rank_info.rank == 1 and step >= 12
             watch.note(step, torch.tensor(float("nan") if bad else 1.0))
@@ -244,6 +253,33 @@ def test_all_ranks_end_with_the_same_words_though_one_alone_saw_it(tmp_path: Pat
     assert said[0] == said[1]
     assert said[0][1]
     assert "the loss is not finite since step 12." in said[0][0]
+
+
+def test_a_sample_that_leads_to_nan_on_one_rank_is_tried_once_more_before_the_run_has_diverged(tmp_path: Path) -> None:
+    """By itself, one attempt cannot tell it from a wrong bit. A third attempt, which the user submits, is not tried again."""
+
+    def walk(group: Group) -> list[tuple[str, str]]:
+        case = Case(recipe=lambda: a_recipe(Poisoned(40, {7})), save_every=2, compare_every=100)
+        ends = []
+        for attempt in range(3):
+            t = begin(case, group, tmp_path / "run", attempt=attempt)
+            if group.rank_info.is_rank_zero:
+                write_inputs(t.run, AttemptInputs(attempt=attempt, world_size=2, config=""))
+            with pytest.raises(DdpHpcError) as raised:
+                train(t)
+            close(t)
+            ends.append((type(raised.value).__name__, str(raised.value)))
+        return ends
+
+    said = in_group(2, walk, tmp_path / "ranks")
+
+    assert said[0] == said[1]
+    assert [kind for kind, _ in said[0]] == ["RanksDifferError", "DivergedError", "DivergedError"]
+    assert "a processor was wrong, or the training diverges; the next attempt computes the step again" in said[0][0][1]
+    assert all(re.search(r"since step 1?\d, first on rank [01] on \S+ alone\. Lower", text) for _, text in said[0][1:])
+    found = read_difference(RunDir(tmp_path / "run"), 0)
+    assert found is not None
+    assert (found.odd_ranks, found.told_by) == ((), "")
 
 
 def made_checkpointer(run: RunDir, group: Group) -> Checkpointer:

@@ -14,6 +14,7 @@ from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import DivergedError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import OnNonfinite
+from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.process_group import Group
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,15 @@ class LossWatch:
     synchronise anyway (`StopConsensus`).
     """
 
-    def __init__(self, run: RunDir, group: Group, checkpointer: Checkpoints, *, policy: OnNonfinite) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        group: Group,
+        checkpointer: Checkpoints,
+        *,
+        policy: OnNonfinite,
+        lone: LoneLosses,
+    ) -> None:
         self._run = run
         self._group = group
         self._checkpointer = checkpointer
@@ -50,6 +59,7 @@ class LossWatch:
         self._steps: list[int] = []
         self._losses: list[Tensor] = []
         self._num_in_a_row = 0
+        self._lone = lone
         if self._limit is not None:
             checkpointer.newest_losses = self._newest
 
@@ -79,9 +89,11 @@ class LossWatch:
         votes = torch.zeros(last - first + 2, dtype=torch.int64)
         votes.index_add_(0, torch.tensor(self._steps) - first, is_bad)
         votes[-1] = int(self._checkpointer.refused is not None)
+        own = votes.tolist()
         *num_bad, is_refused = self._group.sum(votes).tolist()
         self._steps, self._losses = [], []
         for step, count in enumerate(num_bad, first):
+            self._lone.note(step, is_mine=bool(own[step - first]), is_finite=not count)
             self._num_in_a_row = self._num_in_a_row + 1 if count else 0
             if self._num_in_a_row == self._limit:
                 self._end(f"the loss is not finite since step {step - self._limit + 1}")
@@ -92,10 +104,9 @@ class LossWatch:
 
     def _end(self, what: str) -> None:
         self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
+        what += self._lone.end()
         text = diverged(self._run, what) if self._group.rank_info.is_rank_zero else None
-        message = self._group.broadcast_through_store("diverged", text)
-        self._group.sum(torch.zeros(1))  # rank zero serves the store, so it leaves after all have read
-        raise DivergedError(message)
+        raise DivergedError(self._group.last_word("diverged", text))
 
 
 def diverged(run: RunDir, what: str) -> str:
@@ -125,8 +136,18 @@ class UpdateGuard:
     It waits for the device once a step. With fp16 the loss scaler skips such updates itself.
     """
 
-    def __init__(self, run: RunDir, model: nn.Module, checkpointer: Checkpoints, *, is_active: bool) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        model: nn.Module,
+        checkpointer: Checkpoints,
+        *,
+        is_active: bool,
+        before_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Call `before_end` on all ranks before the run ends: it may raise a better reason."""
         self._run = run
+        self._before_end = before_end
         self._checkpointer = checkpointer
         self._buffers = [one for one in model.buffers() if one.is_floating_point()] if is_active else []
         self._kept = [one.clone() for one in self._buffers]
@@ -164,6 +185,7 @@ class UpdateGuard:
             torch._foreach_copy_(self._buffers, self._kept)
         if self._num_in_a_row >= MOST_IN_A_ROW["skip"]:
             self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
+            self._before_end()
             raise DivergedError(
                 diverged(self._run, f"the gradients are not finite since step {step - self._num_in_a_row + 1}")
             )

@@ -23,6 +23,7 @@ from ddp_hpc.train.data.sample_records import SampleRecorder
 from ddp_hpc.train.engine import modes
 from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
+from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.optimizer import build_optimizer, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
@@ -161,7 +162,11 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         is_stop_asked=partial(stop.is_set, look_at_file=group.rank_info.is_rank_zero),
     )
     checkpointer.check(state)
-    policy = spec.train.on_nonfinite
+    policy, every_steps = spec.train.on_nonfinite, spec.integrity.every_steps
+    replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
+    compare = partial(replicas.compare, state)
+    tries_again = policy == "stop" and every_steps is not None
+    lone = LoneLosses(run, group, attempt=attempt, tries_again=tries_again, compare=compare)
     return Training(
         spec=spec,
         run=run,
@@ -176,16 +181,16 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         untrained=_untrained(bare, optimizer),
         stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt)),
         checkpointer=checkpointer,
-        losses=LossWatch(run, group, checkpointer, policy=policy),
-        guard=UpdateGuard(run, bare, checkpointer, is_active=policy == "skip" and state.scaler is None),
+        losses=LossWatch(run, group, checkpointer, policy=policy, lone=lone),
+        guard=UpdateGuard(
+            run, bare, checkpointer, is_active=policy == "skip" and state.scaler is None, before_end=lone.end
+        ),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         recorder=recorder,
         phases=phases,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
-        replicas=Replicas(
-            run, group, attempt=attempt, every_steps=spec.integrity.every_steps, wait_for_save=checkpointer.wait
-        ),
+        replicas=replicas,
     )
 
 
