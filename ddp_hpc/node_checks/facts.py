@@ -21,6 +21,8 @@ class Disk:
     free_bytes: int | None = None
     free_files: int | None = None
     """Inodes; None where the file system does not count them."""
+    write_s: float = 0.0
+    """How long the test file took, until it was on the disk (fsync)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +45,9 @@ class NodeFacts:
 
     software: Mapping[str, str] | None = None
     gpus: tuple[str, ...] | None = None
-    """Models, by the driver; empty where there is none."""
+    """Models, by NVIDIA's driver; empty where there is none."""
     num_gpus: int | None = None
-    """GPUs that a process of the job may use."""
+    """GPUs that a process of the job may use; None where nothing shows whether there are any."""
     num_cpus: int | None = None
     """CPUs that a process of the job may use."""
     names: Mapping[str, tuple[str, ...]] | None = None
@@ -62,7 +64,11 @@ class NodeFacts:
     """What it is for -> a disk of this node."""
     shared: Shared | None = None
     paths: Mapping[str, str] | None = None
-    """Path that the run reads -> what is there: `PathState`."""
+    """Path that the run reads -> what is there: `THERE`, `MISSING`, `EMPTY`, or an error."""
+    mounts: Mapping[str, tuple[str, str, str]] | None = None
+    """Path that the run reads -> where its file system begins, its type, and its source."""
+    granted_gpus: int | None = None
+    """GPUs of this node that Slurm has given to the job; None where it does not say."""
     late: tuple[str, ...] = field(default=())
     """Names of the parts that took too long."""
 
@@ -86,6 +92,11 @@ def neighbours(own: str, nodes: Sequence[str]) -> list[str]:
 _EACH_SIDE = 4
 
 
+def _three(texts: Any) -> tuple[str, str, str]:
+    point, fs_type, source = map(str, texts)
+    return point, fs_type, source
+
+
 def facts_of(plain: Any) -> NodeFacts | None:
     """Return a node's answer from JSON; None for anything else, such as the answer of another version of ddp-hpc."""
     try:
@@ -95,6 +106,8 @@ def facts_of(plain: Any) -> NodeFacts | None:
                 known[name] = tuple(map(str, known[name]))
         if "names" in known:
             known["names"] = {str(name): tuple(map(str, found)) for name, found in known["names"].items()}
+        if "mounts" in known:
+            known["mounts"] = {str(path): _three(mount) for path, mount in known["mounts"].items()}
         if "disks" in known:
             known["disks"] = {str(label): Disk(**disk) for label, disk in known["disks"].items()}
         if "shared" in known:

@@ -16,25 +16,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddp_hpc import __version__
+from ddp_hpc.base.mounts import Mount, mount_of
 from ddp_hpc.base.patience import is_answer
 from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared, neighbours
 from ddp_hpc.rendezvous.choice import fabric, refusal
 from ddp_hpc.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.run_dir.environment import capture
-from ddp_hpc.slurm.allocation import node_name
+from ddp_hpc.slurm.allocation import node_name, num_granted_gpus
 from ddp_hpc.slurm.answers import framed
 
+T = TypeVar("T")
 PATIENCE_S = 12.0
 """How long a node may take for all parts."""
 SEEN_S = 8.0
 """How long it waits for the other nodes' files: they may have started later, and NFS shows a new file after some seconds."""
+LOOK_AGAIN_S = 3.0
+"""For how long it looks again at a path that is missing or empty: a mount, or the entry of another node, takes a moment to be seen."""
+_LOOK_AGAIN_PAUSE_S = 0.5
+NAMES_S = 8.0
+"""How long all lookups of names may take, side by side: a name server that does not answer holds each up for 5 s and more."""
+_MOST_LOOKUPS = 64
 _TEST_BYTES = 1 << 20
 _LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
+_KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+"""https://docs.kernel.org/gpu/amdgpu/driver-core.html: where amdgpu's compute part lists what it drives."""
 _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
 
 
@@ -45,16 +57,35 @@ def gather(
     disks = {"temporary files": environ.get("TMPDIR") or "/tmp", "shared memory": "/dev/shm"}  # noqa: S108  where programs write
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "software": lambda: _software(environ),
-        "names": lambda: {"names": {name: resolved(name) for name in nodes}, "reverse_s": _reverse_s(nodes)},
+        "names": lambda: {"names": _names(nodes)},
+        "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
         "networks": lambda: {"networks": networks(local_interfaces())},
         "limits": lambda: {"limits": limits(), "num_cpus": len(os.sched_getaffinity(0)), "has_rdma": _has_rdma()},
         "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
         "shared": lambda: {"shared": shared(folder, own, nodes)},
-        **{f"path {path}": lambda path=path: {f"path {path}": state_of(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
+        **{f"path {path}": lambda path=path: {f"path {path}": _looked_at(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
     }
     found, late = _in_time(parts)
     told = {path: found.pop(f"path {path}") for path in paths if f"path {path}" in found}
-    return NodeFacts(**found, paths=told, late=tuple(late))
+    names = found.get("names", {})
+    if "names" in found and len(names) < len({*nodes}):
+        late = [*late, f"{len({*nodes}) - len(names)} of {len({*nodes})} names"]
+    mounts = {path: (mount.point, mount.fs_type, mount.source) for path, (_, mount) in told.items() if mount}
+    states = {path: state for path, (state, _) in told.items()}
+    return NodeFacts(**found, paths=states, mounts=mounts, late=tuple(late))
+
+
+def _looked_at(path: Path) -> tuple[str, Mount | None]:
+    """Return what is at a path, and on which file system.
+
+    Nothing, or an empty directory, may be a file system that is not mounted yet: the first look has an automounter mount it,
+    and the second one finds it. Its mount is read last, as it may come by the first look.
+    """
+    state, until = state_of(path), time.monotonic() + LOOK_AGAIN_S
+    while state in {MISSING, EMPTY} and time.monotonic() < until:
+        time.sleep(_LOOK_AGAIN_PAUSE_S)
+        state = state_of(path)
+    return state, mount_of(path)
 
 
 def _in_time(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
@@ -77,15 +108,35 @@ def _in_time(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[st
 def _software(environ: Mapping[str, str]) -> dict[str, Any]:
     here = capture(environ)
     versions = {name: getattr(here, name) for name in ("python", "torch", "cuda", "hip", "nccl", "driver", "machine")}
-    return {"software": {**versions, "ddp_hpc": __version__}, "gpus": here.gpus, "num_gpus": _num_gpus(environ)}
+    return {"software": {**versions, "ddp_hpc": __version__}, "gpus": here.gpus, **_gpus(environ, here.gpus)}
 
 
-def _num_gpus(environ: Mapping[str, str]) -> int | None:
-    """Return how many GPUs a process may use; None where AMD's driver is there, whose devices are not counted."""
-    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+def _gpus(environ: Mapping[str, str], models: Sequence[str]) -> dict[str, int | None]:
+    return {"num_gpus": num_gpus(environ, models), "granted_gpus": num_granted_gpus(environ)}
+
+
+def num_gpus(
+    environ: Mapping[str, str], models: Sequence[str], *, dev: Path = Path("/dev"), kfd: Path = _KFD
+) -> int | None:
+    """Return how many GPUs a process may use; None where nothing shows whether there are any.
+
+    `models` are those that NVIDIA's driver lists: of a GPU that it has lost, the job's variables still tell.
+    """
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
         if name in environ:
-            return len([one for one in environ[name].split(",") if one and one != "-1"])
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or (None if Path("/dev/kfd").exists() else 0)
+            visible = [one for one in environ[name].split(",") if one and one != "-1"]
+            are_whole = bool(models) and not any(one.startswith("MIG-") for one in visible)
+            return min(len(visible), len(models)) if are_whole else len(visible)
+    return len(list(dev.glob("nvidia[0-9]*"))) or _num_amd_gpus(kfd) or None
+
+
+def _num_amd_gpus(kfd: Path) -> int:
+    """Return how many GPUs AMD's driver has: a CPU is one of its nodes, too, with the number 0."""
+    count = 0
+    for path in kfd.glob("*/gpu_id"):
+        with suppress(OSError):
+            count += path.read_text(encoding="ascii", errors="replace").strip() not in {"", "0"}
+    return count
 
 
 def networks(interfaces: Sequence[Interface]) -> dict[str, int]:
@@ -113,15 +164,33 @@ def resolved(name: str) -> tuple[str, ...]:
     return ()
 
 
+def _names(nodes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return what each name resolves to, of those that were answered in time."""
+    return _side_by_side({name: partial(resolved, name) for name in nodes}, NAMES_S)
+
+
+def _side_by_side(questions: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:
+    """Return the answers that came in time."""
+    pool = ThreadPoolExecutor(max_workers=min(len(questions), _MOST_LOOKUPS) or 1)
+    futures = {name: pool.submit(question) for name, question in questions.items()}
+    wait(futures.values(), timeout=seconds)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return {name: one.result() for name, one in futures.items() if one.done() and not one.cancelled()}
+
+
 def _reverse_s(nodes: Sequence[str]) -> float:
-    """Return how long the slowest of a few lookups of a name by an address takes: PyTorch's store makes one for each peer."""
-    slowest = 0.0
-    for address in [address for node in nodes[:2] for address in resolved(node)[:1]]:
-        began = time.monotonic()
-        with suppress(OSError):
-            socket.getnameinfo((address, 0), 0)
-        slowest = max(slowest, time.monotonic() - began)
-    return slowest
+    """Return how long the slowest of a few lookups of a name by an address takes, `NAMES_S` at most: PyTorch's store makes one for each peer."""
+    named = _side_by_side({node: partial(resolved, node) for node in nodes[:2]}, NAMES_S / 2)
+    addresses = [address for found in named.values() for address in found[:1]]
+    slowest = _side_by_side({address: partial(_lookup_s, address) for address in addresses}, NAMES_S)
+    return max((slowest.get(address, NAMES_S) for address in addresses), default=0.0)
+
+
+def _lookup_s(address: str) -> float:
+    began = time.monotonic()
+    with suppress(OSError):
+        socket.getnameinfo((address, 0), 0)
+    return time.monotonic() - began
 
 
 def limits() -> dict[str, int]:
@@ -133,11 +202,12 @@ def limits() -> dict[str, int]:
 def disk(path: Path) -> Disk:
     """Return the free space of a directory, and whether a file of 1 MiB can be written there: a quota shows only then."""
     test = path / f".ddp-hpc-doctor-{os.getpid()}-{socket.gethostname()}"
-    error = ""
+    error, began = "", time.monotonic()
     try:
         _write(test, b"\0" * _TEST_BYTES)
     except OSError as found:
         error = found.strerror or str(found)
+    write_s = round(time.monotonic() - began, 2)
     with suppress(OSError):
         test.unlink()
     try:
@@ -145,7 +215,8 @@ def disk(path: Path) -> Disk:
     except OSError as found:
         return Disk(path=str(path), error=error or found.strerror or str(found))
     files = room.f_favail if room.f_files else None
-    return Disk(path=str(path), error=error, free_bytes=room.f_bavail * room.f_frsize, free_files=files)
+    free = room.f_bavail * room.f_frsize
+    return Disk(path=str(path), error=error, free_bytes=free, free_files=files, write_s=write_s)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from ddp_hpc.node_checks.answers import Answers, judged, listed
+from ddp_hpc.base.mounts import AUTOMOUNT
+from ddp_hpc.node_checks.answers import Answers, judged, listed, odd_ones
 from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE, Shared, neighbours
 from ddp_hpc.run_dir.preflight import Finding
 
@@ -77,20 +78,60 @@ def paths(answers: Answers) -> Iterator[Finding]:
                 )
             continue  # nothing is there on any node: perhaps the run writes it
         bad = [node for node, state in states.items() if state != THERE]
-        if bad:
-            # What few nodes have may be an output, or a cache that a former run left on its own disk.
-            is_of_most = len(bad) * 2 < len(states) and local.isdisjoint({path, *map(str, PurePosixPath(path).parents)})
-            yield Finding(
-                check="data",
-                level="fail" if is_of_most else "warn",
-                found=f"{path} is {states[bad[0]]} on {listed(bad)}, but there on the other nodes",
-                to_do=f"mount it there: compare `findmnt --target {path}`",
-                nodes=(*bad,) if is_of_most else (),
-            )
-        else:
+        if not bad:
             good.append(path)
+            continue
+        # What few nodes have may be an output, or a cache that a former run left on its own disk.
+        is_of_most = len(bad) * 2 < len(states) and local.isdisjoint({path, *map(str, PurePosixPath(path).parents)})
+        yield _of_path(path, states, bad, _mounts(answers, path), is_of_most=is_of_most)
     if good:
         yield Finding(check="data", level="ok", found=f"there on all nodes: {', '.join(good)}")
+
+
+def _mounts(answers: Answers, path: str) -> dict[str, tuple[str, str, str]]:
+    told = answers.of(lambda facts: facts.mounts)
+    return {node: mounts[path] for node, mounts in told.items() if path in mounts}
+
+
+def _of_path(
+    path: str,
+    states: Mapping[str, str],
+    bad: Sequence[str],
+    mounts: Mapping[str, tuple[str, str, str]],
+    *,
+    is_of_most: bool,
+) -> Finding:
+    """Return what it means that some nodes do not have what others have.
+
+    An empty directory is proof of a missing mount only where it lies on another file system than on most nodes: else the
+    file server shows this node less, or the file system is one of the node's own.
+    """
+    good = {node: mounts[node] for node in states if states[node] == THERE and node in mounts}
+    common, _ = odd_ones({**good, **{node: mounts[node] for node in bad if node in mounts}})
+    elsewhere = [node for node in bad if common is not None and mounts.get(node, common) != common]
+    empty = [node for node in bad if states[node] == EMPTY]
+    found = f"{path} is {states[bad[0]]} on {listed(bad)}, but there on the other nodes"
+    if elsewhere and common is not None:
+        node = elsewhere[0]
+        found += (
+            f": it lies on {_mount_words(common)} on most, and on {_mount_words(mounts[node])} on {listed(elsewhere)}"
+        )
+    waits = [node for node in empty if node in mounts and mounts[node][1] == AUTOMOUNT]
+    is_proof = is_of_most and all(node in elsewhere for node in empty) and not waits
+    to_do = f"mount it there: compare `findmnt --target {path}`"
+    if waits:
+        to_do = f"an automounter there has mounted nothing within some seconds: `ls` what is below {path}"
+    elif empty and not elsewhere:
+        to_do = (
+            f"the file system is the same, but shows nothing there: `ls {path}` again, and tell your cluster's support"
+        )
+    nodes = (*bad,) if is_proof else ()
+    return Finding(check="data", level="fail" if is_proof else "warn", found=found, to_do=to_do, nodes=nodes)
+
+
+def _mount_words(mount: tuple[str, str, str]) -> str:
+    point, fs_type, source = mount
+    return f"{point} ({fs_type}{f' of {source}' if source not in ('', 'none', fs_type) else ''})"
 
 
 def disks(answers: Answers) -> Iterator[Finding]:

@@ -80,13 +80,27 @@ def gpus(answers: Answers) -> Iterator[Finding]:
         to_do = "ask for one type: `resources.gpu_type`, or `slurm.constraint`"
         yield difference("GPU type", models, level="warn", to_do=to_do)
     counts = answers.of(lambda facts: facts.num_gpus)
+    granted = answers.of(lambda facts: facts.granted_gpus)
     asked = answers.asked.gpus_per_node
-    if asked:
-        few = [node for node, count in counts.items() if count < asked]
-        found = ", ".join(f"{node} has {counts[node]}" for node in few)
-        yield judged(
-            "GPUs", few, answers, f"{found}, but the run asks for {asked} on each node", f"{asked} or more on all nodes"
-        )
+    if not asked and not any(granted.values()):
+        return
+    needed = {node: max(asked, granted.get(node, 0)) for node in answers.facts}
+    few = [node for node, count in counts.items() if count < needed[node]]
+    unknown = [node for node in answers.facts if node not in counts and needed[node]]
+    if few or not unknown:
+        found = "; ".join(f"{node} shows {counts[node]} of {_wanted(asked, granted.get(node, 0))}" for node in few)
+        good = f"each node shows those that the job has: {min(needed.values())} or more"
+        to_do = "a GPU is lost there, or the job was given fewer: compare `nvidia-smi -L` with `scontrol show job -d`"
+        yield judged("GPUs", few, answers, found, good, to_do=to_do)
+    if unknown:
+        found = f"nothing on {listed(unknown)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
+        yield Finding(check="GPUs", level="unknown", found=found, to_do="load the driver, or check the job's `--gres`")
+
+
+def _wanted(asked: int, granted: int) -> str:
+    if granted >= asked:
+        return f"{granted} GPUs that Slurm has given to the job"
+    return f"{asked} GPUs that the run asks for"
 
 
 def cpus(answers: Answers) -> Iterator[Finding]:
@@ -110,7 +124,10 @@ def names(answers: Answers) -> Iterator[Finding]:
     is_good = True
     for name in answers.nodes:
         # To itself, a node's name may be the loopback: Debian's installer writes it so.
-        views = {node: " ".join(_outside(names.get(name, ()))) for node, names in told.items() if node != name}
+        # Of a name that a node's name server has not answered, nothing is known there.
+        views = {
+            node: " ".join(_outside(names[name])) for node, names in told.items() if node != name and name in names
+        }
         if not views or set.intersection(*(set(view.split()) for view in views.values())):
             continue  # a node may know one address more, such as an IPv6 one
         is_good = False

@@ -114,9 +114,22 @@ class Allocation:
         return self.node_name == self.node_names[0]
 
 
+def claimed_job_id(environ: Mapping[str, str]) -> str | None:
+    """Return the job that the variables name. It may have ended long ago: a shell or a tmux keeps its variables."""
+    return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or None
+
+
+def claimed_nodes(environ: Mapping[str, str]) -> frozenset[str] | None:
+    """Return the nodes of the job that the variables name; None where they cannot be read."""
+    try:
+        return frozenset(_names(environ, "SLURM_JOB_NODELIST"))
+    except ConfigError:
+        return None
+
+
 def is_in_job(environ: Mapping[str, str]) -> bool:
     """Tell whether this process is part of a job, or was started from within one."""
-    return bool(environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID"))
+    return claimed_job_id(environ) is not None
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
@@ -125,8 +138,8 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     Raises:
         ConfigError: if a variable is missing or is not a number.
     """
-    job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
-    if not job_id:
+    job_id = claimed_job_id(environ)
+    if job_id is None:
         return None
     return Allocation(
         job_id=job_id,
@@ -179,6 +192,12 @@ def gpu_numbers(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return Slurm's numbers of the GPUs of this step, or else of the job; empty if Slurm does not say."""
     text = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
     return tuple(part for part in text.split(",") if part)
+
+
+def num_granted_gpus(environ: Mapping[str, str]) -> int | None:
+    """Return how many GPUs of this node Slurm has given to the job; None where it does not say."""
+    text = environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(text) if text.isdecimal() else len(gpu_numbers(environ)) or None
 
 
 def node_name(environ: Mapping[str, str]) -> str:

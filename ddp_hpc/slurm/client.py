@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ddp_hpc.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.slurm import queries
@@ -92,7 +93,7 @@ def is_here(environ: Mapping[str, str]) -> bool:
     if shutil.which("scontrol", path=path) is None:
         return True  # an incomplete installation: the next command that needs it says what is missing
     try:
-        answer = _run(["scontrol", "ping"], environ, timeout_s=TIMEOUT_S)
+        answer = _run(queries.ping_argv(), environ, timeout_s=TIMEOUT_S)
     except SlurmUnavailableError:
         return True
     return _NO_CLUSTER.search(answer.stderr) is None
@@ -124,13 +125,13 @@ def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = T
     return answer
 
 
-def _stdout(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+def _stdout(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> str:
     """Return what a command prints.
 
     Raises:
         SlurmUnavailableError: if it fails.
     """
-    answer = ask(argv, environ)
+    answer = ask(argv, environ, timeout_s=timeout_s)
     if answer.returncode != 0:
         raise SlurmUnavailableError(
             f"Slurm's `{argv[0]}` failed: {_line(answer)}. Try again; if it fails again, show this line to your cluster's support."
@@ -200,53 +201,55 @@ def commands(user: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
     return queries.parse_commands(_stdout(queries.commands_argv(user), environ))
 
 
-def job(job_id: str, environ: Mapping[str, str]) -> queries.JobRecord | None:
+def job(job_id: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.JobRecord | None:
     """Return a job as the controller knows it, or else the accounting database; None if neither knows it.
 
     Raises:
         SlurmUnavailableError: if the controller does not say whether it knows the job.
     """
-    answer = ask(queries.job_argv(job_id), environ)
+    answer = ask(queries.job_argv(job_id), environ, timeout_s=timeout_s)
     if answer.returncode != 0 and not _NO_JOB.search(answer.stderr):
         raise SlurmUnavailableError(
             f"Slurm does not say whether it knows job {job_id}: `scontrol show job` failed: {_line(answer)}. Try again later."
         )
-    return queries.parse_job(answer.stdout) or next(reversed(accounting([job_id], environ)), None)
+    return queries.parse_job(answer.stdout) or next(reversed(accounting([job_id], environ, timeout_s=timeout_s)), None)
 
 
-def accounting(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[queries.JobRecord]:
+def accounting(
+    job_ids: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S
+) -> list[queries.JobRecord]:
     """Return every start of some jobs from the accounting database; empty if accounting is off or does not answer."""
     try:
-        return queries.parse_accounting(_stdout(queries.accounting_argv(job_ids), environ))
+        return queries.parse_accounting(_stdout(queries.accounting_argv(job_ids), environ, timeout_s=timeout_s))
     except (ConfigError, SlurmUnavailableError):
         return []
 
 
-def test_only(script: Path, environ: Mapping[str, str]) -> queries.TestOnly:
+def test_only(script: Path, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.TestOnly:  # noqa: PT028  no test
     """Ask Slurm when it would start this job script, or why it would refuse it."""
-    answer = ask(queries.test_only_argv(script), environ)
+    answer = ask(queries.test_only_argv(script), environ, timeout_s=timeout_s)
     return queries.parse_test_only(answer.returncode, answer.stderr)
 
 
 test_only.__test__ = False  # type: ignore[attr-defined]  # pytest collects by name
 
 
-def config(environ: Mapping[str, str]) -> queries.ClusterConfig:
+def config(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> queries.ClusterConfig:
     """Return the parts of the cluster's configuration that matter to a run.
 
     Raises:
         SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_config(_stdout(queries.config_argv(), environ))
+    return queries.parse_config(_stdout(queries.config_argv(), environ, timeout_s=timeout_s))
 
 
-def partitions(environ: Mapping[str, str]) -> list[queries.Partition]:
+def partitions(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Partition]:
     """Return the partitions of the cluster.
 
     Raises:
         SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_partitions(_stdout(queries.partitions_argv(), environ))
+    return queries.parse_partitions(_stdout(queries.partitions_argv(), environ, timeout_s=timeout_s))
 
 
 def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
@@ -369,22 +372,50 @@ def node_states(
         return {}
 
 
-def node_reasons(environ: Mapping[str, str], *, partition: str | None = None) -> list[queries.NodeState]:
+def node_reasons(
+    environ: Mapping[str, str], *, partition: str | None = None, timeout_s: float = TIMEOUT_S
+) -> list[queries.NodeState]:
     """Return the states of all nodes, or of a partition's, with the reasons why they are out of service.
 
     Raises:
         SlurmUnavailableError: if Slurm does not answer.
     """
-    return queries.parse_node_reasons(_stdout(queries.node_reasons_argv(partition=partition), environ))
+    argv = queries.node_reasons_argv(partition=partition)
+    return queries.parse_node_reasons(_stdout(argv, environ, timeout_s=timeout_s))
 
 
-def accounts(environ: Mapping[str, str]) -> list[str]:
+def own_associations(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Association]:
     """Return which accounts this user may use; other than `associations`, it tells an empty answer from none.
 
     Raises:
         SlurmUnavailableError: if the accounting database does not answer.
     """
-    return queries.parse_associations(_stdout(queries.associations_argv(user_name()), environ))
+    argv = queries.own_associations_argv(user_name())
+    return queries.parse_own_associations(_stdout(argv, environ, timeout_s=timeout_s))
+
+
+def qos(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> list[queries.Qos]:
+    """Return how jobs of each QOS are preempted.
+
+    Raises:
+        SlurmUnavailableError: if the accounting database does not answer.
+    """
+    return queries.parse_qos(_stdout(queries.qos_argv(), environ, timeout_s=timeout_s))
+
+
+def controller(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Literal["up", "down", "none", "unclear"]:
+    """Tell whether a controller answers; `none` where this host belongs to no cluster, `unclear` where Slurm's words do not say.
+
+    Raises:
+        ConfigError: if there is no scontrol on PATH.
+        SlurmUnavailableError: if the question is not answered in time.
+    """
+    require("scontrol", environ)
+    answer = _run(queries.ping_argv(), environ, timeout_s=timeout_s)
+    if _NO_CLUSTER.search(answer.stderr):
+        return "none"
+    is_up = queries.parse_ping(answer.stdout)
+    return "unclear" if is_up is None else "up" if is_up else "down"
 
 
 def run_in_allocation(

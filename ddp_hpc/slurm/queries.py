@@ -267,6 +267,7 @@ class ClusterConfig:
     name: str = ""
     preempt_mode: str = ""
     preempt_type: str = ""
+    """`preempt/none` where there is no preemption; empty where Slurm does not say."""
     job_requeue: bool = True
     """Whether Slurm requeues jobs by default (JobRequeue)."""
     sends_user_signal: bool = False
@@ -274,6 +275,17 @@ class ClusterConfig:
     max_array_size: int | None = None
     kill_wait_s: int | None = None
     has_accounting: bool = False
+
+
+def ping_argv() -> list[str]:
+    """Ask whether a controller answers."""
+    return ["scontrol", "ping"]
+
+
+def parse_ping(text: str) -> bool | None:
+    """Tell whether one of the controllers is up; None where the text does not say."""
+    states = re.findall(r"^Slurmctld\b.* (UP|DOWN)\s*$", text, re.MULTILINE)
+    return "UP" in states if states else None
 
 
 def config_argv() -> list[str]:
@@ -290,7 +302,8 @@ def parse_config(text: str) -> ClusterConfig:
         version=config.get("slurm_version", ""),
         name=config.get("clustername", ""),
         preempt_mode=config.get("preemptmode", ""),
-        preempt_type=config.get("preempttype", ""),
+        # Since Slurm 25.05, there is no plugin for none: it prints `(null)`.
+        preempt_type=config.get("preempttype", "") or ("preempt/none" if "preempttype" in config else ""),
         job_requeue=config.get("jobrequeue", "1") != "0",
         sends_user_signal=not {"preempt_send_user_signal", "send_user_signal"}.isdisjoint(parameters.split(",")),
         max_array_size=_integer(config.get("maxarraysize", "")),
@@ -314,6 +327,8 @@ class Partition:
     """None: the partition's maximum."""
     preempt_mode: str
     grace_time_s: int
+    priority_tier: int = 1
+    """Jobs of a higher tier may preempt those of a lower one (`PreemptType=preempt/partition_prio`)."""
     num_gpus: int
     """Zero also if the cluster does not count GPUs (AccountingStorageTRES)."""
     allow_accounts: tuple[str, ...] | None = None
@@ -341,6 +356,7 @@ def parse_partitions(text: str) -> list[Partition]:
             default_time_min=minutes(row.get("DefaultTime", "")),
             preempt_mode=_or_empty(row.get("PreemptMode", "")),
             grace_time_s=_integer(row.get("GraceTime", "")) or 0,
+            priority_tier=_integer(row.get("PriorityTier", "1")) or 0,
             num_gpus=_num_gpus(row.get("TRES", "")),
             allow_accounts=_allowed(row.get("AllowAccounts", "ALL")),
             allow_qos=_allowed(row.get("AllowQos", "ALL")),
@@ -401,6 +417,74 @@ def parse_associations(text: str) -> list[str]:
     """Return `lab (QOS high, low)`, one an account."""
     rows = (line.split("|") for line in text.splitlines() if "|" in line)
     return [f"{account} (QOS {qos.replace(',', ', ')})" for account, qos, *_ in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Association:
+    """An account that a user may use."""
+
+    account: str
+    partition: str = ""
+    """Where it holds; empty for all partitions."""
+    qos: tuple[str, ...] = ()
+    default_qos: str = ""
+
+    @property
+    def words(self) -> str:
+        """Return `lab (QOS high, low)`."""
+        where = f" in {self.partition}" if self.partition else ""
+        return f"{self.account}{where} (QOS {', '.join(self.qos)})"
+
+
+def own_associations_argv(user: str) -> list[str]:
+    """Ask which accounts a user may use, where, and with which QOS."""
+    shown = "format=account,partition,qos,defaultqos"
+    return ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", shown]
+
+
+def parse_own_associations(text: str) -> list[Association]:
+    """Return the accounts, as listed."""
+    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 3)
+    return [
+        Association(
+            account=account,
+            partition=partition,
+            qos=tuple(filter(None, qos.split(","))),
+            default_qos=_or_empty(default),
+        )
+        for account, partition, qos, default in rows
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qos:
+    """A quality of service, as far as preemption goes."""
+
+    name: str
+    preempts: tuple[str, ...] = ()
+    """The QOS whose jobs its jobs may preempt."""
+    preempt_mode: str = ""
+    """Empty for the cluster's."""
+    grace_time_s: int = 0
+
+
+def qos_argv() -> list[str]:
+    """Ask how jobs of each QOS are preempted."""
+    return ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,preempt,preemptmode,gracetime"]
+
+
+def parse_qos(text: str) -> list[Qos]:
+    """Return each QOS, as listed."""
+    rows = (line.split("|") for line in text.splitlines() if line.count("|") == 3)
+    return [
+        Qos(
+            name=name,
+            preempts=tuple(filter(None, preempts.split(","))),
+            preempt_mode="" if mode.lower() in {"", "cluster"} else mode.upper(),
+            grace_time_s=seconds(grace) or 0,
+        )
+        for name, preempts, mode, grace in rows
+    ]
 
 
 def requeue_argv(job_id: str) -> list[str]:

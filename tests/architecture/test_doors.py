@@ -47,6 +47,7 @@ DOORS: dict[str, set[str]] = {
         "slurm/client.py",
         "submission/image_build.py",
         "diagnose/image_probe.py",
+        "diagnose/doctor/quota.py",
         "diagnose/import_cost.py",
         "submission/snapshot.py",
         "submission/local.py",

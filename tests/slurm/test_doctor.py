@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -161,7 +162,7 @@ def test_a_node_that_has_another_file_system_in_the_place_of_the_runs_is_named(
 
 @pytest.mark.long
 def test_a_slow_link_is_named(cluster: Cluster, login: LoginNode) -> None:
-    with queued(cluster, "node4", "rate", "10mbit", "burst", "64kb", "latency", "50ms"):
+    with queued(cluster, "node4", "rate", "10mbit", "burst", "64kb", "latency", "1s"):  # a shorter queue loses packets
         found = doctor(login)
 
     assert named(found, "warn") == {"speed": ["node4"]}
@@ -199,6 +200,57 @@ def test_a_clock_that_is_a_minute_ahead_is_named(cluster: Cluster, login: LoginN
     assert named(found) == {"clocks": ["node3"]}
     (told,) = [one["found"] for one in found["checked"]["findings"] if one["check"] == "clocks"]
     assert "node3's clock is 60.0 s ahead" in told
+
+
+@pytest.mark.long
+def test_the_variables_of_a_job_that_has_ended_are_not_taken_for_a_job(cluster: Cluster, login: LoginNode) -> None:
+    job_id = cluster.run("sbatch", "--parsable", "--nodes=2", "--wrap=exit", cwd=login.folder).stdout.strip()
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout, 30)
+    stale = {"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+
+    found = doctor(login, env=stale)
+
+    assert found["code"] == 0
+    assert len(found["checked"]["nodes"]) == 4
+    assert [(one["level"], one["found"]) for one in found["site"] if one["check"] == "job"] == [
+        ("warn", f"the variables of this shell are those of job {job_id}, which completed")
+    ]
+
+
+@pytest.mark.long
+def test_without_a_controller_no_job_is_waited_for(cluster: Cluster, login: LoginNode) -> None:
+    cluster.stop_controller()
+
+    found = doctor(login)
+
+    levels = {one["check"]: one["level"] for one in found["site"]}
+    assert (levels["controller"], levels["nodes"], levels["start"]) == ("fail", "unknown", "unknown")
+    assert found["checked"] is None
+    assert found["not_checked"] == "the controller does not answer"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "setting", "said"),
+    [
+        ("preempt/partition_prio", "slurm.partition=low", "ok: .*by partition low; jobs of partition batch, partition high"),
+        ("preempt/partition_prio", "slurm.partition=kill", "warn: .*PreemptMode is CANCEL"),
+        ("preempt/partition_prio", "slurm.partition=high", "ok: .*OFF in partition high"),
+        ("preempt/qos", "slurm.qos=low", "ok: .*by QOS low; jobs of QOS high"),
+        ("preempt/qos", "slurm.partition=low", "warn: .*by QOS normal; jobs of QOS high"),  # the user's default QOS, not the partition
+        ("preempt/qos", "slurm.qos=high", "ok: .*QOS high, but there is nothing of a higher rank"),
+    ],
+)  # fmt: skip
+def test_the_rule_of_preemption_is_that_of_the_partition_or_of_the_qos(
+    cluster: Cluster, login: LoginNode, kind: str, setting: str, said: str
+) -> None:
+    if kind == "preempt/qos":
+        cluster.reconfig(PreemptType=kind)
+
+    done = login.type("doctor", "--json", setting)
+
+    (found,) = [one for one in json.loads(done.stdout)["site"] if one["check"] == "preemption"]
+    assert re.match(said, f"{found['level']}: {found['found']}"), found
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.config import resolve
-from ddp_hpc.diagnose.doctor import login, nccl_log
+from ddp_hpc.diagnose.doctor import login, nccl_log, questions
 from ddp_hpc.diagnose.doctor.drained import meaning, out_of_service
 from ddp_hpc.diagnose.doctor.login import Site
 from ddp_hpc.diagnose.doctor.on_nodes import options_of
@@ -37,15 +37,21 @@ ping) echo "Slurmctld(primary) at head is UP";;
 SLURM_VERSION           = {version}
 ClusterName             = lab
 PreemptMode             = REQUEUE
+PreemptType             = {kind}
+KillWait                = 30 sec
 JobRequeue              = 1
 MaxArraySize            = 1001
 AccountingStorageType   = accounting_storage/slurmdbd
 END
 ;;
-*partition*) echo "PartitionName=gpu Default=YES State=UP TotalNodes=4 PreemptMode={mode} GraceTime={grace} MaxNodes=UNLIMITED MaxTime=UNLIMITED";;
+*partition*) echo "PartitionName=gpu Default=YES State=UP TotalNodes=4 PriorityTier=1 PreemptMode={mode} GraceTime={grace} MaxNodes=UNLIMITED MaxTime=UNLIMITED"
+echo "PartitionName=urgent Default=NO State=UP TotalNodes=4 PriorityTier=9 PreemptMode=OFF GraceTime=0 MaxNodes=UNLIMITED MaxTime=UNLIMITED";;
 esac""",
     "sinfo": "printf 'node1\\037idle\\037none\\036\\nnode2\\037drained\\037[user_problem] /tmp is full\\036\\nnode2\\037drained\\037[user_problem] /tmp is full\\036\\n'",
-    "sacctmgr": "echo 'lab|high,low'",
+    "sacctmgr": """case "$*" in
+*assoc*) echo 'lab||high,low|low';;
+*qos*) printf 'low||requeue|00:01:00\nhigh|low|cluster|00:00:00\n';;
+esac""",
     "sbatch": "echo 'sbatch: Job 7 to start at 2020-01-01T00:00:00 using 2 processors on nodes node1 in partition gpu' >&2",
 }
 
@@ -56,11 +62,23 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return a_slurm(tmp_path)
 
 
-def a_slurm(folder: Path, *, version: str = "25.11.8", mode: str = "REQUEUE", grace: int = 60) -> dict[str, str]:
+def a_slurm(
+    folder: Path,
+    *,
+    version: str = "25.11.8",
+    mode: str = "REQUEUE",
+    grace: int = 60,
+    kind: str = "preempt/partition_prio",
+) -> dict[str, str]:
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, text in SLURM.items():
-        filled = text.replace("{version}", version).replace("{mode}", mode).replace("{grace}", str(grace))
+        filled = (
+            text.replace("{version}", version)
+            .replace("{mode}", mode)
+            .replace("{grace}", str(grace))
+            .replace("{kind}", kind)
+        )
         (programs / name).write_text(f"#!/bin/sh\n{filled}\n", encoding="utf-8")
         (programs / name).chmod(0o755)
     return {"PATH": f"{programs}:/usr/bin:/bin", "DDP_HPC_SITE_PROFILE": "", "HOME": str(folder)}
@@ -101,7 +119,18 @@ def test_a_login_node_says_what_its_cluster_does_to_a_run(slurm: dict[str, str],
     [
         ({"version": "22.05.8"}, (), "Slurm", "warn: .*CVE-2025-43904"),
         ({"mode": "CANCEL"}, (), "preemption", "warn: .*CANCEL"),
-        ({"grace": 0}, (), "preemption", "warn: .*GraceTime 0 s"),
+        (
+            {"grace": 0},
+            (),
+            "preemption",
+            r"warn: .*GraceTime 0 s.* SIGTERM comes at once, SIGKILL 30 s \(KillWait\) later",
+        ),
+        ({"mode": "GANG,SUSPEND"}, (), "preemption", "warn: .*SUSPEND.* without a signal"),
+        ({"kind": "preempt/none"}, (), "preemption", "ok: .*not preempted"),
+        ({"kind": "preempt/qos"}, (), "preemption", "ok: .*REQUEUE, GraceTime 60 s, by QOS low; jobs of QOS high"),
+        ({"kind": "preempt/qos"}, ("slurm.qos=high",), "preemption", "ok: .*QOS high, but there is nothing"),
+        ({"kind": "preempt/qos"}, ("slurm.qos=other",), "preemption", "unknown: .*preempt/qos"),
+        ({}, ("slurm.partition=urgent",), "preemption", "ok: .*partition urgent"),
         ({"mode": "OFF"}, (), "preemption", "ok: .*not preempted"),
         ({}, ("slurm.partition=cpu",), "partition", "fail: there is no partition 'cpu'"),
         ({}, ("slurm.account=other",), "accounts", "fail: .*not 'other'"),
@@ -124,10 +153,78 @@ def test_a_slurm_that_does_not_answer_is_unknown_and_never_ok(slurm: dict[str, s
 
     found = found_by(slurm, folder=tmp_path)
 
-    of_slurm = ("Slurm", "preemption", "requeue", "job arrays", "accounts", "nodes", "start")
+    of_slurm = ("controller", *OF_SLURM)
     assert {check: [one.level for one in found[check]] for check in of_slurm} == {
         check: ["unknown"] for check in of_slurm
     }
+    assert "Unable to contact slurm controller" in found["start"][0].found
+
+
+OF_SLURM = ("Slurm", "partition", "preemption", "requeue", "job arrays", "accounts", "nodes", "start")
+
+
+def test_a_controller_that_is_down_is_a_failure(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "bin/scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at head is DOWN'\nexit 1\n")
+
+    (found,) = found_by(slurm, folder=tmp_path)["controller"]
+
+    assert (found.level, found.found) == ("fail", "the controller does not answer: `scontrol ping` says DOWN")
+
+
+@pytest.mark.parametrize("hangs", ["exec sleep 60", "sleep 60 & exit 0", "trap '' TERM; sleep 60"])
+def test_all_commands_that_hang_cost_one_wait(slurm: dict[str, str], tmp_path: Path, hangs: str) -> None:
+    for name in SLURM:
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{hangs}\n")
+    spec = resolve(None, ["name=doctor", f"runs_dir={tmp_path / 'runs'}"], slurm).spec
+
+    told = questions.ask(spec, {**slurm, "SLURM_JOB_ID": "7"}, seconds=0.3)
+
+    asked = {"controller", "config", "partitions", "nodes", "associations", "qos", "test_only", "job"}
+    assert asked <= told.problems.keys()
+    assert "did not end within 0 s" in told.why_not("config")
+    assert told.disk is not None
+
+
+def test_an_answer_that_cannot_be_read_leaves_the_others(slurm: dict[str, str], tmp_path: Path) -> None:
+    def fails(timeout_s: float) -> None:
+        raise ValueError(timeout_s)
+
+    told = questions.answers_of({"config": fails, "controller": lambda timeout_s: f"up {timeout_s}"}, seconds=5)
+
+    assert told.controller == "up 5"
+    assert told.why_not("config") == "the answer cannot be read: 5"
+
+
+JOB = "JobId=7 JobName=x UserId=ada(1) JobState={state} Reason=None Restarts=0 NodeList={nodes} Command=x"
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "said"),
+    [
+        ("echo '" + JOB.format(state="RUNNING", nodes="node[1-2]") + "'", "ok", "job 7 runs on node[1-2]"),
+        ("echo '" + JOB.format(state="SUSPENDED", nodes="node[1-2]") + "'", "ok", "job 7 runs on node[1-2]"),
+        ("echo '" + JOB.format(state="COMPLETED", nodes="node[1-2]") + "'", "warn", "which completed"),
+        ("echo '" + JOB.format(state="PENDING", nodes="(null)") + "'", "warn", "which waits"),
+        ("echo '" + JOB.format(state="RUNNING", nodes="node[5-6]") + "'", "warn", "which runs on node[5-6]"),
+        ("echo '" + JOB.format(state="NEW_WORD", nodes="node[1-2]") + "'", "unknown", "does not know"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "warn", "which Slurm does not know"),
+        ("echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1", "unknown", "whether it runs is not known"),
+    ],
+)
+def test_variables_of_a_job_count_only_while_it_runs(
+    slurm: dict[str, str], tmp_path: Path, answer: str, level: str, said: str
+) -> None:
+    scontrol = tmp_path / "bin/scontrol"
+    rest = scontrol.read_text().removeprefix("#!/bin/sh\n")
+    scontrol.write_text(f"#!/bin/sh\ncase \"$*\" in *'show job'*) {answer};; *) {rest}\n;; esac\n")
+    environ = {**slurm, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
+    site = Site(resolve(None, ["name=doctor", f"runs_dir={tmp_path / 'runs'}"], environ), environ)
+
+    findings = login.findings_of(site)
+
+    (found,) = [one for one in findings if one.check == "job"]
+    assert (found.level, said in found.found) == (level, True), found
+    assert bool(login.why_no_job(site, findings)) == (level == "unknown")
 
 
 def test_a_host_without_slurm_says_so(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ GOOD = NodeFacts(
     disks={"temporary files": Disk(path="/tmp", free_bytes=100 << 30, free_files=10**6)},
     shared=Shared(write_s=0.01, seen=NODES, seen_s=0.1),
     paths={"/data": THERE},
+    mounts={"/data": ("/data", "nfs4", "server:/sets")},
 )
 
 
@@ -56,6 +57,56 @@ def bad(found: Answers) -> list[Finding]:
     return [one for one in findings_of(found) if one.level != "ok"]
 
 
+@pytest.mark.parametrize(
+    ("mount", "level", "nodes", "said"),
+    [
+        (("/", "ext4", "/dev/sda1"), "fail", ("node3",), "it lies on /data (nfs4 of server:/sets) on most, and on / (ext4 of /dev/sda1) on node3"),
+        (("/data", "nfs4", "server:/sets"), "warn", (), "/data is empty on node3"),
+        (("/data", "autofs", "/etc/auto.data"), "warn", (), "autofs"),
+        (None, "warn", (), "/data is empty on node3"),
+    ],
+)  # fmt: skip
+def test_an_empty_directory_names_its_node_only_where_a_mount_is_missing(
+    mount: tuple[str, str, str] | None, level: str, nodes: tuple[str, ...], said: str
+) -> None:
+    facts = replace(GOOD, paths={"/data": EMPTY}, mounts={} if mount is None else {"/data": mount})
+
+    (found,) = bad(answers({"node3": facts}))
+
+    assert (found.check, found.level, found.nodes) == ("data", level, nodes)
+    assert said in found.found
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "granted", "asked", "level", "said"),
+    [
+        (None, None, 4, "unknown", "nothing on node3 shows whether there are GPUs"),
+        (None, 4, 0, "unknown", "nothing on node3 shows"),
+        (3, 4, 0, "fail", "node3 shows 3 of 4 GPUs that Slurm has given to the job"),
+        (3, 4, 2, "fail", "node3 shows 3 of 4 GPUs that Slurm has given to the job"),
+        (2, 2, 4, "fail", "node3 shows 2 of 4 GPUs that the run asks for"),
+    ],
+)
+def test_gpus_that_nothing_shows_are_unknown_and_lost_ones_are_told(
+    num_gpus: int | None, granted: int | None, asked: int, level: str, said: str
+) -> None:
+    facts = replace(GOOD, num_gpus=num_gpus, granted_gpus=granted)
+
+    (found,) = bad(answers({"node3": facts}, asked=Asked(gpus_per_node=asked)))
+
+    assert (found.check, found.level) == ("GPUs", level)
+    assert said in found.found
+
+
+def test_a_name_that_was_not_answered_in_time_is_not_taken_for_one_that_does_not_resolve() -> None:
+    few = {node: ADDRESSES[node] for node in NODES if node != "node2"}
+    facts = replace(GOOD, names=few, late=("1 of 4 names",))
+
+    (found,) = bad(answers({"node3": facts}))
+
+    assert (found.check, found.level, found.nodes) == ("nodes", "unknown", ())
+
+
 def test_equal_nodes_have_no_finding() -> None:
     assert bad(answers(asked=Asked(cpus_per_node=64, gpus_per_node=4))) == []
 
@@ -68,7 +119,7 @@ OVER_QUOTA = replace(
     GOOD, disks={"temporary files": Disk(path="/tmp", error="Disk quota exceeded", free_bytes=1 << 40)}
 )
 NO_DATA = replace(GOOD, paths={"/data": MISSING})
-EMPTY_MOUNT = replace(GOOD, paths={"/data": EMPTY})
+EMPTY_MOUNT = replace(GOOD, paths={"/data": EMPTY}, mounts={"/data": ("/", "ext4", "/dev/sda1")})
 ALONE = replace(GOOD, shared=Shared(write_s=0.01, seen=("node3",), seen_s=6.0))
 NO_RUN_DIR = replace(GOOD, shared=Shared(error="No such file or directory"))
 LATE = replace(GOOD, paths={}, late=("path /data",))
@@ -91,7 +142,7 @@ FEW_GPUS = replace(GOOD, num_gpus=3)
         (LATE, "nodes", "fail", "node3 did not answer in time about: path /data"),
         (CUT, "interfaces", "fail", "node3 has no interface of InfiniBand that is up; the other nodes have 1"),
         (UNPLUGGED, "interfaces", "warn", "node3 has no interface of Ethernet"),
-        (FEW_GPUS, "GPUs", "fail", "node3 has 3, but the run asks for 4"),
+        (FEW_GPUS, "GPUs", "fail", "node3 shows 3 of 4 GPUs that the run asks for"),
     ],
 )
 def test_the_node_that_differs_is_named(facts: NodeFacts, check: str, level: str, word: str) -> None:

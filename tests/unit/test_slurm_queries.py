@@ -303,11 +303,49 @@ def test_partitions_are_understood() -> None:
         default_time_min=None,
         preempt_mode="OFF",
         grace_time_s=0,
+        priority_tier=10,
         num_gpus=8,
     )
     assert (low.is_default, low.is_up, low.max_nodes) == (False, False, 4)
     assert (low.max_time_min, low.default_time_min, low.grace_time_s) == (2880, 60, 10)
     assert (low.allow_accounts, low.allow_qos, low.num_gpus) == (("lab", "guest"), ("low",), 6)
+
+
+def test_qos_and_where_an_account_holds_are_understood() -> None:
+    """Lines as Slurm 22.05 prints them."""
+    text = "normal||cluster|00:00:00\nlow||requeue|00:00:15\nhigh|low,normal|cluster|00:00:00\n"
+
+    normal, low, high = queries.parse_qos(text)
+
+    assert (normal.preempt_mode, normal.grace_time_s, normal.preempts) == ("", 0, ())
+    assert (low.preempt_mode, low.grace_time_s) == ("REQUEUE", 15)
+    assert high.preempts == ("low", "normal")
+    assert queries.parse_own_associations("lab||high,low|normal\nlab|gpu|low|\n") == [
+        queries.Association(account="lab", qos=("high", "low"), default_qos="normal"),
+        queries.Association(account="lab", partition="gpu", qos=("low",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_up"),
+    [
+        ("Slurmctld(primary) at head is UP\n", True),
+        ("Slurmctld(primary) at a is DOWN\nSlurmctld(backup1) at b is UP\n", True),
+        ("Welcome\nSlurmctld(primary) at a is DOWN\n", False),
+        ("the cluster is UP\n", None),
+        ("", None),
+    ],
+)
+def test_one_controller_that_is_up_suffices(text: str, is_up: bool | None) -> None:
+    assert queries.parse_ping(text) is is_up
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [("PreemptType = preempt/qos", "preempt/qos"), ("PreemptType = (null)", "preempt/none"), ("PreemptMode = OFF", "")],
+)
+def test_no_type_of_preemption_is_told_from_one_that_is_not_shown(line: str, kind: str) -> None:
+    assert queries.parse_config(line).preempt_type == kind
 
 
 def test_associations_are_understood() -> None:

@@ -8,19 +8,21 @@ and whether all see the directory of the runs.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.runs import add_runs_dir, add_site, chosen_runs_dir, runs_dir_setting
+from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.exit_codes import FAILED, FINISHED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddp_hpc.run_dir.preflight import Finding
+    from ddp_hpc.run_dir.preflight import Finding, Preflight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +72,6 @@ def _of_nccl(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.config import resolve
     from ddp_hpc.diagnose.doctor import login, on_nodes
-    from ddp_hpc.slurm.allocation import is_in_job
 
     settings = ["name=doctor", *args.settings, *runs_dir_setting(args.runs_dir)]
     if args.config is None:
@@ -79,38 +80,51 @@ def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     # Without a configuration, a job of any command stands for the run: of a training, the batch would have to fit the nodes.
     command = ("true",) if args.config is None else ()
     resolved = resolve(args.config, settings, environment, site=args.site, command=command)
-    findings = login.findings_of(login.Site(resolved, environment))
-    found = None
-    if args.nodes is not None and (is_in_job(environment) or login.may_start(findings)):
-        found = on_nodes.check(resolved.spec, args.nodes, environment, paths=args.path, patience_s=args.patience)
-    all_findings = [*findings, *(found.findings if found else ())]
+    site = login.Site(resolved, environment)
+    findings = login.findings_of(site)
+    if not args.json:
+        print(as_text(findings), flush=True)
+    found, problem = None, None
+    why_not = login.why_no_job(site, findings) if args.nodes is not None else ""
+    if args.nodes is not None and not why_not:
+        try:
+            found = on_nodes.check(
+                resolved.spec,
+                args.nodes,
+                environment,
+                is_in_job=site.job[0] == "runs",
+                paths=args.path,
+                patience_s=args.patience,
+            )
+        except DdpHpcError as error:
+            problem = error  # what was found before is shown all the same
     exclude = on_nodes.shown_exclude(found.bad_nodes if found else ())
     if args.json:
-        nodes = (
-            None
-            if found is None
-            else {"nodes": found.nodes, "seconds": found.seconds, "findings": [asdict(one) for one in found.findings]}
-        )
-        print(
-            as_json(
-                {
-                    "host": login.host_name(),
-                    "site": [asdict(one) for one in findings],
-                    "checked": nodes,
-                    "exclude": exclude,
-                }
-            )
-        )
-    else:
-        print(as_text(findings))
-        if found is not None:
-            print(f"\n{len(found.nodes)} nodes, checked in {found.seconds:.0f} s: {', '.join(found.nodes)}")
-            print(as_text(found.findings))
-        elif args.nodes is not None:
-            print("\nThe nodes were not checked, as Slurm would not start the job: see the failures above.")
+        print(as_json(_as_record(findings, found, exclude, str(problem or why_not))))
+    elif found is not None:
+        print(f"\n{len(found.nodes)} nodes, checked in {found.seconds:.0f} s: {', '.join(found.nodes)}")
+        print(as_text(found.findings))
         if exclude:
             print(f"\nTo leave the bad nodes out: sbatch {exclude}, or `slurm.exclude={exclude.partition('=')[2]}`")
-    return FAILED if any(one.level == "fail" for one in all_findings) else FINISHED
+    elif why_not:
+        print(f"\nThe nodes were not checked, as {why_not}.")
+    if problem is not None:
+        raise problem
+    all_findings = [*findings, *(found.findings if found else ())]
+    return FAILED if why_not or any(one.level == "fail" for one in all_findings) else FINISHED
+
+
+def _as_record(findings: Sequence[Finding], found: Preflight | None, exclude: str, not_checked: str) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    return {
+        "host": os.uname().nodename,
+        "site": [asdict(one) for one in findings],
+        "checked": None
+        if found is None
+        else {"nodes": found.nodes, "seconds": found.seconds, "findings": [asdict(one) for one in found.findings]},
+        "exclude": exclude,
+        "not_checked": not_checked,
+    }
 
 
 def as_text(findings: Sequence[Finding]) -> str:

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TypeVar
 
 from ddp_hpc.config.resolve import Resolved
+from ddp_hpc.diagnose.doctor import preemption, quota
 from ddp_hpc.diagnose.doctor.drained import out_of_service
+from ddp_hpc.diagnose.doctor.own_job import Standing, standing
+from ddp_hpc.diagnose.doctor.questions import Answers, ask, has_commands
 from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.node_checks.node import disk
-from ddp_hpc.node_checks.of_files import FEW_FILES, FULL_BYTES, TIGHT_BYTES
-from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
 from ddp_hpc.run_dir.preflight import Finding, Level
 from ddp_hpc.slurm import client
-from ddp_hpc.slurm.directives import directives
-from ddp_hpc.slurm.queries import ClusterConfig, NodeState, Partition, TestOnly
+from ddp_hpc.slurm.queries import Partition
 from ddp_hpc.spec import RunSpec
 
-T = TypeVar("T")
 _NEVER_S = 180 * 86400.0
 """With jobs before it that may run for ever, Slurm's estimates are years ahead."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A login node, and what a run of this configuration would ask of its cluster. A field has no value where its answer is not known."""
+    """A login node, and what a run of this configuration would ask of its cluster."""
 
     resolved: Resolved
     environ: Mapping[str, str]
@@ -42,51 +36,24 @@ class Site:
         return self.resolved.spec
 
     @cached_property
+    def told(self) -> Answers:
+        """What the cluster and the file system answered."""
+        return ask(self.spec, self.environ)
+
+    @property
     def has_slurm(self) -> bool:
-        return client.is_here(self.environ)
-
-    @cached_property
-    def config(self) -> ClusterConfig | None:
-        return _answered(lambda: client.config(self.environ))
-
-    @cached_property
-    def partitions(self) -> list[Partition] | None:
-        return _answered(lambda: client.partitions(self.environ))
-
-    @cached_property
-    def nodes(self) -> list[NodeState] | None:
-        return _answered(lambda: client.node_reasons(self.environ, partition=self.spec.slurm.partition))
-
-    @cached_property
-    def accounts(self) -> list[str] | None:
-        return _answered(lambda: client.accounts(self.environ))
-
-    @cached_property
-    def test_only(self) -> TestOnly | None:
-        return _answered(lambda: _ask_start(self.spec, self.environ))
+        return has_commands(self.environ) and self.told.controller != "none"
 
     @property
     def partition(self) -> Partition | None:
         """The partition that the job would be in; None where it is not known."""
-        asked = self.spec.slurm.partition
-        return next((one for one in self.partitions or () if (one.name == asked if asked else one.is_default)), None)
+        asked, known = self.spec.slurm.partition, self.told.partitions
+        return next((one for one in known or () if (one.name == asked if asked else one.is_default)), None)
 
-
-def _answered(ask: Callable[[], T]) -> T | None:
-    try:
-        return ask()
-    except (ConfigError, SlurmUnavailableError):
-        return None
-
-
-def _ask_start(spec: RunSpec, environ: Mapping[str, str]) -> TestOnly:
-    """Ask when Slurm would start a job of this spec; nothing is submitted."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = directives(spec, RunDir(Path(folder)), chdir=Path("/"), cpus_per_worker=spec.cpus_per_task)
-        options = [f"#SBATCH --{one.flag}{'' if one.value is None else f'={one.value}'}\n" for one in made]
-        path = Path(folder) / "doctor.sbatch"
-        path.write_text(f"#!/bin/sh\n{''.join(options)}exit 0\n", encoding="utf-8")
-        return client.test_only(path, environ)
+    @cached_property
+    def job(self) -> tuple[Standing, str]:
+        """Whether the job of this shell's variables runs, and why that is so."""
+        return standing(self.environ, self.told)
 
 
 def findings_of(site: Site) -> list[Finding]:
@@ -95,9 +62,16 @@ def findings_of(site: Site) -> list[Finding]:
     return [finding for check in checks for finding in check(site)]
 
 
-def may_start(findings: Sequence[Finding]) -> bool:
-    """Tell whether Slurm would start a job, as far as is known."""
-    return not any(one.level == "fail" and one.check in _BEFORE_A_JOB for one in findings)
+def why_no_job(site: Site, findings: Sequence[Finding]) -> str:
+    """Return why a job that checks nodes would not start, or must not be submitted; empty where it may."""
+    if site.job[0] == "unknown":
+        return "it is not known whether this shell is in a job that runs"
+    if site.job[0] == "runs":
+        return ""
+    if any(one.check == "controller" for one in findings):
+        return "the controller does not answer"
+    is_refused = any(one.level == "fail" and one.check in _BEFORE_A_JOB for one in findings)
+    return "Slurm would not start the job: see the failures above" if is_refused else ""
 
 
 _BEFORE_A_JOB = frozenset({"partition", "nodes", "start"})
@@ -112,36 +86,59 @@ def _profile(site: Site) -> Iterator[Finding]:
         yield Finding(check="site", level="ok", found=f"{profile.site.name}: {profile.path} ({profile.why})")
 
 
+def _job(site: Site) -> Iterator[Finding]:
+    is_so, said = site.job
+    if is_so == "runs":
+        yield Finding(check="job", level="ok", found=f"{said}; `--nodes` checks its nodes")
+    elif is_so == "gone":
+        to_do = (
+            "open a new shell, or `unset ${!SLURM_@}`: Slurm's commands read them, too; ddp-hpc does not use them here"
+        )
+        yield Finding(check="job", level="warn", found=said, to_do=to_do)
+    elif is_so == "unknown":
+        to_do = "try again, or open a new shell; `--nodes` checks no nodes until that is known"
+        yield Finding(check="job", level="unknown", found=said, to_do=to_do)
+
+
 def _runs_dir(site: Site) -> Iterator[Finding]:
     place = site.spec.path.parent
-    existing = next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
-    found = disk(existing)
+    if site.told.disk is None:
+        found = f"{place}: {site.told.why_not('disk')}"
+        to_do = "its file system does not answer: `ls` it, and tell your cluster's support"
+        yield Finding(check="runs directory", level="unknown", found=found, to_do=to_do)
+        return
+    existing, found_there = site.told.disk
     where = f"{place}" if existing == place else f"{place} (not there yet; {existing} is)"
-    if found.error:
+    if found_there.error:
         yield Finding(
             check="runs directory",
             level="fail",
-            found=f"{where} cannot be written: {found.error}",
+            found=f"{where} cannot be written: {found_there.error}",
             to_do="set `runs_dir` to a directory of yours that all nodes share, or free space of your quota",
         )
         return
-    free = found.free_bytes or 0
+    free = found_there.free_bytes or 0
     level: Level = "fail" if free < FULL_BYTES else "warn" if free < TIGHT_BYTES else "ok"
-    if found.free_files is not None and found.free_files < FEW_FILES:
+    if found_there.free_files is not None and found_there.free_files < FEW_FILES:
         level = "fail"
-    files = "" if found.free_files is None else f", {found.free_files} files"
+    files = "" if found_there.free_files is None else f", {found_there.free_files} files"
+    seconds = f" in {found_there.write_s:.1f} s" if found_there.write_s > SLOW_WRITE_S else ""
+    if seconds and level == "ok":
+        level = "warn"
     yield Finding(
         check="runs directory",
         level=level,
-        found=f"{where}: writable, {free / 1e9:.1f} GB{files} free",
-        to_do="" if level == "ok" else "remove what is not needed there: `ddp-hpc delete RUN`",
+        found=f"{where}: writable{seconds}, {quota.in_words(free)}{files} free",
+        to_do=""
+        if level == "ok"
+        else "its file system is slow"
+        if seconds
+        else "remove what is not needed there: `ddp-hpc delete RUN`",
     )
-    yield Finding(
-        check="quota",
-        level="unknown",
-        found=f"1 MiB could be written to {existing}, so no quota is used up; how much is left, each site's own command says",
-        to_do="ask `quota -s`, `lfs quota -h -u $USER DIR`, or your site's command",
-    )
+
+
+def _quota(site: Site) -> Iterator[Finding]:
+    yield from quota.findings_of(site.told.quota, site.told.why_not("quota"))
 
 
 def _no_slurm(site: Site) -> Iterator[Finding]:
@@ -154,10 +151,23 @@ def _no_slurm(site: Site) -> Iterator[Finding]:
     )
 
 
+def _controller(site: Site) -> Iterator[Finding]:
+    said = site.told.controller
+    if said == "up":
+        return  # the next lines say what it answers
+    to_do = "wait, or tell your cluster's support; no job starts meanwhile, and those that run go on"
+    if said == "down":
+        found = "the controller does not answer: `scontrol ping` says DOWN"
+        yield Finding(check="controller", level="fail", found=found, to_do=to_do)
+    else:
+        why = site.told.why_not("controller") if said is None else "`scontrol ping` says neither UP nor DOWN"
+        yield Finding(check="controller", level="unknown", found=f"the controller does not answer: {why}", to_do=to_do)
+
+
 def _version(site: Site) -> Iterator[Finding]:
-    config = site.config
+    config = site.told.config
     if config is None or not config.version:
-        yield _unanswered("Slurm")
+        yield _unanswered(site, "Slurm", "config")
         return
     holes = known_holes(config.version)
     if holes:
@@ -174,49 +184,48 @@ def _version(site: Site) -> Iterator[Finding]:
         )
 
 
-def _preemption(site: Site) -> Iterator[Finding]:
-    config, partition = site.config, site.partition
-    if config is None or site.partitions is None:
-        yield _unanswered("preemption")
-        return
-    if partition is None:
-        to_do = "set `slurm.partition` to one of " + ", ".join(one.name for one in site.partitions)
+def _partition(site: Site) -> Iterator[Finding]:
+    partition = site.partition
+    if site.told.partitions is None:
+        yield _unanswered(site, "partition", "partitions")
+    elif partition is None:
+        to_do = "set `slurm.partition` to one of " + ", ".join(one.name for one in site.told.partitions)
         asked = site.spec.slurm.partition
         what = f"there is no partition {asked!r}" if asked else "Slurm has no default partition"
         yield Finding(check="partition", level="fail", found=what, to_do=to_do)
-        return
-    up = "" if partition.is_up else ", but it is not UP: Slurm starts no job there"
-    yield Finding(
-        check="partition",
-        level="ok" if partition.is_up else "fail",
-        found=f"{partition.name}, {partition.total_nodes} nodes{up}",
-        to_do="" if partition.is_up else "choose another partition, or wait",
-    )
-    mode = partition.preempt_mode or config.preempt_mode or "OFF"
-    if mode == "OFF":
-        yield Finding(
-            check="preemption",
-            level="ok",
-            found=f"PreemptMode is OFF in {partition.name}: jobs there are not preempted",
-        )
-        return
-    grace = partition.grace_time_s
-    sends = "; Slurm sends the run's own signal first" if config.sends_user_signal else ""
-    found = f"PreemptMode is {mode} in {partition.name}, GraceTime {grace} s{sends}"
-    if mode == "CANCEL":
-        to_do = "Slurm does not start a preempted job again: submit the run again, or choose another partition"
-        yield Finding(check="preemption", level="warn", found=found, to_do=to_do)
-    elif grace == 0:
-        to_do = "a preempted run has no time to save, and repeats the steps since its newest checkpoint: lower `checkpoint.every_steps`"
-        yield Finding(check="preemption", level="warn", found=found, to_do=to_do)
     else:
-        yield Finding(check="preemption", level="ok", found=found)
+        up = "" if partition.is_up else ", but it is not UP: Slurm starts no job there"
+        yield Finding(
+            check="partition",
+            level="ok" if partition.is_up else "fail",
+            found=f"{partition.name}, {partition.total_nodes} nodes{up}",
+            to_do="" if partition.is_up else "choose another partition, or wait",
+        )
+
+
+def _preemption(site: Site) -> Iterator[Finding]:
+    config, partition, told = site.told.config, site.partition, site.told
+    if config is None or told.partitions is None:
+        yield _unanswered(site, "preemption", "partitions" if config else "config")
+        return
+    if partition is None:
+        return  # the line before says so
+    slurm = site.spec.slurm
+    qos = preemption.qos_of(slurm.qos, slurm.account, partition.name, told.associations or ())
+    rules = preemption.rules_of(config, partition, told.partitions, qos, told.qos)
+    if rules is None:
+        why = told.why_not("qos") if told.qos is None else "which QOS the job would have is not known"
+        found = f"PreemptType is {config.preempt_type or 'not shown'}, and its rule for this job is not known: {why}"
+        to_do = "set `slurm.qos`; `sacctmgr show qos format=name,preempt,preemptmode,gracetime` lists the rules"
+        yield Finding(check="preemption", level="unknown", found=found, to_do=to_do)
+        return
+    yield from preemption.findings_of(rules, config)
 
 
 def _requeue(site: Site) -> Iterator[Finding]:
-    config = site.config
+    config = site.told.config
     if config is None:
-        yield _unanswered("requeue")
+        yield _unanswered(site, "requeue", "config")
     elif not site.spec.slurm.requeue:
         to_do = "set `slurm.requeue=true`, or submit the run again after each end"
         yield Finding(
@@ -228,9 +237,9 @@ def _requeue(site: Site) -> Iterator[Finding]:
 
 
 def _arrays(site: Site) -> Iterator[Finding]:
-    size = None if site.config is None else site.config.max_array_size
+    size = None if site.told.config is None else site.told.config.max_array_size
     if size is None:
-        yield _unanswered("job arrays")
+        yield _unanswered(site, "job arrays", "config")
     elif size <= 1:
         yield Finding(check="job arrays", level="warn", found=f"MaxArraySize is {size}: there are none, so no sweeps")
     else:
@@ -242,32 +251,34 @@ def _arrays(site: Site) -> Iterator[Finding]:
 
 
 def _accounts(site: Site) -> Iterator[Finding]:
-    if site.config is not None and not site.config.has_accounting:
+    config, known = site.told.config, site.told.associations
+    if config is not None and not config.has_accounting:
         yield Finding(check="accounts", level="ok", found="this cluster has no accounting, so none is needed")
         return
-    if site.accounts is None:
-        yield _unanswered("accounts")
+    if known is None:
+        yield _unanswered(site, "accounts", "associations")
         return
-    if not site.accounts:
+    if not known:
         found = f"the accounting database has no account for {client.user_name()}"
         yield Finding(check="accounts", level="warn", found=found, to_do="ask your administrators for one")
         return
     asked = site.spec.slurm.account
-    names = [text.partition(" ")[0] for text in site.accounts]
+    names = [one.account for one in known]
     is_known = asked is None or asked in names
     yield Finding(
         check="accounts",
         level="ok" if is_known else "fail",
-        found="; ".join(site.accounts) + ("" if is_known else f"; not {asked!r}, which `slurm.account` names"),
+        found="; ".join(one.words for one in known)
+        + ("" if is_known else f"; not {asked!r}, which `slurm.account` names"),
         to_do="" if is_known else f"set `slurm.account` to one of {', '.join(names)}",
     )
 
 
 def _start(site: Site) -> Iterator[Finding]:
-    answer, count = site.test_only, site.spec.resources.nodes
+    answer, count = site.told.test_only, site.spec.resources.nodes
     nodes = "1 node" if count == 1 else f"{count} nodes"
     if answer is None:
-        yield _unanswered("start")
+        yield _unanswered(site, "start", "test_only")
     elif answer.refusal is not None:
         last = answer.refusal.splitlines()[-1] if answer.refusal else "it gave no reason"
         yield Finding(
@@ -297,17 +308,18 @@ def _start(site: Site) -> Iterator[Finding]:
 
 
 def _nodes(site: Site) -> Iterator[Finding]:
-    if site.nodes is None:
-        yield _unanswered("nodes")
+    nodes = site.told.nodes
+    if nodes is None:
+        yield _unanswered(site, "nodes", "nodes")
         return
-    bad = out_of_service(site.nodes)
-    num_good = len(site.nodes) - len(bad)
+    bad = out_of_service(nodes)
+    num_good = len(nodes) - len(bad)
     where = f" of partition {site.spec.slurm.partition}" if site.spec.slurm.partition else ""
     needed = site.spec.resources.nodes
     yield Finding(
         check="nodes",
         level="ok" if num_good >= needed else "fail",
-        found=f"{num_good} of {len(site.nodes)} nodes{where} take jobs; the run asks for {needed}",
+        found=f"{num_good} of {len(nodes)} nodes{where} take jobs; the run asks for {needed}",
         to_do="" if num_good >= needed else "ask for fewer nodes, or for another partition",
     )
     for one in bad:
@@ -317,20 +329,16 @@ def _nodes(site: Site) -> Iterator[Finding]:
         )
 
 
-def _unanswered(check: str) -> Finding:
-    return Finding(
-        check=check, level="unknown", found="Slurm does not answer", to_do="try again; `scontrol ping` says more"
-    )
+def _unanswered(site: Site, check: str, question: str) -> Finding:
+    found = site.told.why_not(question)
+    return Finding(check=check, level="unknown", found=found, to_do="try again; `scontrol ping` says more")
 
 
-def host_name() -> str:
-    """Return this host's name, for the heading."""
-    return os.uname().nodename
-
-
-ALWAYS: Sequence[Callable[[Site], Iterator[Finding]]] = (_profile, _runs_dir)
+ALWAYS: Sequence[Callable[[Site], Iterator[Finding]]] = (_profile, _job, _runs_dir, _quota)
 OF_SLURM: Sequence[Callable[[Site], Iterator[Finding]]] = (
+    _controller,
     _version,
+    _partition,
     _preemption,
     _requeue,
     _arrays,

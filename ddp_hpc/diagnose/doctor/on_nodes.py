@@ -15,7 +15,6 @@ from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.preflight import Preflight, preflight_of
 from ddp_hpc.slurm import client
-from ddp_hpc.slurm.allocation import is_in_job
 from ddp_hpc.slurm.directives import directives
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.workload.table import workload_of
@@ -27,10 +26,16 @@ _MODULE = "ddp_hpc.job.preflight"
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def check(
-    spec: RunSpec, nodes: str, environ: Mapping[str, str], *, paths: Sequence[str] = (), patience_s: float = WAIT_S
+def check(  # noqa: PLR0913  what is checked, and where
+    spec: RunSpec,
+    nodes: str,
+    environ: Mapping[str, str],
+    *,
+    is_in_job: bool,
+    paths: Sequence[str] = (),
+    patience_s: float = WAIT_S,
 ) -> Preflight:
-    """Check so many nodes, or the named ones; inside of a job, those that it has. `paths` have to be there on each.
+    """Check so many nodes, or the named ones; with `is_in_job`, those of the job that `environ` names. `paths` have to be there on each.
 
     Raises:
         ConfigError: where Slurm refuses the job, or the check fails.
@@ -49,7 +54,7 @@ def check(
         *(f"--interface={name}" for name in spec.network.interfaces),
     ]
     try:
-        if is_in_job(environ):
+        if is_in_job:
             answer = client.run_beside(command, environ, timeout_s=patience_s)
         else:
             answer = client.run_in_allocation(options_of(spec, nodes), command, environ, timeout_s=patience_s)

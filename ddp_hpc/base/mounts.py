@@ -1,0 +1,56 @@
+"""Which file system a path lies on, by the kernel's list of this process's mounts (proc_pid_mountinfo(5))."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+AUTOMOUNT = "autofs"
+"""The type of a place where a mount appears once a process looks into it (autofs(5))."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """A file system, and where it begins."""
+
+    point: str
+    fs_type: str
+    source: str = ""
+    """A device, or `server:/export`."""
+
+
+def mount_of(path: Path, *, mountinfo: Path = MOUNTINFO) -> Mount | None:
+    """Return the mount that a path lies on, whether or not the path exists; None where the kernel's list cannot be read."""
+    real = os.path.realpath(path)
+    with suppress(OSError):
+        text = mountinfo.read_text(encoding="utf-8", errors="surrogateescape")
+        return _covering(real, text)
+    return None
+
+
+def _covering(path: str, text: str) -> Mount | None:
+    """Return the last mount of the longest of the points above a path: a later one covers an earlier one."""
+    found: Mount | None = None
+    for mount in _mounts(text):
+        is_above = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        if is_above and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def _mounts(text: str) -> Iterator[Mount]:
+    for line in text.splitlines():
+        front, separator, back = line.partition(" - ")
+        before, after = front.split(), back.split()
+        if separator and len(before) >= 5 and len(after) >= 2:
+            yield Mount(point=_plain(before[4]), fs_type=after[0], source=_plain(after[1]))
+
+
+def _plain(text: str) -> str:
+    """Return a name in which the kernel wrote a space, or the like, as a backslash and three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
