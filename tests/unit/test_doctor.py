@@ -20,7 +20,7 @@ from ddp_hpc.diagnose.doctor.login import Site
 from ddp_hpc.diagnose.doctor.on_nodes import options_of
 from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
 from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE
-from ddp_hpc.node_checks.node import disk, gather, networks, shared, state_of
+from ddp_hpc.node_checks.node import disk, gather, networks, num_gpus, shared, state_of
 from ddp_hpc.rendezvous.interfaces import Interface
 from ddp_hpc.rendezvous.worker_env import for_debug
 from ddp_hpc.run_dir.ledger import Attempt, Cause, Ending
@@ -341,6 +341,68 @@ def test_a_part_that_does_not_end_in_time_is_named_and_the_others_are_told(
 
     assert found.late == ("path /data",)
     assert found.num_cpus
+
+
+def test_a_directory_that_fills_a_moment_later_is_there(tmp_path: Path) -> None:
+    """As one does that an automounter mounts at the first look."""
+    late = threading.Timer(0.3, (tmp_path / "one").write_text, ["1"])
+    late.start()
+
+    found = gather("a", ["a"], folder=tmp_path, paths=[str(tmp_path)], environ={})
+    late.join()
+
+    assert found.paths == {str(tmp_path): THERE}
+    assert found.mounts
+    assert set(found.mounts) == {str(tmp_path)}
+
+
+def test_names_that_are_not_answered_cost_one_wait_and_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, names = threading.Event(), [f"n{number}" for number in range(64)]
+    monkeypatch.setattr(
+        "ddp_hpc.node_checks.node.socket.getaddrinfo",
+        lambda name, *_, **__: [(0, 0, 0, "", ("10.0.0.1", 0))] if name == "n0" else over.wait() or [],
+    )
+    monkeypatch.setattr("ddp_hpc.node_checks.node.socket.getnameinfo", lambda *_: over.wait())
+    monkeypatch.setattr("ddp_hpc.node_checks.node.NAMES_S", 0.4)
+
+    found = gather("n0", names, folder=tmp_path, paths=[], environ={})
+    over.set()
+
+    assert found.names == {"n0": ("10.0.0.1",)}
+    assert "63 of 64 names" in found.late
+    assert found.reverse_s == 0.4
+    assert found.num_cpus
+
+
+@pytest.mark.parametrize(
+    ("environ", "models", "amd", "count"),
+    [
+        ({}, 0, (), None),
+        ({}, 0, ("0", "0", "31415", "27182"), 2),  # CPUs are nodes of AMD's driver, too
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, (), 3),  # one fell off the bus
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 8, (), 1),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c"}, 1, (), 3),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 0, (), 2),
+        ({"ROCR_VISIBLE_DEVICES": "0,1"}, 0, ("5", "6", "7", "8"), 2),
+    ],
+)
+def test_gpus_are_counted_where_something_shows_them(
+    environ: dict[str, str], models: int, amd: tuple[str, ...], count: int | None, tmp_path: Path
+) -> None:
+    for number, gpu_id in enumerate(amd):
+        (tmp_path / f"kfd/{number}").mkdir(parents=True)
+        (tmp_path / f"kfd/{number}/gpu_id").write_text(f"{gpu_id}\n")
+
+    assert num_gpus(environ, ["H100"] * models, dev=tmp_path, kfd=tmp_path / "kfd") == count
+
+
+def test_gpus_of_nvidia_are_counted_by_their_devices(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+
+    assert num_gpus({}, [], dev=tmp_path, kfd=tmp_path) == 2
 
 
 def test_an_interface_that_is_down_counts_as_a_network_that_is_missing() -> None:
