@@ -14,7 +14,7 @@ from typing import Any
 ENVS = Path(__file__).parent
 HEADER = "# {told}; made by envs/derive.py, do not edit.\n"
 TESTED_PYTHON = "3.11"
-GPU_ONLY = re.compile(r"(nvidia-|cuda-|triton\b)")
+GPU_ONLY = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton\b)")
 """Beginnings of packages that PyTorch's builds for CUDA bring along, and others do not."""
 
 

@@ -7,7 +7,7 @@ from ddp_hpc.watch.metrics import numbers_of
 from ddp_hpc.watch.status import RunStatus
 
 
-def as_text(status: RunStatus, *, now: float, word: str | None = None, node_time: str = "") -> str:
+def as_text(status: RunStatus, *, now: float, word: str | None = None, node_time: str = "", machine: str = "") -> str:
     """Return the status, one line for each field: its name and its value. `word` names the run on the command line."""
     rows = {
         "run": f"{status.run}  ({status.path})",
@@ -27,6 +27,7 @@ def as_text(status: RunStatus, *, now: float, word: str | None = None, node_time
         "checkpoint": checkpoint(status),
         "save error": save_error(status),
         "slow": "; ".join(one.sentence() for one in status.slow_ranks),
+        "machines": machine,
         "node time": node_time,
         "attempt": "" if status.attempt is None else f"{status.attempt}{job(status)}",
         "job": "" if status.job_id is None or status.attempt is not None else status.job_id,

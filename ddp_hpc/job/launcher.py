@@ -51,14 +51,15 @@ def step_of_tasks(start: Start) -> list[str]:
     """Return the command that starts one task a worker."""
     launch = start.launch
     step = _step(launch, tasks_per_node=launch.world.workers_per_node)
-    return [*step, *launch.wrapper.command, *_task(start), "--meet", str(start.meeting)]
+    return [*step, *launch.wrapper.command, *_task(start), *_gpus(launch), "--meet", str(start.meeting)]
 
 
 def step_of_torchrun(start: Start) -> list[str]:
     """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
     launch, world = start.launch, start.launch.world
     meeting = ["--meet", str(start.meeting), "--token-file", str(launch.run.rendezvous_token(start.attempt))]
-    node = ["-m", "ddp_hpc.job.node.torchrun_node", *_crew(launch), *_stop_signal(launch), *meeting, "--"]
+    sampled = [f"--run={launch.run.path}", f"--attempt={start.attempt}"]
+    node = ["-m", "ddp_hpc.job.node.torchrun_node", *_crew(launch), *_stop_signal(launch), *sampled, *meeting, "--"]
     options = [
         f"--nnodes={world.num_nodes}",
         f"--nproc-per-node={world.workers_per_node}",
@@ -83,7 +84,12 @@ def _task(start: Start) -> list[str]:
 def _crew(launch: Launch) -> list[str]:
     asked = launch.spec.resources.cpus_per_worker
     cpus = [] if asked is None else ["--cpus-per-worker", str(asked)]
-    return ["--num-workers", str(launch.world.workers_per_node), *cpus]
+    return ["--num-workers", str(launch.world.workers_per_node), *cpus, *_gpus(launch)]
+
+
+def _gpus(launch: Launch) -> list[str]:
+    num_gpus = launch.spec.resources.gpus_per_node
+    return ["--gpus", str(num_gpus)] if num_gpus else []
 
 
 def _stop_signal(launch: Launch) -> list[str]:

@@ -35,6 +35,7 @@ from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
 from ddp_hpc.job.job_context import JobContext, Outcome, given_world, misfit
 from ddp_hpc.job.joining import Joining
 from ddp_hpc.job.launcher import STEPS, Launch, Start, agent_argv, step_of_agents
+from ddp_hpc.job.machine_use import note_machine_use
 from ddp_hpc.job.monitor import Monitor
 from ddp_hpc.job.nan_check import nan_check_rule
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
@@ -448,6 +449,7 @@ def _watch_over(
                 joining.look(time.monotonic())
             if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
                 notifier.silent(begun.attempt, monitor.silence_s)
+    note_machine_use(context.run, begun.attempt)
     if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
         code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
     return Outcome(

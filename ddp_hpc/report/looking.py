@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +12,7 @@ from ddp_hpc.base.processes import host_name
 from ddp_hpc.report.series import Point, thinned
 from ddp_hpc.report.top import Seen
 from ddp_hpc.run_dir.ledger import Attempt
+from ddp_hpc.run_dir.machine_use import FIRST_LINE_S, MachineUse, newest_uses
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.rereading import LastRead, Tail, newest_attempt
 from ddp_hpc.run_dir.timeline import Look, Mark, look_of, read_marks, read_nodes
@@ -40,6 +41,9 @@ class Looker:
     _look: Look | None = None
     _nodes: Mapping[int, str] = field(default_factory=dict)
     _unread: list[str] = field(default_factory=list)
+    _newest_uses: Sequence[MachineUse] = ()
+    _machines_of: int = -1
+    _machines_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._metrics = Tail(self.run.metrics, most_bytes=_MOST_BYTES)
@@ -70,6 +74,7 @@ class Looker:
             look=self._look,
             nodes=self._nodes,
             now=now,
+            machines=self._read(lambda: self._machines(number, now), ()),
             unread=self._unread,
         )
 
@@ -79,6 +84,12 @@ class Looker:
         except OSError as error:
             self._unread.append(f"{Path(error.filename or self.run.path).name}: {error.strerror or error}")
             return otherwise
+
+    def _machines(self, attempt: int, now: float) -> Sequence[MachineUse]:
+        """Return the newest line of each node: many files, of which each is written seldom."""
+        if attempt >= 0 and (attempt != self._machines_of or now - self._machines_at >= FIRST_LINE_S):
+            self._newest_uses, self._machines_of, self._machines_at = newest_uses(self.run, attempt), attempt, now
+        return self._newest_uses
 
     def _read_loss(self) -> None:
         for line in self._metrics.new_lines():

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ddp_hpc.report.axes import compact
 from ddp_hpc.report.series import Point
 from ddp_hpc.report.words import duration, hours, milliseconds, moment, plural, share
+from ddp_hpc.run_dir.machine_use import MachineUse, summary_of
+from ddp_hpc.run_dir.machine_words import cpus, gpus, memory
 from ddp_hpc.run_dir.timeline import Look
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.goodput import Goodput
@@ -32,18 +34,20 @@ class Seen:
     nodes: Mapping[int, str]
     """Rank -> its node."""
     now: float
+    machines: Sequence[MachineUse] = ()
+    """The newest line of each node, in the newest attempt."""
     unread: Sequence[str] = ()
     """Files that cannot be read now, each with the error."""
 
 
 def screen(seen: Seen, *, width: int, height: int, is_plain: bool = False) -> list[str]:
     """Return at most `height` lines of at most `width` characters, the most important ones first; `is_plain`: in ASCII."""
-    unread = [_labelled("not read", text) for text in seen.unread]
     lines = [
         *_head(seen, width),
-        *unread,
+        *(_labelled("not read", text) for text in seen.unread),
         *_progress(seen, width, is_plain=is_plain),
         *_time(seen, width),
+        *_machines(seen),
         *_ranks(seen, width),
     ]
     return [_cut(line, width) for line in lines[:height]]
@@ -109,6 +113,17 @@ def _time(seen: Seen, width: int) -> list[str]:
         text = "  ".join(f"{name} {share(one)}" for one, name in shares if one >= 0.005)
         lines.append(_labelled("phases", _cut(text, width - _LABEL)))
     return lines
+
+
+def _machines(seen: Seen) -> list[str]:
+    summary = summary_of(seen.machines)
+    if summary is None:
+        return []
+    age = f", {duration(max(0.0, seen.now - summary.at))} ago"
+    told = [text for text in (gpus(summary), cpus(summary), memory(summary)) if text]
+    return [
+        _labelled("machines" if number == 0 else "", text) for number, text in enumerate([*told[:-1], told[-1] + age])
+    ]
 
 
 def _ranks(seen: Seen, width: int) -> list[str]:

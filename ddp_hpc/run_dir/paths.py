@@ -196,6 +196,14 @@ class RunDir:
         """When a rank has launched its newest collectives, to find slow ranks."""
         return self.attempt_logs(attempt) / f"rank-{rank}.launches.json"
 
+    def machine_use(self, attempt: int, node_rank: int) -> Path:
+        """How busy the GPUs and CPUs of a node are, and how much memory is used: one line for each interval."""
+        return self.attempt_logs(attempt) / f"node-{node_rank}.machine.jsonl"
+
+    def machine_uses(self, attempt: int) -> list[Path]:
+        """Those files of all nodes."""
+        return sorted(self.attempt_logs(attempt).glob("node-*.machine.jsonl"))
+
     def remark(self, attempt: int, rank: int) -> Path:
         """What a rank has to say of a run that has finished."""
         return self.attempt_logs(attempt) / f"rank-{rank}.remark"

@@ -94,7 +94,7 @@ def test_agents_are_started_once_for_all_attempts_and_told_of_each_by_their_line
 
     assert argv[argv.index(sys.executable) :] == [
         *[sys.executable, "-m", "ddp_hpc.job.node.agent", str(RUN.path), "--worker", "ddp_hpc.train.worker"],
-        *["--stop-signal", "USR2", "--teardown-s", "60", "--num-workers", "4", "--in-step"],
+        *["--stop-signal", "USR2", "--teardown-s", "60", "--num-workers", "4", "--gpus", "4", "--in-step"],
     ]
 
 

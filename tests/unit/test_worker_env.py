@@ -247,7 +247,8 @@ def by_torchrun(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     environ = base_environ(run, **slurms)
     port = free_port()
     write_rendezvous_token(run, 0)
-    node = [f"--meet=127.0.0.1 {port}", f"--token-file={run.rendezvous_token(0)}", "--num-workers=2", "--"]
+    where = [f"--run={run.path}", "--attempt=0", f"--meet=127.0.0.1 {port}", f"--token-file={run.rendezvous_token(0)}"]
+    node = [*where, "--num-workers=2", "--"]
     options = ["--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     worker = ["-m", "ddp_hpc.job.node.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
     argv = [sys.executable, "-m", "ddp_hpc.job.node.torchrun_node", *node, *options, *worker]

@@ -6,12 +6,14 @@ import argparse
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.goodput_text import as_line, as_record, goodput_of_run
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
 from ddp_hpc.cli.status_text import as_text
-from ddp_hpc.watch.status import read_status
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.watch.status import RunStatus, read_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +28,20 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     run_dir = chosen_run(args, environment)
     status = read_status(run_dir, now=now, ask=slurm_asker(environment))
     goodput = goodput_of_run(run_dir, status, now=now)
+    machines, in_words = _machines(run_dir, status, now)
     if args.json:
-        print(as_json({**asdict(status), "goodput": as_record(goodput)}))
+        print(as_json({**asdict(status), "goodput": as_record(goodput), "machines": machines}))
         return 0
-    print(as_text(status, now=now, word=word_for(run_dir, environment), node_time=as_line(goodput)))
+    word = word_for(run_dir, environment)
+    print(as_text(status, now=now, word=word, node_time=as_line(goodput), machine=in_words))
     return 0
+
+
+def _machines(run_dir: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, Any] | None, str]:
+    """Return how busy the machines of the newest attempt are, as JSON and as text; None where nothing was measured."""
+    if status.attempt is None or not run_dir.machine_uses(status.attempt):
+        return None, ""
+    from ddp_hpc.cli import machine_text  # late: a run that has just begun has none of these files
+
+    uses = machine_text.uses_of_run(run_dir, status)
+    return machine_text.as_record(uses), machine_text.as_line(uses, status, now=now)

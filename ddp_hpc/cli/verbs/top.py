@@ -13,6 +13,7 @@ from typing import TextIO
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.base.shown_text import visible
 from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.machine_text import as_record as machine_record
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.cli.terminal import unguarded
 from ddp_hpc.report.looking import Looker
@@ -61,6 +62,7 @@ def as_record(seen: Seen) -> dict[str, object]:
         "goodput": None if seen.goodput is None else asdict(seen.goodput),
         "phases": dict(seen.phases),
         "waits": waits,
+        "machines": machine_record(seen.machines),
         "unread": list(seen.unread),
     }
 

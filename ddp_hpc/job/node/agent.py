@@ -33,6 +33,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.memory_kills import has_killed, num_memory_kills
 from ddp_hpc.errors import exit_code_of
 from ddp_hpc.job.node.cpus import Share, share_here
+from ddp_hpc.job.node.machine_use import BEGIN_S, MachineSampler, Node
 from ddp_hpc.job.node.python_environ import (
     imports_for_good,
     leave_at_once,
@@ -109,6 +110,9 @@ class WorkerGroup:
     num_memory_kills: int | None = field(default_factory=num_memory_kills)
     """How often the kernel had killed in this cgroup when they were started."""
     collector: HangCollector | None = None
+    sampled_from: float = field(default_factory=lambda: time.monotonic() + BEGIN_S)
+    """When the sampling of this node begins."""
+    sampler: MachineSampler | None = None
 
     @property
     def alive(self) -> set[int]:
@@ -296,8 +300,20 @@ class Agent:
         if self._group is None:
             return 3600.0
         if self._group.deadline is None:
-            return self._group.collector.patience_s() if self._group.collector else 3600.0
+            to_sample = 3600.0 if self._group.sampler else max(0.0, self._group.sampled_from - time.monotonic())
+            return min(to_sample, self._group.collector.patience_s() if self._group.collector else 3600.0)
         return 1.0 if self._group.was_cut else self._group.deadline - time.monotonic()
+
+    def _sample_machine(self, group: WorkerGroup) -> None:
+        """Begin to sample how busy this node is."""
+        node = Node(
+            run=self._run,
+            attempt=group.node_workers.attempt,
+            node_rank=self._node_rank,
+            num_nodes=self._num_nodes,
+            num_gpus=self._arguments.gpus,
+        )
+        group.sampler = MachineSampler(node, {**os.environ, **self._python})
 
     def _look_after_workers(self) -> None:
         """Record the workers that have exited; after the last one, report to the supervisor."""
@@ -312,8 +328,12 @@ class Agent:
                 _note_exit(group, group.ranks[pid], code)
         if group.collector and group.deadline is None:
             group.collector.look()
+        if group.sampler is None and group.deadline is None and group.alive and time.monotonic() >= group.sampled_from:
+            self._sample_machine(group)
         if not group.alive:
             self._group = None
+            if group.sampler:
+                group.sampler.close()
             self._report_end(group.node_workers.attempt, exit_codes.joint(group.codes.values()))
 
 
@@ -343,6 +363,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--teardown-s", type=float)
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
+    parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--in-step", action="store_true")
     return parser.parse_args(argv)
 

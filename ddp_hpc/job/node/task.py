@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +20,13 @@ from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.errors import exit_code_of
 from ddp_hpc.job.node.cpus import share_here
-from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
+from ddp_hpc.job.node.machine_use import MachineSampler, Node
+from ddp_hpc.job.node.python_environ import (
+    imports_for_good,
+    leave_at_once,
+    make_users_code_importable,
+    python_environ,
+)
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
@@ -50,11 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
+    parser.add_argument("--gpus", type=int, default=0)
     arguments = parser.parse_args(argv)
     # A signal that comes during the imports stays pending until the worker has handlers.
     processes.block_awaited_signals()
     processes.block_interruptions()
-    run, meeting = RunDir(arguments.run), arguments.meet
+    run, meeting, python = RunDir(arguments.run), arguments.meet, python_environ(os.environ)
     import_paths = make_users_code_importable(os.environ)
     if meeting is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
@@ -66,14 +73,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torchrun's node has made one for all its workers. What a killed task leaves, the next one removes.
     probes = None if PROBE_FOLDER in os.environ else make_folder()
     os.environ.update(for_probe(probes.path if probes else None, is_alone=True))
+    # torchrun's node samples for all its workers, and of srun's tasks on a node, the first one does.
+    sampler = _sampler(run, arguments, {**os.environ, **python}) if meeting is not None else None
     try:
         code = _work(run, arguments.worker, arguments.attempt, meeting)
     finally:
         if probes:
             probes.close()
+        if sampler:
+            sampler.close()
     if os.environ["RANK"] == "0":
         write_rank_zero_exit(run, arguments.attempt, code)
     return exit_codes.FINISHED if code == exit_codes.STOPPED else code
+
+
+def _sampler(run: RunDir, arguments: argparse.Namespace, environ: Mapping[str, str]) -> MachineSampler | None:
+    place = step_task(os.environ)
+    if place.local_rank != 0:
+        return None
+    node = Node(
+        run=run,
+        attempt=arguments.attempt,
+        node_rank=place.node_rank,
+        num_nodes=place.num_nodes,
+        num_gpus=arguments.gpus,
+        is_of_step=place.local_world_size > 1,
+    )
+    return MachineSampler(node, environ)
 
 
 def _by_srun(meeting: Meeting, import_paths: Sequence[str]) -> WorkerEnv:

@@ -30,10 +30,12 @@ import psutil
 
 from ddp_hpc.base import processes
 from ddp_hpc.job.node.cpus import share_here
+from ddp_hpc.job.node.machine_use import MachineSampler, Node
 from ddp_hpc.job.wire.endpoint import Meeting, own_address
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled, without_probe
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_rendezvous_token
 from ddp_hpc.slurm.allocation import step_task
 
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.job.node.torchrun_node", description=__doc__)
     parser.add_argument("--num-workers", type=int, required=True)
     parser.add_argument("--cpus-per-worker", type=int)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
     parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
     parser.add_argument("--token-file", type=Path, required=True)
@@ -57,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     share = share_here(os.environ, arguments.num_workers, arguments.cpus_per_worker)
     made = node_variables(this_host().interface_towards(address), share.threads)
     node = WorkerEnv(process="torchrun's agent", variables=settled(made, os.environ))
-    is_host = step_task(os.environ).node_rank == 0
+    place = step_task(os.environ)
+    is_host = place.node_rank == 0
     rendezvous = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
     token = read_rendezvous_token(arguments.token_file)
     # Other users can list the names of rendezvous; this one does not reveal the token.
@@ -74,11 +80,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here
     )
+    sampled = Node(
+        run=RunDir(arguments.run),
+        attempt=arguments.attempt,
+        node_rank=place.node_rank,
+        num_nodes=place.num_nodes,
+        num_gpus=arguments.gpus,
+    )
+    sampler = MachineSampler(sampled, os.environ)
     try:
         return see_through(torchrun, arguments.stop_signal, interruptions)
     finally:
         if probes:
             probes.close()
+        sampler.close()
 
 
 def see_through(

@@ -1,0 +1,56 @@
+"""Starts what samples how busy a node is (`ddp_hpc.machine.node`), beside the node's workers, and ends it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ddp_hpc.run_dir.paths import RunDir
+
+BEGIN_S = 5.0
+"""How long after its workers an agent starts it: a training that is over sooner needs no figures."""
+LEAVE_S = 1.0
+"""How long it may take for its last line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Which node is sampled, in which attempt."""
+
+    run: RunDir
+    attempt: int
+    node_rank: int
+    num_nodes: int
+    num_gpus: int
+    """How many GPUs of this node the job has."""
+    is_of_step: bool = False
+    """Whether srun has started the workers, so that they are no children of the process that starts this."""
+
+
+class MachineSampler:
+    """The process that samples, while it runs."""
+
+    def __init__(self, node: Node, environ: Mapping[str, str]) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        numbers = [f"--attempt={node.attempt}", f"--node-rank={node.node_rank}", f"--num-nodes={node.num_nodes}"]
+        more = [f"--gpus={node.num_gpus}", f"--parent={os.getpid()}", *(["--of-step"] if node.is_of_step else [])]
+        argv = [sys.executable, "-m", "ddp_hpc.machine.node", str(node.run.path), *numbers, *more]
+        # Its standard input is a pipe that ends it. The standard output of an agent is its line to the supervisor.
+        with suppress(OSError):  # no process can be made: then the workers need what there is
+            self._process = subprocess.Popen(argv, env={**environ}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        """Have it write its last line, and wait for that, but not for long: it may hang in a file system or a driver."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()

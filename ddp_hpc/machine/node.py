@@ -1,0 +1,97 @@
+"""Samples how busy this node is, beside the workers of one attempt, and writes it into the run directory.
+
+    python -m ddp_hpc.machine.node RUN_DIR --attempt 0 --node-rank 1 --num-nodes 4 --gpus 8 --parent 4711
+
+It is started beside the workers (`job.node.machine_use`), which are processes below its parent. It ends when its standard input is
+closed, after a last line, and with its parent. A file system or a driver that does not answer delays it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ddp_hpc.base import processes
+from ddp_hpc.machine.cgroups import Cgroups
+from ddp_hpc.machine.gpus import GpuReader, visible_gpus
+from ddp_hpc.machine.processes import ProcessTree, step_parent
+from ddp_hpc.machine.sampler import Sampler, line_s, pause_s
+from ddp_hpc.run_dir.machine_use import append_use
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.slurm.allocation import cpu_grant, node_name
+
+LEAST_LINE_S = 1.0
+"""A last interval that is shorter says little, and is not written."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Sample until the standard input is closed."""
+    arguments = _parse(argv)
+    processes.die_with_parent(arguments.parent)
+    processes.ignore_stop_signals()
+    root = step_parent() if arguments.of_step else arguments.parent
+    grant = cpu_grant(os.environ)
+    sampler = Sampler(
+        node_rank=arguments.node_rank,
+        node=node_name(os.environ),
+        num_gpus=arguments.gpus,
+        gpus=GpuReader(visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), arguments.gpus)),
+        processes=None if root is None else ProcessTree(root),
+        cgroups=Cgroups(),
+        granted=grant.num_of_job if grant else None,
+    )
+    _sample(sampler, RunDir(arguments.run), arguments.attempt, arguments.num_nodes)
+    return 0
+
+
+def _sample(sampler: Sampler, run: RunDir, attempt: int, num_nodes: int) -> None:
+    began = written = time.monotonic()
+    is_over = False
+    _look(sampler)
+    while not is_over:
+        until_line = written + line_s(time.monotonic() - began, num_nodes) - time.monotonic()
+        is_over = _is_closed(min(pause_s(sampler.cost_s), max(0.0, until_line)))
+        _look(sampler)
+        now = time.monotonic()
+        if now - written >= (LEAST_LINE_S if is_over else line_s(now - began, num_nodes)):
+            use, written = sampler.line(), now
+            if use is not None:
+                with suppress(OSError):  # the next line tries again
+                    append_use(run, attempt, use)
+
+
+def _look(sampler: Sampler) -> None:
+    if warning := sampler.sample():
+        with suppress(OSError):
+            sys.stderr.write(f"{warning}\n")
+
+
+def _is_closed(seconds: float) -> bool:
+    """Wait; tell whether the standard input was closed meanwhile."""
+    return bool(select.select([0], [], [], seconds)[0])
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ddp_hpc.machine.node", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--node-rank", type=int, required=True)
+    parser.add_argument("--num-nodes", type=int, required=True)
+    parser.add_argument("--gpus", type=int, required=True, help="how many GPUs of this node the job has")
+    parser.add_argument("--parent", type=int, required=True, help="the process that started this one")
+    parser.add_argument("--of-step", action="store_true", help="srun has started the workers, side by side")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)  # a thread may be inside of a driver that does not answer
