@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py                      # on a machine with a GPU; writes into benchmarks/results/
     python benchmarks/gpu_check.py --device cpu --tiny  # about a minute: proves this script, its figures mean nothing
 
-Forked workers with CUDA and NCCL, bf16 and fp16, exact resume and the cost of deterministic algorithms, the pinned copy
+Forked workers with CUDA and NCCL, how busy the GPU is by NVML, bf16 and fp16, exact resume and the cost of deterministic algorithms, the pinned copy
 of a checkpoint, and samples/s beside a naive and a hand-tuned loop. It needs our runtime dependencies, no installation.
 """
 
@@ -39,6 +39,7 @@ from benchmarks.rounds import surroundings
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
+from ddp_hpc.machine.gpus import GpuReader, visible_gpus
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.recipe import Recipe
@@ -208,6 +209,33 @@ def check_group(device: torch.device) -> dict[str, Any]:
         return check()
 
 
+def check_machine_use(device: torch.device) -> dict[str, Any]:
+    """Keep the GPU busy, and hold what is sampled of it against CUDA's own figures of the memory."""
+    reader = GpuReader(visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), 1))
+    [idle], problem = reader.read()
+    assert not problem, problem
+    left = torch.randn(4096, 4096, device=device)
+    seen, busy, end = idle, [], time.monotonic() + 4.0
+    began = time.thread_time()
+    num_reads = 0
+    while time.monotonic() < end:
+        for _ in range(20):
+            left = (left @ left).clamp(-1, 1)
+        torch.cuda.synchronize(device)
+        [seen], problem = reader.read()
+        num_reads += 1
+        busy.append(seen.busy)
+    free, total = torch.cuda.mem_get_info(device)
+    used_gib, read_s = (total - free) / 2**30, time.thread_time() - began
+    found = {"idle": idle.busy, "busy": busy[-1], "memory_gib": seen.memory_gib, "by_cuda_gib": used_gib}
+    assert busy[-1] is not None, found
+    assert busy[-1] > 0.8, found
+    # NVML counts what the driver has reserved on some GPUs, too, which CUDA leaves out of the total.
+    assert seen.memory_gib is not None, found
+    assert abs(seen.memory_gib - used_gib) < 1.5, found
+    return {**found, "num_reads": num_reads, "cpu_s_with_the_loop": read_s}
+
+
 @dataclass(frozen=True)
 class Check:
     """One thing to check; on a GPU the stand-ins for `cpu` are left out, without one those for `cuda` are not run."""
@@ -226,6 +254,7 @@ def all_checks(place: Workplace, device: torch.device) -> list[Check]:
         Check("forked worker, CUDA and NCCL", forked, "cuda"),
         Check("group of one, gloo", group, "cpu"),
         Check("group of one, NCCL", group, "cuda"),
+        Check("how busy the GPU is, by NVML", partial(check_machine_use, device), "cuda"),
         Check("bf16 trains", partial(check_precision, place, "bf16")),
         Check("fp16 trains", partial(check_precision, place, "fp16")),
         Check("exact resume, bf16", partial(check_resume, place, "bf16")),

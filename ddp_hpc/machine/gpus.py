@@ -67,7 +67,10 @@ class GpuReader:
         while True:
             self._asked.wait()
             self._asked.clear()
-            self._found = self.read()
+            try:
+                self._found = self.read()
+            except Exception as error:  # noqa: BLE001  a library of another version: nothing is known, and this thread stays
+                self._found = [], f"NVIDIA's library cannot be used: {error!r}"
             self._is_reading = False
 
     def read(self) -> tuple[list[GpuUse], str]:

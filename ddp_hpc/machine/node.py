@@ -2,8 +2,8 @@
 
     python -m ddp_hpc.machine.node RUN_DIR --attempt 0 --node-rank 1 --num-nodes 4 --gpus 8 --parent 4711
 
-It is started beside the workers (`job.node.machine_use`), which are processes below its parent. It ends when its standard input is
-closed, after a last line, and with its parent. A file system or a driver that does not answer delays it alone.
+It is started beside the workers (`job.node.machine_use`), which are processes below the one that `--parent` names. It ends when its standard
+input is closed, or that process has ended, after a last line. A file system or a driver that does not answer delays it alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ LEAST_LINE_S = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Sample until the standard input is closed."""
     arguments = _parse(argv)
-    processes.die_with_parent(arguments.parent)
+    try:
+        parent_fd = os.pidfd_open(arguments.parent)
+    except ProcessLookupError:  # it has ended
+        return 0
     processes.ignore_stop_signals()
     root = step_parent() if arguments.of_step else arguments.parent
     grant = cpu_grant(os.environ)
@@ -46,17 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         cgroups=Cgroups(),
         granted=grant.num_of_job if grant else None,
     )
-    _sample(sampler, RunDir(arguments.run), arguments.attempt, arguments.num_nodes)
+    _sample(sampler, RunDir(arguments.run), arguments.attempt, arguments.num_nodes, parent_fd)
     return 0
 
 
-def _sample(sampler: Sampler, run: RunDir, attempt: int, num_nodes: int) -> None:
+def _sample(sampler: Sampler, run: RunDir, attempt: int, num_nodes: int, parent_fd: int) -> None:
     began = written = time.monotonic()
     is_over = False
     _look(sampler)
     while not is_over:
         until_line = written + line_s(time.monotonic() - began, num_nodes) - time.monotonic()
-        is_over = _is_closed(min(pause_s(sampler.cost_s), max(0.0, until_line)))
+        is_over = _is_over(parent_fd, min(pause_s(sampler.cost_s), max(0.0, until_line)))
         _look(sampler)
         now = time.monotonic()
         if now - written >= (LEAST_LINE_S if is_over else line_s(now - began, num_nodes)):
@@ -72,9 +75,10 @@ def _look(sampler: Sampler) -> None:
             sys.stderr.write(f"{warning}\n")
 
 
-def _is_closed(seconds: float) -> bool:
-    """Wait; tell whether the standard input was closed meanwhile."""
-    return bool(select.select([0], [], [], seconds)[0])
+def _is_over(parent_fd: int, seconds: float) -> bool:
+    """Wait; tell whether the standard input was closed meanwhile, or the parent has ended."""
+    # The children of the parent may hold the other end of the pipe (pidfd_open(2), https://man7.org/linux/man-pages/man2/pidfd_open.2.html).
+    return bool(select.select([0, parent_fd], [], [], seconds)[0])
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -84,7 +88,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--node-rank", type=int, required=True)
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--gpus", type=int, required=True, help="how many GPUs of this node the job has")
-    parser.add_argument("--parent", type=int, required=True, help="the process that started this one")
+    parser.add_argument("--parent", type=int, required=True, help="the process beside which this one runs")
     parser.add_argument("--of-step", action="store_true", help="srun has started the workers, side by side")
     return parser.parse_args(argv)
 

@@ -16,8 +16,8 @@ from ddp_hpc.run_dir.machine_use import FIRST_LINE_S, GpuUse, MachineUse
 
 SAMPLE_S = 5.0
 """The time between two samples."""
-COST_SHARE = 0.0005
-"""A sample takes at most this share of a CPU: with very many processes, samples are rarer."""
+COST_SHARE = 0.0008
+"""All that this process does takes at most this share of a CPU: with very many processes, or a slow driver, samples are rarer."""
 MOST_LINE_S = 600.0
 """The longest time between two lines, where nodes are few."""
 LINE_SHARE = 0.005
@@ -62,7 +62,8 @@ class Sampler:
     """How many CPUs Slurm has granted the job on this node."""
     clock: Callable[[], float] = time.time
     cost_s: float = 0.0
-    """The CPU time that the newest sample took."""
+    """The CPU time of this process since the sample before: looks, the driver's calls, writing."""
+    _cpu_s: float = field(default_factory=time.process_time)
     _since: float | None = None
     _begin: CpuLimit = field(default_factory=CpuLimit)
     _used: list[float] = field(default_factory=list)
@@ -74,7 +75,6 @@ class Sampler:
 
     def sample(self) -> str:
         """Look once; return a warning for the log, or an empty text. The first look is the beginning of the first line."""
-        begin = time.thread_time()
         used = None if self.processes is None else self.processes.used_s()
         if self.num_gpus:
             self._note_gpus(*self.gpus.take())
@@ -83,7 +83,8 @@ class Sampler:
         elif used is not None:
             self._used.append(used)
         warning = self._note_memory()
-        self.cost_s = time.thread_time() - begin
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        self.cost_s = self._cpu_s - before
         return warning
 
     def line(self) -> MachineUse | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_hpc.report.series import Series
 from ddp_hpc.run_dir.environment import Environment
+from ddp_hpc.run_dir.machine_use import MachineUse
 from ddp_hpc.run_dir.meeting import MeetingRecord
 from ddp_hpc.run_dir.slow_ranks import Alarm
 from ddp_hpc.run_dir.timeline import Look, Mark
@@ -77,6 +78,8 @@ class RunData:
     values: Mapping[str, Any]
     """Key -> value of the configuration."""
     is_script: bool
+    machines: Mapping[int, Sequence[MachineUse]] = field(default_factory=dict)
+    """Attempt -> how busy its nodes were."""
     missing: Sequence[str] = field(default_factory=list)
     """What is not shown, why, and how to get it."""
     against: Against | None = None

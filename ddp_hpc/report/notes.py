@@ -15,6 +15,7 @@ from typing import Any
 from ddp_hpc.config.sources import read_mapping
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.report.data import RunData
+from ddp_hpc.report.machines import facts_of_machines
 
 MOST_NOTES = 3
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -75,6 +76,18 @@ class Facts:
     """The key `data.num_workers`."""
     workers: float = math.nan
     """Ranks."""
+    gpu_busy: float = math.nan
+    """Share of the time in which some kernel ran, on the mean of the GPUs since training began."""
+    gpu_memory_share: float = math.nan
+    """The most memory that was used, of the GPU that had the least left."""
+    cpu_busy: float = math.nan
+    """CPU seconds that were used, as a share of those that the job may use."""
+    cpus_of_node: float = math.nan
+    """CPUs that the job may use on a node."""
+    throttled_share: float = math.nan
+    """Share of the CPU time that the cgroup's quota refused."""
+    memory_share: float = math.nan
+    """The most memory that was used on a node, of the limit of the job's cgroup."""
 
 
 NAMES = tuple(one.name for one in fields(Facts))
@@ -90,6 +103,8 @@ class Rule:
     """With numbers in braces: `{lost_share:.0%}`."""
     key: str
     """What to set, or to type."""
+    topic: str = ""
+    """Of the rules with one topic, the first that holds is shown."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +142,43 @@ RULES: Sequence[Rule] = (
         key="a larger checkpoint.every_steps",
     ),
     Rule(
+        when="memory_share >= 0.90",
+        text="A node used {memory_share:.0%} of the memory that the job may use. At the limit, the kernel kills a process of the job.",
+        key="a larger resources.mem_gb, or a smaller data.num_workers",
+    ),
+    Rule(
+        when="gpu_busy < 0.70 and cpu_busy >= 0.90 and data_share >= 0.10",
+        text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy, and rank zero waits for samples in {data_share:.0%} of its steps. More loader processes would not help without more CPUs.",
+        key="a larger resources.cpus_per_worker",
+        topic="data",
+    ),
+    Rule(
+        when="gpu_busy < 0.70 and cpu_busy < 0.70 and data_share >= 0.10",
+        text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, and rank zero waits for samples in {data_share:.0%} of its steps, while the CPUs are only {cpu_busy:.0%} busy. With {data_workers:.0f} loader processes for each worker, too few samples are loaded at the same time, or the disk is slow.",
+        key="a larger data.num_workers, or stage.*",
+        topic="data",
+    ),
+    Rule(
+        when="gpu_busy < 0.50 and cpu_busy >= 0.90",
+        text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy.",
+        key="a larger resources.cpus_per_worker",
+        topic="data",
+    ),
+    Rule(
         when="data_share >= 0.20",
         text="Rank zero waits for samples in {data_share:.0%} of its steps, with {data_workers:.0f} loader processes. Its processor or GPU is idle then.",
         key="data.num_workers, a faster disk, or stage.*",
+        topic="data",
+    ),
+    Rule(
+        when="gpu_busy < 0.05",
+        text="The GPUs are busy {gpu_busy:.1%} of the time: the training may not use them at all.",
+        key="resources.gpus_per_node=0, or have the script use its GPU",
+    ),
+    Rule(
+        when="throttled_share >= 0.05",
+        text="The CPU quota of the job's cgroup kept its threads from running for {throttled_share:.0%} of the CPU time.",
+        key="a larger resources.cpus_per_worker, or fewer threads (env.OMP_NUM_THREADS)",
     ),
     Rule(
         when="lost_share >= 0.10 and steps_repeated > 0",
@@ -193,6 +242,7 @@ def facts_of(run: RunData) -> Facts:
         not_finite_at_end=float(run.series.ends_not_finite),
         data_workers=_or_nan(run.values.get("data.num_workers")),
         workers=max((mark.world_size or 0 for mark in run.marks), default=0) or math.nan,
+        **facts_of_machines(run),
     )
 
 
@@ -218,7 +268,10 @@ def _ratio(part: float, whole: float) -> float:
 def notes_of(facts: Facts, rules: Sequence[Rule]) -> list[Note]:
     """Return the first notes whose conditions hold; one that says so where none holds."""
     values = {name: getattr(facts, name) for name in NAMES}
-    found = [Note(rule.text.format(**values), rule.key.format(**values)) for rule in rules if _holds(rule.when, values)]
+    holding = [rule for rule in rules if _holds(rule.when, values)]
+    first = {rule.topic: rule for rule in reversed(holding)}
+    shown = [rule for rule in holding if not rule.topic or rule is first[rule.topic]]
+    found = [Note(rule.text.format(**values), rule.key.format(**values)) for rule in shown]
     return found[:MOST_NOTES] or [NOTHING]
 
 
@@ -243,8 +296,8 @@ def read_rules(path: Path) -> list[Rule]:
 
 def _rule(path: Path, number: int, plain: Any) -> Rule:
     where = f"Note {number} of {path}"
-    if not isinstance(plain, dict) or set(plain) != {"when", "text", "key"}:
-        raise ConfigError(f"{where} must have the keys `when`, `text` and `key`, and no others.")
+    if not isinstance(plain, dict) or set(plain) - {"topic"} != {"when", "text", "key"}:
+        raise ConfigError(f"{where} must have the keys `when`, `text` and `key`, may have `topic`, and no others.")
     rule = Rule(**{key: str(value) for key, value in plain.items()})
     for part in rule.when.split(" and "):
         match = _CONDITION.fullmatch(part)

@@ -14,6 +14,7 @@ from ddp_hpc.base.shown_text import masked, visible
 from ddp_hpc.report import charts
 from ddp_hpc.report.axes import compact
 from ddp_hpc.report.data import Against, RunData
+from ddp_hpc.report.machines import about_machines, machine_chart
 from ddp_hpc.report.notes import RULES, Rule, facts_of, notes_of
 from ddp_hpc.report.timeline import rows_of
 from ddp_hpc.report.words import duration, hours, milliseconds, moment, plural, share
@@ -93,6 +94,8 @@ def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
         "phases": phases,
         "phases_about": _about_phases(num_steps, run),
         "has_spread": any(one.spread_ms for one in phases),
+        "machines": machine_chart(run),
+        "machines_about": about_machines(run),
         "map": waits,
         "map_height": 0 if waits is None else min(26.0, max(4.0, 1.35 * len(waits.rows))),
         "shades": [

@@ -15,6 +15,7 @@ from ddp_hpc.report.data import HIDDEN, Against, Difference, Failure, RunData
 from ddp_hpc.report.series import Series, read_series
 from ddp_hpc.run_dir.environment import Environment, differences, read_environment
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger
+from ddp_hpc.run_dir.machine_use import read_uses
 from ddp_hpc.run_dir.meeting import read_meeting
 from ddp_hpc.run_dir.network import read_network
 from ddp_hpc.run_dir.paths import RunDir
@@ -89,6 +90,7 @@ def read_run(
         checkpoints=reader.read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
         environments=_of_each(numbers, partial(_environment, run)),
         failure=reader.read("Why it failed", partial(_failure, run, ledger, secrets), None),
+        machines=_of_each(numbers, lambda number: read_uses(run, number) or None),
         secrets=secrets,
         values=values,
         is_script=is_script,

@@ -31,6 +31,32 @@ def test_a_number_that_is_not_known_makes_no_note() -> None:
     assert notes_of(Facts(), [Rule(when="lost_share < 5", text="x", key="y")]) == [NOTHING]
 
 
+@pytest.mark.parametrize(
+    ("facts", "beginning", "key"),
+    [
+        (Facts(gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8, data_share=0.4), "The GPUs wait: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy, and rank zero waits", "a larger resources.cpus_per_worker"),
+        (Facts(gpu_busy=0.35, cpu_busy=0.2, data_share=0.4, data_workers=1), "The GPUs wait: they are busy 35% of the time, and rank zero waits", "a larger data.num_workers, or stage.*"),
+        (Facts(gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8), "The GPUs wait: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy.", "a larger resources.cpus_per_worker"),
+        (Facts(data_share=0.4, data_workers=0), "Rank zero waits for samples in 40% of its steps", "data.num_workers, a faster disk, or stage.*"),
+    ],
+    ids=["CPUs are the reason", "loader processes are", "a script", "no GPUs"],
+)  # fmt: skip
+def test_of_what_is_known_of_waiting_for_data_one_note_is_made_with_one_advice(
+    facts: Facts, beginning: str, key: str
+) -> None:
+    [note] = notes_of(facts, RULES)
+
+    assert note.text.startswith(beginning)
+    assert note.key == key
+
+
+@pytest.mark.parametrize(
+    "facts", [Facts(cpu_busy=1.0, data_share=0.1), Facts(gpu_busy=0.9, cpu_busy=1.0, data_share=0.1)]
+)
+def test_gpus_that_are_busy_or_not_known_do_not_wait(facts: Facts) -> None:
+    assert notes_of(facts, RULES) == [NOTHING]
+
+
 def test_the_most_important_notes_come_first_and_are_at_most_three() -> None:
     facts = Facts(
         not_finite=3,
@@ -105,6 +131,8 @@ def test_an_odd_line_of_a_slow_rank_is_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.when)
 def test_each_rule_of_ours_is_one_that_a_site_could_write(rule: Rule, tmp_path: Path) -> None:
     text = f"notes:\n- when: {rule.when!r}\n  text: {rule.text!r}\n  key: {rule.key!r}\n"
+    if rule.topic:
+        text += f"  topic: {rule.topic!r}\n"
 
     assert read_rules(site_file(tmp_path, text)) == [rule]
 

@@ -16,6 +16,7 @@ from ddp_hpc.report.page import page_of
 from ddp_hpc.report.reading import read_run
 from ddp_hpc.report.trace import trace_of
 from ddp_hpc.run_dir.ledger import Cause, End, Ending, record_end, record_start
+from ddp_hpc.run_dir.machine_use import GpuUse, MachineUse, append_use
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, QueuedJob, write_progress, write_queued_job
 from tests.made_run import add_checkpoint, add_failure, add_log, make_run
@@ -292,3 +293,34 @@ def test_a_timeline_that_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path:
 
     assert "The timeline cannot be read" in found.text
     assert "Loss and throughput" in found.headings
+
+
+def test_a_page_shows_how_busy_the_machines_were_and_says_why_the_gpus_wait(tmp_path: Path) -> None:
+    run = large_run(tmp_path / "run")
+    for node_rank in range(2):
+        for at in range(100, 1000, 100):
+            gpus = (GpuUse(name="0", busy=0.3, memory_gib=8.0, total_gib=80.0),)
+            use = MachineUse(
+                node_rank=node_rank,
+                node=f"node{node_rank}",
+                at=BEGIN + at,
+                seconds=100.0,
+                num_gpus=1,
+                gpus=gpus,
+                num_cpus=8.0,
+                cpus_used=7.9,
+            )
+            append_use(run, 0, use)
+
+    shown = page(run)
+
+    assert "How busy the machines were" in shown.headings
+    assert "GPUs 30% busy, 8.0 of 80.0 GiB of GPU memory; CPUs 99% of 16 busy" in shown.text
+    assert "The GPUs wait: they are busy 30% of the time, while the 8 CPUs of each node are 99% busy" in shown.text
+
+
+def test_a_page_of_machines_of_which_nothing_is_known_has_no_chart(tmp_path: Path) -> None:
+    run = large_run(tmp_path / "run")
+    append_use(run, 0, MachineUse(node_rank=0, node="n", at=BEGIN + 100, seconds=60.0, num_gpus=4, gpu_problem="x"))
+
+    assert "How busy the machines were" not in page(run).headings

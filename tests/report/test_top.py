@@ -23,6 +23,7 @@ from ddp_hpc.report.looking import Looker
 from ddp_hpc.report.series import Point
 from ddp_hpc.report.top import PLAIN_LEVELS, Seen, screen, sparkline
 from ddp_hpc.run_dir.ledger import record_start
+from ddp_hpc.run_dir.machine_use import MachineUse, append_use
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
 from tests.made_run import make_run
@@ -51,6 +52,20 @@ def test_a_screen_shows_progress_time_phases_and_the_ranks_that_others_wait_for(
 
     for words in ("large  finished", "5,000 of 5,000, 100 %", "training 69 %", "backward 58 %", "(64 ranks", "rank 63"):
         assert words in text
+
+
+def test_a_screen_shows_how_busy_the_machines_are(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = Looker(run).look(BEGIN).status.attempt
+    assert newest is not None
+    use = MachineUse(node_rank=0, node="n", at=BEGIN + 4990, seconds=15.0, num_gpus=1, num_cpus=4.0, cpus_used=3.0)
+    append_use(run, newest, use)
+
+    lines = screen(seen(run), width=100, height=90)
+
+    assert "machines    use of the GPUs not known" in lines
+    assert "            CPUs 75% of 4 busy, 10 s ago" in lines
+    assert main(["top", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["machines"]["cpu_busy"] == 0.75
 
 
 def test_a_terminal_without_unicode_gets_ascii(run: RunDir) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,26 +32,37 @@ class Node:
     """Whether srun has started the workers, so that they are no children of the process that starts this."""
 
 
+_APART = 'exec 3<&0; "$@" <&3 & exit 0'
+"""Starts a command whose parent exits at once. A shell gives what it starts with `&` another standard input, hence the 3."""
+
+
 class MachineSampler:
-    """The process that samples, while it runs."""
+    """The process that samples, while it runs.
+
+    It is no child of the process that starts it: the children of an agent are workers, and a script's worker looks after its own.
+    """
 
     def __init__(self, node: Node, environ: Mapping[str, str]) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._shell: subprocess.Popen[bytes] | None = None
         numbers = [f"--attempt={node.attempt}", f"--node-rank={node.node_rank}", f"--num-nodes={node.num_nodes}"]
         more = [f"--gpus={node.num_gpus}", f"--parent={os.getpid()}", *(["--of-step"] if node.is_of_step else [])]
         argv = [sys.executable, "-m", "ddp_hpc.machine.node", str(node.run.path), *numbers, *more]
-        # Its standard input is a pipe that ends it. The standard output of an agent is its line to the supervisor.
+        # It ends when this end of its standard input is closed, and nothing but its end closes its standard output.
         with suppress(OSError):  # no process can be made: then the workers need what there is
-            self._process = subprocess.Popen(argv, env={**environ}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            self._shell = subprocess.Popen(
+                ["/bin/sh", "-c", _APART, "sh", *argv],
+                env={**environ},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            self._shell.wait()
 
     def close(self) -> None:
         """Have it write its last line, and wait for that, but not for long: it may hang in a file system or a driver."""
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
+        shell, self._shell = self._shell, None
+        if shell is None or shell.stdin is None or shell.stdout is None:
             return
         with suppress(OSError):
-            process.stdin.close()
-        try:
-            process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            shell.stdin.close()
+        with shell.stdout:
+            select.select([shell.stdout], [], [], LEAVE_S)

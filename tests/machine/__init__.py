@@ -1,0 +1,1 @@
+"""How busy machines are."""

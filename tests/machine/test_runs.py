@@ -1,0 +1,55 @@
+"""A whole run: what is sampled beside its workers, and where a person sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from ddp_hpc.run_dir.machine_use import read_uses
+from tests.distributed.whole_runs import Workplace
+from tests.machine.fake_nvml import build
+
+BUSY = """
+import psutil, time
+deadline = time.time() + 120
+def is_sampled():
+    agents = [f"--parent={one.pid}" for one in psutil.Process().parents()]
+    samplers = [one for one in psutil.process_iter() if "ddp_hpc.machine.node" in arguments(one)]
+    return any(set(agents) & set(arguments(one)) and time.time() - one.create_time() > 2.5 for one in samplers)
+def arguments(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+while not is_sampled() and time.time() < deadline:
+    sum(range(100000))
+    time.sleep(0.1)
+"""
+"""Trains until its node has been sampled for a moment."""
+
+
+def test_a_script_that_knows_nothing_of_it_has_its_gpus_cpus_and_memory_in_status_and_log(
+    tmp_path: Path,
+) -> None:
+    fake = build(tmp_path / "driver", "gpu GPU-a 35 61440 81920\ngpu GPU-b 80 1024 81920\n")
+    (tmp_path / "script.py").write_text(BUSY)
+    (tmp_path / "run.yaml").write_text(
+        f"resources: {{gpus_per_node: 1}}\nscript: {{command: [{sys.executable}, script.py]}}\n"
+    )
+    place = Workplace(tmp_path, {**os.environ, **fake, "CUDA_VISIBLE_DEVICES": "GPU-a"})
+
+    done = place.command("submit", "run.yaml", "name=one", "--wait")
+    status = json.loads(place.command("status", "one", "--json").stdout)
+
+    assert done.returncode == 0, done.stderr
+    [line] = read_uses(place.run("one"), 0)
+    assert [(one.name, one.busy, one.memory_gib) for one in line.gpus] == [("GPU-a", 0.35, 60.0)]
+    assert line.cpus_used is not None
+    assert line.cpus_used > 0.05
+    assert status["machines"]["gpu_busy"] == 0.35
+    assert status["machines"]["nodes"][0]["num_cpus"] >= 1
+    assert (
+        "note: on average, GPUs 35% busy, 60.0 of 80.0 GiB of GPU memory; CPUs " in place.run("one").console.read_text()
+    )
