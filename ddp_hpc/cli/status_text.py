@@ -62,8 +62,9 @@ def saved(status: RunStatus) -> str:
 
 
 def rate(status: RunStatus) -> str:
-    """Return samples/s, and the time left where the run goes on."""
-    told = [] if status.samples_per_s is None else [f"{status.samples_per_s:.0f} samples/s"]
+    """Return samples/s, tokens/s where they are known, and the time left where the run goes on."""
+    rates = ((status.samples_per_s, "samples/s"), (status.tokens_per_s, "tokens/s"))
+    told = [f"{value:.0f} {unit}" for value, unit in rates if value is not None]
     return ", ".join(told + ([] if status.eta_s is None else [f"{duration(status.eta_s)} left"]))
 
 

@@ -146,6 +146,16 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
+    def mlflow(self) -> Path:
+        """MLflow's database, where the user names no other."""
+        return self.path / "mlflow"
+
+    @property
+    def recorded_as(self) -> Path:
+        """By which id other recorders know the run."""
+        return self.path / "recorded_as.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -191,6 +201,10 @@ class RunDir:
 
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
+
+    def recorder_log(self, attempt: int, recorder: str) -> Path:
+        """What the process says that sends the metrics to a recorder."""
+        return self.attempt_logs(attempt) / f"recorder-{recorder}.log"
 
     def launches(self, attempt: int, rank: int) -> Path:
         """When a rank has launched its newest collectives, to find slow ranks."""

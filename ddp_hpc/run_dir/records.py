@@ -198,6 +198,8 @@ class Progress:
     """How often a script has saved its state (`script.progress`); None for a training by a recipe."""
     loss: float | None = None
     samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    """None where the recipe does not say how many tokens a sample has."""
     eta_s: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest evaluation's numbers."""

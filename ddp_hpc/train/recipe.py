@@ -68,6 +68,8 @@ class Recipe:
     """Makes one batch of a list of samples, in training and evaluation; default: torch's `default_collate`."""
     inputs_and_targets: Callable[[Any], tuple[Any, Any]] = _pair
     """Splits a batch into inputs and targets; default: a pair. The model is called with the inputs."""
+    tokens: int | Callable[[Any], int] | None = None
+    """For tokens/s: how many tokens a sample has, or a function of a batch, as the loader gives it, that counts them."""
 
     def __post_init__(self) -> None:
         _require(isinstance(self.model, nn.Module), "model", self.model, "a `torch.nn.Module`")
@@ -75,6 +77,13 @@ class Recipe:
         _require(_is_map_style(self.train_data), "train_data", self.train_data, MAP_STYLE)
         if self.eval_data is not None:
             _require(_is_map_style(self.eval_data), "eval_data", self.eval_data, MAP_STYLE)
+        is_number = isinstance(self.tokens, int) and not isinstance(self.tokens, bool) and self.tokens > 0
+        _require(
+            self.tokens is None or is_number or callable(self.tokens),
+            "tokens",
+            self.tokens,
+            "a number of tokens above zero, or a function of a batch",
+        )
         _require("loss" not in self.metrics, "metrics", dict(self.metrics), "without `loss`, which is always recorded")
 
 

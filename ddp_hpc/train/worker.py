@@ -106,16 +106,16 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
         _report_launches(run, training, attempt, environ)
         finished = train(training)
-        training.recorder.close()
+        watchdog.dismiss()  # the recorders may take longer to send the rest
+        training.recorder.close("finished" if finished else "stopped")
         training.samples.close()
     except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0
         error = of_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
         failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
-        _report(run, attempt, replace(failure, step=step, is_secondary=_lost_connection(error)))
+        _report(run, attempt, replace(failure, step=step, is_secondary=_lost_connection(error)), training)
         return exit_code_of(error)
     code = FINISHED if finished else STOPPED
-    watchdog.dismiss()
     leave_within(TEARDOWN_S, lambda: os._exit(code))  # all is committed, so a teardown that hangs must not keep the job
     del training, group
     process_group.leave()
@@ -240,9 +240,12 @@ def _record_inputs(run: RunDir, attempt: int, environ: Mapping[str, str], world_
         )
 
 
-def _report(run: RunDir, attempt: int, failure: WorkerFailure) -> None:
+def _report(run: RunDir, attempt: int, failure: WorkerFailure, training: Training | None) -> None:
+    """Write down why this worker ends; then let the recorders have the last numbers."""
     log.error("%s", failure.exception if failure.is_plain else failure.traceback)
     write_failure(run.rank_error(attempt, failure.rank), failure)
+    if training:
+        training.recorder.close("failed")
 
 
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe")

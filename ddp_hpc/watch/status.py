@@ -123,6 +123,8 @@ class RunStatus:
     """Of that failure: equal where two attempts failed in the same way."""
     why_last: str = ""
     """Why no attempt follows, where one might be expected."""
+    tokens_per_s: float | None = None
+    """None where the recipe does not say how many tokens a sample has."""
 
     @property
     def is_alive(self) -> bool:
@@ -226,6 +228,7 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         epochs=progress.epochs if progress else None,
         loss=progress.loss if progress else None,
         samples_per_s=progress.samples_per_s if progress else None,
+        tokens_per_s=progress.tokens_per_s if progress else None,
         eta_s=progress.eta_s if progress and state in {"running", "stopping"} else None,
         limit_s=last.ends_at - seen.now if last and last.ends_at and state in {"running", "stopping"} else None,
         slurm_state=seen.queue_status.state if seen.queue_status else None,

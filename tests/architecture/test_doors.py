@@ -35,6 +35,7 @@ DOORS: dict[str, set[str]] = {
         "script/worker.py",
         "sweep/local.py",
         "sweep/task.py",
+        "train/recording/follower.py",
     },
     "subprocess": {
         "certify/trial.py",
@@ -54,6 +55,7 @@ DOORS: dict[str, set[str]] = {
         "submission/snapshot.py",
         "submission/local.py",
         "sweep/local.py",
+        "train/recording/beside.py",
     },
     # One reads them, one drops what is inherited, and one refuses that a run sets them.
     "SLURM_": {"slurm/allocation.py", "slurm/client.py", "spec/launch.py"},

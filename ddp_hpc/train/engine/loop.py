@@ -19,6 +19,7 @@ from ddp_hpc.train.engine.lr_schedule import lr_factor
 from ddp_hpc.train.engine.optimizer import trained_parameters
 from ddp_hpc.train.engine.single_samples import explained
 from ddp_hpc.train.engine.training import Training
+from ddp_hpc.train.recording.step_numbers import norm_of, skipped_by
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def train(t: Training) -> bool:
         t.recorder.count(global_batch.plan.num_samples)
 
         step, is_last = t.state.position.step, t.state.position.step == t.total_steps
-        if is_last or step % t.spec.log.every_steps == 0:
+        if is_line_due(t, step):
             log_loss(t)
         if t.after_step is not None and t.after_step():
             t.recorder.progress(t.state.position, now=True)
@@ -133,6 +134,8 @@ def accumulate_gradients(t: Training, global_batch: LoadedGlobalBatch) -> None:
         t.state.loss_meter.add_(loss, alpha=plan.num_real / global_batch.plan.num_samples)
         t.losses.note(t.state.position.step + 1, loss)
         t.samples.note(plan, fetched.indices)
+        if t.numbers.count_tokens is not None and plan.num_real:
+            t.numbers.note_tokens(fetched.batch)
     t.state.loss_steps += 1
     t.samples.record(global_batch.plan)
 
@@ -179,15 +182,21 @@ def update_weights(t: Training) -> None:
         # https://pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
         if scaler is not None:
             scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm)
+        t.numbers.note_norm(torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm))
+    elif t.numbers.computes_norm and is_line_due(t, t.state.position.step + 1):
+        t.numbers.note_norm(norm_of(trained_parameters(optimizer), scaler))
     # The newest save may still be copying the weights to the host, on a CUDA stream of its own. The device must not
     # change them before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     t.checkpointer.wait_for_copy()
     if scaler is None:
-        if not t.guard.skips(optimizer, t.state.position.step + 1):
+        if t.guard.skips(optimizer, t.state.position.step + 1):
+            t.numbers.note_skipped(1)
+        else:
             optimizer.step()
     else:
         scaler.step(optimizer)
+        for was_skipped in skipped_by(scaler, optimizer):
+            t.numbers.note_skipped(was_skipped)
         scaler.update()
     drop_gradients(t)
     if t.state.ema is not None:
@@ -204,14 +213,25 @@ def drop_gradients(t: Training) -> None:
 
 
 def log_loss(t: Training) -> None:
-    """Write the mean loss over the steps since the last log line; only here does the loop itself wait for the device."""
+    """Write the mean loss over the steps since the last log line, and what was noted of them; only here does the loop itself wait for the device."""
     # The loss meter is part of the training state, so a resumed run writes the same lines as an unbroken one. For a run that
     # is extended after its end, the extra line at that end must not reset the meter.
     loss = t.group.sum(t.state.loss_meter.double()).item() / t.state.loss_steps
     if t.state.position.step % t.spec.log.every_steps == 0:
         t.state.loss_meter.zero_()
         t.state.loss_steps = 0
-    t.recorder.train(t.state.position, loss=loss, lr=t.state.optimizer.param_groups[0]["lr"])
+    t.recorder.train(
+        t.state.position,
+        loss=loss,
+        lr=t.state.optimizer.param_groups[0]["lr"],
+        more=t.numbers.take(t.state.scaler, may_skip=t.spec.train.on_nonfinite == "skip"),
+        num_tokens=t.numbers.take_tokens(t.recorder.take_samples(), t.group.sum),
+    )
+
+
+def is_line_due(t: Training, step: int) -> bool:
+    """Tell whether the metrics get a line after `step`; after the last step they get one in any case."""
+    return step % t.spec.log.every_steps == 0 or step == t.total_steps
 
 
 def is_evaluation_due(t: Training) -> bool:

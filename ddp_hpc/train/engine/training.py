@@ -31,6 +31,7 @@ from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, nearest_names
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
+from ddp_hpc.train.recording.step_numbers import StepNumbers
 from ddp_hpc.train.recording.timeline import Timeline, World
 from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.state import rng
@@ -71,6 +72,7 @@ class Training:
     samples: SampleRecorder
     watchdog: Watchdog
     replicas: Replicas
+    numbers: StepNumbers
     phases: PhaseTimes = field(default_factory=PhaseTimes)
     after_step: Callable[[], bool] | None = None
     """In a replay: called after each step; returns whether the replay ends there."""
@@ -187,6 +189,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         ),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
         recorder=recorder,
+        numbers=StepNumbers(recipe.tokens, computes_norm=spec.log.grad_norm),
         phases=phases,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,

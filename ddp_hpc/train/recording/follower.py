@@ -1,0 +1,127 @@
+"""Sends a run's metrics to one recorder, in a process of its own beside rank zero.
+
+    python -m ddp_hpc.train.recording.follower RUN_DIR wandb --parent 4711
+
+It reads `metrics.jsonl` as it grows. On its standard input, rank zero says how the attempt has ended; then it sends the rest and
+exits. When rank zero dies, the kernel kills it, and the next attempt's process sends what this one has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from ddp_hpc.base import processes
+from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.shown_text import masked, secret_values
+from ddp_hpc.config import flat, load_resolved
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.rereading import Tail
+from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, opener_of, row_of
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often the file is read."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0
+"""After an error, the next try."""
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+"""These libraries report to their makers unless a variable says no; a user's own value stays."""
+
+Await = Callable[[float], Ending | None]
+"""Wait so many seconds for how the attempt ends; None while it goes on."""
+
+
+def follow(
+    run: RunDir,
+    open_recorder: Callable[[], Recorder],
+    await_ending: Await,
+    *,
+    describe: Callable[[Exception], str] = str,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Send the run's metrics to a recorder until the attempt ends; return whether the recorder then has all.
+
+    After an error the recorder is opened again, after a pause, and gets all lines again: it knows which it has.
+    """
+    recorder: Recorder | None = None
+    tail, pause_s, not_before = Tail(run.metrics), _FIRST_PAUSE_S, 0.0
+    ending: Ending | None = None
+    while True:
+        if ending or clock() >= not_before:
+            try:
+                lines = tail.new_lines()
+                if lines and recorder is None:
+                    recorder = open_recorder()
+                for row in filter(None, map(row_of, lines)):
+                    recorder.record(row)  # type: ignore[union-attr]  # it was opened at the first line
+                if lines and recorder is not None:
+                    recorder.flush()
+                    pause_s = _FIRST_PAUSE_S
+                if ending:
+                    if recorder is not None:
+                        recorder.close(ending)
+                    return True
+            except Exception as error:  # noqa: BLE001  a library may raise anything
+                log.warning("%s. The training goes on; trying again in %.0f s.", describe(error), pause_s)
+                recorder, tail = None, Tail(run.metrics)
+                not_before, pause_s = clock() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+                if ending:
+                    return False
+        ending = await_ending(LOOK_S)
+
+
+def _await_ending(seconds: float) -> Ending | None:
+    if not select.select([0], [], [], seconds)[0]:
+        return None
+    word = os.read(0, 64).decode().strip()
+    if not word:
+        os._exit(1)  # rank zero has died
+    return cast("Ending", word)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Follow one run; return 0 if the recorder has all, else 1."""
+    parser = argparse.ArgumentParser(prog="ddp_hpc.train.recording.follower", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("recorder", choices=BACK_ENDS)
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank zero")
+    arguments = parser.parse_args(argv)
+    processes.die_with_parent(arguments.parent)
+    processes.ignore_stop_signals()
+    processes.unblock_signals()
+    os.nice(10)  # rank zero computes on the same CPUs
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    run = RunDir(arguments.run)
+    values = flat(load_resolved(run.config, is_patient=True))
+    secrets = secret_values(values, os.environ)
+    subject = Subject(
+        run=run,
+        id=identity_of(run),
+        config={key: value for key, value in values.items() if is_key_shown(key, value)},
+        environ=os.environ,
+    )
+
+    def describe(error: Exception) -> str:
+        return masked(
+            f"the recorder {arguments.recorder!r} raised {type(error).__name__}: {error}".rstrip("."), secrets
+        )
+
+    open_recorder = opener_of(arguments.recorder)
+    has_all = follow(run, lambda: open_recorder(subject), _await_ending, describe=describe)
+    return 0 if has_all else 1
+
+
+if __name__ == "__main__":
+    result = main()
+    sys.stderr.flush()
+    os._exit(result)  # a library's thread that hangs must not keep this process

@@ -1,0 +1,109 @@
+"""What gets the numbers of a run besides its directory: the protocol, and the table of back ends.
+
+`metrics.jsonl` is the record of a run. Each other recorder follows that file in a process of its own (`follower`), and
+sends what its back end lacks, from the first line on. So no recorder can stop or delay a training, and each has each step
+once. To add one: a module beside `to_tensorboard` with a function `open_recorder`, its line in `BACK_ENDS`, its name in `spec`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from ddp_hpc.base.durable import read_json, replace_text
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.spec.training import RecorderName
+
+BACK_ENDS: Mapping[RecorderName, str] = {
+    "tensorboard": "ddp_hpc.train.recording.to_tensorboard",
+    "wandb": "ddp_hpc.train.recording.to_wandb",
+    "mlflow": "ddp_hpc.train.recording.to_mlflow",
+}
+"""Recorder -> the module that writes to it. Each imports its library where the module begins."""
+
+Ending = Literal["finished", "stopped", "failed"]
+"""How an attempt has ended, as far as rank zero knows: at the run's last step, by a stop, by an exception."""
+
+_NOT_NUMBERS = frozenset({"kind", "step", "epoch", "at"})
+_NULL_IF_UNKNOWN = frozenset({"samples_per_s", "tokens_per_s"})
+"""These are null where they were not measured; any other number is null where it is NaN or infinite, as JSON has neither."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The numbers of one line of `metrics.jsonl`."""
+
+    step: int
+    at: float
+    """When it was measured, in seconds since the epoch."""
+    numbers: Mapping[str, float]
+    """By tag: `train/loss`, `eval/accuracy`. NaN where the line has null."""
+
+
+def row_of(line: Mapping[str, Any]) -> Row | None:
+    """Return what recorders get of a line of the metrics; None for one that somebody has edited so that it has no step."""
+    kind, step, at = line.get("kind"), line.get("step"), line.get("at")
+    if not isinstance(kind, str) or not isinstance(step, int) or not isinstance(at, (int, float)):
+        return None
+    numbers: dict[str, float] = {}
+    for name, value in line.items():
+        if name in _NOT_NUMBERS:
+            continue
+        if isinstance(value, (int, float)):
+            numbers[f"{kind}/{name}"] = float(value)
+        elif value is None and name not in _NULL_IF_UNKNOWN:
+            numbers[f"{kind}/{name}"] = math.nan
+    return Row(step, float(at), numbers)
+
+
+class Recorder(Protocol):
+    """What gets the rows of a run, from its first step on in each attempt; it knows which of them it has."""
+
+    def record(self, row: Row) -> None:
+        """Take a row; do nothing with numbers of steps that are there already."""
+
+    def flush(self) -> None:
+        """Write or send what was taken."""
+
+    def close(self, ending: Ending) -> None:
+        """Say how the attempt has ended, after a `flush`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The run that is recorded, and where."""
+
+    run: RunDir
+    id: str
+    """Under which back ends know it (`identity_of`)."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its configuration by key, without values that may be secrets."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Where users name a server, a project, a directory."""
+
+
+def opener_of(name: RecorderName) -> Callable[[Subject], Recorder]:
+    """Import a back end with its library; return the function that opens it.
+
+    Raises:
+        ImportError: if the library is not installed here, or is broken.
+    """
+    return import_module(BACK_ENDS[name]).open_recorder  # type: ignore[no-any-return]  # each has it
+
+
+def identity_of(run: RunDir) -> str:
+    """Return the id under which recorders know a run, the same in all its attempts.
+
+    A copy of a run's directory, and one that was moved, gets an id of its own: two runs under one id would mix their steps.
+    """
+    known, path = read_json(run.recorded_as) or {}, str(run.path)
+    if known.get("path") != path or not isinstance(known.get("id"), str):
+        known = {"id": os.urandom(8).hex(), "path": path}
+        replace_text(run.recorded_as, msgspec.json.encode(known).decode())
+    return str(known["id"])

@@ -1,0 +1,104 @@
+"""Sends a run's numbers to MLflow: one MLflow run for all attempts, which is found again by a tag.
+
+A number that MLflow has for a step is left out: MLflow keeps every value that it was sent, and cannot take one back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from ddp_hpc.base.durable import make_directories
+from ddp_hpc.train.recording.recorders import Ending, Row, Subject
+
+TAG = "ddp_hpc.id"
+_MOST_METRICS, _MOST_PARAMS, _LONGEST_VALUE, _LONGEST_NAME = 1000, 100, 500, 250
+"""What one call of MLflow takes: https://mlflow.org/docs/latest/api_reference/rest-api.html (Request Limits)."""
+_STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_FORBIDDEN = re.compile(r"[^\w./ :-]")
+
+
+def open_recorder(subject: Subject) -> MLflow:
+    """Find the run in MLflow, or make it there."""
+    uri = subject.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        make_directories(subject.run.mlflow)
+        uri = f"sqlite:///{subject.run.mlflow / 'mlflow.db'}"
+    return MLflow(subject, MlflowClient(tracking_uri=uri))
+
+
+class MLflow:
+    """One run of MLflow."""
+
+    def __init__(self, subject: Subject, client: MlflowClient) -> None:
+        self._client = client
+        self._run_id = _run_of(subject, client)
+        self._names: dict[str, str] = {}
+        """Tag -> the name that MLflow accepts for it."""
+        self._known: dict[str, set[int]] = {}
+        """Name -> the steps that MLflow has."""
+        self._waiting: list[Metric] = []
+
+    def record(self, row: Row) -> None:
+        for tag, value in row.numbers.items():
+            name = self._name(tag)
+            if name not in self._known:
+                self._known[name] = {one.step for one in self._client.get_metric_history(self._run_id, name)}
+            if row.step not in self._known[name]:
+                self._known[name].add(row.step)
+                self._waiting.append(Metric(name, value, int(row.at * 1000), row.step))
+        if len(self._waiting) >= _MOST_METRICS:
+            self.flush()
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._client.log_batch(self._run_id, metrics=self._waiting[:_MOST_METRICS])
+            del self._waiting[:_MOST_METRICS]
+
+    def close(self, ending: Ending) -> None:
+        self._client.set_terminated(self._run_id, _STATUS[ending])
+
+    def _name(self, tag: str) -> str:
+        if tag not in self._names:
+            self._names[tag] = accepted_name(tag, {*self._names.values()})
+        return self._names[tag]
+
+
+def accepted_name(tag: str, taken: set[str]) -> str:
+    """Return a tag as MLflow accepts it: other characters than it allows become `_`; two tags never get one name."""
+    parts = [part if part.strip(".") else "_" * max(1, len(part)) for part in _FORBIDDEN.sub("_", tag).split("/")]
+    plain = "/".join(parts)[:_LONGEST_NAME]
+    name, number = plain, 2
+    while name in taken:
+        end = f"_{number}"
+        name, number = plain[: _LONGEST_NAME - len(end)] + end, number + 1
+    return name
+
+
+def _run_of(subject: Subject, client: MlflowClient) -> str:
+    """Return the id of the run in MLflow: the one with our tag that is not deleted, else a new one."""
+    name = subject.environ.get("MLFLOW_EXPERIMENT_NAME") or "ddp_hpc"
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        is_ours = not subject.environ.get("MLFLOW_TRACKING_URI")
+        artifacts = (subject.run.mlflow / "artifacts").as_uri() if is_ours else None
+        experiment_id = client.create_experiment(name, artifact_location=artifacts)
+    else:
+        experiment_id = experiment.experiment_id
+    found = client.search_runs([experiment_id], f"tags.`{TAG}` = '{subject.id}'", order_by=["attributes.start_time"])
+    if found:
+        run_id = str(found[0].info.run_id)
+        client.update_run(run_id, status="RUNNING")
+        return run_id
+    tags = {TAG: subject.id, "ddp_hpc.path": str(subject.run.path)}
+    run_id = str(client.create_run(experiment_id, run_name=subject.run.name, tags=tags).info.run_id)
+    params = [
+        Param(_FORBIDDEN.sub("_", key)[:_LONGEST_NAME], str(value)[:_LONGEST_VALUE])
+        for key, value in subject.config.items()
+    ]
+    for first in range(0, len(params), _MOST_PARAMS):
+        client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
+    return run_id

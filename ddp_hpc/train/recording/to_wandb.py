@@ -1,0 +1,129 @@
+"""Writes a run's numbers by Weights & Biases' package: offline, into the run's directory, unless the user says otherwise.
+
+Each attempt that has something new writes a file of its own (`wandb/offline-run-TIME-ID/run-ID.wandb`), all under one id.
+A number that is in the file of an earlier attempt is left out: W&B cannot rewind, and resumed steps are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+from ddp_hpc.train.recording.recorders import Ending, Row, Subject
+
+_HEADER = b":W&B\xe1\xbe\x00"
+"""Mark, magic number and version of the only format that there has been."""
+_BLOCK = 32768
+_WHOLE, _LAST = 1, 4
+"""Kinds of parts that end a record, as in LevelDB's log: https://github.com/google/leveldb/blob/main/doc/log_format.md."""
+_FLUSH_S = 1.0
+"""W&B writes its file so often; 15 s by default, which a killed run would lose."""
+
+Known = set[tuple[int, str]]
+"""Steps and tags."""
+
+
+def open_recorder(subject: Subject) -> WandB:
+    """Read which numbers earlier attempts have written.
+
+    Raises:
+        ValueError: if one of their files has another format, so that it is not known what is in it.
+    """
+    folder = Path(subject.environ.get("WANDB_DIR") or subject.run.path)
+    return WandB(subject, folder)
+
+
+class WandB:
+    """One run of W&B, which begins with the first new number."""
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        self._subject = subject
+        self._folder = folder
+        self._known: Known = set()
+        for path in sorted(folder.glob(f"wandb/*run-*-{subject.id}/run-{subject.id}.wandb")):
+            self._known |= known_in(path.read_bytes(), str(path))
+        self._run: wandb.Run | None = None
+
+    def record(self, row: Row) -> None:
+        """Add a row. W&B writes all numbers of a step together, once it gets those of a later step, or is closed."""
+        new = {tag: value for tag, value in row.numbers.items() if (row.step, tag) not in self._known}
+        if new:
+            self._run = self._run or self._begin()
+            self._run.log(new, step=row.step)
+            self._known.update((row.step, tag) for tag in new)
+
+    def flush(self) -> None:
+        """Do nothing: W&B's own process writes what it has about once a second."""
+
+    def close(self, ending: Ending) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=1 if ending == "failed" else 0)
+
+    def _begin(self) -> wandb.Run:
+        environ, subject = self._subject.environ, self._subject
+        # Without what it would find out by itself: the machine, the command line, git's addresses, printed text, packages.
+        settings = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            silent=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+            x_transaction_log_flush_interval=_FLUSH_S,
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return wandb.init(
+            id=subject.id,
+            resume="allow",
+            mode=environ.get("WANDB_MODE") or "offline",
+            dir=str(self._folder),
+            name=subject.run.name,
+            project=environ.get("WANDB_PROJECT") or "ddp_hpc",
+            config=dict(subject.config),
+            settings=settings,
+        )
+
+
+def known_in(data: bytes, name: str) -> Known:
+    """Return the steps and tags in one of W&B's files, as far as it was written.
+
+    Raises:
+        ValueError: if it has another format.
+    """
+    if data and not data.startswith(_HEADER):
+        raise ValueError(
+            f"{name} does not begin as W&B's files do, so which steps W&B has is not known. Move it away to have all "
+            "steps written again, or install the version of `wandb` that wrote it."
+        )
+    known: Known = set()
+    for raw in _records(data):
+        record = Record.FromString(raw)
+        if record.WhichOneof("record_type") == "history":
+            keys = (item.key or ".".join(item.nested_key) for item in record.history.item)
+            known.update((record.history.step.num, key) for key in keys)
+    return known
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the records up to the first that was not written whole."""
+    at, parts = len(_HEADER), b""
+    while at + 7 <= len(data):
+        if (left := _BLOCK - at % _BLOCK) < 7:  # too few for a part's head: the next part begins with the next block
+            at += left
+            continue
+        checksum, size, kind = struct.unpack_from("<IHB", data, at)
+        part = data[at + 7 : at + 7 + size]
+        if len(part) < size or zlib.crc32(part, zlib.crc32(bytes([kind]))) != checksum:
+            return
+        at += 7 + size
+        parts += part
+        if kind in (_WHOLE, _LAST):
+            yield parts
+            parts = b""
