@@ -28,6 +28,7 @@ from ddp_hpc.submission.run_dir_setup import (
     make_run_dir,
     note_on_parents,
     refuse_file_in_the_way,
+    refuse_missing_recorders,
     submitting_alone,
 )
 
@@ -80,6 +81,7 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
         ConfigError: where the run needs several machines, or its image, or a path that it is to see, cannot be used.
     """
     refuse_several_nodes(spec)
+    refuse_missing_recorders(spec)
     run = RunDir(spec.path)
     notes = [*note_on_parents(run.path)]
     if spec.container.image is not None or spec.stage.archive is not None:

@@ -54,6 +54,17 @@ def refuse_file_in_the_way(run: RunDir) -> None:
         return
 
 
+def refuse_missing_recorders(spec: RunSpec) -> None:
+    """Refuse recorders whose package this Python lacks, where workers surely use the same one; otherwise rank zero looks.
+
+    Raises:
+        ConfigError: for the first that is not installed.
+    """
+    may_differ = spec.container.image or spec.stage.archive or spec.slurm.modules or spec.slurm.setup
+    if not may_differ and "PYTHONPATH" not in spec.env:
+        spec.log.require_recorders()
+
+
 def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
     """Make the run's directory by one rename, or renew its configuration."""
     try:

@@ -33,6 +33,7 @@ from ddp_hpc.submission.run_dir_setup import (
     make_run_dir,
     note_on_parents,
     refuse_file_in_the_way,
+    refuse_missing_recorders,
     submitting_alone,
 )
 from ddp_hpc.submission.snapshot import path_in_snapshot, take_snapshot
@@ -107,6 +108,7 @@ def refuse(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str,
 
 
 def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
+    refuse_missing_recorders(spec)
     paths = job_import_paths(spec, run, import_paths)
     return [*look_at_image(spec, run, paths, environ, is_for_slurm=True), *note_on_parents(run.path)]
 

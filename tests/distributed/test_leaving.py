@@ -138,8 +138,8 @@ def test_a_finished_run_goes_on_when_more_epochs_are_asked_for(workplace: Workpl
     assert committed_steps(workplace.run("longer"))[-1] == 4 * 4
 
 
-def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(workplace: Workplace) -> None:
-    words = ("resources.workers_per_node=2", "checkpoint.every_steps=5")
+def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one_also_in_tensorboard(workplace: Workplace) -> None:
+    words = ("resources.workers_per_node=2", "checkpoint.every_steps=5", "log.recorders=[tensorboard]")
     workplace.finish("whole", *words)
     run = workplace.run("broken")
     assert workplace.submit("broken", *words, SLOW).returncode == 0
@@ -151,6 +151,7 @@ def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(workplace: Workp
 
     assert _numbers(run) == _numbers(workplace.run("whole"))
     assert len(Ledger.read(run).attempts) == 2
+    assert _board(run) == _board(workplace.run("whole")) != []
 
 
 def _numbers(run: RunDir) -> list[dict[str, object]]:
@@ -159,15 +160,20 @@ def _numbers(run: RunDir) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key not in {"at", "samples_per_s"}} for line in lines]
 
 
-def test_tensorboard_gets_the_same_numbers(workplace: Workplace) -> None:
+def _board(run: RunDir) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+def test_tensorboard_gets_the_same_numbers(workplace: Workplace) -> None:
     workplace.finish("board", "log.tensorboard=true")
 
-    events = EventAccumulator(str(workplace.run("board").tensorboard)).Reload()
-    written = {event.step: event.value for event in events.Scalars("train/loss")}
     lines = [line for line in _numbers(workplace.run("board")) if line["kind"] == "train"]
-    assert written == pytest.approx({line["step"]: line["loss"] for line in lines})
+    written = _board(workplace.run("board"))
+    assert [step for step, _ in written] == [line["step"] for line in lines]
+    assert [loss for _, loss in written] == pytest.approx([line["loss"] for line in lines])
 
 
 FP16 = ("train.precision=fp16", "train.grad_clip_norm=1.0")

@@ -74,11 +74,14 @@ class Followers:
                 process.wait(max(0.0, until - time.monotonic()))
             if process.returncode != 0:
                 log.warning(
-                    "the recorder %r has not got all numbers%s; %s says more. They are in metrics.jsonl, and the next attempt of the "
-                    "run sends them.",
+                    "the recorder %r has not got all numbers%s; %s may say why. They are in metrics.jsonl. The next attempt of the run "
+                    "sends them, or `%s -m ddp_hpc.train.recording.follower %s %s`.",
                     name,
                     f" within {PATIENCE_S[ending]:.0f} s" if process.returncode is None else "",
                     self._run.recorder_log(self._attempt, name),
+                    sys.executable,
+                    self._run.path,
+                    name,
                 )
             processes.kill([-process.pid])  # its whole process group
             with suppress(subprocess.TimeoutExpired):

@@ -3,7 +3,8 @@
     python -m ddp_hpc.train.recording.follower RUN_DIR wandb --parent 4711
 
 It reads `metrics.jsonl` as it grows. On its standard input, rank zero says how the attempt has ended; then it sends the rest and
-exits. When rank zero dies, the kernel kills it, and the next attempt's process sends what this one has not.
+exits. When rank zero dies, the kernel kills it, and the next attempt's process sends what this one has not. Without `--parent`,
+as a user starts it after a run, it sends what is left, once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import logging
 import os
 import select
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 from ddp_hpc.base import processes
@@ -92,12 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp_hpc.train.recording.follower", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("recorder", choices=BACK_ENDS)
-    parser.add_argument("--parent", type=int, required=True, help="process id of rank zero")
+    parser.add_argument("--parent", type=int, help="process id of rank zero; without it, send what is left and exit")
     arguments = parser.parse_args(argv)
-    processes.die_with_parent(arguments.parent)
-    processes.ignore_stop_signals()
-    processes.unblock_signals()
-    os.nice(10)  # rank zero computes on the same CPUs
+    if arguments.parent is not None:
+        processes.die_with_parent(arguments.parent)
+        processes.ignore_stop_signals()
+        processes.unblock_signals()
+        os.nice(10)  # rank zero computes on the same CPUs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -117,11 +121,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
     open_recorder = opener_of(arguments.recorder)
-    has_all = follow(run, lambda: open_recorder(subject), _await_ending, describe=describe)
+
+    def ending_of_run(_: float) -> Ending:
+        return "finished" if run.done.exists() else "stopped"
+
+    await_ending = ending_of_run if arguments.parent is None else _await_ending
+    has_all = follow(run, lambda: open_recorder(subject), await_ending, describe=describe)
     return 0 if has_all else 1
 
 
 if __name__ == "__main__":
-    result = main()
+    with TemporaryDirectory(prefix="ddp_hpc-", ignore_cleanup_errors=True) as temporary:
+        tempfile.tempdir = os.environ["TMPDIR"] = temporary  # these libraries leave files there
+        result = main()
     sys.stderr.flush()
     os._exit(result)  # a library's thread that hangs must not keep this process

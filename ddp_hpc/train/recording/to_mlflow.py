@@ -5,13 +5,16 @@ A number that MLflow has for a step is left out: MLflow keeps every value that i
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from ddp_hpc.base.durable import make_directories
+from ddp_hpc.base.durable import make_directories, open_private
 from ddp_hpc.train.recording.recorders import Ending, Row, Subject
 
 TAG = "ddp_hpc.id"
@@ -24,10 +27,31 @@ _FORBIDDEN = re.compile(r"[^\w./ :-]")
 def open_recorder(subject: Subject) -> MLflow:
     """Find the run in MLflow, or make it there."""
     uri = subject.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        make_directories(subject.run.mlflow)
-        uri = f"sqlite:///{subject.run.mlflow / 'mlflow.db'}"
-    return MLflow(subject, MlflowClient(tracking_uri=uri))
+    return MLflow(subject, MlflowClient(tracking_uri=uri or f"sqlite:///{_database_in(subject.run.mlflow)}"))
+
+
+def _database_in(folder: Path) -> Path:
+    """Return the run's own database; make it first.
+
+    MLflow makes its tables in many small steps: slow on a shared disk, and killed in between they are never completed. So
+    they are made on a disk of this node, and appear by one rename.
+    """
+    path = folder / "mlflow.db"
+    if not path.exists():
+        make_directories(folder)
+        with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as here:  # noqa: S108
+            made = Path(here) / path.name
+            MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments()
+            beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            try:
+                with open_private(beside, "wb") as file:
+                    file.write(made.read_bytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                beside.replace(path)
+            finally:
+                beside.unlink(missing_ok=True)
+    return path
 
 
 class MLflow:

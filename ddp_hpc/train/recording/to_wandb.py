@@ -63,6 +63,7 @@ class WandB:
     def close(self, ending: Ending) -> None:
         if self._run is not None:
             self._run.finish(exit_code=1 if ending == "failed" else 0)
+            wandb.teardown()  # ends W&B's own process
 
     def _begin(self) -> wandb.Run:
         environ, subject = self._subject.environ, self._subject

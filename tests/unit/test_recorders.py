@@ -1,0 +1,233 @@
+"""What other recorders get of a run's metrics: each step once, whatever fails in between; TensorBoard by its own reader."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.spec import LogSpec, RunSpec, SlurmSpec
+from ddp_hpc.submission.run_dir_setup import refuse_missing_recorders
+from ddp_hpc.train.recording import to_tensorboard
+from ddp_hpc.train.recording.follower import follow
+from ddp_hpc.train.recording.metrics_file import MetricsFile
+from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Row, Subject, identity_of, row_of
+from tests.made_run import make_run
+
+
+def line(step: int, kind: str = "train", **numbers: float | None) -> dict[str, Any]:
+    return {"kind": kind, "step": step, "epoch": 1, **(numbers or {"loss": step / 8}), "at": 1000.0 + step}
+
+
+def written(run: RunDir, resumed_at: int, steps: Sequence[int]) -> None:
+    """Write the lines of one attempt, as rank zero does."""
+    file = MetricsFile(run)
+    file.open(resumed_at)
+    for step in steps:
+        file.append(line(step))
+    file.close()
+
+
+class Listed:
+    """A recorder that keeps what it gets, and fails when it is to."""
+
+    def __init__(self, fails_at: Sequence[int] = ()) -> None:
+        self.rows: list[Row] = []
+        self.fails_at = [*fails_at]
+        self.num_flushed = 0
+        self.ending: Ending | None = None
+
+    def record(self, row: Row) -> None:
+        if row.step in self.fails_at:
+            self.fails_at.remove(row.step)
+            raise RuntimeError("the server says no")
+        if row.step not in {one.step for one in self.rows}:
+            self.rows.append(row)
+
+    def flush(self) -> None:
+        self.num_flushed += 1
+
+    def close(self, ending: Ending) -> None:
+        self.ending = ending
+
+
+def test_a_line_becomes_tags_and_values_and_null_becomes_nan_unless_it_says_not_measured() -> None:
+    row = row_of(line(3, loss=None, lr=0.5, samples_per_s=None, tokens_per_s=9.0))
+
+    assert row is not None
+    assert (row.step, row.at) == (3, 1003.0)
+    assert row.numbers.keys() == {"train/loss", "train/lr", "train/tokens_per_s"}
+    assert math.isnan(row.numbers["train/loss"])
+
+
+@pytest.mark.parametrize("odd", [{}, {"kind": "train"}, {"kind": 3, "step": 1, "at": 1.0}, line(1) | {"at": "noon"}])
+def test_a_line_that_somebody_has_edited_is_left_out(odd: dict[str, Any]) -> None:
+    assert row_of(odd) is None
+
+
+def test_a_recorder_gets_each_line_as_it_is_written_and_then_the_ending(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    recorder = Listed()
+    written(run, 0, [1, 2])
+
+    def wait(_: float) -> Ending | None:
+        if recorder.num_flushed == 1 and len(recorder.rows) == 2:
+            written(run, 2, [3])
+            return None
+        return "stopped" if len(recorder.rows) == 3 else None
+
+    assert follow(run, lambda: recorder, wait)
+    assert [row.step for row in recorder.rows] == [1, 2, 3]
+    assert recorder.ending == "stopped"
+
+
+def test_a_recorder_is_not_opened_before_there_is_a_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    def must_not_open() -> Recorder:
+        raise AssertionError
+
+    assert follow(run, must_not_open, lambda _: "finished")
+
+
+def test_after_an_error_it_is_opened_again_after_a_pause_and_gets_all_lines_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path)
+    written(run, 0, [1, 2, 3])
+    recorder, opened, now = Listed(fails_at=[2, 3]), [], [0.0]
+
+    def wait(_: float) -> Ending | None:
+        now[0] += 1.0
+        return "finished" if recorder.num_flushed else None
+
+    def opens() -> Recorder:
+        opened.append(now[0])
+        return recorder
+
+    assert follow(run, opens, wait, clock=lambda: now[0])
+    assert [row.step for row in recorder.rows] == [1, 2, 3]
+    assert opened == [0.0, 10.0, 30.0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the server says no. The training goes on; trying again in 10 s.",
+        "the server says no. The training goes on; trying again in 20 s.",
+    ]
+
+
+def test_a_recorder_that_fails_at_the_end_is_said_not_to_have_all(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    written(run, 0, [1])
+
+    assert not follow(run, lambda: Listed(fails_at=[1]), lambda _: "finished", clock=lambda: -1.0)
+
+
+def test_an_id_stays_and_a_copy_of_the_run_has_another(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    first = identity_of(run)
+    copy = RunDir(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)
+
+    assert identity_of(run) == first
+    assert identity_of(copy) != first
+    assert identity_of(copy) == identity_of(copy)
+
+
+def test_each_recorder_is_once_in_the_list_and_has_a_back_end() -> None:
+    log = LogSpec(tensorboard=True, recorders=("mlflow", "tensorboard", "wandb"))
+
+    assert log.all_recorders == ("tensorboard", "mlflow", "wandb")
+    assert BACK_ENDS.keys() == {*log.all_recorders}
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python finds no module any more that is not imported yet."""
+    monkeypatch.setattr(sys, "path", [])
+    for name in [name for name in sys.modules if name.partition(".")[0] in BACK_ENDS]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_recorder_whose_package_is_missing_is_refused_with_what_installs_it(nothing_installed: None) -> None:
+    with pytest.raises(ConfigError, match=r"`log\.recorders` asks for 'wandb'.* `pip install 'ddp_hpc\[wandb\]'`"):
+        LogSpec(recorders=("wandb",)).require_recorders()
+    with pytest.raises(ConfigError, match=r"`log\.tensorboard` asks for 'tensorboard'"):
+        LogSpec(tensorboard=True).require_recorders()
+    LogSpec().require_recorders()
+
+
+def test_it_is_refused_at_submission_unless_workers_may_have_other_packages(nothing_installed: None) -> None:
+    asked = RunSpec(name="a", log=LogSpec(recorders=("wandb",)))
+
+    with pytest.raises(ConfigError, match="wandb"):
+        refuse_missing_recorders(asked)
+    refuse_missing_recorders(replace(asked, slurm=SlurmSpec(modules=("wandb/0.31",))))
+    refuse_missing_recorders(replace(asked, env={"PYTHONPATH": "/site/python"}))
+
+
+def recorded(run: RunDir, ending: Ending = "finished") -> None:
+    assert follow(run, lambda: to_tensorboard.open_recorder(Subject(run=run, id="x")), lambda _: ending)
+
+
+def events_of(run: RunDir) -> Mapping[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboards_own_reader_finds_each_step_once_after_attempts_that_repeat_steps_and_kills(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    for resumed_at, steps in ((0, range(1, 8)), (4, range(5, 10)), (4, range(5, 7)), (6, range(7, 13))):
+        written(run, resumed_at, steps)
+        recorder = to_tensorboard.open_recorder(Subject(run=run, id="x"))
+        for raw in run.metrics.read_text().splitlines():
+            row = row_of(json.loads(raw))
+            assert row is not None
+            recorder.record(row)
+        if resumed_at != 4:  # the others are killed before they delete the files of attempts before
+            recorder.flush()
+        recorder.close("failed")
+        newest = max(run.tensorboard.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        newest.write_bytes(newest.read_bytes()[:-5])  # in the middle of an event
+
+    recorded(run)
+
+    assert events_of(run) == {"train/loss": [(step, step / 8) for step in range(1, 13)]}
+
+
+def test_event_files_of_others_stay_and_a_file_of_a_node_whose_clock_is_ahead_goes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    written(run, 0, [1, 2])
+    run.tensorboard.mkdir()
+    (run.tensorboard / "events.out.tfevents.9999999999.n2.1.2.ddp_hpc").write_bytes(b"of an attempt before")
+    (run.tensorboard / "events.out.tfevents.1000000000.n2.own").write_bytes(b"")
+
+    recorded(run)
+
+    assert events_of(run) == {"train/loss": [(1, 0.125), (2, 0.25)]}
+    assert sorted(path.suffix for path in run.tensorboard.iterdir()) == [".ddp_hpc", ".own"]
+
+
+def test_nan_reaches_tensorboard(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    file = MetricsFile(run)
+    file.open(0)
+    file.append(line(1, loss=math.nan))
+    file.close()
+
+    recorded(run, "failed")
+
+    ((step, value),) = events_of(run)["train/loss"]
+    assert step == 1
+    assert math.isnan(value)
