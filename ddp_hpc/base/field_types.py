@@ -5,8 +5,10 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
+from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _NAMES: Mapping[Any, tuple[str, str]] = {
@@ -41,6 +43,11 @@ def without_none(annotation: Any) -> Any:
     return Union[tuple(arm for arm in get_args(annotation) if arm is not type(None))]  # noqa: UP007  # arms are data
 
 
+def is_union(annotation: Any) -> bool:
+    """Return whether values of several types are valid: `int | Literal["auto"]`."""
+    return get_origin(annotation) in {Union, UnionType}
+
+
 @cache
 def _parts(annotation: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     """Return `tuple[str, ...] | None` without its None, and what it is made of."""
@@ -53,16 +60,22 @@ def type_in_words(annotation: Any) -> str:
     if is_optional(annotation):
         return f"{type_in_words(without_none(annotation))}, or null"
     origin, arms = get_origin(annotation), get_args(annotation)
+    if is_union(annotation) and annotation not in _NAMES:
+        return " or ".join(map(type_in_words, arms))
     if origin is Literal:
-        return f"one of {', '.join(arms)}"
+        return arms[0] if len(arms) == 1 else f"one of {', '.join(arms)}"
     if origin is tuple:
-        count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
-        if get_origin(arms[0]) is Literal:
-            return f"a list of {count}words, each {type_in_words(arms[0])}"
-        return f"a list of {count}{_NAMES[arms[0]][1]}"
+        return _list_in_words(arms)
     if is_dataclass(annotation):
         return f"a {getattr(annotation, '__name__', annotation)}"
     return "a mapping" if origin is Mapping else _NAMES[annotation][0]
+
+
+def _list_in_words(arms: tuple[Any, ...]) -> str:
+    count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
+    if get_origin(arms[0]) is Literal:
+        return f"a list of {count}words, each {type_in_words(arms[0])}"
+    return f"a list of {count}{_NAMES[arms[0]][1]}"
 
 
 def as_field(value: Any, annotation: Any) -> Any:
@@ -75,6 +88,8 @@ def as_field(value: Any, annotation: Any) -> Any:
     if annotation is type(value) or annotation is Any or (value is None and is_optional(annotation)):
         return value
     wanted, origin, arms = _parts(annotation)
+    if is_union(wanted):
+        return _as_one_of(value, arms)
     if origin is tuple:
         return _as_tuple(value, arms)
     if origin is Literal:
@@ -82,6 +97,14 @@ def as_field(value: Any, annotation: Any) -> Any:
     if origin is Mapping or is_dataclass(wanted):
         return _require(value, isinstance(value, origin or wanted))
     return _as_plain(value, wanted)
+
+
+def _as_one_of(value: Any, arms: tuple[Any, ...]) -> Any:
+    *firsts, last = arms
+    for arm in firsts:
+        with suppress(TypeError):
+            return as_field(value, arm)
+    return as_field(value, last)
 
 
 def _as_tuple(value: Any, arms: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args, get_origin
 
-from ddp_hpc.base.field_types import type_in_words, without_none
+from ddp_hpc.base.field_types import is_union, type_in_words, without_none
 from ddp_hpc.config.keys import OF_A_VARIABLE, Key
 from ddp_hpc.errors import ConfigError
 
 _SCALARS = frozenset({bool, int, float, str})
-_TEXT_OR_WHOLE = without_none(OF_A_VARIABLE)
 _NOTHING = {"", "~", "null", "none"}
 
 
@@ -38,8 +37,8 @@ def _plain(value: Any, wanted: Any) -> Any:
         return value
     if wanted is Any:
         return value if type(value) in _SCALARS else None
-    if wanted == _TEXT_OR_WHOLE:
-        return value if type(value) in {str, int} else None
+    if is_union(wanted):
+        return next((one for arm in get_args(wanted) if (one := _plain(value, arm)) is not None), None)
     if get_origin(wanted) is Literal:
         return value if type(value) is str and value in get_args(wanted) else None
     is_list_of_texts = type(value) is list and wanted == tuple[str, ...] and all(type(item) is str for item in value)

@@ -18,6 +18,7 @@ from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, Work
 from ddp_hpc.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_progress
+from ddp_hpc.run_dir.timeline import read_marks
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.watch.checkpoints import choose_step, digest
 from ddp_hpc.watch.samples import read_steps_taken
@@ -237,7 +238,7 @@ class _Scenario:
             DrillOutcome(
                 is_graceful=fault.is_graceful,
                 restarts=fault.restarts,
-                every_steps=self.plan.faulty.spec.checkpoint.every_steps or 0,
+                every_steps=_every_steps(self.run, self.plan.faulty.spec.checkpoint.every_steps),
                 more_attempts=len(Ledger.read(self.run).attempts) - (report.attempts_before or 0),
                 digest=digest(self.run, choose_step(self.run, None)),
                 unbroken_digest=digest(self.unbroken, choose_step(self.unbroken, None)),
@@ -312,3 +313,10 @@ def _situation(run: RunDir) -> str:
     attempts = Ledger.read(run).attempts
     ends = [f"attempt {one.attempt}: {_end_of(one)} {one.reason}".rstrip() for one in attempts[-3:]]
     return f"Its newest step is {_step(run)}; {'; '.join(ends) or 'no attempt has started'}. Read {run.console}."
+
+
+def _every_steps(run: RunDir, asked: int | Literal["auto"] | None) -> int:
+    """Return the interval between checkpoints; the longest that the run has chosen, where it chooses; 0 without one."""
+    if asked != "auto":
+        return asked or 0
+    return int(max((mark.interval.get("every_steps", 0.0) for mark in read_marks(run)), default=0.0))

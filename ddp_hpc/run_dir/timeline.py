@@ -10,13 +10,13 @@ from typing import Any, Literal
 from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_object, open_record, read_json_lines
 from ddp_hpc.run_dir.paths import RunDir
 
-Kind = Literal["begin", "phases", "save", "evaluation"]
+Kind = Literal["begin", "phases", "save", "evaluation", "interval"]
 _LARGEST = 2.0**63
 MOST_LOOKS = 20_000
 """How many comparisons are read. A run of ten weeks has fewer; of more, evenly spaced ones show the same."""
 _OF_FIRST = b'"nodes"'
 """Stands in the first line of each attempt, which is always read."""
-_KINDS = ("begin", "phases", "save", "evaluation")
+_KINDS = ("begin", "phases", "save", "evaluation", "interval")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,8 @@ class Mark:
     """How many steps of this attempt the phases are of."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds in each phase of rank zero since the attempt's training began."""
+    interval: Mapping[str, float] = field(default_factory=dict)
+    """What `checkpoint.every_steps=auto` has chosen, and by which numbers (`train.auto_interval`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ def _mark(line: Mapping[str, Any]) -> Mark | None:
     numbers = {name: _number(line.get(name)) for name in ("attempt", "at", "step")}
     if line.get("kind") not in _KINDS or None in numbers.values():
         return None
-    phases = line.get("phases")
+    phases, interval = line.get("phases"), line.get("interval")
     return Mark(
         kind=line["kind"],
         attempt=int(line["attempt"]),
@@ -125,6 +127,7 @@ def _mark(line: Mapping[str, Any]) -> Mark | None:
         seconds=_number(line.get("seconds")),
         num_steps=_whole(line.get("num_steps")),
         phases=_numbers(phases) if isinstance(phases, dict) else {},
+        interval=_numbers(interval) if isinstance(interval, dict) else {},
     )
 
 

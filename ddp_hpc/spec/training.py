@@ -224,8 +224,14 @@ class LogSpec(Checked, section="log"):
 class CheckpointSpec(Checked, section="checkpoint"):
     """When to commit checkpoints, and how many to keep."""
 
-    every_steps: int | None = 500
-    """Write a checkpoint after every so many steps, and always at the end and when the run is asked to stop. Unset: only at the end and at a stop."""
+    every_steps: int | Literal["auto"] | None = 500
+    """Write a checkpoint after every so many steps, and always at the end and when the run is asked to stop. `auto`: as often as
+    costs the least time, by what is measured in this run: how long training waits for a save, and how often it fails without warning. Unset: only at the end and at a stop."""
+    min_interval_s: int = 60
+    """With `every_steps=auto`: save at most once in so many seconds, to spare the file system. Only the first save of an attempt may come
+    earlier, where the attempts before it failed sooner than they saved."""
+    max_interval_s: int = 3600
+    """With `every_steps=auto`: save at least once in so many seconds of training, however seldom the run fails."""
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: int = 0
@@ -237,7 +243,14 @@ class CheckpointSpec(Checked, section="checkpoint"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("checkpoint", every_steps=self.every_steps, keep_last=self.keep_last)
+        every_steps = None if self.every_steps == "auto" else self.every_steps
+        require_positive("checkpoint", every_steps=every_steps, keep_last=self.keep_last)
+        require_positive("checkpoint", min_interval_s=self.min_interval_s, max_interval_s=self.max_interval_s)
+        require(
+            self.min_interval_s <= self.max_interval_s,
+            f"`checkpoint.min_interval_s` is {self.min_interval_s}, but `checkpoint.max_interval_s` is {self.max_interval_s}: the "
+            "shortest interval must not be longer than the longest. Change one of them.",
+        )
         require(
             self.keep_best >= 0,
             f"`checkpoint.keep_best` is {self.keep_best!r}, but it must not be negative.",

@@ -104,6 +104,16 @@ class Ranks(Protocol):
         """Add up a tensor over the ranks, in place, and return it."""
 
 
+class News(Protocol):
+    """What rank zero tells all ranks when they exchange their flags: a number, so that it costs no exchange of its own."""
+
+    def to_announce(self, step: int, /) -> int:
+        """Return rank zero's number after `step`."""
+
+    def announced(self, number: int, /) -> None:
+        """Take rank zero's number over; called on all ranks, rank zero included."""
+
+
 class StopConsensus:
     """Decides at which steps the ranks exchange their flags, and whether all of them stop.
 
@@ -111,10 +121,14 @@ class StopConsensus:
     after the same step, without communication in between.
     """
 
-    def __init__(self, group: Ranks, flag: StopFlag, *, is_fenced: Callable[[], bool]) -> None:
+    def __init__(
+        self, group: Ranks, flag: StopFlag, *, is_fenced: Callable[[], bool], news: News | None = None
+    ) -> None:
+        """`news` tells all ranks a number of rank zero's at each exchange."""
         self._group = group
         self._flag = flag
         self._is_fenced = is_fenced
+        self._news = news
         self._next_step = 0
         self._exchanged_at: tuple[int, float] | None = None
 
@@ -135,19 +149,22 @@ class StopConsensus:
         """
         is_rank_zero = self._group.rank_info.is_rank_zero
         vote = int(self._flag.is_set(look_at_file=is_rank_zero))
-        pause = 0
+        pause = number = 0
         if is_rank_zero:
             vote += _FENCED_VOTE if self._is_fenced() else 0
             pause = self._steps_until_next(step)
+            number = 0 if self._news is None else self._news.to_announce(step)
         # All that the ranks decide here comes from this one sum, so all decide the same: a rank that stopped alone would
         # leave the others waiting for it in the next step's all-reduce.
-        votes = self._group.sum(torch.tensor([vote, pause], dtype=torch.int64))
-        stop_votes, pause_sum = votes.tolist()
+        votes = self._group.sum(torch.tensor([vote, pause, number], dtype=torch.int64))
+        stop_votes, pause_sum, told = votes.tolist()
         if stop_votes >= _FENCED_VOTE:
             raise FencedError(
                 f"A newer start of the run has replaced this one, which stops at step {step} without a checkpoint. You need do nothing."
             )
         self._next_step = step + pause_sum
+        if self._news is not None:
+            self._news.announced(told)
         return bool(stop_votes > 0)
 
     def _steps_until_next(self, step: int) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ddp_hpc.checkpoints.save_interval import SaveCosts, best_interval_s
 from ddp_hpc.watch.attempt_times import KINDS, AttemptTime
 
 HOUR = 3600.0
@@ -61,25 +61,14 @@ class CheckpointCost:
         return self.running_s / max(1, self.num_failures)
 
     def share(self, every_steps: int) -> float:
-        """Return the expected share of the time that saves, repeated steps and restarts take.
-
-        A save for every interval, and for each failure half an interval of repeated steps and one restart.
-        """
-        interval_s = every_steps * self.step_s
-        return self.stall_s / interval_s + (interval_s / 2 + self.restart_s) / self.between_failures_s
+        """Return the expected share of the time that saves, repeated steps and restarts take."""
+        costs = SaveCosts(stall_s=self.stall_s, restart_s=self.restart_s, between_failures_s=self.between_failures_s)
+        return costs.share(every_steps * self.step_s)
 
     @property
     def best_every_steps(self) -> int:
-        """The interval with the least cost, by Daly's higher-order estimate of the optimum of Young.
-
-        Young (1974), doi:10.1145/361147.361115; Daly (2006), doi:10.1016/j.future.2004.11.016, equation 37.
-        """
-        stall_s, mean_s = self.stall_s, self.between_failures_s
-        if stall_s >= 2 * mean_s:
-            return max(1, round(mean_s / self.step_s))
-        ratio = stall_s / (2 * mean_s)
-        interval_s = math.sqrt(2 * stall_s * mean_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
-        return max(1, round(interval_s / self.step_s))
+        """The interval with the least cost."""
+        return max(1, round(best_interval_s(self.stall_s, self.between_failures_s) / self.step_s))
 
 
 def checkpoint_cost(times: Sequence[AttemptTime], every_steps: int | None) -> CheckpointCost | None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.base.field_types import without_none
+from ddp_hpc.base.field_types import is_union, without_none
 from ddp_hpc.config import Resolved, changes, flat, load_resolved, render_resolved, resolve, resolve_key
 from ddp_hpc.config.keys import Key, all_keys
 from ddp_hpc.config.yaml_text import dump_value
@@ -307,7 +307,14 @@ FIXED = {
     ),
     "slurm.extra": st.dictionaries(NAMES, SCALARS.filter(lambda value: "\n" not in f"{value}\0"[:-1]), max_size=3),
 }
-WORLD = {"train.global_batch_size", "train.micro_batch_size", "resources.nodes", "resources.workers_per_node"}
+WORLD = {
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "resources.nodes",
+    "resources.workers_per_node",
+    "checkpoint.min_interval_s",
+    "checkpoint.max_interval_s",
+}
 """Keys that must agree with one another."""
 
 
@@ -324,6 +331,8 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         values = st.lists(st.sampled_from(words) if words else PLAIN[arms[0]], max_size=3)
     elif arms and isinstance(arms[0], str):
         values = st.sampled_from(arms)
+    elif is_union(wanted):
+        values = st.one_of(*(PLAIN.get(arm) or st.sampled_from(get_args(arm)) for arm in arms))
     else:
         values = st.tuples(*(PLAIN[arm] for arm in arms)).map(list)
     return values | st.none() if key.is_optional else values

@@ -54,11 +54,8 @@ def train(t: Training) -> bool:
         metrics = evaluate(t) if is_last or is_evaluation_due(t) else {}
         if is_last:
             break
-        if is_save_due(t) or (metrics and t.spec.checkpoint.keep_best):
-            t.phases.enter("checkpoint")
-            t.replicas.compare(t.state)
-            t.checkpointer.save(t.state, metrics=metrics)
-            t.phases.enter("other")
+        if t.save_plan.is_due(step) or (metrics and t.spec.checkpoint.keep_best):
+            save(t, metrics)
         if t.replicas.is_due(step):
             t.replicas.compare(t.state)
         if t.stop_consensus.is_due(step):
@@ -91,6 +88,7 @@ def restore(t: Training) -> None:
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)
     t.replicas.compare(t.state)
+    t.save_plan.begin(t.state.position.step)
     t.watchdog.feed()
     if t.stop_consensus.agree_before_first_step(t.state.position.step):
         raise StopAskedError("The ranks were asked to stop before the first step.")
@@ -240,10 +238,13 @@ def is_evaluation_due(t: Training) -> bool:
     return position.samples_in_epoch == 0 and position.epoch % t.spec.eval.every_epochs == 0
 
 
-def is_save_due(t: Training) -> bool:
-    """Tell whether a periodic checkpoint is due after the last step."""
-    every = t.spec.checkpoint.every_steps
-    return every is not None and t.state.position.step % every == 0
+def save(t: Training, metrics: Mapping[str, float]) -> None:
+    """Copy the state after the last step; it is committed while the training goes on."""
+    with t.save_plan.saving(t.state.position.step):
+        t.phases.enter("checkpoint")
+        t.replicas.compare(t.state)
+        t.checkpointer.save(t.state, metrics=metrics)
+        t.phases.enter("other")
 
 
 def evaluate(t: Training) -> dict[str, float]:

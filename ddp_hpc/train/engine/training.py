@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from ddp_hpc.checkpoints.save_interval import Bounds
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
+from ddp_hpc.train.auto_interval import AutoInterval, Job, read_job
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.data.sample_records import SampleRecorder
@@ -34,8 +36,9 @@ from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
 from ddp_hpc.train.recording.timeline import Timeline, World
 from ddp_hpc.train.replicas import Replicas
+from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
-from ddp_hpc.train.state.checkpoint import Checkpointer
+from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
 from ddp_hpc.train.state.training_state import TrainingState
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 from ddp_hpc.train.watchdog import Watchdog
@@ -73,6 +76,7 @@ class Training:
     watchdog: Watchdog
     replicas: Replicas
     numbers: StepNumbers
+    save_plan: SavePlan
     phases: PhaseTimes = field(default_factory=PhaseTimes)
     after_step: Callable[[], bool] | None = None
     """In a replay: called after each step; returns whether the replay ends there."""
@@ -146,20 +150,20 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     world_size = group.rank_info.world_size
     num_gpus = world_size if group.device.type == "cuda" else 0
     is_rank_zero = group.rank_info.is_rank_zero
+    timeline = Timeline(run, attempt, World(world_size, num_gpus), phases) if is_rank_zero else None
     recorder = RunRecorder(
-        run,
-        spec,
-        is_writer=is_rank_zero,
-        attempt=attempt,
-        total_steps=total_steps,
-        timeline=Timeline(run, attempt, World(world_size, num_gpus), phases) if is_rank_zero else None,
+        run, spec, is_writer=is_rank_zero, attempt=attempt, total_steps=total_steps, timeline=timeline
+    )
+    job = partial(read_job, run, attempt, max(1, world_size // group.rank_info.local_world_size))
+    save_plan = SavePlan(
+        spec.checkpoint.every_steps, None if timeline is None else _auto_interval(spec, group, job, phases, timeline)
     )
     checkpointer = Checkpointer(
         run,
         group,
         attempt=attempt,
         keep=spec.checkpoint,
-        on_result=recorder.saved,
+        on_result=partial(_saved, recorder, save_plan),
         on_progress=watchdog.feed,
         is_stop_asked=partial(stop.is_set, look_at_file=group.rank_info.is_rank_zero),
     )
@@ -181,7 +185,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         total_steps=total_steps,
         base_lrs=[float(options["lr"]) for options in optimizer.param_groups],
         untrained=_untrained(bare, optimizer),
-        stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt)),
+        stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt), news=save_plan),
         checkpointer=checkpointer,
         losses=LossWatch(run, group, checkpointer, policy=policy, lone=lone),
         guard=UpdateGuard(
@@ -194,7 +198,29 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
         replicas=replicas,
+        save_plan=save_plan,
     )
+
+
+def _auto_interval(
+    spec: RunSpec, group: Group, job: Callable[[], Job], phases: PhaseTimes, timeline: Timeline
+) -> AutoInterval | None:
+    """Return what chooses when to save, where the spec leaves that to us."""
+    if spec.checkpoint.every_steps != "auto":
+        return None
+    return AutoInterval(
+        Bounds(shortest_s=spec.checkpoint.min_interval_s, longest_s=spec.checkpoint.max_interval_s),
+        job,
+        phases=phases.so_far,
+        note=timeline.planned,
+        wait_for_device=partial(torch.cuda.synchronize, group.device) if group.device.type == "cuda" else lambda: None,
+    )
+
+
+def _saved(recorder: RunRecorder, plan: SavePlan, result: SaveResult) -> None:
+    """Record how a save ended; the checkpoint writer's thread calls this."""
+    plan.written(result.seconds if result.error is None else None)
+    recorder.saved(result)
 
 
 def _initial_state(

@@ -82,6 +82,10 @@ class Timeline:
             Mark(kind="evaluation", attempt=self._attempt, at=self._clock(), step=step, seconds=round(seconds, 4))
         )
 
+    def planned(self, step: int, interval: Mapping[str, float]) -> None:
+        """Note a new interval between checkpoints, and the numbers that it was chosen by."""
+        self._write(Mark(kind="interval", attempt=self._attempt, at=self._clock(), step=step, interval=interval))
+
     def close(self) -> None:
         """Note no more."""
         if self._fd is not None:

@@ -1,0 +1,105 @@
+"""How often to save: the interval that costs the least time, and what one costs. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+ASSUMED_STALL_S = 1.0
+"""How long training waits for a save, where none was measured yet."""
+FIRST_S = 60.0
+"""Where none was measured yet, the first save comes after so much training at the latest: it measures, and a wrong guess costs little."""
+WRITES_APART = 2.0
+"""An interval is at least so many times as long as the newest saves took to be written: a save never waits for the one before
+it, and the file system rests half of the time."""
+CHANGE = 1.3
+"""An interval is changed where the best one is so many times longer or shorter. One that is so much off costs 4 % more than the
+best: not of the time, but of what saves and repeated steps take of it."""
+
+Why = Literal["least cost", "shortest", "longest", "written", "failed before"]
+
+
+def best_interval_s(stall_s: float, between_failures_s: float) -> float:
+    """Return how long to train between two saves, by Daly's higher-order estimate of the optimum of Young.
+
+    Young (1974), doi:10.1145/361147.361115; Daly (2006), doi:10.1016/j.future.2004.11.016, equation 37.
+    """
+    if stall_s >= 2 * between_failures_s:
+        return between_failures_s
+    ratio = stall_s / (2 * between_failures_s)
+    optimum = math.sqrt(2 * stall_s * between_failures_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
+    return optimum - stall_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveCosts:
+    """What saves and failures cost a run, in seconds."""
+
+    stall_s: float
+    """How long training waits for a save."""
+    between_failures_s: float
+    """The mean time between two failures without warning."""
+    write_s: float = 0.0
+    """From then until the save is committed; a failure before that loses it."""
+    restart_s: float = 0.0
+    """From a failure until the run trains again."""
+
+    def share(self, interval_s: float) -> float:
+        """Return which share of the time saves, repeated steps and restarts are expected to take, if failures are independent.
+
+        A run that has restarted commits after `restart + interval + stall + write`, and then after each `interval + stall`, until it fails.
+        With exponential times between failures, the number of commits until then is a geometric series (Daly 2006, equation 20,
+        where a save is written at once).
+        """
+        mean_s = self.between_failures_s
+        period, delay = (interval_s + self.stall_s) / mean_s, (self.restart_s + self.write_s) / mean_s
+        if period + delay > 700:  # the exponential would overflow: nothing is ever kept
+            return 1.0
+        return 1 - interval_s / mean_s / (math.exp(delay) * math.expm1(period))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Limits of the interval, in seconds."""
+
+    shortest_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """How long to train between two saves, and what decided that."""
+
+    seconds: float
+    why: Why
+
+
+def choose(
+    costs: SaveCosts, bounds: Bounds, *, is_measured: bool = True, first_within_s: float | None = None
+) -> Interval:
+    """Return the interval to save at.
+
+    Args:
+        costs: what is known now; `write_s` also of a save that is still being written, as far as it has come.
+        bounds: the limits that users and sites have set.
+        is_measured: whether `stall_s` was measured.
+        first_within_s: for the first save of an attempt: how early it must come, because attempts before failed without a new
+            checkpoint. It wins over all limits.
+    """
+    best_s = best_interval_s(costs.stall_s, costs.between_failures_s)
+    found = Interval(seconds=best_s if is_measured else min(best_s, FIRST_S), why="least cost")
+    if found.seconds > bounds.longest_s:
+        found = Interval(seconds=bounds.longest_s, why="longest")
+    if found.seconds < bounds.shortest_s:
+        found = Interval(seconds=bounds.shortest_s, why="shortest")
+    if found.seconds < WRITES_APART * costs.write_s:
+        found = Interval(seconds=WRITES_APART * costs.write_s, why="written")
+    if first_within_s is not None and first_within_s < found.seconds:
+        found = Interval(seconds=first_within_s, why="failed before")
+    return found
+
+
+def is_worth_changing(now: float, best: float) -> bool:
+    """Tell whether an interval is so far from the best one that it is changed."""
+    return not now / CHANGE < best < now * CHANGE

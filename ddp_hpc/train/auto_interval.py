@@ -1,0 +1,163 @@
+"""Chooses how many steps lie between two checkpoints, on rank zero, from what it measures (`checkpoint.every_steps=auto`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from ddp_hpc.base.patience import known
+from ddp_hpc.checkpoints import interval_text
+from ddp_hpc.checkpoints.failure_rate import between_failures_s
+from ddp_hpc.checkpoints.past_saves import Past, read_past
+from ddp_hpc.checkpoints.save_interval import ASSUMED_STALL_S, Bounds, Interval, SaveCosts, choose, is_worth_changing
+from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.slow_ranks.summary import Phases
+
+log = logging.getLogger(__name__)
+
+_NOT_STEPS = ("checkpoint", "evaluation")
+_NEWEST_SAVES = 5
+"""The middle one of so many stalls and writes counts: one slow save changes nothing, three do."""
+_NEWEST_SPEEDS = 64
+"""The speed is that of the time between so many exchanges of the ranks: half a minute, or 64 steps where they are long."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known when an attempt begins."""
+
+    past: Past
+    num_nodes: int
+    restart_s: float
+    """How long this attempt took to train."""
+
+
+class AutoInterval:
+    """The interval of one attempt."""
+
+    def __init__(  # noqa: PLR0913  most are callbacks
+        self,
+        bounds: Bounds,
+        job: Callable[[], Job],
+        *,
+        phases: Callable[[], Phases],
+        note: Callable[[int, Mapping[str, float]], None],
+        wait_for_device: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`job` reads what is known, once; `phases` are the times of this process; `note` records a choice, after a step."""
+        self._bounds = bounds
+        self._read_job = job
+        self._phases = phases
+        self._note = note
+        self._wait_for_device = wait_for_device
+        self._clock = clock
+        self._job = Job(Past(), 1, 0.0)
+        self._began_at = clock()
+        self._stalls: deque[float] = deque(maxlen=_NEWEST_SAVES)
+        self._writes: deque[float] = deque(maxlen=_NEWEST_SAVES)
+        self._saved_at = 0.0
+        self._num_saves = self._num_written = 0
+        self._speeds: deque[tuple[int, float]] = deque(maxlen=_NEWEST_SPEEDS)
+        self._every = 0
+
+    def begin(self) -> None:
+        """Read what earlier attempts have recorded; training begins now."""
+        self._job = self._read_job()
+        self._stalls.extend(self._job.past.stalls_s)
+        self._writes.extend(self._job.past.writes_s)
+        self._began_at = self._clock()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure how long training waits for a save."""
+        self._wait_for_device()  # what the device still has to compute is no part of the save
+        began = self._clock()
+        yield
+        # The first save makes the staging buffers, so it counts only until there is another.
+        if self._num_saves == 1:
+            self._stalls.clear()
+        self._num_saves += 1
+        self._saved_at = self._clock()
+        self._stalls.append(self._saved_at - began)
+
+    def written(self, seconds: float | None) -> None:
+        """Take note that a save was committed, or has failed (None); the checkpoint writer's thread calls this."""
+        self._num_written += 1
+        if seconds is not None:
+            self._writes.append(seconds)
+
+    def choose(self, step: int) -> int:
+        """Return after how many steps to save, or 0 as long as the speed is not known; log and record a change."""
+        step_s = self._step_s()
+        if step_s is None:
+            return self._every
+        costs = self._costs()
+        past = self._job.past
+        first_within_s = past.first_within_s if self._num_saves == 0 else None
+        is_measured = bool(self._stalls)
+        interval = choose(costs, self._bounds, is_measured=is_measured, first_within_s=first_within_s)
+        every = max(1, round(interval.seconds / step_s))
+        if self._every == 0 or is_worth_changing(self._every, every):
+            self._every = every
+            self._tell(step, step_s, costs, interval)
+        return self._every
+
+    def _step_s(self) -> float | None:
+        """Return how long a step takes, without saves and evaluations; None before two steps, as the first may compile."""
+        phases = self._phases()
+        if phases.num_steps == 0:
+            return None
+        trained_s = sum(seconds for name, seconds in phases.seconds.items() if name not in _NOT_STEPS)
+        if not self._speeds or phases.num_steps > self._speeds[-1][0]:
+            self._speeds.append((phases.num_steps, trained_s))
+        (before, then), (now, here) = self._speeds[0], self._speeds[-1]
+        return max(1e-6, (here - then) / (now - before)) if now > before else None
+
+    def _costs(self) -> SaveCosts:
+        now, past = self._clock(), self._job.past
+        writing_s = now - self._saved_at if self._num_saves > self._num_written else 0.0
+        return SaveCosts(
+            stall_s=median(self._stalls) if self._stalls else ASSUMED_STALL_S,
+            write_s=max(median(self._writes) if self._writes else 0.0, writing_s),
+            restart_s=self._job.restart_s if past.restart_s is None else past.restart_s,
+            between_failures_s=between_failures_s(
+                num_failures=past.num_failures,
+                trained_s=past.trained_s + now - self._began_at,
+                num_nodes=self._job.num_nodes,
+            ),
+        )
+
+    def _tell(self, step: int, step_s: float, costs: SaveCosts, interval: Interval) -> None:
+        seconds = self._every * step_s
+        self._note(
+            step,
+            {
+                "every_steps": self._every,
+                "seconds": round(seconds, 3),
+                **{name: round(value, 4) for name, value in asdict(costs).items()},
+                "num_failures": self._job.past.num_failures,
+                "expected_cost": round(costs.share(seconds), 6),
+            },
+        )
+        why = interval_text.reason(
+            costs, interval, num_failures=self._job.past.num_failures, is_measured=bool(self._stalls)
+        )
+        log.info("saves %s: %s", interval_text.every(self._every, seconds), why)
+
+
+def read_job(run: RunDir, attempt: int, num_nodes: int) -> Job:
+    """Read what is known when training begins; where the file system does not answer, nothing is."""
+
+    def read() -> Job:
+        this = Ledger.read(run).attempt(attempt)
+        restart_s = 0.0 if this is None else max(0.0, time.time() - this.started_at)
+        return Job(read_past(run, before=attempt, num_nodes=num_nodes), num_nodes, restart_s)
+
+    return known(run.timeline, read, unknown=Job(Past(), num_nodes, 0.0))
