@@ -48,7 +48,7 @@ test: check ## All checks, then the tests in random order, those on the Slurm cl
 test-long: .venv/.dev ## The tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -n 2 $(SLOWEST) -m 'long and not campaign' $(ARGS)
 
-test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers, Accelerate, Optuna and Hydra, preempted, killed and resumed
+test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers, Accelerate, Optuna and Hydra, and the recorders W&B and MLflow, killed and resumed
 	$(ADAPTERS_BIN)/python -m pytest -o addopts=-ra $(SLOWEST) tests/adapters $(ARGS)
 
 test-all: test test-long test-adapters ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
@@ -120,7 +120,7 @@ distclean: clean ## Remove the environments and Slurm's files too
 	@$(call pip-install,$(BENCH_BIN)) -e . -r envs/bench.txt
 
 .venv-adapters/.tools: $(PINS) envs/bench.txt envs/adapters.txt | .venv-adapters/.made
-	@echo 'Installing ddp_hpc, PyTorch, Lightning, Transformers, Accelerate, Optuna and Hydra into .venv-adapters (about 2 min, once) ...'
+	@echo 'Installing ddp_hpc, PyTorch, Lightning, Transformers, Accelerate, Optuna, Hydra, W&B and MLflow into .venv-adapters (about 3 min, once) ...'
 	@$(call pip-install,$(ADAPTERS_BIN)) -e . -r envs/adapters.txt
 
 .venv-docs/.tools: envs/docs.txt envs/constraints.txt | .venv-docs/.made
