@@ -185,6 +185,7 @@ def test_files_of_wandb_in_a_directory_that_the_user_names_are_found_again(tmp_p
 
     assert in_wandb(wandb_files(elsewhere)) == in_metrics(run)
     assert not (run.path / "wandb").exists()
+    assert [path for path in elsewhere.path.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o022] == []
 
 
 def test_a_file_of_wandb_in_another_format_ends_the_recorder_and_names_the_file(tmp_path: Path) -> None:

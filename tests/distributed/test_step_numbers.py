@@ -156,8 +156,11 @@ def counted(group: Group, folder: Path, tokens: Any) -> list[int | None]:
 
 @pytest.mark.parametrize(
     ("tokens", "expected"),
-    [(512, [24 * 512, 17 * 512]), (lambda batch: batch[0].numel(), [24 * 5, 17 * 5]), (None, [None, None])],
-    ids=["of a sample", "of a batch", "not said"],
+    [
+        pytest.param(512, [24 * 512, 17 * 512], id="of a sample", marks=pytest.mark.long),
+        pytest.param(lambda batch: batch[0].numel(), [24 * 5, 17 * 5], id="of a batch"),
+        pytest.param(None, [None, None], id="not said", marks=pytest.mark.long),
+    ],
 )
 def test_tokens_are_those_of_all_ranks_and_micro_batches(
     tokens: Any, expected: list[int | None], tmp_path: Path

@@ -46,7 +46,7 @@ def train(t: Training) -> bool:
         t.recorder.count(global_batch.plan.num_samples)
 
         step, is_last = t.state.position.step, t.state.position.step == t.total_steps
-        if is_line_due(t, step):
+        if is_last or step % t.spec.log.every_steps == 0:
             log_loss(t)
         if t.after_step is not None and t.after_step():
             t.recorder.progress(t.state.position, now=True)
@@ -181,7 +181,7 @@ def update_weights(t: Training) -> None:
         if scaler is not None:
             scaler.unscale_(optimizer)
         t.numbers.note_norm(torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm))
-    elif t.numbers.computes_norm and is_line_due(t, t.state.position.step + 1):
+    elif t.numbers.computes_norm and is_logged(t, t.state.position.step + 1):
         t.numbers.note_norm(norm_of(trained_parameters(optimizer), scaler))
     # The newest save may still be copying the weights to the host, on a CUDA stream of its own. The device must not
     # change them before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
@@ -227,8 +227,8 @@ def log_loss(t: Training) -> None:
     )
 
 
-def is_line_due(t: Training, step: int) -> bool:
-    """Tell whether the metrics get a line after `step`; after the last step they get one in any case."""
+def is_logged(t: Training, step: int) -> bool:
+    """Tell whether the metrics get a line after `step`."""
     return step % t.spec.log.every_steps == 0 or step == t.total_steps
 
 

@@ -23,6 +23,7 @@ from typing import cast
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import is_key_shown
+from ddp_hpc.base.durable import readers
 from ddp_hpc.base.shown_text import masked, secret_values
 from ddp_hpc.config import flat, load_resolved
 from ddp_hpc.run_dir.paths import RunDir
@@ -106,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     run = RunDir(arguments.run)
+    os.umask(0o077 & ~readers(run.path))  # what a library writes can be read by those who may read the run's directory
     values = flat(load_resolved(run.config, is_patient=True))
     secrets = secret_values(values, os.environ)
     subject = Subject(

@@ -47,7 +47,7 @@ class Row:
 
 
 def row_of(line: Mapping[str, Any]) -> Row | None:
-    """Return what recorders get of a line of the metrics; None for one that somebody has edited so that it has no step."""
+    """Return what recorders get of a line of the metrics; None for one without a kind, a step or a time."""
     kind, step, at = line.get("kind"), line.get("step"), line.get("at")
     if not isinstance(kind, str) or not isinstance(step, int) or not isinstance(at, (int, float)):
         return None
