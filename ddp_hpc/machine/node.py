@@ -58,8 +58,7 @@ def _sample(sampler: Sampler, run: RunDir, attempt: int, num_nodes: int, parent_
     is_over = False
     _look(sampler)
     while not is_over:
-        until_line = written + line_s(time.monotonic() - began, num_nodes) - time.monotonic()
-        is_over = _is_over(parent_fd, min(pause_s(sampler.cost_s), max(0.0, until_line)))
+        is_over = _is_over(parent_fd, pause_s(sampler.cost_s))
         _look(sampler)
         now = time.monotonic()
         if now - written >= (LEAST_LINE_S if is_over else line_s(now - began, num_nodes)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-SCAN_SHARE = 0.0005
+SCAN_SHARE = 0.0002
 """To find new processes takes at most this share of a CPU: on a node with many processes, they are searched for less often."""
 _STEP_PARENT = "slurmstepd"
 _TICKS = os.sysconf("SC_CLK_TCK")

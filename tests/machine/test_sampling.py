@@ -14,7 +14,7 @@ import pytest
 
 from ddp_hpc.machine.cgroups import Cgroups
 from ddp_hpc.machine.gpus import GIB, GpuReader
-from ddp_hpc.machine.processes import ProcessTree
+from ddp_hpc.machine.processes import SCAN_SHARE, ProcessTree
 from ddp_hpc.machine.sampler import COST_SHARE, MOST_LINE_S, SAMPLE_S, Sampler, line_s, pause_s
 from ddp_hpc.run_dir.machine_use import GpuUse
 from tests.machine.test_cgroups import cgroups
@@ -77,7 +77,7 @@ def test_processes_are_searched_for_less_often_where_that_costs_much() -> None:
     begin = time.thread_time()
     tree.used_s()
 
-    assert tree._pause_s <= (time.thread_time() - begin) / 0.0005
+    assert tree._pause_s <= (time.thread_time() - begin) / SCAN_SHARE
     assert tree._pause_s > 0
 
 

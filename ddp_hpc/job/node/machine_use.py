@@ -39,7 +39,7 @@ _APART = 'exec 3<&0; "$@" <&3 & exit 0'
 class MachineSampler:
     """The process that samples, while it runs.
 
-    It is no child of the process that starts it: the children of an agent are workers, and a script's worker looks after its own.
+    Its parent is not the process that starts it: the children of an agent are workers, and a script's worker kills what its script has left.
     """
 
     def __init__(self, node: Node, environ: Mapping[str, str]) -> None:
