@@ -21,7 +21,7 @@ UNKNOWN = 0.1
 """How likely it is that the published rates say nothing of this run."""
 _SLOWEST, _FASTEST = 1e-9, 0.1
 """Failures a second: one in thirty years, one in ten seconds."""
-_POINTS = 240
+_POINTS = 120
 
 
 def between_failures_s(*, num_failures: int, trained_s: float, num_nodes: int) -> float:

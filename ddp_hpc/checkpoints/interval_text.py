@@ -24,8 +24,9 @@ def every(steps: int, seconds: float) -> str:
 def numbers(costs: SaveCosts, *, num_failures: int, is_measured: bool = True) -> str:
     """Return the numbers that an interval follows from."""
     seen = {0: "none seen", 1: "1 seen"}.get(num_failures, f"{num_failures} seen")
+    start = f"a start takes {roughly(costs.restart_s)}, " if costs.restart_s else ""
     return (
-        f"a save {'stalls' if is_measured else 'is assumed to stall'} {roughly(costs.stall_s)}, a start takes {roughly(costs.restart_s)}, one failure in "
+        f"a save {'stalls' if is_measured else 'is assumed to stall'} {roughly(costs.stall_s)}, {start}one failure in "
         f"{roughly(costs.between_failures_s)} is expected ({seen})"
     )
 

@@ -87,18 +87,25 @@ def past_of(attempts: Sequence[Attempt], marks: Sequence[Mark], *, num_nodes: in
     """Return what attempts, oldest first, and their notes say."""
     all_marks = [[mark for mark in marks if mark.attempt == one.attempt] for one in attempts]
     past = [found for one, some in zip(attempts, all_marks, strict=True) if (found := _attempt(one, some))]
-    known = [mark for some in all_marks for mark in some]
+    known = [mark for some in all_marks for mark in some]  # of these attempts only, in the order of time
     writes = [mark.seconds for mark in known if mark.kind == "save" and mark.seconds is not None]
-    stalls = [stall for mark in known if (stall := mark.interval.get("stall_s"))]
+    stalls = [mark.interval["stall_s"] for mark in known if mark.interval.get("is_measured")]
+    return summary(past, stalls_s=stalls, writes_s=writes, num_nodes=num_nodes)
+
+
+def summary(
+    past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float], num_nodes: int
+) -> Past:
+    """Return what attempts, oldest first, say together; with the stalls and the times of writing of their saves."""
     counted = _newest(past)
     restarts = sorted(one.started_s for one in past)
     return Past(
         num_failures=sum(one.is_sudden for one in counted),
         trained_s=sum(one.trained_s * one.num_nodes / max(1, num_nodes) for one in counted),
-        stalls_s=tuple(stalls[-1:]),
-        writes_s=tuple(writes[-_NEWEST_SAVES:]),
+        stalls_s=tuple(stalls_s[-1:]),
+        writes_s=tuple(writes_s[-_NEWEST_SAVES:]),
         restart_s=restarts[len(restarts) // 2] if restarts else None,
-        first_within_s=first_within_s(past, needed_s=(stalls or [0.0])[-1] + (writes or [0.0])[-1]),
+        first_within_s=first_within_s(past, needed_s=sum([*stalls_s[-1:], *writes_s[-1:]])),
     )
 
 

@@ -11,12 +11,18 @@ from ddp_hpc.cli.formatting import DASH
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.attempt_times import KINDS, read_times
 from ddp_hpc.watch.goodput import Goodput, goodput_of
+from ddp_hpc.watch.save_interval import SaveInterval, read_save_interval
 from ddp_hpc.watch.status import RunStatus
 
 
 def goodput_of_run(run: RunDir, status: RunStatus, *, now: float) -> Goodput | None:
     """Return where the node time of a run went; None if its records cannot be read now."""
     return known(run.timeline, lambda: goodput_of(read_times(run, now=now, is_alive=status.is_alive)), unknown=None)
+
+
+def interval_of_run(run: RunDir, status: RunStatus, *, now: float) -> SaveInterval | None:
+    """Return how often a run saves, where it chooses that itself; None also if its records cannot be read now."""
+    return known(run.timeline, lambda: read_save_interval(run, now=now, is_alive=status.is_alive), unknown=None)
 
 
 def as_record(goodput: Goodput | None) -> Mapping[str, Any] | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_hpc.base.patience import known
+from ddp_hpc.checkpoints.save_interval import Bounds
 from ddp_hpc.containers import (
     BARE,
     CommandWrapper,
@@ -36,6 +39,7 @@ from ddp_hpc.rendezvous.worker_env import (
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import RunSpec
+from ddp_hpc.watch.save_interval import outlook
 from ddp_hpc.workload.table import workload_of
 
 _IN_JOB = Meeting("ADDRESS", 0)
@@ -52,6 +56,8 @@ class Plan:
     """Of rank zero, as `ddp-hpc env` shows them; the other workers' ranks differ."""
     users: Sequence[str]
     """Names of the variables that the key `env` sets; values may be secrets."""
+    saves: str = ""
+    """How often the run would save, where it chooses that itself."""
 
     def as_text(self) -> str:
         """Return it as comments, which may stand below a job script."""
@@ -60,6 +66,7 @@ class Plan:
             lines += [f"  {what}:", f"    {command}"]
         if any("ADDRESS" in command for command in self.steps.values()):
             lines += ["ADDRESS and PORT are those of rank zero; the job chooses them when it has its nodes."]
+        lines += [f"It saves {self.saves}"] if self.saves else []
         lines += ["Rank zero gets these environment variables; other workers get other ranks:"]
         for name, fact in self.variables.items():
             if fact.value is None:
@@ -94,6 +101,19 @@ def plan_of(spec: RunSpec, backend: str, import_paths: Sequence[Path], environme
         ),
         variables={**ranks, **made, **import_path(paths, os.pathsep.join(paths))},
         users=list(spec.environ),
+        saves=_saves(spec, run),
+    )
+
+
+def _saves(spec: RunSpec, run: RunDir) -> str:
+    keys = spec.checkpoint
+    if keys.every_steps != "auto" or spec.script.is_set:
+        return ""
+    bounds = Bounds(shortest_s=keys.min_interval_s, longest_s=keys.max_interval_s)
+    return known(
+        run.timeline,
+        lambda: outlook(run, bounds, num_nodes=spec.resources.nodes, now=time.time()),
+        unknown="as its records say, which cannot be read now",
     )
 
 

@@ -7,7 +7,9 @@ from ddp_hpc.watch.metrics import numbers_of
 from ddp_hpc.watch.status import RunStatus
 
 
-def as_text(status: RunStatus, *, now: float, word: str | None = None, node_time: str = "", machine: str = "") -> str:
+def as_text(  # noqa: PLR0913  one argument for each line that is not of the status
+    status: RunStatus, *, now: float, word: str | None = None, node_time: str = "", saves: str = "", machine: str = ""
+) -> str:
     """Return the status, one line for each field: its name and its value. `word` names the run on the command line."""
     rows = {
         "run": f"{status.run}  ({status.path})",
@@ -25,6 +27,7 @@ def as_text(status: RunStatus, *, now: float, word: str | None = None, node_time
         "time limit": limit(status),
         "evaluation": numbers(status.metrics),
         "checkpoint": checkpoint(status),
+        "saves": saves,
         "save error": save_error(status),
         "slow": "; ".join(one.sentence() for one in status.slow_ranks),
         "machines": machine,

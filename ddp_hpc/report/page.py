@@ -22,6 +22,7 @@ from ddp_hpc.run_dir.environment import Environment, differences
 from ddp_hpc.run_dir.meeting import MeetingRecord
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
+from ddp_hpc.watch.goodput import measured_cost
 
 _CODE = re.compile(r"`([^`]*)`")
 _WHERE = {
@@ -218,10 +219,21 @@ def _cost(run: RunData) -> str:
         for steps in sorted({max(1, cost.every_steps // 2), cost.every_steps * 2, best})
         if steps != cost.every_steps
     )
-    return (
+    measured = measured_cost(run.times)
+    so_far = (
+        ""
+        if measured is None
+        else f" So far, saves, lost steps and starts after failures have taken {share(measured)}."
+    )
+    by = (
+        "`checkpoint.every_steps=auto` has chosen this interval. "
+        if run.values.get("checkpoint.every_steps") == "auto"
+        else ""
+    )
+    return by + (
         f"A save stops training for {duration(cost.stall_s)}, a restart takes {duration(cost.restart_s)}, and this run saw {seen} in "
         f"{duration(cost.running_s)}. By that, a save every {cost.every_steps:,} steps costs {share(cost.share(cost.every_steps))} of the time; "
-        f"{others}. The least is expected at every {best:,} steps (Young 1974, Daly 2006)."
+        f"{others}. The least is expected at every {best:,} steps (Young 1974, Daly 2006).{so_far}"
     )
 
 

@@ -25,6 +25,7 @@ from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare import ListedRun, config_values, differing_keys
 from ddp_hpc.watch.goodput import checkpoint_cost, goodput_of
+from ddp_hpc.watch.save_interval import newest_interval
 from ddp_hpc.watch.status import read_status
 from ddp_hpc.why.findings import Verdict
 from ddp_hpc.why.reading import chosen_attempt, read_facts
@@ -68,8 +69,8 @@ def read_run(
     numbers = [one.attempt for one in ledger.attempts]
     values = config_values(run)
     secrets = secret_values(values, environ)
-    every = values.get("checkpoint.every_steps")
-    every_steps = every if isinstance(every, int) else None
+    every, interval = values.get("checkpoint.every_steps"), newest_interval(marks, times)
+    every_steps = every if isinstance(every, int) else interval.every_steps if every == "auto" and interval else None
     series = reader.read("The metrics", partial(read_series, run), Series())
     looks: list[Look] = reader.read("The comparison of the ranks", partial(read_looks, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None

@@ -27,6 +27,9 @@ _NEWEST_SAVES = 5
 _NEWEST_SPEEDS = 64
 """The speed is that of the time between so many exchanges of the ranks: half a minute, or 64 steps where they are long."""
 
+_LEAST_S = 1.0
+"""Steps that took less together do not show how long one takes."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -110,7 +113,10 @@ class AutoInterval:
         return self._every
 
     def _step_s(self) -> float | None:
-        """Return how long a step takes, without saves and evaluations; None before two steps, as the first may compile."""
+        """Return how long a step takes, without saves and evaluations; None as long as that is not known.
+
+        The first step is left out: it may compile.
+        """
         phases = self._phases()
         if phases.num_steps == 0:
             return None
@@ -118,7 +124,7 @@ class AutoInterval:
         if not self._speeds or phases.num_steps > self._speeds[-1][0]:
             self._speeds.append((phases.num_steps, trained_s))
         (before, then), (now, here) = self._speeds[0], self._speeds[-1]
-        return max(1e-6, (here - then) / (now - before)) if now > before else None
+        return (here - then) / (now - before) if here - then >= _LEAST_S else None
 
     def _costs(self) -> SaveCosts:
         now, past = self._clock(), self._job.past
@@ -142,6 +148,7 @@ class AutoInterval:
                 "every_steps": self._every,
                 "seconds": round(seconds, 3),
                 **{name: round(value, 4) for name, value in asdict(costs).items()},
+                "is_measured": float(bool(self._stalls)),
                 "num_failures": self._job.past.num_failures,
                 "expected_cost": round(costs.share(seconds), 6),
             },

@@ -71,6 +71,18 @@ class CheckpointCost:
         return max(1, round(best_interval_s(self.stall_s, self.between_failures_s) / self.step_s))
 
 
+def measured_cost(times: Sequence[AttemptTime]) -> float | None:
+    """Return the share of the time that saves, lost steps, and starts after failures have taken; None before a run has trained.
+
+    What `SaveCosts.share` expects, as it has come. Other starts, after a preemption or a time limit, are no part of either.
+    """
+    after_failure = [False, *(one.is_failure for one in times)]
+    starts_s = sum(one.seconds["starting"] for one, failed in zip(times, after_failure, strict=False) if failed)
+    spent_s = starts_s + sum(one.seconds["saving"] + one.seconds["lost"] for one in times)
+    all_s = spent_s + sum(one.seconds["training"] for one in times)
+    return spent_s / all_s if all_s > 0 and any(one.trained_from is not None for one in times) else None
+
+
 def checkpoint_cost(times: Sequence[AttemptTime], every_steps: int | None) -> CheckpointCost | None:
     """Return what checkpoints cost; None without the measurements: a save, a step and a start are needed."""
     saves, steps = sum(one.num_saves for one in times), sum(one.num_steps for one in times)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,8 @@ class Case:
     train: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     log_every: int = 4
-    save_every: int = 5
+    save_every: int | Literal["auto"] = 5
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
     compare_every: int | None = 50
     plain_calls_train: bool = False
     """Whether the plain loop calls `model.train()` first, as a model needs that freezes itself there."""
@@ -74,7 +75,7 @@ class Case:
             data=DataSpec(**self.data),
             eval=EvalSpec(batch_size=3),
             log=LogSpec(every_steps=self.log_every),
-            checkpoint=CheckpointSpec(every_steps=self.save_every),
+            checkpoint=CheckpointSpec(every_steps=self.save_every, **self.checkpoint),
             integrity=IntegritySpec(every_steps=self.compare_every),
             resources=ResourcesSpec(workers_per_node=world_size),
         )

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.goodput_text import as_line, as_record, goodput_of_run
+from ddp_hpc.cli.goodput_text import as_line, as_record, goodput_of_run, interval_of_run
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.run_dir.paths import RunDir
@@ -28,12 +28,19 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     run_dir = chosen_run(args, environment)
     status = read_status(run_dir, now=now, ask=slurm_asker(environment))
     goodput = goodput_of_run(run_dir, status, now=now)
+    interval = interval_of_run(run_dir, status, now=now)
     machines, in_words = _machines(run_dir, status, now)
     if args.json:
-        print(as_json({**asdict(status), "goodput": as_record(goodput), "machines": machines}))
+        more = {
+            "goodput": as_record(goodput),
+            "save_interval": None if interval is None else asdict(interval),
+            "machines": machines,
+        }
+        print(as_json({**asdict(status), **more}))
         return 0
+    saves = "" if interval is None else interval.sentence()
     word = word_for(run_dir, environment)
-    print(as_text(status, now=now, word=word, node_time=as_line(goodput), machine=in_words))
+    print(as_text(status, now=now, word=word, node_time=as_line(goodput), saves=saves, machine=in_words))
     return 0
 
 

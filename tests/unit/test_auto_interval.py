@@ -1,0 +1,212 @@
+"""What rank zero measures, and after how many steps it has the ranks save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import pytest
+
+from ddp_hpc.checkpoints.past_saves import Past
+from ddp_hpc.checkpoints.save_interval import Bounds
+from ddp_hpc.slow_ranks.summary import Phases
+from ddp_hpc.train.auto_interval import AutoInterval, Job
+from ddp_hpc.train.save_plan import SavePlan
+
+
+class Training:
+    """Steps and saves by a clock of their own."""
+
+    def __init__(self, *, past: Past | None = None, shortest_s: float = 1.0, longest_s: float = 1e6) -> None:
+        self.now = self.waited_s = 0.0
+        self.step = 0
+        self.seconds = {"forward": 0.0, "checkpoint": 0.0, "evaluation": 0.0}
+        self.notes: list[Mapping[str, float]] = []
+        self.auto = AutoInterval(
+            Bounds(shortest_s=shortest_s, longest_s=longest_s),
+            lambda: Job(past or Past(), 1, 7.0),
+            phases=lambda: Phases(num_steps=self.step, seconds=dict(self.seconds)),
+            note=lambda _, interval: self.notes.append(interval),
+            wait_for_device=self.wait,
+            clock=lambda: self.now,
+        )
+        self.auto.begin()
+
+    def wait(self) -> None:
+        self.now += self.waited_s
+
+    def takes(self, phase: str, seconds: float) -> None:
+        self.now += seconds
+        self.seconds[phase] += seconds
+
+    def steps(self, count: int, seconds: float = 0.1) -> int:
+        """Make steps, with an exchange of the ranks after each; return the newest choice."""
+        every = 0
+        for _ in range(count):
+            self.step += 1
+            self.takes("forward", seconds)
+            every = self.auto.choose(self.step)
+        return every
+
+    def saves(self, stall_s: float, write_s: float | None = 0.0) -> None:
+        with self.auto.saving():
+            self.takes("checkpoint", stall_s)
+        if write_s is not None:
+            self.auto.written(write_s)
+
+
+FAILS_OFTEN = Past(num_failures=8, trained_s=8 * 500.0, restart_s=3.0)
+"""One failure in about 500 s: with a stall of 1 s, the best interval is about half a minute."""
+
+
+def test_nothing_is_chosen_before_the_speed_is_known_and_the_first_step_does_not_count() -> None:
+    one = Training()
+
+    assert one.auto.choose(0) == 0
+    assert one.steps(1, seconds=300.0) == 0  # it compiles
+    assert one.steps(5) == 0
+    assert one.steps(10) == pytest.approx(600, abs=30)  # a minute
+
+
+def test_a_new_run_saves_after_a_minute_and_then_by_what_that_save_took() -> None:
+    one = Training(past=FAILS_OFTEN)
+    first = one.steps(30)
+
+    one.saves(0.01)
+    after = one.steps(1)
+
+    assert first == pytest.approx(310, rel=0.2)  # by an assumed stall of a second
+    assert after == pytest.approx(31, rel=0.2)
+
+
+def test_evaluations_and_saves_do_not_make_steps_slow() -> None:
+    one = Training()
+    before = one.steps(30)
+    one.takes("evaluation", 900.0)
+    one.now -= 900.0  # nor is it training in which nothing failed, in this test
+
+    assert one.steps(1) == before
+
+
+def test_the_first_save_of_an_attempt_counts_only_until_there_is_another() -> None:
+    one = Training(past=FAILS_OFTEN)
+    one.steps(30)
+    one.saves(9.0)
+    slow = one.steps(1)
+
+    one.saves(0.09)
+
+    assert one.steps(1) == pytest.approx(slow / 10, rel=0.3)
+
+
+def test_one_slow_save_changes_nothing_three_do() -> None:
+    one = Training(past=FAILS_OFTEN)
+    one.steps(30)
+    chosen = []
+    for stall_s in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 30.0, 1.0, 30.0, 30.0):
+        one.saves(stall_s)
+        chosen.append(one.steps(1))
+
+    assert len(set(chosen[1:9])) == 1
+    assert chosen[9] > 3 * chosen[8]
+
+
+def test_a_save_is_not_due_while_the_last_is_being_written() -> None:
+    one = Training(past=FAILS_OFTEN)
+    one.steps(30)
+    one.saves(1.0, write_s=None)
+
+    every = [one.steps(10) for _ in range(200)]
+
+    assert all(steps > 10 * (number + 1) for number, steps in enumerate(every) if number > 40)
+    one.auto.written(200.0)
+    assert one.steps(1) == pytest.approx(4000, rel=0.3)
+
+
+def test_a_save_that_failed_does_not_count_as_written() -> None:
+    one = Training(past=FAILS_OFTEN)
+    before = one.steps(30)
+    one.saves(1.0, write_s=None)
+    one.auto.written(None)
+
+    assert one.steps(1) == before
+
+
+def test_the_wait_for_a_device_that_still_computes_is_no_stall() -> None:
+    one = Training(past=FAILS_OFTEN)
+    one.steps(30)
+    one.waited_s = 60.0
+    one.saves(0.25)
+
+    one.steps(1)
+
+    assert one.notes[-1]["stall_s"] == 0.25
+
+
+def test_slower_steps_make_fewer_of_them() -> None:
+    one = Training(past=FAILS_OFTEN)
+    fast = one.steps(100)
+
+    slow = one.steps(100, seconds=1.0)
+
+    assert slow == pytest.approx(fast / 10, rel=0.35)
+
+
+def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = Training(past=FAILS_OFTEN)
+    with caplog.at_level(logging.INFO):
+        one.steps(200)
+
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        f"saves every {one.notes[0]['every_steps']} steps (about 31 s): a save is assumed to stall 1.0 s, a start takes 3.0 s, "
+        "one failure in 8 min is expected (8 seen)"
+    )
+    assert len(one.notes) == 1
+    assert one.notes[0]["num_failures"] == 8
+    assert one.notes[0]["is_measured"] == 0
+    assert 0.05 < one.notes[0]["expected_cost"] < 0.2
+
+
+def test_an_attempt_after_one_that_saved_nothing_saves_soon_but_only_once() -> None:
+    one = Training(past=Past(num_failures=1, trained_s=40.0, first_within_s=20.0), shortest_s=60.0)
+
+    first = one.steps(30)
+    one.saves(0.1)
+
+    assert first == 200
+    assert one.steps(1) == 600
+
+
+# --- the plan of all ranks ---
+
+
+@pytest.mark.parametrize(("every", "due"), [(4, [4, 8, 12]), (None, []), ("auto", [])])
+def test_a_number_means_its_multiples(every: int | None, due: list[int]) -> None:
+    plan = SavePlan(every)
+    plan.begin(2)
+
+    assert [step for step in range(3, 14) if plan.is_due(step)] == due
+
+
+def test_an_announced_number_counts_from_the_newest_save_or_the_resume() -> None:
+    plan, saved = SavePlan("auto"), []
+    plan.begin(7)
+    for step in range(8, 40):
+        plan.announced({10: 5, 20: 10}.get(step, plan._announced))
+        if plan.is_due(step):
+            saved.append(step)
+            with plan.saving(step):
+                pass
+
+    assert saved == [12, 17, 27, 37]
+
+
+def test_a_number_that_is_smaller_than_what_has_passed_means_now() -> None:
+    plan = SavePlan("auto")
+    plan.announced(100)
+    assert not plan.is_due(50)
+
+    plan.announced(10)
+
+    assert plan.is_due(50)

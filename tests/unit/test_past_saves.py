@@ -1,0 +1,155 @@
+"""What the records of a run's earlier attempts say of its failures and saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_hpc.checkpoints.past_saves import NEWEST, Past, PastAttempt, first_within_s, past_of, read_past, summary
+from ddp_hpc.run_dir.ledger import Attempt, Cause
+from ddp_hpc.run_dir.timeline import Mark
+from tests.report.made import Plan, made_run
+
+LOST = PastAttempt(
+    is_sudden=True, first_step=0, reached_step=100, saved_step=0, trained_s=50.0, started_s=5.0, num_nodes=1
+)
+
+
+def attempt(number: int = 0, cause: Cause | None = Cause.WORKER_CRASHED, **more: object) -> Attempt:
+    return Attempt(attempt=number, job_id="7", host="n", pid=1, started_at=1000.0, cause=cause, **more)  # type: ignore[arg-type]
+
+
+def marks(number: int = 0, *, first: int = 0, saved: int | None = 60, reached: int = 100) -> list[Mark]:
+    found = [Mark(kind="begin", attempt=number, at=1010.0, step=first)]
+    if saved is not None:
+        found.append(Mark(kind="save", attempt=number, at=1040.0, step=saved, seconds=2.5))
+    phases = {"forward": 40.0, "checkpoint": 3.0}
+    return [
+        *found,
+        Mark(kind="phases", attempt=number, at=1060.0, step=reached, num_steps=reached - first, phases=phases),
+    ]
+
+
+def past(*attempts: PastAttempt) -> Past:
+    return summary(attempts, stalls_s=[], writes_s=[], num_nodes=1)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_only_what_comes_without_warning_counts_as_a_failure(cause: Cause) -> None:
+    unasked = {
+        "worker crashed",
+        "hang",
+        "node failed",
+        "ranks differ",
+        "unexplained",
+        "supervisor died",
+        "suspended",
+        "fenced",
+    }
+
+    found = past_of([attempt(cause=cause)], marks(saved=100), num_nodes=1)
+
+    assert found.num_failures == (cause in unasked)
+
+
+@pytest.mark.parametrize("cause", [Cause.PREEMPTED, Cause.TIME_LIMIT])
+def test_a_preemption_that_left_no_time_to_save_counts(cause: Cause) -> None:
+    assert past_of([attempt(cause=cause)], marks(saved=60, reached=100), num_nodes=1).num_failures == 1
+
+
+def test_an_attempt_that_died_with_its_supervisor_counts_and_one_that_never_trained_does_not() -> None:
+    attempts = [attempt(0, None), attempt(1), attempt(2, Cause.NODE_FAILED)]
+
+    assert past_of(attempts, [*marks(0), *marks(2)], num_nodes=1).num_failures == 2
+
+
+def test_training_is_timed_by_a_clock_that_does_not_jump() -> None:
+    jumped = [replace(mark, at=mark.at + 1e8 * (mark.kind == "phases")) for mark in marks()]
+
+    found = past_of([attempt()], jumped, num_nodes=1)
+
+    assert found.trained_s == 43.0
+
+
+def test_another_number_of_nodes_counts_in_proportion() -> None:
+    on_two = attempt(nodes=("a", "b"))
+
+    assert past_of([on_two], marks(), num_nodes=8).trained_s == pytest.approx(43.0 / 4)
+
+
+def test_stalls_that_were_only_assumed_are_not_taken_for_measured() -> None:
+    def chosen(is_measured: float) -> Mark:
+        return Mark(
+            kind="interval",
+            attempt=0,
+            at=1.0,
+            step=1,
+            interval={"stall_s": 1.0 + is_measured, "is_measured": is_measured},
+        )
+
+    assert past_of([attempt()], [*marks(), chosen(0.0)], num_nodes=1).stalls_s == ()
+    assert past_of([attempt()], [*marks(), chosen(1.0), chosen(0.0)], num_nodes=1).stalls_s == (2.0,)
+
+
+def test_a_run_of_an_older_version_has_no_past() -> None:
+    assert past_of([attempt(), attempt(1)], [], num_nodes=1) == Past()
+
+
+def test_what_happened_before_the_newest_failures_is_forgotten() -> None:
+    debugging = [replace(LOST, trained_s=1.0)] * 30
+    calm = replace(LOST, is_sudden=False, trained_s=1e6)
+
+    found = past(*debugging, calm)
+
+    assert found.num_failures == NEWEST
+    assert found.trained_s == NEWEST * 1.0 + 1e6
+
+
+def test_it_is_read_from_a_run_directory_without_the_attempt_that_reads(tmp_path: Path) -> None:
+    run = made_run(
+        tmp_path / "run",
+        [Plan(first=0, reached=340), Plan(first=300, reached=500, ending="finished", cause="finished")],
+    )
+
+    before, whole = (read_past(run, before=number, num_nodes=1) for number in (1, None))
+
+    assert (before.num_failures, whole.num_failures) == (1, 1)
+    assert 0 < before.trained_s < whole.trained_s
+    assert before.restart_s == pytest.approx(40.0)
+    assert before.writes_s == (1.5, 1.5, 1.5)
+
+
+# --- attempts that fail before they save ---
+
+
+def test_after_an_attempt_without_a_checkpoint_the_next_saves_in_half_its_time() -> None:
+    assert first_within_s([LOST], needed_s=0.0) == 25.0
+    assert first_within_s([LOST], needed_s=20.0) == 15.0
+    assert first_within_s([LOST, replace(LOST, trained_s=30.0)], needed_s=0.0) == 15.0
+
+
+def test_a_save_that_needs_longer_than_attempts_live_begins_at_once() -> None:
+    assert first_within_s([LOST], needed_s=500.0) == 0.0
+
+
+def test_after_an_attempt_that_saved_nothing_is_hurried() -> None:
+    assert first_within_s([LOST, replace(LOST, saved_step=60)], needed_s=0.0) is None
+    assert first_within_s([LOST, replace(LOST, is_sudden=False)], needed_s=0.0) is None
+    assert first_within_s([], needed_s=0.0) is None
+
+
+def test_a_run_that_fails_after_the_same_time_again_and_again_gets_further_each_time() -> None:
+    saved = replace(LOST, saved_step=50)
+    further = replace(LOST, first_step=50, reached_step=150, saved_step=50)
+
+    assert first_within_s([LOST, saved, further], needed_s=0.0) == 25.0
+
+
+def test_a_run_that_fails_at_the_same_step_does_not_save_its_way_to_it() -> None:
+    """Else each save would count as progress, and `restart.max_no_progress` would come late."""
+    saved = replace(LOST, saved_step=50)
+    again = replace(LOST, first_step=50, reached_step=101, saved_step=50)
+
+    assert first_within_s([LOST, saved, again], needed_s=0.0) is None
