@@ -105,6 +105,45 @@ def test_memory_format_strides_and_neighbours_do_not_matter(dtype: torch.dtype) 
     assert digests.of_tensors({"before": torch.ones(3), "x": plain, "after": wide})["x"] == of(plain)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_among_many_that_are_alike_has_the_digest_that_it_has_alone(dtype: torch.dtype) -> None:
+    many = {
+        f"{shape} {number}": random_tensor(shape, dtype, seed=number)
+        for shape in ((), (0,), (1,), (3,), (8,), (13,))
+        for number in range(70)
+    }
+
+    found = digests.of_tensors({**many, "large": random_tensor((70, 70), dtype)})
+
+    assert len(set(found.values())) > len(many) // 2 or dtype.itemsize == 1
+    assert all(found[name] == of(tensor) for name, tensor in list(many.items())[::23])
+
+
+def test_groups_of_bounded_size_have_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = {f"{length} {more}": torch.randn(length) for length in range(0, 9000, 700) for more in range(70)}
+    before = digests.of_tensors(some)
+
+    monkeypatch.setattr(digests, "_MOST_BYTES", 20_000)
+
+    assert len([*digests._groups([*some.values()])]) > 20
+    assert digests.of_tensors(some) == before
+
+
+def test_the_numbers_of_a_group_are_bounded_however_many_tensors_there_are() -> None:
+    some = [torch.empty(length) for length in (10, 8188, 1_000_000) for _ in range(100)]
+
+    for places, _ in digests._groups(some):
+        kept = sum(part.numel() * 8 for place in places for part in digests._parts(some[place]))
+        assert kept <= digests._MOST_BYTES
+
+
+def test_nothing_keeps_the_copy_of_a_tensor_that_is_not_contiguous() -> None:
+    for length in (500, 503):
+        parts = digests._parts(torch.ones(100, length).t())
+
+        assert sum(part.untyped_storage().nbytes() for part in parts) < 20_000
+
+
 def test_the_number_of_threads_does_not_matter() -> None:
     tensor = random_tensor((1 << 20,), torch.float32)
     before = torch.get_num_threads()

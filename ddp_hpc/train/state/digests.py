@@ -5,15 +5,16 @@ all words at the same place in their row the sum, too (a column). So one flipped
 exchanged elements change two of either. Rows, columns and the words that fill no row are mixed with their places, and added
 up. All is done modulo 2**64, so the device, the number of threads and the memory format do not matter.
 
-No tensor is copied, except for one that is not contiguous. The device is waited for once.
+No tensor is copied, except for small ones, and for one at a time that is not contiguous. The memory that this takes is bounded, however many tensors there
+are. The device is waited for once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ from ddp_hpc.train.state.training_state import TrainingState
 _ROW = 512
 """Words in a row."""
 _WORD_BYTES = 8
+_MANY = 64
+"""From how many small tensors that are alike on they are taken together: it takes a few operations for each such kind."""
+_MOST_BYTES = 1 << 23
+"""Of the numbers of one group; a few times as much is in use meanwhile."""
 # The multipliers of splitmix64 (https://prng.di.unimi.it/splitmix64.c), as signed numbers.
 _STRIDE, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -60,39 +65,86 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @torch.no_grad()
 def _on_one_device(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
+    groups = [*_groups(tensors)]
+    sums = [(_of_alike if is_alike else _of_any)([tensors[place] for place in places]) for places, is_alike in groups]
+    numbers: list[int] = torch.cat(sums or [torch.zeros(0, dtype=torch.int64, device=device)]).tolist()
+    found = zip((place for places, _ in groups for place in places), numbers, strict=True)
+    return [number for _, number in sorted(found)]
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], bool]]:
+    """Yield the places of tensors to take at a time, and whether these are many small ones that are alike.
+
+    A group has a bounded number of bytes, or one tensor.
+    """
+    by_kind: dict[tuple[torch.dtype, int], list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        if 0 < tensor.nbytes < _ROW * _WORD_BYTES:
+            by_kind[tensor.dtype, tensor.numel()].append(place)
+    small = {kind: places for kind, places in by_kind.items() if len(places) >= _MANY}
+    for (dtype, numel), places in small.items():
+        at_once = _MOST_BYTES // (dtype.itemsize * numel)
+        yield from ((places[begin : begin + at_once], True) for begin in range(0, len(places), at_once))
+    taken = {place for places in small.values() for place in places}
+    group, num_bytes = list[int](), 0
+    for place in (place for place in range(len(tensors)) if place not in taken):
+        # Of a large tensor, only the sums of its rows and columns are kept, and what fills no row.
+        kept = tensors[place].nbytes // _ROW + 3 * _ROW * _WORD_BYTES
+        if group and num_bytes + kept > _MOST_BYTES:
+            yield group, False
+            group, num_bytes = [], 0
+        group.append(place)
+        num_bytes += kept
+    if group:
+        yield group, False
+
+
+def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the digests of small tensors of the same dtype and number of elements."""
+    rows = torch.cat([_plain(tensor).reshape(-1) for tensor in tensors]).view(torch.int8).view(len(tensors), -1)
+    num_whole = rows.shape[1] - rows.shape[1] % _WORD_BYTES
+    words = rows[:, :num_whole].reshape(-1).view(torch.int64).view(len(tensors), num_whole // _WORD_BYTES)
+    values = torch.cat([words, rows[:, num_whole:].long()], dim=1)
+    return _mixed(values + torch.arange(1, values.shape[1] + 1, device=values.device) * _STRIDE).sum(1)
+
+
+def _of_any(tensors: Sequence[Tensor]) -> Tensor:
     parts = [_parts(tensor) for tensor in tensors]
-    places, ends = _layout(tuple(sum(one.numel() for one in some) for some in parts), device)
+    lengths = torch.tensor([sum(one.numel() for one in some) for some in parts])
+    ends = lengths.cumsum(0)
+    first, total = (ends - lengths), int(ends[-1])
+    device = tensors[0].device
+    before = first.to(device).repeat_interleave(lengths.to(device), output_size=total)
+    places = torch.arange(1, total + 1, device=device).sub_(before).mul_(_STRIDE)
     mixed = _mixed(torch.cat([one for some in parts for one in some]) + places)
-    totals: list[int] = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])[ends].tolist()
-    return [_signed(end - begin) for begin, end in zip([0, *totals], totals, strict=False)]
+    totals = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])[torch.cat([first, ends[-1:]]).to(device)]
+    return totals.diff()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
     """Return the numbers that stand for a tensor: sums of rows and of columns, then the words and the bytes that are left."""
-    flat = (tensor.resolve_conj() if tensor.is_complex() else tensor).contiguous().view(-1)
+    flat = _plain(tensor).contiguous().view(-1)
     if flat.stride() != (1,) or flat.storage_offset() * flat.element_size() % _WORD_BYTES:
         flat = flat.clone(memory_format=torch.contiguous_format)  # else PyTorch cannot view it as words
+    is_copy = flat.data_ptr() != tensor.data_ptr()
     num_left = flat.nbytes % _WORD_BYTES
     if num_left:
         as_bytes = flat.view(torch.int8)
-        return [*_of_words(as_bytes[:-num_left].view(torch.int64)), as_bytes[-num_left:]]
-    return _of_words(flat.view(torch.int64))
+        left = as_bytes[-num_left:].clone() if is_copy else as_bytes[-num_left:]
+        return [*_of_words(as_bytes[:-num_left].view(torch.int64), is_copy=is_copy), left]
+    return _of_words(flat.view(torch.int64), is_copy=is_copy)
 
 
-def _of_words(words: Tensor) -> list[Tensor]:
+def _of_words(words: Tensor, *, is_copy: bool) -> list[Tensor]:
     in_rows = words.numel() - words.numel() % _ROW
     if not in_rows:
         return [words]
-    rows = words[:in_rows].view(-1, _ROW)
-    return [rows.sum(1), rows.sum(0), words[in_rows:]]
-
-
-@lru_cache(maxsize=8)
-def _layout(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a number for each place within each tensor's part of a vector, and where the parts end."""
-    places = [torch.arange(1, length + 1, device=device) for length in lengths]
-    ends = torch.tensor(lengths, device=device).cumsum(0)
-    return torch.cat(places) * _STRIDE, ends
+    rows, left = words[:in_rows].view(-1, _ROW), words[in_rows:]
+    return [rows.sum(1), rows.sum(0), left.clone() if is_copy else left]  # a view would keep the copy in memory
 
 
 def _mixed(values: Tensor) -> Tensor:
@@ -101,10 +153,6 @@ def _mixed(values: Tensor) -> Tensor:
         # PyTorch's shift to the right fills with the sign, so the bits that it fills are cleared.
         values.bitwise_xor_((values >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
     return values
-
-
-def _signed(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def as_number(digest: str) -> int:
