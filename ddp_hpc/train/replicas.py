@@ -44,6 +44,7 @@ _MOST_NAMED = 20
 """How many of the tensors that differ are recorded by name."""
 _MOST_SAMPLED, _MOST_PLACES = 4, 64
 """Of how many of them, and of how many of their elements, the values are recorded."""
+_WORD_BYTES = 8
 _PART = 1 << 24
 """Elements that the ranks compare at a time."""
 
@@ -71,6 +72,8 @@ class Replicas:
         self._open: list[Difference] | None = None
         """Earlier differences whose steps no attempt has computed again; only rank zero knows more than their steps."""
         self._open_steps: list[int] = []
+        self._left_out: set[str] = set()
+        """Tensors that are not compared, as the log says."""
         self._is_losing = False
 
     def is_due(self, step: int) -> bool:
@@ -92,6 +95,7 @@ class Replicas:
         self._next_step = min(
             (step // self._every + 1) * self._every, *(one for one in self._open_steps if one > step), _NEVER
         )
+        self._note_left_out(state)
         mine = digests.of_state(state)
         rank_info = self._group.rank_info
         slots = torch.zeros(rank_info.world_size, dtype=torch.int64)
@@ -112,6 +116,16 @@ class Replicas:
         self._open_steps = self._group.broadcast_through_store("replicas/open", steps)
 
     # --- rank zero ---
+
+    def _note_left_out(self, state: TrainingState) -> None:
+        """Log once which tensors are not compared."""
+        new = {} if not self._group.rank_info.is_rank_zero else training_state.not_compared(state)
+        new = {name: why for name, why in new.items() if name not in self._left_out}
+        self._left_out.update(new)
+        for name, why in [*new.items()][:_MOST_NAMED]:
+            log.warning("`%s` is not compared between the ranks (`integrity.every_steps`): it is %s", name, why)
+        if len(new) > _MOST_NAMED:
+            log.warning("%d more such tensors are not compared", len(new) - _MOST_NAMED)
 
     def _agreed(self, step: int, digest: str, state: TrainingState) -> None:
         """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""
@@ -161,18 +175,19 @@ class Replicas:
 
     def _sample(self, name: str, tensor: Tensor) -> Sample:
         """Return the first elements of a tensor that are not equal on all ranks; on rank zero, with the values of all."""
-        flat = tensor.detach().reshape(-1).cpu()
+        flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg().cpu()
         places: list[int] = []
         for begin in range(0, flat.numel(), _PART):
             part = _as_numbers(flat[begin : begin + _PART])
             least, most = part.clone(), part.clone()
             dist.all_reduce(least, dist.ReduceOp.MIN)
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            places += [begin + int(place) for place in (least != most).nonzero().flatten()[:_MOST_PLACES]]
+            unequal = (least != most).reshape(part.shape[0], -1).any(1)
+            places += [begin + int(place) for place in unequal.nonzero().flatten()[:_MOST_PLACES]]
             if len(places) >= _MOST_PLACES:
                 break
         places = places[:_MOST_PLACES]
-        values = self._group.gathered_by_rank_zero(_floats(flat[places]))
+        values = self._group.gathered_by_rank_zero(_floats(flat, places))
         return Sample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
 
     def _explain(
@@ -242,23 +257,29 @@ def _some_ranks(kinds: Sequence[object], kind: object) -> str:
 
 
 def _as_numbers(flat: Tensor) -> Tensor:
-    """Return the bits of each element as an integer that gloo can compare."""
-    if flat.element_size() == 8:
-        return flat.contiguous().view(torch.int64)
-    same_size = {1: torch.int8, 2: torch.int16, 4: torch.int32}[flat.element_size()]
+    """Return the bits of each element as an integer that gloo can compare; as two, for an element of 16 bytes."""
+    size = flat.element_size()
+    if size >= _WORD_BYTES:
+        return flat.contiguous().view(torch.int64).view(flat.numel(), size // _WORD_BYTES)
+    same_size = {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
     return flat.contiguous().view(same_size).to(torch.int32)
 
 
-def _floats(elements: Tensor) -> list[float]:
-    """Return elements as numbers; of a complex one, its length."""
-    return (elements.abs() if elements.is_complex() else elements).double().tolist()
+def _floats(flat: Tensor, places: Sequence[int]) -> list[float]:
+    """Return the elements at these places as numbers: of a complex one, its length; of a dtype without arithmetic, its bits."""
+    try:
+        found = flat[list(places)]
+        return (torch.view_as_real(found).double().norm(dim=1) if found.is_complex() else found.double()).tolist()
+    except RuntimeError:  # PyTorch has such dtypes to store numbers in, and cannot index or convert them
+        bits = _as_numbers(flat)[list(places)].double()
+        return bits.reshape(len(places), -1)[:, 0].tolist()
 
 
 def _values_at(state: TrainingState, samples: Sequence[Sample]) -> dict[str, list[float]]:
     """Return what this rank has at the places of the samples; nothing of a tensor that it does not have."""
     named = {item.name: item.tensor.detach().reshape(-1) for item in training_state.tensors_of_all(state)}
     return {
-        one.tensor: _floats(named[one.tensor][list(one.places)])
+        one.tensor: _floats(named[one.tensor], one.places)
         for one in samples
         if one.tensor in named and max(one.places, default=0) < named[one.tensor].numel()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import TensorDataset
 
 from ddp_hpc.errors import RanksDifferError
+from ddp_hpc.run_dir.differences import read_difference
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.train import replicas
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -169,3 +174,69 @@ def test_a_tensor_that_not_all_ranks_have_alike_is_told_as_the_codes_difference(
     assert said[0] == said[1]
     assert told in said[0]
     assert "the code does not do the same on each rank" in said[0]
+
+
+def quantised() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch 2.15 will remove them some day
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+KINDS = {
+    "complex of 16 bytes": torch.ones(3, dtype=torch.complex128),
+    "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
+    "without elements": torch.ones(0, dtype=torch.complex128),
+    "expanded": torch.ones(1).expand(5),
+    **{
+        name: torch.zeros(3, dtype=torch.uint8).view(getattr(torch, name))
+        for name in ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "int4")
+        if hasattr(torch, name)  # newer versions of PyTorch have more of them
+    },
+}
+LEFT_OUT = {
+    "sparse": torch.eye(3).to_sparse(),
+    "meta": torch.empty(3, device="meta"),
+    "quantised": quantised(),
+    "two": TwoTensor(torch.ones(3), torch.ones(3)),
+}
+
+
+def test_tensors_of_any_kind_are_compared_or_named_in_the_log_as_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The optimizer keeps them after the first step; one of its parameters is in no model."""
+
+    def walk(group: Group) -> tuple[str, str]:
+        t = begin(
+            Case(recipe=lambda: recipe_of(nn.Linear(4, 2)), compare_every=2, save_every=99), group, tmp_path / "run"
+        )
+
+        def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            weight = t.state.model.get_parameter("weight")
+            if not optimizer.state[weight]:
+                optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(7)))
+            optimizer.state[weight] = {**KINDS, **LEFT_OUT}
+            if group.rank_info.rank == 1 and t.state.position.step == 5:
+                optimizer.state[weight]["complex of 16 bytes"] = torch.tensor([1, 1 + 1e-9j, 1], dtype=torch.complex128)
+
+        t.state.optimizer.register_step_post_hook(keep)
+        with pytest.raises(RanksDifferError, match="after step 6: `optimizer/weight/complex of 16 bytes` is") as raised:
+            train(t)
+        close(t)
+        return str(raised.value), caplog.text
+
+    said = in_group(2, walk, tmp_path / "ranks")
+
+    assert said[0][0] == said[1][0]
+    for name in ["optimizer/parameter 2 of shape [7]", *(f"optimizer/weight/{one}" for one in LEFT_OUT)]:
+        assert said[0][1].count(f"`{name}` is not compared between the ranks") == 1
+    found = read_difference(RunDir(tmp_path / "run"), 0)
+    assert found is not None
+    assert [one.places for one in found.samples] == [(1,)]
+
+
+@pytest.mark.parametrize("tensor", KINDS.values(), ids=KINDS)
+def test_elements_of_any_kind_are_sampled(tensor: torch.Tensor) -> None:
+    flat = tensor.reshape(-1).resolve_conj()
+
+    assert len(replicas._floats(flat, range(flat.numel()))) == len(replicas._as_numbers(flat)) == flat.numel()

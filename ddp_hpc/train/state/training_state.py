@@ -69,18 +69,46 @@ def tensors(state: TrainingState) -> list[NamedTensor]:
 
 
 def tensors_of_all(state: TrainingState) -> list[NamedTensor]:
-    """Return the tensors whose values all ranks must have equal, without those that one rank owns.
+    """Return the tensors whose values all ranks must have equal and that can be compared, without those that one rank owns.
 
     The weights have the names that their module gives them: its `state_dict` may rename, copy or leave out what it holds.
     """
+    return [one for one in _all_of_all(state) if not _why_not_compared(one.tensor)]
+
+
+def not_compared(state: TrainingState) -> dict[str, str]:
+    """Return the tensors that all ranks must have equal, and that cannot be compared, by name, with the reason."""
+    names = _parameter_names(state)
+    trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    outside = {
+        f"optimizer/parameter {number} of shape {[*one.shape]}": "not in the model"
+        for number, one in enumerate(trained)
+        if one not in names
+    }
+    return outside | {one.name: why for one in _all_of_all(state) if (why := _why_not_compared(one.tensor))}
+
+
+def _all_of_all(state: TrainingState) -> Iterator[NamedTensor]:
     modules = {"model": state.model} | ({} if state.ema is None else {"ema": state.ema.module})
-    weights = (
-        NamedTensor(f"{prefix}/{name}", one.detach(), None)
-        for prefix, module in modules.items()
-        for name, one in module.named_parameters(remove_duplicate=False)  # type: ignore[union-attr]  # a Module
-        if one.layout == torch.strided
-    )
-    return [*weights, *_optimizer_tensors(state)]
+    for prefix, module in modules.items():
+        for name, one in module.named_parameters(remove_duplicate=False):  # type: ignore[union-attr]  # a Module
+            yield NamedTensor(f"{prefix}/{name}", one.detach(), None)
+    names = _parameter_names(state)
+    for parameter, entry in state.optimizer.state.items():
+        for key, value in entry.items() if parameter in names else ():
+            if isinstance(value, Tensor):
+                yield NamedTensor(f"optimizer/{names[parameter]}/{key}", value, None)
+
+
+def _why_not_compared(tensor: Tensor) -> str:
+    """Say why a tensor has no plain bytes of its own, one element after another; empty if it has."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"of the type {type(tensor).__name__}, which keeps its numbers in its own way"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"nested or of another layout ({tensor.layout})"
+    if tensor.is_quantized:
+        return f"quantised ({tensor.dtype})"
+    return "on the device `meta`, without memory" if tensor.is_meta else ""
 
 
 def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
