@@ -116,6 +116,6 @@ class LoneLosses:
         return str(first)
 
     def _has_come_again(self) -> bool:
-        """Tell whether an earlier attempt has ended so since the newest checkpoint."""
+        """Tell whether an earlier attempt has ended so since the newest checkpoint, and no rank was proved wrong."""
         newest = max(checkpoint_names.committed_steps(self._run), default=0)
-        return any(one.of_loss and one.step > newest for one in read_differences(self._run))
+        return any(one.of_loss and one.step > newest and not one.odd_ranks for one in read_differences(self._run))
