@@ -13,9 +13,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ddp_hpc import exit_codes
@@ -23,42 +23,27 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.containers import CommandWrapper
 from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.job import all_reduce
 from ddp_hpc.job.choose_endpoint import address_of
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
+from ddp_hpc.job.node_question import Question
 from ddp_hpc.job.wire.subprocesses import ask_nodes
+from ddp_hpc.node_checks import collectives
 from ddp_hpc.node_checks.answers import Answers, Asked
 from ddp_hpc.node_checks.facts import facts_of
 from ddp_hpc.node_checks.of_network import slow_ways
 from ddp_hpc.node_checks.verdict import findings_of
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.network import NetworkFindings
-from ddp_hpc.run_dir.preflight import Preflight, write_preflight
+from ddp_hpc.run_dir.preflight import Finding, Preflight, write_preflight
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.slurm.steps import beside_argv
 
 ANSWER_S = 30.0
 """How long the nodes may take to start Python and to answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is checked, and how commands run on the nodes."""
-
-    allocation: Allocation
-    folder: Path
-    """A directory that all nodes share; each writes a file there. It is removed."""
-    environ: Mapping[str, str]
-    paths: Sequence[str] = ()
-    """What workers read."""
-    python: Sequence[str] = (sys.executable,)
-    step: Sequence[str] | None = None
-    """The beginning of the command that starts a process on each node as workers start; None for a step of one CPU."""
-    interfaces: Sequence[str] = ()
-    """Networks to prefer (`network.interfaces`)."""
-    asked: Asked = field(default_factory=Asked)
 
 
 def examine(question: Question) -> Preflight:
@@ -84,7 +69,23 @@ def examine(question: Question) -> Preflight:
         network=_network(question) if facts and not processes.is_stop_pending() else None,
         asked=question.asked,
     )
-    return Preflight(at=at, seconds=round(time.monotonic() - began, 1), nodes=nodes, findings=findings_of(answers))
+    findings = [*findings_of(answers), *(_all_reduce(question, answers.network) if question.all_reduce else ())]
+    return Preflight(at=at, seconds=round(time.monotonic() - began, 1), nodes=nodes, findings=tuple(findings))
+
+
+def _all_reduce(question: Question, network: NetworkFindings | None) -> Sequence[Finding]:
+    """Have the nodes add up numbers; where their network does not carry, they would only wait for each other."""
+    why_not = ""
+    if network is not None and network.is_faulty:
+        why_not = "the network does not carry between all nodes"
+    elif processes.is_stop_pending():
+        why_not = "a signal asks for the end"
+    if why_not:
+        return [Finding(check=collectives.CHECK, level="unknown", found=f"none was made, as {why_not}")]
+    found: Sequence[Finding] = [Finding(check=collectives.CHECK, level="unknown", found="none could be made")]
+    with diagnosis("an all-reduce between the nodes"):
+        found = all_reduce.findings_of(question)
+    return found  # noqa: RET504  `diagnosis` passes errors over
 
 
 def _network(question: Question) -> NetworkFindings | None:
@@ -101,7 +102,7 @@ def _probed(question: Question) -> NetworkFindings | None:
         return None
     address, _ = address_of(question.allocation, environ=question.environ, preferred=question.interfaces)
     found = network_probe.probe(nodes, address, measures=True)
-    if found.is_faulty or not slow_ways(found) or processes.is_stop_pending():
+    if found.is_faulty or not slow_ways(found.paces) or processes.is_stop_pending():
         return found
     # A busy node slows a link down for a moment, and a slow link stays slow.
     return fastest(found, network_probe.probe(nodes, address, measures=True))
@@ -169,6 +170,7 @@ def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, alloca
         asked=Asked(
             cpus_per_node=workload.cpus_per_worker * world.workers_per_node, gpus_per_node=spec.resources.gpus_per_node
         ),
+        all_reduce=spec.preflight.all_reduce,
     )
 
 
@@ -195,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", action="append", default=[])
     parser.add_argument("--interface", action="append", default=[])
     parser.add_argument("--gpus-per-node", type=int, default=0)
+    parser.add_argument("--all-reduce", action="store_true")
     arguments = parser.parse_args(argv)
     processes.die_with_parent(os.getppid())
     try:
@@ -210,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             paths=arguments.path,
             interfaces=arguments.interface,
             asked=Asked(gpus_per_node=arguments.gpus_per_node),
+            all_reduce=arguments.all_reduce,
         )
         found = examine(question)
     except (DdpHpcError, OSError) as error:

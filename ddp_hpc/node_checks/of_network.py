@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ddp_hpc.node_checks.answers import Answers, listed, odd_ones
 from ddp_hpc.rendezvous.choice import speed_order
-from ddp_hpc.run_dir.network import NetworkFindings
+from ddp_hpc.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run_dir.preflight import Finding, Level
 
 CLOCK_S = 1.0
@@ -108,9 +108,9 @@ def clocks_of(network: NetworkFindings) -> dict[str, float]:
     return {node: seconds - middle for node, seconds in known.items()}
 
 
-def slow_ways(network: NetworkFindings) -> dict[tuple[str, str], float]:
+def slow_ways(paces: Sequence[Pace]) -> dict[tuple[str, str], float]:
     """Return the links, each way, that are much slower than the middle one: (sender, receiver) -> MB/s."""
-    rates = {(pace.sender, pace.receiver): pace.mb_per_s for pace in network.paces}
+    rates = {(pace.sender, pace.receiver): pace.mb_per_s for pace in paces}
     middle = sorted(rates.values())[len(rates) // 2] if rates else 0.0
     return {way: rate for way, rate in rates.items() if rate < middle * SLOW_SHARE}
 
@@ -120,12 +120,12 @@ def _speed(network: NetworkFindings) -> Iterator[Finding]:
         yield Finding(check="speed", level="unknown", found="no link was measured, as no connection passed")
         return
     rates = sorted(pace.mb_per_s for pace in network.paces)
-    middle, slow = rates[len(rates) // 2], slow_ways(network)
+    middle, slow = rates[len(rates) // 2], slow_ways(network.paces)
     if not slow:
         found = f"{rates[0]:.0f} to {rates[-1]:.0f} MB/s by one connection between two nodes"
         yield Finding(check="speed", level="ok", found=found)
         return
-    nodes = slow_nodes(network, slow)
+    nodes = slow_nodes(network.paces, slow)
     ways = ", ".join(f"{sender} to {receiver} {rate:.1f}" for (sender, receiver), rate in sorted(slow.items())[:6])
     whose = f"{listed(nodes)}: " if nodes else ""
     found = f"{whose}slow links, in MB/s: {ways}; the middle one has {middle:.0f}"
@@ -135,9 +135,9 @@ def _speed(network: NetworkFindings) -> Iterator[Finding]:
     yield Finding(check="speed", level="warn", found=found, to_do=to_do, nodes=tuple(nodes))
 
 
-def slow_nodes(network: NetworkFindings, slow: Mapping[tuple[str, str], float]) -> list[str]:
+def slow_nodes(paces: Sequence[Pace], slow: Mapping[tuple[str, str], float]) -> list[str]:
     """Return the nodes of which all links are slow in one direction, where others are not: two slow links at least."""
-    ways = [(pace.sender, pace.receiver) for pace in network.paces]
+    ways = [(pace.sender, pace.receiver) for pace in paces]
     bad = []
     for node in sorted({node for way in slow for node in way}):
         for end in (0, 1):

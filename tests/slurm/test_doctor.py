@@ -202,6 +202,71 @@ def test_a_clock_that_is_a_minute_ahead_is_named(cluster: Cluster, login: LoginN
     assert "node3's clock is 60.0 s ahead" in told
 
 
+def of_all_reduce(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the finding about the all-reduce."""
+    (only,) = (one for one in found["checked"]["findings"] if one["check"] == "all-reduce")
+    return dict(only)
+
+
+@pytest.mark.long
+def test_the_nodes_of_a_healthy_cluster_add_up_right(login: LoginNode) -> None:
+    found = doctor(login, "--all-reduce")
+
+    told = of_all_reduce(found)
+    assert told["level"] in {"ok", "warn"}, told  # on a busy machine, one pair may be slow
+    assert told["nodes"] == []
+    assert told["level"] == "warn" or "right on all 4 nodes by gloo" in told["found"]
+    assert found["code"] == 0
+
+
+SPOILED = """
+
+_right_all_reduce = all_reduce
+
+
+def all_reduce(tensor, *words, **options):
+    if tensor.numel() > 1:
+        tensor[7] += 1
+    return _right_all_reduce(tensor, *words, **options)
+"""
+
+
+@pytest.mark.long
+def test_a_node_that_adds_up_wrong_numbers_is_named(cluster: Cluster, login: LoginNode) -> None:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    real = Path(spec.origin).with_name("distributed") / "distributed_c10d.py"
+    fake = login.folder / real.name
+    fake.write_text(real.read_text(encoding="utf-8") + SPOILED, encoding="utf-8")
+
+    with mounted(cluster, "node3", "--bind", fake, real):
+        found = doctor(login, "--all-reduce")
+
+    assert named(found) == {"all-reduce": ["node3"]}
+    assert found["exclude"] == "--exclude=node3"
+
+
+@pytest.mark.long
+def test_where_the_network_does_not_carry_no_all_reduce_is_waited_for(cluster: Cluster, login: LoginNode) -> None:
+    with queued(cluster, "node2", "rate", "1kbit", "burst", "10", "latency", "1ms"):
+        found = doctor(login, "--all-reduce")
+
+    assert of_all_reduce(found)["level"] == "unknown"
+    assert named(found) == {"network": ["node2"]}
+
+
+@pytest.mark.long
+def test_a_run_adds_up_numbers_before_it_trains(login: LoginNode) -> None:
+    keys = ("preflight.enabled=true", "preflight.all_reduce=true")
+    login.submit("added", *SMALL, *world(2, 2), *keys, "--wait", timeout=300)
+
+    assert login.status("added")["state"] == "finished"
+    found = read_preflight(login.run("added"), 0)
+    assert found is not None
+    assert [one.level for one in found.findings if one.check == "all-reduce"] == ["ok"]
+
+
 @pytest.mark.long
 def test_the_variables_of_a_job_that_has_ended_are_not_taken_for_a_job(cluster: Cluster, login: LoginNode) -> None:
     job_id = cluster.run("sbatch", "--parsable", "--nodes=2", "--wrap=exit", cwd=login.folder).stdout.strip()

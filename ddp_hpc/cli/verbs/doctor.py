@@ -40,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", metavar="N|LIST", help="also check so many nodes, or these (`node[1-4]`), by a short job"
     )
     parser.add_argument(
+        "--all-reduce",
+        action="store_true",
+        help="with `--nodes`: also have the nodes add up known numbers by PyTorch (NCCL on GPUs, else gloo), all together and two by two",
+    )
+    parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
@@ -93,6 +98,7 @@ def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
                 args.nodes,
                 environment,
                 is_in_job=site.job[0] == "runs",
+                all_reduce=args.all_reduce,
                 paths=args.path,
                 patience_s=args.patience,
             )

@@ -1,0 +1,100 @@
+"""An all-reduce between real processes: right sums pass, a wrong number and a node that does not come are found."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing, suppress
+
+import pytest
+
+from ddp_hpc.node_checks.collectives import DONE, JOINING, NodeReport, findings_of, report_of
+from ddp_hpc.run_dir.preflight import Finding
+from ddp_hpc.slurm.answers import read_answers
+
+MODULE = "ddp_hpc.train.all_reduce_check"
+SPOILED = f"""
+import runpy, torch.distributed as dist
+real = dist.all_reduce
+
+def spoiled(numbers, **options):
+    if numbers.numel() > 1:
+        numbers[7] += 1  # as a bit does that memory has turned
+    return real(numbers, **options)
+
+dist.all_reduce = spoiled
+runpy.run_module({MODULE!r}, run_name="__main__")
+"""
+"""A node that gives another number than it should."""
+
+
+def made(nodes: Sequence[str], *, spoiled: str = "", absent: str = "", limit_s: float = 100) -> dict[str, NodeReport]:
+    """Run one process a node, and return their reports."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    words = [
+        *(f"--node={node}" for node in nodes),
+        "--address=127.0.0.1",
+        f"--port={port}",
+        "--backend=gloo",
+        "--mark=m",
+    ]
+    started = {
+        node: subprocess.Popen(
+            [
+                sys.executable,
+                *(["-c", SPOILED] if node == spoiled else ["-m", MODULE]),
+                *words,
+                f"--name={node}",
+                f"--limit={limit_s}",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for node in nodes
+        if node != absent
+    }
+    try:
+        printed = "".join(process.communicate(timeout=150)[0] for process in started.values())
+    finally:
+        for process in started.values():
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+    told = {node: report_of(plain) for node, plain in read_answers(printed, "m").items()}
+    return {node: report for node, report in told.items() if report is not None}
+
+
+def found(nodes: Sequence[str], reports: dict[str, NodeReport]) -> Finding:
+    (only,) = findings_of(nodes, reports)
+    return only
+
+
+def test_the_sums_of_two_processes_are_right() -> None:
+    reports = made(["n0", "n1"])
+
+    assert found(["n0", "n1"], reports).level == "ok", reports
+    assert {report.stage for report in reports.values()} == {DONE}
+    assert reports["n0"].pairs["n1"].mb_per_s == reports["n1"].pairs["n0"].mb_per_s > 0
+
+
+@pytest.mark.long
+def test_the_node_that_gives_a_wrong_number_is_named() -> None:
+    nodes = ["n0", "n1", "n2"]
+
+    told = found(nodes, made(nodes, spoiled="n1"))
+
+    assert (told.level, told.nodes) == ("fail", ("n1",)), told
+    assert "pairs with wrong sums: n0 - n1; n1 - n2" in told.found
+
+
+@pytest.mark.long
+def test_a_node_that_does_not_come_is_named_and_the_others_end() -> None:
+    nodes = ["n0", "n1", "n2"]
+
+    reports = made(nodes, absent="n1", limit_s=30)
+
+    assert {report.stage for report in reports.values()} == {JOINING}
+    assert found(nodes, reports).nodes == ("n1",)

@@ -1,0 +1,114 @@
+"""From what nodes saw of an all-reduce to the node or the link that is to blame."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from ddp_hpc.node_checks.collectives import ALL, DONE, IMPORTING, JOINING, Exchange, NodeReport, findings_of, report_of
+from ddp_hpc.run_dir.preflight import Finding
+
+NODES = ("n0", "n1", "n2", "n3")
+Pair = tuple[str, str]
+
+
+def reports(
+    *, wrong: frozenset[Pair] = frozenset(), rates: Mapping[Pair, float] | None = None, whole_wrong: int = 0
+) -> dict[str, NodeReport]:
+    def pairs(node: str) -> dict[str, Exchange]:
+        own = [pair for pair in combinations(NODES, 2) if node in pair]
+        return {
+            next(one for one in pair if one != node): Exchange(
+                mb_per_s=(rates or {}).get(pair, 1000.0), num_wrong=5 * (pair in wrong)
+            )
+            for pair in own
+        }
+
+    whole = Exchange(mb_per_s=500.0, num_wrong=whole_wrong)
+    return {node: NodeReport(backend="gloo", stage=DONE, whole=whole, pairs=pairs(node)) for node in NODES}
+
+
+def finding(found: Mapping[str, NodeReport], nodes: tuple[str, ...] = NODES) -> Finding:
+    (only,) = findings_of(nodes, found)
+    return only
+
+
+def test_right_sums_on_equal_links_are_well() -> None:
+    found = finding(reports())
+
+    assert (found.level, found.nodes) == ("ok", ())
+    assert "right on all 4 nodes by gloo: 500 MB/s of all together, 1000 to 1000 MB/s of two nodes" in found.found
+
+
+def test_a_node_all_of_whose_pairs_have_wrong_sums_is_named() -> None:
+    wrong = frozenset({("n0", "n2"), ("n1", "n2"), ("n2", "n3")})
+
+    found = finding(reports(wrong=wrong, whole_wrong=5))
+
+    assert (found.level, found.nodes) == ("fail", ("n2",))
+
+
+@pytest.mark.parametrize("wrong", [{("n0", "n2")}, {("n0", "n2"), ("n1", "n3")}, set(), {*combinations(NODES, 2)}])
+def test_wrong_sums_that_are_not_those_of_one_node_name_none(wrong: set[Pair]) -> None:
+    found = finding(reports(wrong=frozenset(wrong), whole_wrong=5))
+
+    assert (found.level, found.nodes) == ("fail", ())
+
+
+def test_a_node_all_of_whose_links_are_slow_is_a_warning_that_names_it() -> None:
+    found = finding(reports(rates={("n0", "n2"): 10.0, ("n1", "n2"): 9.0, ("n2", "n3"): 11.0}))
+
+    assert (found.level, found.nodes) == ("warn", ("n2",))
+    assert "the slowest pair is n1 - n2, the slowest node n2" in found.found
+
+
+def test_one_slow_pair_names_no_node() -> None:
+    found = finding(reports(rates={("n0", "n2"): 10.0}))
+
+    assert (found.level, found.nodes) == ("warn", ())
+    assert "the slowest pair is n0 - n2" in found.found
+
+
+@pytest.mark.parametrize(
+    ("stages", "named"),
+    [
+        ({"n0": JOINING, "n1": JOINING, "n3": JOINING}, ("n2",)),  # it never reported
+        ({"n0": JOINING, "n1": JOINING, "n2": IMPORTING, "n3": JOINING}, ("n2",)),
+        ({"n0": JOINING, "n1": JOINING, "n2": IMPORTING, "n3": IMPORTING}, ()),
+        ({"n0": ALL, "n1": ALL, "n2": ALL, "n3": ALL}, ()),
+        ({"n0": JOINING}, ()),
+    ],
+)
+def test_who_did_not_come_to_join_is_named_where_most_did(stages: dict[str, str], named: tuple[str, ...]) -> None:
+    found = finding({node: NodeReport(backend="gloo", stage=stage) for node, stage in stages.items()})
+
+    assert (found.level, found.nodes) == ("fail", named)
+
+
+def test_an_error_of_the_back_end_is_told() -> None:
+    broken = NodeReport(backend="nccl", stage=ALL, error="DistBackendError: NCCL error: unhandled cuda error")
+
+    found = finding({**reports(), "n1": broken})
+
+    assert "n1: DistBackendError: NCCL error" in found.found
+
+
+def test_without_reports_nothing_is_known() -> None:
+    (found,) = findings_of(NODES, {}, problem="srun: error: Unable to create step")
+
+    assert (found.level, "Unable to create step" in found.found) == ("unknown", True)
+
+
+def test_a_report_survives_the_way_through_json() -> None:
+    report = reports()["n1"]
+
+    assert report_of(json.loads(json.dumps(report.as_record))) == report
+
+
+@pytest.mark.parametrize("plain", [None, {}, {"pairs": 1}, {"pairs": {}, "whole": {"x": 1}, "stage": "done"}])
+def test_what_is_no_report_is_not_taken_for_one(plain: Any) -> None:
+    assert report_of(plain) is None
