@@ -61,6 +61,15 @@ def as_json(value: Any) -> str:
     return json.dumps(finite(value), indent=1, allow_nan=False)
 
 
+def spelled(value: Any) -> Any:
+    """Return the value with `nan`, `inf` and `-inf` as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: spelled(item) for key, item in value.items()}
+    return [spelled(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def finite(value: Any) -> Any:
     """Return the value with null in place of NaN and infinity."""
     if isinstance(value, float):

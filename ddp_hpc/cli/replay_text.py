@@ -99,10 +99,12 @@ def audit_text(report: AuditReport) -> str:
         (
             f"{one.start + 1} to {one.end}",
             one.verdict,
-            one.problem or (f"step {one.first.step}: {one.first}" if one.first else ""),
+            " ".join(one.problem.split()) or (f"step {one.first.step}: {one.first}" if one.first else ""),
         )
         for one in report.segments
     ]
     share = f"{len(report.segments)} of {report.num_segments} segments computed again, --seed {report.seed}"
     result = f"{report.verdict}: {report.num_steps} of {report.last_step} steps come out the same ({share})"
-    return "\n".join([*(f"note: {note}" for note in report.notes), table(("STEPS", "COME OUT", ""), rows), result])
+    causes = [_CAUSES] if any(one.verdict == "different" for one in report.segments) else []
+    notes = [f"note: {note}" for note in report.notes]
+    return "\n".join([*notes, table(("STEPS", "COME OUT", ""), rows), result, *causes])

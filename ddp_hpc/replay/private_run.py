@@ -26,6 +26,8 @@ from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local
 
 _GONE = "The checkpoint of step {step} of {run} has gone meanwhile; a run that trains keeps its newest only. Give the same command again."
+IN_REPLAY = "DDP_HPC_REPLAY"
+"""Is `1` in the environment of a replay's workers, for a recipe that must know."""
 _FOR_EVER = 2**31 - 1
 _POLL_S = 0.1
 
@@ -92,7 +94,10 @@ def compute_again(
         is_last = number == len(wanted.stretches)
         part = replace(wanted.request, start_step=stretch.start, end_step=stretch.end, commits=not is_last)
         write_request(replayed.run, part)
-        _compute(wanted, stretch, replayed, environ)
+        try:
+            _compute(wanted, stretch, replayed, environ)
+        except NotComputedError as error:  # what has changed since may be why
+            raise NotComputedError("\n".join([str(error), *(f"note: {note}" for note in replayed.notes)])) from error
         say(f"steps {stretch.start + 1} to {stretch.end} of {wanted.run.name} computed again")
     return replayed
 
@@ -121,7 +126,8 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
     place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
     if inputs.work_dir and place is None:
         replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
-    _run_supervised(run, import_paths, {**environ, **variables, "PYTHONSAFEPATH": "ddp_hpc"}, place, wanted.ended)
+    given = {**environ, **variables, "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
+    _run_supervised(run, import_paths, given, place, wanted.ended)
     run.done.unlink(missing_ok=True)
 
 
@@ -162,7 +168,8 @@ def _run_supervised(
     if newest is None or newest.ending != Ending.FINISHED:
         reason = newest.reason if newest else "no attempt began"
         raise NotComputedError(
-            f"The steps could not be computed again: {reason or 'the attempt did not finish'}\nThe replay's log is {run.console}."
+            f"The steps could not be computed again: {reason or 'the attempt did not finish'}\n"
+            f"The replay's log is {run.console}.\n{run.path.parent} stays, so that you can read it; delete it afterwards."
         )
 
 

@@ -73,7 +73,7 @@ def check_range(history: History, start: int, end: int) -> None:
     """
     if not 0 <= start < end:
         raise ConfigError(
-            f"Steps {start + 1} to {end} were asked for, which are none. Give a `--to` above `--from`, both from 0 on."
+            f"`--from {start} --to {end}` names no step of {history.run.name}, which has taken steps 1 to {history.last_step}. Give a `--to` above `--from`, which is 0 or more."
         )
     if end > history.last_step:
         raise ConfigError(

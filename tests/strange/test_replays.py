@@ -94,7 +94,31 @@ def test_data_that_is_gone_is_named_and_the_log_stays(workplace: Workplace) -> N
 
     assert done.returncode == 2
     assert f"No such file or directory: '{data}'" in done.stderr
-    assert Path(done.stderr.split("The replay's log is ")[1].strip().rstrip(".")).is_file()
+    log = Path(done.stderr.split("The replay's log is ")[1].partition(".\n")[0])
+    assert log.is_file()
+    assert f"{log.parents[2]} stays" in done.stderr
+
+
+def test_a_recipe_knows_that_its_steps_are_computed_again(workplace: Workplace) -> None:
+    said = workplace.path / "said.txt"
+    workplace.finish("told", f"recipe.args.says={said}", "train.max_steps=5")
+    first = said.read_text()
+
+    asked(workplace, "replay", "told", "--from", "0", code=0)
+
+    assert (first, said.read_text()) == ("None", "1")
+
+
+def test_a_damaged_checkpoint_in_the_steps_is_no_difference(workplace: Workplace) -> None:
+    workplace.finish("torn")
+    manifest = checkpoint_path(workplace.run("torn"), 20) / "manifest.json"
+    manifest.chmod(0o600)
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+
+    done = workplace.command("replay", "torn", "--from", "10", "--to", "20")
+
+    assert done.returncode == 2
+    assert "The steps could not be compared" in done.stderr
 
 
 def test_two_models_part_before_the_first_step_and_two_worlds_in_their_samples(workplace: Workplace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ from typing import Any, cast
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.cli.replay_text import replay_text
-from ddp_hpc.errors import ConfigError, UnreadableError
+from ddp_hpc.cli.formatting import as_json, spelled
+from ddp_hpc.cli.replay_text import audit_text, replay_text
+from ddp_hpc.cli.verbs.replay import or_not_computed
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.replay import auditing
-from ddp_hpc.replay.auditing import Segment, audit, chosen, judged, segments_of, verdict_of
+from ddp_hpc.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
 from ddp_hpc.replay.comparison import compare
 from ddp_hpc.replay.history import History, Stretch, read_history
 from ddp_hpc.replay.known_states import narrowed
@@ -37,6 +40,38 @@ def inputs(attempt: int, world_size: int = 1, **more: Any) -> AttemptInputs:
 
 def history(*begun: tuple[int, AttemptInputs], committed: tuple[int, ...] = (), last_step: int = 100) -> History:
     return History(run=RunDir(Path("runs/digits")), begun=begun, committed=committed, last_step=last_step)
+
+
+def test_in_json_a_number_that_is_not_finite_is_a_text_that_says_which() -> None:
+    difference = {"recorded": math.nan, "computed": 1.0, "error": (math.inf, -math.inf, 0.5)}
+
+    told = json.loads(as_json(spelled(difference)))
+
+    assert told == {"recorded": "nan", "computed": 1.0, "error": ["inf", "-inf", 0.5]}
+
+
+@pytest.mark.parametrize(
+    "error", [UnreadableError("away"), CorruptCheckpointError("damaged"), OSError(5, "I/O error", "p")]
+)
+def test_what_could_not_be_compared_has_another_exit_code_than_what_differs(error: Exception) -> None:
+    with pytest.raises(NotComputedError) as raised, or_not_computed():
+        raise error
+
+    assert raised.value.exit_code == 2
+
+
+def test_a_failed_audit_says_what_may_have_changed_and_keeps_each_segment_on_one_line() -> None:
+    parted = Segment(start=0, end=10, verdict="different")
+    failed = Segment(start=10, end=20, verdict="failed", problem="The data is gone.\nThe log is there.")
+    told = AuditReport(
+        run="r", verdict="FAIL", segments=[parted, failed], num_segments=2, num_steps=0, last_step=20, seed=1
+    )
+
+    lines = audit_text(told).splitlines()
+
+    assert len(lines) == 5
+    assert "The data is gone. The log is there." in lines[2]
+    assert "code, data or environment has changed" in lines[4]
 
 
 def test_attempts_that_computed_alike_are_one_stretch() -> None:
@@ -112,7 +147,9 @@ def test_an_ordinary_run_asks_for_no_replay_and_a_replay_is_read_back(tmp_path: 
     assert [asked.traces(step) for step in (4, 5, 9)] == [False, True, True]
 
 
-@pytest.mark.parametrize(("start", "end", "words"), [(5, 5, "none"), (7, 3, "none"), (0, 101, "newest step on record")])
+@pytest.mark.parametrize(
+    ("start", "end", "words"), [(5, 5, "no step"), (7, 3, "steps 1 to 100"), (0, 101, "newest step on record")]
+)
 def test_steps_that_the_run_has_not_taken_are_refused(start: int, end: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_range(history((0, inputs(0))), start, end)

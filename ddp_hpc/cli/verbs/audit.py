@@ -1,4 +1,8 @@
-"""Compute random segments of a run again, and say whether they come out as the run has recorded them."""
+"""Compute random segments of a run again, and say whether they come out as the run has recorded them.
+
+This runs the recipe's own code in the run's working directory: files that it writes itself are written again. DDP_HPC_REPLAY=1 in its environment says so.
+The exit code is 0 for PASS, 1 for FAIL, and 2 if nothing is known.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ from dataclasses import asdict
 
 from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.arguments import count
-from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_run, chosen_run
-from ddp_hpc.cli.verbs.replay import add_code
+from ddp_hpc.cli.verbs.replay import add_code, or_not_computed
 from ddp_hpc.exit_codes import FAILED, FINISHED, REFUSED
 
 
@@ -34,8 +38,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.replay.history import read_history
 
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
-    history = read_history(chosen_run(args, environment))
-    with ended_by_signals():
+    with or_not_computed():
+        history = read_history(chosen_run(args, environment))
+    with ended_by_signals(), or_not_computed():
         report = audit(
             history,
             environment,
@@ -44,5 +49,5 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             code=args.code,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
-    print(as_json(asdict(report)) if args.json else audit_text(report))
+    print(as_json(spelled(asdict(report))) if args.json else audit_text(report))
     return {"PASS": FINISHED, "FAIL": FAILED, "UNKNOWN": REFUSED}[report.verdict]

@@ -1,4 +1,8 @@
-"""Find the first step and the first tensor in which two runs differ, and what differed before it."""
+"""Find the first step and the first tensor in which two runs differ, and what differed before it.
+
+This runs the recipes' own code in the runs' working directories: files that it writes itself are written again. DDP_HPC_REPLAY=1 in its environment says so.
+The exit code is 0 if the runs are the same, 1 if they differ, and 2 if nothing is known.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
+from ddp_hpc.cli.verbs.replay import or_not_computed
 from ddp_hpc.exit_codes import FAILED, FINISHED
 
 
@@ -37,13 +42,14 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.watch.find import find_run
 
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
-    one, other = (read_history(find_run(name, runs_dir)) for name in (args.one, args.other))
-    with ended_by_signals():
+    with or_not_computed():
+        one, other = (read_history(find_run(name, runs_dir)) for name in (args.one, args.other))
+    with ended_by_signals(), or_not_computed():
         report = bisect(
             (one, other),
             environment,
             codes=(args.code1, args.code2),
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
-    print(as_json(asdict(report)) if args.json else bisect_text(report))
+    print(as_json(spelled(asdict(report))) if args.json else bisect_text(report))
     return FINISHED if report.verdict == "the same" else FAILED

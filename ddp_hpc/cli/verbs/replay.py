@@ -1,17 +1,23 @@
-"""Compute some steps of a run again on this machine, and compare them with what the run recorded."""
+"""Compute some steps of a run again on this machine, and compare them with what the run recorded.
+
+This runs the recipe's own code in the run's working directory: files that it writes itself are written again. DDP_HPC_REPLAY=1 in its environment says so.
+The exit code is 0 if all is the same, 1 if something differs, and 2 if nothing is known.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from ddp_hpc.base.processes import ended_by_signals
 from ddp_hpc.cli.arguments import count, share
-from ddp_hpc.cli.formatting import as_json
+from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.runs import add_run, chosen_run
+from ddp_hpc.errors import CheckpointError, NotComputedError, UnreadableError
 from ddp_hpc.exit_codes import FAILED, FINISHED, REFUSED
 
 
@@ -60,13 +66,23 @@ def add_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextmanager
+def or_not_computed() -> Iterator[None]:
+    """Raise NotComputedError for what keeps the steps from being computed or compared: such an error does not say that they differ."""
+    try:
+        yield
+    except (CheckpointError, UnreadableError, OSError) as error:
+        raise NotComputedError(f"The steps could not be compared: {error}") from error
+
+
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Replay, and print the result; the exit code is 0 where all is the same."""
     from ddp_hpc.cli.replay_text import replay_text
     from ddp_hpc.replay.history import read_history
     from ddp_hpc.replay.replaying import Asked, replay
 
-    history = read_history(chosen_run(args, environment))
+    with or_not_computed():
+        history = read_history(chosen_run(args, environment))
     end = history.last_step if args.end is None else args.end
     start = history.newest_checkpoint(end - 1) if args.start is None else args.start
     asked = Asked(
@@ -78,7 +94,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         trace=args.trace,
         tolerance=args.tolerance,
     )
-    with ended_by_signals():
+    with ended_by_signals(), or_not_computed():
         report, _ = replay(asked, environment, say=lambda text: print(text, file=sys.stderr, flush=True))
-    print(as_json(asdict(report)) if args.json else replay_text(report))
+    print(as_json(spelled(asdict(report))) if args.json else replay_text(report))
     return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]
