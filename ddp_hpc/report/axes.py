@@ -82,7 +82,9 @@ def clock_times(begin: float, end: float, *, count: int = 5) -> Axis:
 
 
 def compact(value: float) -> str:
-    """Return a number in few characters: `0.05`, `1200`, `25k`, `1.5M`, `3e-07`."""
+    """Return a number in few characters: `0.05`, `1200`, `25k`, `1.5M`, `3e-07`; `NaN` or `infinite`."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}infinite"
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-4:
         return f"{value:.2g}"

@@ -76,9 +76,8 @@ def loss_chart(series: Series, starts: Mapping[int, int]) -> Chart | None:
         for point in evaluated
         if _is_finite(point.value)
     ]
-    dots += [
-        Dot("broken", x.place(step) * BOX, 0, f"step {step}: the loss is NaN or infinite") for step in series.not_finite
-    ]
+    dots += _broken(series.not_finite, x, "the loss")
+    dots += _broken(series.broken_evaluations.get("loss", []), x, "the loss of the evaluation")
     return Chart(
         title="Loss",
         unit="logarithmic" if y.is_log else "",
@@ -89,6 +88,10 @@ def loss_chart(series: Series, starts: Mapping[int, int]) -> Chart | None:
         rules=_rules(starts, x),
         readings=series.loss,
     )
+
+
+def _broken(steps: Sequence[int], x: Axis, what: str) -> list[Dot]:
+    return [Dot("broken", x.place(step) * BOX, 0, f"step {step}: {what} is NaN or infinite") for step in steps]
 
 
 def rate_chart(series: Series, starts: Mapping[int, int]) -> Chart | None:
@@ -113,6 +116,7 @@ def metric_charts(series: Series, starts: Mapping[int, int]) -> list[Chart]:
         dots = [
             _dot("evaluation", point, x, y, f"step {point.step:g}: {name} {compact(point.value)}") for point in finite
         ]
+        dots += _broken(series.broken_evaluations.get(name, []), x, name)
         charts.append(
             Chart(
                 title=name,
@@ -134,7 +138,8 @@ def _steps_axis(series: Series) -> Axis:
         for points in (series.loss, series.rate, *series.superseded, *series.evaluations.values())
         if points
     ]
-    return linear(0.0, max([1.0, *ends, *series.not_finite]))
+    broken = (step for steps in series.broken_evaluations.values() for step in steps)
+    return linear(0.0, max([1.0, *ends, *series.not_finite, *broken]))
 
 
 def _value_axis(values: Sequence[float], *, may_be_log: bool = True) -> Axis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from ddp_hpc.why.signatures import BY_NAME
 from ddp_hpc.why.verdict import verdict_of
 
 T = TypeVar("T")
+_MOST_NAMES = 5
 
 
 class _Reader:
@@ -131,6 +133,12 @@ def _gaps(
         found.append(
             "No loss was logged: the run ended, or this page was written, before the first log interval (`log.every_steps`)."
         )
+    never = [name for name in series.broken_evaluations if not _has_finite(series, name)]
+    if never:
+        names = ", ".join(never[:_MOST_NAMES]) + (
+            f" and {len(never) - _MOST_NAMES} more" if len(never) > _MOST_NAMES else ""
+        )
+        found.append(f"{names}: NaN or infinite in every evaluation, so there is no chart.")
     if not marks and not is_script and series.loss:
         found.append("The run was made with an older version of ddp-hpc, which recorded no phases and no waits.")
     if not looks and marks:
@@ -142,6 +150,10 @@ def _gaps(
         )
         found.append(f"{why}, so there is no map of waits.")
     return found
+
+
+def _has_finite(series: Series, name: str) -> bool:
+    return any(math.isfinite(point.value) for point in series.evaluations.get(name, []))
 
 
 def _environment(run: RunDir, attempt: int) -> Environment | None:

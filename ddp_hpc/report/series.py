@@ -13,7 +13,7 @@ import msgspec
 
 from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_object, open_record
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.watch.metrics import numbers_of
+from ddp_hpc.watch.metrics import not_finite_in, numbers_of
 
 NUM_BINS = 400
 """How many parts of the x axis keep their first, last, lowest and highest point: about as many as a screen has columns."""
@@ -44,6 +44,8 @@ class Series:
     """The losses of steps that a later attempt has repeated: one sequence for each attempt."""
     evaluations: dict[str, list[Point]] = field(default_factory=dict)
     """Metric -> its values."""
+    broken_evaluations: dict[str, list[int]] = field(default_factory=dict)
+    """Metric -> the steps at which it was NaN or infinite, thinned out."""
     num_lines: int = 0
     """Of the metrics, before thinning."""
     first_at: float | None = None
@@ -71,14 +73,18 @@ def read_series(run: RunDir) -> Series:
     """
     trained: list[_Line] = []
     evaluated: dict[str, list[Point]] = {}
+    unevaluated: dict[str, list[int]] = {}
     num_lines = 0
     for line, raw in _lines(run.metrics):
         num_lines += 1
         if line.kind == "train":
             trained.append(line)
         elif line.kind == "eval":
-            for name, value in numbers_of(_as_dict(raw)).items():
+            record = _as_dict(raw)
+            for name, value in numbers_of(record).items():
                 evaluated.setdefault(name, []).append(Point(line.step, value))
+            for name in not_finite_in(record):
+                unevaluated.setdefault(name, []).append(line.step)
     broken = [line.step for line in trained if not _is_finite(line.loss)]
     times = [line.at for line in (trained[:1] + trained[-1:]) if line.at is not None]
     return Series(
@@ -89,6 +95,7 @@ def read_series(run: RunDir) -> Series:
         rate=thinned(_finite((line.step, line.samples_per_s) for line in trained)),
         superseded=[thinned(part) for part in _parts(line for line, _ in _lines(run.superseded_metrics))],
         evaluations={name: _some(points, MOST_EVALUATIONS) for name, points in evaluated.items()},
+        broken_evaluations={name: _some(steps) for name, steps in unevaluated.items()},
         num_lines=num_lines,
         first_at=times[0] if times else None,
         last_at=times[-1] if times else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import signal
 import subprocess
@@ -222,10 +223,23 @@ def _start_guardian(run: RunDir, import_paths: Sequence[Path], environ: Mapping[
             env=environ,
             start_new_session=True,
         )
+    keep(guardian)
+    return guardian
+
+
+def keep(guardian: subprocess.Popen[bytes]) -> None:
+    """Let a process outlive this one, without a warning of Python."""
     # Python warns of a Popen that is collected while its process runs, and a program that submits often, by
     # `ddp_hpc.submit`, would collect zombies: keep those that run, and reap the others.
+    if not _guardians:
+        atexit.register(_let_live)
     _guardians[:] = [*(one for one in _guardians if one.poll() is None), guardian]
-    return guardian
+
+
+def _let_live() -> None:
+    for one in _guardians:
+        if one.poll() is None:
+            one.returncode = 0  # it is set, so `Popen.__del__` asks for nothing
 
 
 def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]) -> Attempt | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
+from ddp_hpc.run_dir.rereading import Tail
 from ddp_hpc.run_dir.timeline import Mark, read_marks
 
 CHECKPOINT = "checkpoint"
@@ -18,6 +21,8 @@ CHECKPOINT = "checkpoint"
 KINDS = ("queued", "starting", "training", "saving", "lost", "unknown")
 _COMMITS = frozenset({Ending.FINISHED, Ending.STOPPED})
 """Attempts that end so have committed all their steps."""
+_MOST_BYTES = 256 << 10
+"""Of each file of logged steps that are read."""
 _WAS_QUEUED = frozenset({Next.REQUEUE, Next.SUCCESSOR, Next.SLURM})
 
 
@@ -63,9 +68,10 @@ class AttemptTime:
 
 @dataclass(frozen=True)
 class _Points:
-    """What one attempt has noted."""
+    """What one attempt has noted, and the time and step of lines that it has logged."""
 
     marks: Sequence[Mark]
+    logged: Sequence[tuple[float, int]] = ()
 
     @property
     def begin(self) -> Mark | None:
@@ -75,7 +81,7 @@ class _Points:
     def steps(self) -> list[tuple[float, float]]:
         """Time and step, both growing. A save is noted when it is committed; its step was made before it began."""
         found: list[tuple[float, float]] = []
-        for at, step in sorted((_made_at(one), one.step) for one in self.marks):
+        for at, step in sorted([*((_made_at(one), one.step) for one in self.marks), *self.logged]):
             if not found or step >= found[-1][1]:
                 found.append((at, float(step)))
         return found
@@ -111,22 +117,39 @@ def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark]
         progress=read_progress(run),
         queued=read_queued_job(run),
         now=now if is_alive else None,
+        logged=_logged(run),
     )
 
 
-def attempt_times(
+def _logged(run: RunDir) -> list[tuple[float, int]]:
+    """Return time and step of logged steps, the newest and some before them: a worker that is killed notes no end, but has logged."""
+    found = []
+    for path in (run.superseded_metrics, run.metrics):
+        with suppress(OSError):  # then they prove nothing
+            lines = Tail(path, most_bytes=_MOST_BYTES).new_lines()
+            numbers = [(line.get("at"), line.get("step")) for line in lines if line.get("kind") == "train"]
+            found += [(at, step) for at, step in numbers if isinstance(at, float) and isinstance(step, int)]
+    return found
+
+
+def attempt_times(  # noqa: PLR0913  one for each record
     attempts: Sequence[Attempt],
     marks: Sequence[Mark],
     *,
     progress: Progress | None,
     queued: QueuedJob | None,
     now: float | None,
+    logged: Sequence[tuple[float, int]] = (),
 ) -> list[AttemptTime]:
-    """Return the times of attempts, oldest first; without `now`, of a run that is not alive."""
+    """Return the times of attempts, oldest first; without `now`, of a run that is not alive.
+
+    `logged`: time and step of logged steps, of any attempt, in any order.
+    """
     by_attempt: dict[int, list[Mark]] = defaultdict(list)
     for mark in marks:
         by_attempt[mark.attempt].append(mark)
     points = {one.attempt: _Points(sorted(by_attempt[one.attempt], key=lambda mark: mark.at)) for one in attempts}
+    points = _with_logged(points, logged)
     # A recipe's attempt without marks has not begun to train, if other attempts have marks, or if no step was ever made.
     knows_all = bool(marks) or progress is None
     gpus = max((mark.num_gpus or 0 for mark in marks), default=0)
@@ -148,6 +171,16 @@ def attempt_times(
     return [replace(one, seconds={"queued": _queued_s(one), **one.seconds}) for one in found]
 
 
+def _with_logged(points: Mapping[int, _Points], logged: Sequence[tuple[float, int]]) -> dict[int, _Points]:
+    """Give each logged step to the attempt that trained at that time: rank zero has noted its beginning by the same clock."""
+    begun = sorted((begin.at, number) for number, one in points.items() if (begin := one.begin) is not None)
+    found: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for at, step in logged:
+        if before := bisect_right(begun, (at, math.inf)):
+            found[begun[before - 1][1]].append((at, step))
+    return {number: replace(one, logged=found[number]) for number, one in points.items()}
+
+
 def _queued_s(time: AttemptTime) -> float:
     return max(0.0, time.attempt.started_at - time.queued_at) if time.queued_at else 0.0
 
@@ -165,7 +198,7 @@ def _ended_at(one: Attempt, points: _Points, progress: Progress | None, now: flo
     if now is not None or one.ended_at is not None:
         return max(one.started_at, now if now is not None else one.ended_at or 0.0)
     of_progress = progress.at if progress is not None and progress.attempt == one.attempt else 0.0
-    return max([one.started_at, of_progress, *(mark.at for mark in points.marks)])
+    return max([one.started_at, of_progress, *(mark.at for mark in points.marks), *(at for at, _ in points.logged)])
 
 
 def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_open: bool) -> int | None:

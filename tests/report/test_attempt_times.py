@@ -45,6 +45,39 @@ def times(
     return attempt_times(attempts, marks, progress=progress, queued=None, now=now)
 
 
+def test_steps_that_were_logged_before_a_kill_count_as_reached_and_are_lost() -> None:
+    killed = attempt(ending=Ending.FAILED, cause=Cause.WORKER_CRASHED, next=Next.IN_PLACE, last_step=50)
+    marks = [begin(), phases(at=180.0, step=50), begin(1, 220.0, 50), phases(1, 290.0, 100, since=50)]
+    logged = [(181.0 + step - 50, step) for step in range(51, 60)] + [(230.0, 51), (280.0, 99), (110.0, 70)]
+
+    first, second = attempt_times(
+        [killed, attempt(1, 210.0)], marks, progress=None, queued=None, now=None, logged=logged
+    )
+
+    assert (first.reached_step, first.kept_step, second.reached_step) == (59, 50, 100)
+    assert goodput_of([first, second]).steps_repeated == 9
+    assert spent(first) == {"starting": 20.0, "training": 60.0, "lost": 20.0}
+
+
+def test_an_attempt_that_was_killed_with_its_supervisor_ends_with_the_line_that_it_logged_last() -> None:
+    (one,) = attempt_times(
+        [attempt(ending=None, ended_at=None)], [begin()], progress=None, queued=None, now=None, logged=[(170.0, 40)]
+    )
+
+    assert (one.ended_at, one.reached_step) == (170.0, 40)
+
+
+def test_the_newest_logged_steps_are_read_from_both_files(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "one", [Plan(first=0, reached=349), Plan(first=300, reached=400, ending="finished")])
+    run.timeline.write_text(
+        "".join(line + "\n" for line in run.timeline.read_text().splitlines() if '"step": 349' not in line)
+    )
+
+    first, second = read_times(run, now=0.0, is_alive=False)
+
+    assert (first.reached_step, first.kept_step, second.reached_step) == (340, 300, 400)
+
+
 def spent(time: AttemptTime) -> dict[str, float]:
     return {kind: round(seconds, 6) for kind, seconds in time.seconds.items() if seconds}
 

@@ -76,3 +76,28 @@ def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: P
 
     with pytest.raises(WorkerError, match="the ddp-hpc processes that watched the workers were killed"):
         local._await_training(run, 0, dead)  # it would wait for two minutes
+
+
+def test_a_guardian_outlives_a_strict_python_without_a_warning() -> None:
+    program = """
+import subprocess, sys
+from ddp_hpc.submission import local
+quiet = subprocess.DEVNULL
+process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=int(sys.argv[1]), stdout=quiet, stderr=quiet)
+local.keep(process)
+print(process.poll())
+"""
+    read, write = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program, str(read)],
+            pass_fds=[read],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        os.close(read)
+        os.close(write)
+
+    assert (done.stdout, done.stderr) == ("None\n", "")
