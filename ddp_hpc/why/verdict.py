@@ -97,10 +97,13 @@ def _of_record(facts: Facts) -> Finding | None:
 
 
 def _of_difference(difference: Difference) -> Finding:
-    """Return which rank was wrong, as the ranks' digests, or those of another attempt, show it."""
+    """Return which rank was wrong, as the ranks' digests, or those of another attempt, show it.
+
+    A loss that is not finite on some ranks alone is a training that diverges until another attempt has proved that they were wrong.
+    """
     only = difference.odd_ranks[0] if len(difference.odd_ranks) == 1 else None
     return Finding(
-        failure="ranks-differ",
+        failure="nan" if difference.of_loss and not difference.odd_ranks else "ranks-differ",
         role="root",
         basis="record",
         rank=only,

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_hpc.run_dir.differences import FINITE, NOT_FINITE, Difference
 from ddp_hpc.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run_dir.fingerprint import entity, fingerprint, mechanism
 from ddp_hpc.run_dir.joining import MissingRanks
@@ -419,3 +420,33 @@ def test_ranks_that_never_joined_are_named_instead_of_those_that_waited() -> Non
     assert (verdict.failure, verdict.rank, verdict.host, verdict.basis) == ("ranks-missing", 3, "node1", "record")
     assert verdict.detail.startswith("rank 3 on node1 did not join; ")
     assert verdict_of(known).rank == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "failure", "rank"),
+    [
+        ({}, "nan", None),
+        ({"odd_ranks": (1,), "told_by": "repetition", "told_in": 1}, "ranks-differ", 1),
+        ({"told_by": "undecided", "told_in": 1}, "nan", None),
+    ],
+)
+def test_a_loss_that_is_not_finite_on_one_rank_is_nan_until_another_attempt_proves_that_rank_wrong(
+    more: Any, failure: str, rank: int | None
+) -> None:
+    difference = Difference(
+        attempt=0,
+        step=7,
+        digests=(FINITE, NOT_FINITE),
+        hosts=("node0", "node1"),
+        processors=("x", "x"),
+        tensors=("the loss",),
+        num_tensors=1,
+        at=1.0,
+        of_loss=True,
+        **more,
+    )
+
+    found = verdict_of(replace(facts(cause=Cause.RANKS_DIFFER), difference=difference))
+
+    assert (found.failure, found.rank, found.basis) == (failure, rank, "record")
+    assert found.detail == "the ranks differ after step 7: the loss is not finite on rank 1 on node1 alone"
