@@ -18,6 +18,8 @@ _MOST_LETTERS = 100
 
 _CAUSES = "Its code, data or environment has changed since, it is not deterministic, it keeps state that no checkpoint holds, or a rank computed something wrong then."
 
+_OTHER_WORLD = "It was computed with other ranks or on another device than the run, where dropout and batch normalisation give other losses: without `--world`, on a machine like the run's, it would say more."
+
 
 def replay_text(report: Report) -> str:
     """Return the result of a replay as text."""
@@ -27,7 +29,8 @@ def replay_text(report: Report) -> str:
     kept = [f"kept in {report.directory}"] if report.directory else []
     if report.verdict == "different":
         assert report.first is not None  # noqa: S101  else nothing differs
-        said = f"DIFFERENT: {steps} part at step {report.first.step}: {report.first}\n{_CAUSES}"
+        causes = _OTHER_WORLD if report.tolerance else _CAUSES
+        said = f"DIFFERENT: {steps} part at step {report.first.step}: {report.first}\n{causes}"
     elif report.verdict == "not compared":
         said = f"NOT COMPARED: {steps} were computed again, but the run has no record of them to compare with: no line of `log.every_steps`, no checkpoint."
     elif report.tolerance:

@@ -153,6 +153,14 @@ def environment_of(run: RunDir, inputs: AttemptInputs) -> Environment | None:
         return None
 
 
+def environ_of(run: RunDir, inputs: AttemptInputs, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with the variables by which an attempt added its numbers, and without others of their kind; as it is if that was not recorded."""
+    if environment_of(run, inputs) is None:
+        return {**environ}
+    others = {name: value for name, value in environ.items() if not name.startswith(_NUMERIC)}
+    return {**others, **numeric_variables(run, inputs)}
+
+
 def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str]:
     """Return the variables by which an attempt added its numbers in one order and not in another."""
     recorded = environment_of(run, inputs)

@@ -18,7 +18,7 @@ from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
 from ddp_hpc.errors import ConfigError, NotComputedError, UnreadableError
-from ddp_hpc.replay.history import Stretch, edited_files, numeric_variables
+from ddp_hpc.replay.history import Stretch, edited_files, environ_of
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.replay_request import ReplayRequest, write_request
@@ -117,7 +117,6 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
     spec = replay_spec(spec, run, runs_dir=wanted.run.path.parent, world=world, gpus=gpus)
     replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat(spec), "replay"))), is_secret=True)
     replayed.world_sizes.append(world)
-    variables = numeric_variables(wanted.run, inputs)
     import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
     if wanted.code is None and (edited := edited_files(inputs)):
         replayed.notes.append(
@@ -126,7 +125,7 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
     place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
     if inputs.work_dir and place is None:
         replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
-    given = {**environ, **variables, "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
+    given = {**environ_of(wanted.run, inputs, environ), "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
     _run_supervised(run, import_paths, given, place, wanted.ended)
     run.done.unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.report.charts import loss_chart, wait_map
+from ddp_hpc.report.charts import loss_chart, metric_charts, wait_map
 from ddp_hpc.report.series import NUM_BINS, Point, read_series, thinned
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.timeline import Look
@@ -96,3 +96,22 @@ def test_steps_that_two_attempts_lost_are_two_pieces(tmp_path: Path) -> None:
 
 def test_a_run_without_metrics_has_empty_series(tmp_path: Path) -> None:
     assert read_series(make_run(tmp_path)).loss == []
+
+
+def test_evaluations_that_are_not_finite_are_marked_at_their_steps(tmp_path: Path) -> None:
+    told = [
+        line(10, 0.5, "eval", accuracy=0.7),
+        line(20, None, "eval", accuracy=math.inf),
+        line(30, 0.4, "eval", accuracy=0.9),
+    ]
+
+    series = read_series(run_with(tmp_path, line(30, 0.3) + "".join(told)))
+
+    assert series.broken_evaluations == {"loss": [20], "accuracy": [20]}
+    (chart,) = metric_charts(series, {})
+    loss = loss_chart(series, {})
+    assert loss is not None
+    assert [dot.title for dot in chart.dots if dot.kind == "broken"] == ["step 20: accuracy is NaN or infinite"]
+    assert [dot.title for dot in loss.dots if dot.kind == "broken"] == [
+        "step 20: the loss of the evaluation is NaN or infinite"
+    ]

@@ -18,7 +18,7 @@ from ddp_hpc.errors import ConfigError, CorruptCheckpointError, NotComputedError
 from ddp_hpc.replay import auditing
 from ddp_hpc.replay.auditing import AuditReport, Segment, audit, chosen, judged, segments_of, verdict_of
 from ddp_hpc.replay.comparison import compare
-from ddp_hpc.replay.history import History, Stretch, read_history
+from ddp_hpc.replay.history import History, Stretch, environ_of, read_history
 from ddp_hpc.replay.known_states import narrowed
 from ddp_hpc.replay.private_run import Wanted, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.replay.record import Record, State
@@ -99,6 +99,14 @@ def test_another_number_of_threads_begins_another_stretch(tmp_path: Path) -> Non
     parts = read_history(run).stretches(0, 60)
 
     assert [(one.start, one.end, one.inputs.attempt) for one in parts] == [(0, 40, 0), (40, 60, 2)]
+
+
+def test_variables_that_decide_how_numbers_are_added_are_those_of_the_run_and_no_others(tmp_path: Path) -> None:
+    run, here = make_run(tmp_path), {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HOME": "/home/a"}
+    write_environment(run, 0, capture({"OMP_NUM_THREADS": "2"}))
+
+    assert environ_of(run, inputs(0), here) == {"OMP_NUM_THREADS": "2", "HOME": "/home/a"}
+    assert environ_of(run, inputs(1), here) == here
 
 
 def test_of_attempts_that_took_the_same_step_the_newest_counts() -> None:
