@@ -175,7 +175,7 @@ def _run_supervised(
 def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus: int) -> RunSpec:
     """Return the spec of a replay in `run`: it trains as the run did, and does nothing else. `runs_dir` is where the run itself lies.
 
-    No evaluation, no periodic checkpoint, no notification, no second attempt.
+    No evaluation, no periodic checkpoint, no notification, no profile, no second attempt.
 
     Raises:
         ConfigError: if the run cannot be trained with so many ranks, or without GPUs.
@@ -205,4 +205,5 @@ def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus:
         checkpoint=replace(spec.checkpoint, every_steps=None, keep_last=_FOR_EVER, keep_best=0),
         integrity=replace(spec.integrity, every_steps=None),
         log=replace(spec.log, tensorboard=False, recorders=()),
+        profile=replace(spec.profile, kind="off"),
     )

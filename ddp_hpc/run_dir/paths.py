@@ -323,6 +323,23 @@ class RunDir:
         return self.samples / f"attempt-{attempt}" / f"rank-{rank}.jsonl"
 
     @property
+    def profile(self) -> Path:
+        """What PyTorch's profiler has recorded of some steps (`profile.kind`)."""
+        return self.path / "profile"
+
+    def profile_trace(self, attempt: int, rank: int) -> Path:
+        """A rank's trace, for Perfetto and chrome://tracing."""
+        return self.profile / f"attempt-{attempt}.rank-{rank}.trace.json.gz"
+
+    def profile_table(self, attempt: int, rank: int) -> Path:
+        """The operators of these steps by the time that they took, as text."""
+        return self.profile / f"attempt-{attempt}.rank-{rank}.operators.txt"
+
+    def profile_traces(self) -> list[Path]:
+        """All traces, of all attempts."""
+        return sorted(self.profile.glob("attempt-*.rank-*.trace.json.gz"))
+
+    @property
     def replay_request(self) -> Path:
         """In the private directory of a replay: which step it ends at, and what its workers write down."""
         return self.path / "replay.json"

@@ -17,6 +17,7 @@ class RunSpec(TrainingSpec, ScriptedSpec, LaunchSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_profile()
         if self.script.is_set:
             # The signal before the time limit goes to the batch shell alone, which has the supervisor ask the script. To a job's
             # steps, Slurm sends it to every process, and most scripts, and all loader processes, die of it.
@@ -28,6 +29,21 @@ class RunSpec(TrainingSpec, ScriptedSpec, LaunchSpec):
             not (self.train.sync_batch_norm and on_cpus),
             "`train.sync_batch_norm` is true, but PyTorch synchronises batch norm on GPUs only and "
             "`resources.gpus_per_node` is 0. Set `train.sync_batch_norm=false`, or ask for GPUs.",
+        )
+
+    def _check_profile(self) -> None:
+        """Refuse a profile that nobody would record."""
+        require(
+            self.profile.kind == "off" or not self.script.is_set,
+            f"`profile.kind` is {self.profile.kind!r}, but a script's steps are its own, so ddp-hpc cannot record them. Unset it, and use "
+            "`torch.profiler` in the script.",
+        )
+        world_size = self.resources.world_size
+        absent = [rank for rank in self.profile.ranks if rank >= world_size]
+        require(
+            self.profile.kind == "off" or not absent,
+            f"`profile.ranks` is {list(self.profile.ranks)}, but the run has {world_size} rank{'' if world_size == 1 else 's'}, counted from 0. "
+            "Name ranks below that.",
         )
 
     def _check_batch(self) -> None:

@@ -276,6 +276,30 @@ class IntegritySpec(Checked, section="integrity"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileSpec(Checked, section="profile"):
+    """A record of some steps, operator by operator."""
+
+    kind: Literal["off", "torch"] = "off"
+    """`torch`: record with PyTorch's profiler; each of the ranks writes a trace and a table of operators into `profile/` (docs/profile.md)."""
+    steps: tuple[int, int] = (11, 15)
+    """The first and the last step to record, counted from 1. Steps that lie before a resume are not repeated for it."""
+    ranks: tuple[int, ...] = (0,)
+    """The ranks that record."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        first, last = self.steps
+        require(
+            1 <= first <= last,
+            f"`profile.steps` is {list(self.steps)}, but it must be the first and the last step to record, from 1 on: `[11, 15]`.",
+        )
+        require(
+            bool(self.ranks) and min(self.ranks) >= 0,
+            f"`profile.ranks` is {list(self.ranks)}, but it must name one rank or more, from 0 on.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingSpec(Checked):
     """What the workers of a training read."""
 
@@ -290,6 +314,7 @@ class TrainingSpec(Checked):
     log: LogSpec = field(default_factory=LogSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     integrity: IntegritySpec = field(default_factory=IntegritySpec)
+    profile: ProfileSpec = field(default_factory=ProfileSpec)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,6 +47,7 @@ from ddp_hpc.train.watchdog import TEARDOWN_S, Watchdog, leave_within
 
 log = logging.getLogger(__name__)
 
+INDUCTOR = "_inductor"
 _MOST_SHOWN = 8
 """How many changes of the environment are logged one by one."""
 
@@ -64,6 +65,8 @@ def preload(run_path: str) -> str:
             getattr(sys.modules[builder.__module__], "import_early", lambda _: None)(spec.recipe.args)
         if spec.train.compile or spec.train.deterministic:
             importlib.import_module(DYNAMO)  # every worker would import it
+        if spec.profile.kind != "off" and hasattr(torch, INDUCTOR):
+            importlib.import_module(f"torch.{INDUCTOR}.config")  # PyTorch's profiler would, amid the training
         import_compiler_late()
         # What an optimizer imports is imported here once. Without a step or a backward pass: with GPUs, these start CUDA or
         # threads, and then this process must not fork.
@@ -105,21 +108,30 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         follow_request(training)
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
         _report_launches(run, training, attempt, environ)
-        finished = train(training)
-        watchdog.dismiss()  # the recorders may take longer to send the rest
-        training.recorder.close("finished" if finished else "stopped")
-        training.samples.close()
+        finished = _trained(training, watchdog)
     except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0
         error = of_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
         failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
         _report(run, attempt, replace(failure, step=step, is_secondary=_lost_connection(error)), training)
+        if training:
+            training.phases.close()
         return exit_code_of(error)
     code = FINISHED if finished else STOPPED
     leave_within(TEARDOWN_S, lambda: os._exit(code))  # all is committed, so a teardown that hangs must not keep the job
     del training, group
     process_group.leave()
     return code
+
+
+def _trained(training: Training, watchdog: Watchdog) -> bool:
+    """Train, and close all records; return whether the last step was reached."""
+    finished = train(training)
+    training.phases.close()
+    watchdog.dismiss()  # the recorders may take longer to send the rest
+    training.recorder.close("finished" if finished else "stopped")
+    training.samples.close()
+    return finished
 
 
 def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str, str]) -> Deadline | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,4 +35,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     with output_at(output) as path:
         path.write_text(json.dumps(finite(trace_of(found)), allow_nan=False), encoding="utf-8")
     print(output)
+    for profile in chosen.profile_traces():
+        print(f"note: PyTorch's profiler has recorded steps in {profile}", file=sys.stderr)
     return 0

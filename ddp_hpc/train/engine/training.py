@@ -34,6 +34,7 @@ from ddp_hpc.train.recipe import Recipe, nearest_names
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from ddp_hpc.train.recording.step_numbers import StepNumbers
+from ddp_hpc.train.recording.step_profile import phase_timer
 from ddp_hpc.train.recording.timeline import Timeline, World
 from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.save_plan import SavePlan
@@ -146,7 +147,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     log.info("precision %s; %s", precision.name, describe())
     state = _initial_state(spec, recipe, group, order, precision)
     bare, optimizer = state.model, state.optimizer
-    phases = PhaseTimes()
+    phases = phase_timer(spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1)
     world_size = group.rank_info.world_size
     num_gpus = world_size if group.device.type == "cuda" else 0
     is_rank_zero = group.rank_info.is_rank_zero

@@ -27,6 +27,9 @@ class PhaseTimes:
         self._seconds[self._phase] += now - self._at
         self._phase, self._at = phase, now
 
+    def close(self) -> None:
+        """End what was begun beside the timer; the timer itself needs no end."""
+
     def so_far(self) -> Phases:
         """Return the times so far; another thread may call it."""
         return Phases(num_steps=self.num_steps, seconds=dict(self._seconds))

@@ -1,0 +1,160 @@
+"""Records some steps of a rank with PyTorch's profiler, as a trace and as a table of operators.
+
+It stands in the place of the phases' timer, which the loop calls anyway, so a run without a profile pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ddp_hpc.base.durable import make_directories, private_mode, replace_text
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.spec.training import ProfileSpec
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recording.phase_times import PhaseTimes
+
+log = logging.getLogger(__name__)
+
+_BEGIN_STEPS = frozenset({"data", "host to device", "forward"})
+"""The phases with which a step begins."""
+_MOST_ROWS = 40
+"""Rows of the table of operators."""
+
+
+def phase_timer(
+    spec: ProfileSpec, run: RunDir, group: Group, *, attempt: int, next_step: Callable[[], int]
+) -> PhaseTimes:
+    """Return what times the phases of this rank; `next_step` says which step the loop is at, from 1 on."""
+    rank = group.rank_info.rank
+    if spec.kind == "off" or rank not in spec.ranks:
+        return PhaseTimes()
+    trace = run.profile_trace(attempt, rank)
+    return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step)
+
+
+class StepProfile(PhaseTimes):
+    """Times the phases, and records them and all operators of the chosen steps.
+
+    A profiler that fails is left alone, and the training goes on.
+    """
+
+    def __init__(
+        self,
+        steps: tuple[int, int],
+        trace: Path,
+        table: Path,
+        device: torch.device,
+        next_step: Callable[[], int],
+    ) -> None:
+        super().__init__()
+        self._first, self._last = steps
+        self._trace, self._table = trace, table
+        self._device = device
+        self._next_step = next_step
+        self._profiler: Any = None
+        """While it records, or is about to."""
+        self._is_recording = False
+        self._is_over = False
+        self._step = 0
+        self._ranges: list[Any] = []
+        """The ranges of the step and of the phase, in this order, while it records."""
+
+    def enter(self, phase: str) -> None:
+        """End the phase before, and begin this one, and whatever begins or ends with it."""
+        super().enter(phase)
+        if self._is_over:
+            return
+        step = self._next_step()
+        if self._is_recording and step > self._last:
+            self.close()
+        elif step >= self._first - 1:
+            self._guarded(lambda: self._follow(step, phase))
+
+    def close(self) -> None:
+        """Write what has been recorded, and record no more."""
+        if not self._is_over:
+            self._is_over = True
+            self._guarded(self._finish)
+
+    def _follow(self, step: int, phase: str) -> None:
+        if step > self._last:  # the run has resumed behind these steps
+            self._is_over = True
+            return
+        if self._profiler is None:
+            # The step before the first one starts what PyTorch needs, which takes time and would stand in the trace.
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+            self._profiler = profile(activities=activities, record_shapes=True)
+            self._profiler.prepare_trace()
+        if step < self._first:
+            return
+        if not self._is_recording:
+            if phase not in _BEGIN_STEPS:  # after the last step of a training
+                return
+            self._profiler.start_trace()
+            self._is_recording = True
+        if step != self._step:
+            self._leave(0)
+            self._step = step
+            self._begin(f"step {step}")
+        self._leave(1)
+        self._begin(phase)
+
+    def _begin(self, name: str) -> None:
+        one = record_function(name)
+        one.__enter__()
+        self._ranges.append(one)
+
+    def _leave(self, num_kept: int) -> None:
+        while len(self._ranges) > num_kept:
+            self._ranges.pop().__exit__(None, None, None)
+
+    def _finish(self) -> None:
+        profiler = self._profiler
+        if profiler is None:
+            return
+        self._leave(0)
+        if (
+            not self._is_recording
+        ):  # the training ended before the first of these steps: what was prepared has to be undone
+            profiler.start_trace()
+            profiler.stop_trace()
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # else kernels that still run would be missing
+        profiler.stop_trace()
+        make_directories(self._trace.parent)
+        # PyTorch compresses a file of this ending. What a killed process leaves is the next one's to replace.
+        beside = self._trace.with_name(f".{os.getpid()}.{self._trace.name}")
+        try:
+            profiler.export_chrome_trace(str(beside))
+            beside.chmod(private_mode(self._trace))
+            beside.replace(self._trace)
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+        by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        rows = profiler.key_averages().table(sort_by=by, row_limit=_MOST_ROWS, max_name_column_width=80)
+        replace_text(self._table, f"steps {self._first} to {min(self._step, self._last)}\n\n{rows}\n", durable=False)
+        log.info("profile of steps %d to %d: %s", self._first, min(self._step, self._last), self._trace)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  the training matters more
+            self._is_over = True
+            self._ranges = []
+            log.warning(
+                "the profile of steps %d to %d cannot be recorded: %s: %s. The training goes on without it.",
+                self._first,
+                self._last,
+                type(error).__name__,
+                error,
+            )
