@@ -300,6 +300,9 @@ FIXED = {
     "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
     "recipe.target": st.sampled_from(["image_classification", "my.module:build"]),
     "recipe.args": st.dictionaries(NAMES, FREE, max_size=4),
+    "profile.kind": st.just("off"),  # a script has no profile
+    "profile.steps": st.tuples(PLAIN[int], PLAIN[int]).map(sorted),
+    "profile.ranks": st.lists(PLAIN[int], min_size=1, max_size=3),
     "env": st.dictionaries(
         st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True),
         st.none() | st.integers() | TEXT,
