@@ -34,22 +34,22 @@ def between_failures_s(*, num_failures: int, trained_s: float, num_nodes: int) -
         trained_s: in how many seconds of training; of other numbers of nodes, in proportion.
         num_nodes: on how many nodes the run trains now.
     """
-    weights = []
-    for rate, prior in _prior(max(1, num_nodes)):
-        weights.append((rate, prior + num_failures * math.log(rate) - rate * max(0.0, trained_s)))
-    largest = max(weight for _, weight in weights)
-    likely = [(rate, math.exp(weight - largest)) for rate, weight in weights]
-    return sum(weight for _, weight in likely) / sum(rate * weight for rate, weight in likely)
+    trained_s = max(0.0, trained_s)
+    points = _prior(max(1, num_nodes))
+    logs = [prior + num_failures * log_rate - rate * trained_s for rate, log_rate, prior in points]
+    largest = max(logs)
+    weights = [math.exp(one - largest) for one in logs]
+    return sum(weights) / sum(point[0] * weight for point, weight in zip(points, weights, strict=True))
 
 
 @cache
-def _prior(num_nodes: int) -> list[tuple[float, float]]:
-    """Return rates, evenly in their logarithm, and the logarithm of the probability of each."""
+def _prior(num_nodes: int) -> list[tuple[float, float, float]]:
+    """Return rates, evenly in their logarithm, with that logarithm, and the one of their probability."""
     step = math.log(_FASTEST / _SLOWEST) / (_POINTS - 1)
     rates = [_SLOWEST * math.exp(step * number) for number in range(_POINTS)]
     published = [math.exp(-((math.log(rate / (NODE_RATE * num_nodes)) / SPREAD) ** 2) / 2) for rate in rates]
     total = sum(published)
     return [
-        (rate, math.log((1 - UNKNOWN) * one / total + UNKNOWN / _POINTS))
+        (rate, math.log(rate), math.log((1 - UNKNOWN) * one / total + UNKNOWN / _POINTS))
         for rate, one in zip(rates, published, strict=True)
     ]

@@ -107,8 +107,8 @@ class World:
             left = int(max(0.0, ends_at - self.now) / STEP_S)
             steps = min(steps, left)
             step, self.now, trained_s = step + steps, self.now + steps * STEP_S, trained_s + steps * STEP_S
-            policy.trained(steps)
             pending = self._commit(pending, policy)
+            policy.trained(steps)
             if steps == left:
                 break
             if policy.is_due():

@@ -195,7 +195,12 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
             "GraceTime is long enough, the run writes a checkpoint and goes back into the queue in it. If the site forbids requeueing, set `restart.by=successor` to submit a new job instead."
         )
     if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
-        how = f"`checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer."
+        is_auto = spec.checkpoint.every_steps == "auto"
+        how = (
+            "`checkpoint.every_steps=auto` saves more often after such a loss."
+            if is_auto
+            else f"`checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer, or set it to `auto`."
+        )
         yield (
             f"warning: partition {partition.name} preempts without GraceTime, so a preempted run loses the steps since its "
             f"newest checkpoint. {'Have the script save more often to lose fewer.' if spec.script.is_set else how}"

@@ -1,0 +1,107 @@
+"""What `status`, the report and `--explain` say of a run that chooses itself how often it saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hpc.checkpoints.save_interval import Bounds
+from ddp_hpc.cli import main
+from ddp_hpc.report.page import page_of
+from ddp_hpc.report.reading import read_run
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.timeline import Mark, encode
+from ddp_hpc.watch.attempt_times import read_times
+from ddp_hpc.watch.goodput import measured_cost
+from ddp_hpc.watch.save_interval import outlook, read_save_interval
+from tests.report.made import Plan, made_run
+
+CHOICE = {
+    "every_steps": 340.0,
+    "seconds": 540.0,
+    "stall_s": 1.2,
+    "write_s": 3.0,
+    "restart_s": 40.0,
+    "between_failures_s": 40_000.0,
+    "is_measured": 1.0,
+    "num_failures": 1.0,
+    "expected_cost": 0.0123,
+}
+BOUNDS = Bounds(shortest_s=60, longest_s=3600)
+
+
+def failed_once(path: Path, *choices: dict[str, Any]) -> RunDir:
+    plans = [Plan(first=0, reached=340), Plan(first=300, reached=500, ending="finished", cause="finished")]
+    run = made_run(path, plans)
+    run.config.write_text(f"name: {run.name}\ncheckpoint:\n  every_steps: auto\n")
+    with run.timeline.open("ab") as file:
+        for choice in choices:
+            file.write(encode(Mark(kind="interval", attempt=1, at=1.0, step=310, interval=choice)))
+    return run
+
+
+def test_status_shows_what_saves_should_cost_beside_what_they_have_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = failed_once(tmp_path / "run", {**CHOICE, "every_steps": 20.0}, CHOICE)
+
+    assert main(["status", str(run.path)]) == 0
+    text = capsys.readouterr().out
+    assert main(["status", str(run.path), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)["save_interval"]
+
+    cost = measured_cost(read_times(run, now=0.0, is_alive=False))
+    assert cost is not None
+    assert (
+        f"saves       every 340 steps (about 9 min): should cost 1.2% of the time, has cost {cost:.1%}; a save stalls 1.2 s, a start "
+        "takes 40 s, one failure in 11 h is expected (1 seen)\n"
+    ) in text
+    assert record["every_steps"] == 340
+    assert (record["expected_cost"], record["measured_cost"]) == (0.0123, pytest.approx(cost))
+    assert record["costs"]["between_failures_s"] == 40_000.0
+
+
+def test_what_saves_have_cost_is_saving_losing_and_starting_after_a_failure(tmp_path: Path) -> None:
+    times = read_times(failed_once(tmp_path / "run"), now=0.0, is_alive=False)
+
+    spent = 40.0 + sum(one.seconds["saving"] + one.seconds["lost"] for one in times)  # the first start is no part of it
+    assert measured_cost(times) == pytest.approx(spent / (spent + sum(one.seconds["training"] for one in times)))
+    assert measured_cost([]) is None
+
+
+@pytest.mark.parametrize("damaged", [{}, {"every_steps": 5.0}, {**CHOICE, "every_steps": "many"}])
+def test_a_choice_whose_numbers_are_not_whole_is_not_shown(damaged: dict[str, Any], tmp_path: Path) -> None:
+    run = failed_once(tmp_path / "run", damaged)
+
+    assert read_save_interval(run, now=0.0, is_alive=False) is None
+
+
+def test_the_report_says_that_the_interval_was_chosen_and_what_it_has_cost(tmp_path: Path) -> None:
+    page = page_of(read_run(failed_once(tmp_path / "run", CHOICE), now=2e9), now=2e9)
+
+    assert "has chosen this interval" in page
+    assert "a save every 340 steps costs" in page
+    assert "starts after failures have taken" in page
+
+
+def test_the_outlook_of_a_new_run_is_an_assumption_and_that_of_an_older_one_its_past(tmp_path: Path) -> None:
+    new = outlook(RunDir(tmp_path / "new"), BOUNDS, num_nodes=2, now=0.0)
+    known = outlook(failed_once(tmp_path / "run", CHOICE), BOUNDS, num_nodes=1, now=0.0)
+
+    assert new.startswith("about every 60 s at first: should cost")
+    assert "a save is assumed to stall 1.0 s, one failure in" in new
+    assert "has cost" in known
+    assert "a save stalls 1.2 s, a start takes 40 s, one failure in" in known
+    assert "(1 seen)" in known
+
+
+def test_explain_says_how_often_the_run_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--dry-run", "--explain", "--runs-dir", str(tmp_path), "--cluster", "local"]
+    (tmp_path / "run.yaml").write_text("name: a\nrecipe: {target: drill}\n")
+
+    for every, said in (("auto", 1), ("100", 0)):
+        assert main([words[0], str(tmp_path / "run.yaml"), *words[1:], f"checkpoint.every_steps={every}"]) == 0
+        assert capsys.readouterr().out.count("# It saves about every") == said
