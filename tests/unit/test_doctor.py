@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -239,6 +240,24 @@ def test_a_runs_directory_that_cannot_be_written_is_a_failure(slurm: dict[str, s
     (found,) = [one for one in login.findings_of(Site(resolved, slurm)) if one.check == "runs directory"]
 
     assert (found.level, "cannot be written" in found.found) == ("fail", True)
+
+
+def test_a_runs_directory_whose_mount_is_stale_is_a_failure(
+    slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stat(path: Any, *words: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith("/stale"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, *words, **options)
+
+    resolved = resolve(None, ["name=doctor", "runs_dir=/stale/runs"], slurm)
+    monkeypatch.setattr(os, "stat", stat)
+
+    (found,) = [one for one in login.findings_of(Site(resolved, slurm)) if one.check == "runs directory"]
+
+    assert (found.level, "Stale file handle" in found.found) == ("fail", True), found
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,12 @@ def _of_slurm(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, Callable[.
 
 def _disk(place: Path, *, timeout_s: float) -> tuple[Path, Disk]:
     del timeout_s  # a file system that does not answer cannot be given up: the thread stays behind
-    existing = _existing(place)
+    try:
+        existing = _existing(place)
+    except (
+        OSError
+    ) as error:  # a stale mount, or a directory above that may not be searched: nothing can be written there
+        return place, Disk(path=str(place), error=error.strerror or str(error))
     return existing, disk(existing)
 
 
