@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.durable import open_private, read_json_lines
+from ddp_hpc.base.durable import open_private, open_record, read_json_lines
 from ddp_hpc.run_dir.paths import RunDir
 
 FIRST_LINE_S = 15.0
@@ -121,7 +121,7 @@ def newest_uses(run: RunDir, attempt: int) -> list[MachineUse]:
 
 
 def _newest(path: Path) -> MachineUse | None:
-    with path.open("rb") as file:
+    with open_record(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         lines = file.read().split(b"\n")
     for line in reversed(lines):
