@@ -5,6 +5,7 @@ The run itself is only read. Its checkpoint is reached by a link, and nothing of
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 import threading
@@ -81,7 +82,9 @@ def compute_again(
         ConfigError: if the run's configuration cannot be used here.
     """
     folder = folder or Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
-    replayed = Replayed(RunDir(folder / wanted.run.name))
+    # A run that was moved may have any name; that of the private run is checked as that of a new one.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", wanted.run.name).lstrip("._-")[:128]
+    replayed = Replayed(RunDir(folder / (name or "run")))
     make_directories(replayed.run.console.parent)
     make_directories(replayed.run.checkpoints)
     if wanted.start:

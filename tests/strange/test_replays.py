@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +98,13 @@ def test_data_that_is_gone_is_named_and_the_log_stays(workplace: Workplace) -> N
     log = Path(done.stderr.split("The replay's log is ")[1].partition(".\n")[0])
     assert log.is_file()
     assert f"{log.parents[2]} stays" in done.stderr
+
+
+def test_a_run_that_was_moved_to_a_path_that_no_run_may_have_is_computed_again(workplace: Workplace) -> None:
+    moved = workplace.path / "my archive" / "final run (v2)"
+    shutil.copytree(workplace.run("plain").path, moved, symlinks=True)
+
+    assert asked(workplace, "replay", str(moved), "--from", "10", "--to", "20", code=0)["verdict"] == "the same"
 
 
 def test_a_recipe_knows_that_its_steps_are_computed_again(workplace: Workplace) -> None:
