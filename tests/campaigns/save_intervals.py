@@ -308,6 +308,7 @@ def _real_text(result: dict[str, Any]) -> str:
         f"A training by two workers, 20 ms a step, in which a save stalls half a second on purpose. One worker is killed by SIGKILL {len(lives)} times, after random times "
         f"(exponential, mean {sum(lives) / len(lives):.1f} s, the same for all intervals); the run is submitted again each time. Starts are not part of the shares. Young/Daly expects "
         f"{percent(result['predicted'])} with the best interval, if stall and rate are known. `auto` chose {', '.join(str(steps) for steps, _ in chosen)} steps, one after the other. "
+        "That leaves out the time in which a kill is noticed, which counts as lost here, and what `auto` loses until it has measured; and with so few kills, chance decides over several points. "
         f"All ended with {'the bits of the undisturbed training' if are_equal else 'OTHER BITS (WRONG)'}. "
         f"Commit {result['commit'][:12]}, {result['date']}, by `python -m tests.campaigns.save_faults`, on a machine of two cores while other work ran.\n\n"
         + "\n".join(lines)
