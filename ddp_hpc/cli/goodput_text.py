@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import DASH
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.timeline import read_marks
 from ddp_hpc.watch.attempt_times import KINDS, read_times
 from ddp_hpc.watch.goodput import Goodput, goodput_of
-from ddp_hpc.watch.save_interval import SaveInterval, read_save_interval
 from ddp_hpc.watch.status import RunStatus
+
+if TYPE_CHECKING:
+    from ddp_hpc.watch.save_interval import SaveInterval
 
 
 def goodput_of_run(run: RunDir, status: RunStatus, *, now: float) -> Goodput | None:
@@ -22,7 +25,15 @@ def goodput_of_run(run: RunDir, status: RunStatus, *, now: float) -> Goodput | N
 
 def interval_of_run(run: RunDir, status: RunStatus, *, now: float) -> SaveInterval | None:
     """Return how often a run saves, where it chooses that itself; None also if its records cannot be read now."""
-    return known(run.timeline, lambda: read_save_interval(run, now=now, is_alive=status.is_alive), unknown=None)
+
+    def read() -> SaveInterval | None:
+        if not any(mark.kind == "interval" for mark in read_marks(run)):
+            return None
+        from ddp_hpc.watch.save_interval import read_save_interval  # late: most runs have a fixed interval
+
+        return read_save_interval(run, now=now, is_alive=status.is_alive)
+
+    return known(run.timeline, read, unknown=None)
 
 
 def as_record(goodput: Goodput | None) -> Mapping[str, Any] | None:

@@ -39,7 +39,7 @@ from ddp_hpc.rendezvous.worker_env import (
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.steps import probe_argv
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.watch.save_interval import outlook
+from ddp_hpc.watch.save_outlook import outlook
 from ddp_hpc.workload.table import workload_of
 
 _IN_JOB = Meeting("ADDRESS", 0)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from ddp_hpc.checkpoints import interval_text
-from ddp_hpc.checkpoints.failure_rate import between_failures_s
-from ddp_hpc.checkpoints.past_saves import read_past
-from ddp_hpc.checkpoints.save_interval import ASSUMED_STALL_S, Bounds, SaveCosts, choose
+from ddp_hpc.checkpoints.save_interval import SaveCosts
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.timeline import Mark, read_marks
 from ddp_hpc.watch.attempt_times import AttemptTime, read_times
@@ -35,6 +31,8 @@ class SaveInterval:
 
     def sentence(self) -> str:
         """Return `every 340 steps (about 9 min): should cost 1.2% of the time, has cost 0.9%; a save stalls ...`."""
+        from ddp_hpc.checkpoints import interval_text  # late: most runs that `status` shows have none
+
         so_far = "" if self.measured_cost is None else f", has cost {self.measured_cost:.1%}"
         numbers = interval_text.numbers(self.costs, num_failures=self.num_failures, is_measured=self.is_measured)
         often = interval_text.every(self.every_steps, self.seconds)
@@ -48,8 +46,6 @@ def read_save_interval(run: RunDir, *, now: float, is_alive: bool) -> SaveInterv
         OSError: if the file system does not answer.
     """
     marks = read_marks(run)
-    if not any(mark.kind == "interval" for mark in marks):
-        return None
     return newest_interval(marks, read_times(run, now=now, is_alive=is_alive, marks=marks))
 
 
@@ -71,27 +67,3 @@ def newest_interval(marks: Sequence[Mark], times: Sequence[AttemptTime]) -> Save
 
 
 _NEEDED = {*SaveInterval.__dataclass_fields__, *SaveCosts.__dataclass_fields__} - {"costs", "measured_cost"}
-
-
-def outlook(run: RunDir, bounds: Bounds, *, num_nodes: int, now: float) -> str:
-    """Return how often the next attempt of a run would save at first, and why; what has cost how much where attempts have been.
-
-    Raises:
-        OSError: if the file system does not answer.
-    """
-    past = read_past(run, before=None, num_nodes=num_nodes)
-    is_measured = bool(past.stalls_s)
-    costs = SaveCosts(
-        stall_s=past.stalls_s[-1] if is_measured else ASSUMED_STALL_S,
-        write_s=median(past.writes_s) if past.writes_s else 0.0,
-        restart_s=past.restart_s or 0.0,
-        between_failures_s=between_failures_s(
-            num_failures=past.num_failures, trained_s=past.trained_s, num_nodes=num_nodes
-        ),
-    )
-    chosen = choose(costs, bounds, is_measured=is_measured, first_within_s=past.first_within_s)
-    why = interval_text.reason(costs, chosen, num_failures=past.num_failures, is_measured=is_measured)
-    cost = measured_cost(read_times(run, now=now, is_alive=False))
-    so_far = "" if cost is None else f", has cost {cost:.1%} so far"
-    often, expected = interval_text.roughly(chosen.seconds), costs.share(chosen.seconds)
-    return f"about every {often} at first: should cost {expected:.1%} of the time{so_far}; {why}"

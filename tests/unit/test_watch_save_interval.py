@@ -16,7 +16,8 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.timeline import Mark, encode
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import measured_cost
-from ddp_hpc.watch.save_interval import outlook, read_save_interval
+from ddp_hpc.watch.save_interval import read_save_interval
+from ddp_hpc.watch.save_outlook import outlook
 from tests.report.made import Plan, made_run
 
 CHOICE = {
