@@ -163,7 +163,7 @@ def _numbers(run: RunDir) -> list[dict[str, object]]:
 def _board(run: RunDir) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(run.tensorboard / "ddp_hpc"), size_guidance={"scalars": 0}).Reload()
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 

@@ -177,11 +177,15 @@ def recorded(run: RunDir, ending: Ending = "finished") -> None:
     assert follow(run, lambda: to_tensorboard.open_recorder(Subject(run=run, id="x")), lambda _: ending)
 
 
-def events_of(run: RunDir) -> Mapping[str, list[tuple[int, float]]]:
+def events_in(folder: Path) -> Mapping[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def events_of(run: RunDir) -> Mapping[str, list[tuple[int, float]]]:
+    return events_in(run.tensorboard / to_tensorboard.FOLDER)
 
 
 def test_tensorboards_own_reader_finds_each_step_once_after_attempts_that_repeat_steps_and_kills(
@@ -198,7 +202,7 @@ def test_tensorboards_own_reader_finds_each_step_once_after_attempts_that_repeat
         if resumed_at != 4:  # the others are killed before they delete the files of attempts before
             recorder.flush()
         recorder.close("failed")
-        newest = max(run.tensorboard.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        newest = max((run.tensorboard / to_tensorboard.FOLDER).iterdir(), key=lambda path: path.stat().st_mtime_ns)
         newest.write_bytes(newest.read_bytes()[:-5])  # in the middle of an event
 
     recorded(run)
@@ -206,17 +210,34 @@ def test_tensorboards_own_reader_finds_each_step_once_after_attempts_that_repeat
     assert events_of(run) == {"train/loss": [(step, step / 8) for step in range(1, 13)]}
 
 
-def test_event_files_of_others_stay_and_a_file_of_a_node_whose_clock_is_ahead_goes(tmp_path: Path) -> None:
+def test_what_a_recipe_writes_to_tensorboard_itself_stays_on_display_after_each_attempt(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
     run = make_run(tmp_path)
     written(run, 0, [1, 2])
-    run.tensorboard.mkdir()
-    (run.tensorboard / "events.out.tfevents.9999999999.n2.1.2.ddp_hpc").write_bytes(b"of an attempt before")
-    (run.tensorboard / "events.out.tfevents.1000000000.n2.own").write_bytes(b"")
+    with SummaryWriter(str(run.tensorboard)) as own:
+        for step in (1, 2):
+            own.add_scalar("own", step / 4, step)
+
+    recorded(run)
+    recorded(run)
+
+    assert events_of(run) == {"train/loss": [(1, 0.125), (2, 0.25)]}
+    assert events_in(run.tensorboard) == {"own": [(1, 0.25), (2, 0.5)]}
+
+
+def test_a_file_of_a_node_whose_clock_is_ahead_goes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    written(run, 0, [1, 2])
+    folder = run.tensorboard / to_tensorboard.FOLDER
+    folder.mkdir(parents=True)
+    ahead = folder / "events.out.tfevents.9999999999.n2.1.2"
+    ahead.write_bytes(b"of an attempt before")
 
     recorded(run)
 
     assert events_of(run) == {"train/loss": [(1, 0.125), (2, 0.25)]}
-    assert sorted(path.suffix for path in run.tensorboard.iterdir()) == [".ddp_hpc", ".own"]
+    assert not ahead.exists()
 
 
 def test_nan_reaches_tensorboard(tmp_path: Path) -> None:
