@@ -212,6 +212,10 @@ class Progress:
     at: float = 0.0
 
 
+LINE_FIELDS = ("kind", "step", "epoch", "at")
+"""The fields of each line of `metrics.jsonl`; the others are the numbers of its step, by name."""
+
+
 def write_progress(run: RunDir, progress: Progress) -> None:
     """Replace the newest progress; a reader sees the old or the new one, whole."""
     replace_text(run.progress, json.dumps(asdict(progress)), durable=False)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.records import LINE_FIELDS
 
 BUILT_IN = {
     "image_classification": "ddp_hpc.train.recipes.image_classification:build",
@@ -84,7 +85,12 @@ class Recipe:
             self.tokens,
             "a number of tokens above zero, or a function of a batch",
         )
-        _require("loss" not in self.metrics, "metrics", dict(self.metrics), "without `loss`, which is always recorded")
+        _require(
+            not {"loss", *LINE_FIELDS} & {*self.metrics},
+            "metrics",
+            dict(self.metrics),
+            f"without `loss`, {', '.join(f'`{name}`' for name in LINE_FIELDS)}, which are always recorded",
+        )
 
 
 MAP_STYLE = "map-style and not empty: with `len(data)` above zero and `data[index]`, so that samples can be numbered"

@@ -161,8 +161,13 @@ class NoLength(Dataset[int]):
         ("train_data", [], r"`Recipe.train_data` is \[\].* not empty"),
         ("eval_data", iter([1]), "`Recipe.eval_data` is .*must be map-style"),
         ("metrics", {"loss": len}, "`Recipe.metrics` is .*without `loss`"),
+        (
+            "metrics",
+            {"step": len},
+            "`Recipe.metrics` is .*'step'.* without `loss`, `kind`, `step`, `epoch`, `at`, which are",
+        ),
     ],
-    ids=["class", "number", "stream", "no length", "empty", "iterator", "loss"],
+    ids=["class", "number", "stream", "no length", "empty", "iterator", "loss", "step"],
 )
 def test_a_recipe_checks_itself_when_made(field: str, value: object, complaint: str) -> None:
     fields: dict[str, Any] = {"model": nn.Linear(2, 2), "train_data": SAMPLES, "loss": nn.CrossEntropyLoss()}

@@ -18,6 +18,7 @@ import msgspec
 
 from ddp_hpc.base.durable import read_json, replace_text
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import LINE_FIELDS
 from ddp_hpc.spec.training import RecorderName
 
 BACK_ENDS: Mapping[RecorderName, str] = {
@@ -30,7 +31,6 @@ BACK_ENDS: Mapping[RecorderName, str] = {
 Ending = Literal["finished", "stopped", "failed"]
 """How an attempt has ended, as far as rank zero knows: at the run's last step, by a stop, by an exception."""
 
-_NOT_NUMBERS = frozenset({"kind", "step", "epoch", "at"})
 _NULL_IF_UNKNOWN = frozenset({"samples_per_s", "tokens_per_s"})
 """These are null where they were not measured; any other number is null where it is NaN or infinite, as JSON has neither."""
 
@@ -53,7 +53,7 @@ def row_of(line: Mapping[str, Any]) -> Row | None:
         return None
     numbers: dict[str, float] = {}
     for name, value in line.items():
-        if name in _NOT_NUMBERS:
+        if name in LINE_FIELDS:
             continue
         if isinstance(value, (int, float)):
             numbers[f"{kind}/{name}"] = float(value)
