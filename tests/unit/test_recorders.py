@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.base.shown_text import secret_values
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import LogSpec, RunSpec, SlurmSpec
 from ddp_hpc.submission.run_dir_setup import refuse_missing_recorders
 from ddp_hpc.train.recording import to_tensorboard
-from ddp_hpc.train.recording.follower import follow
+from ddp_hpc.train.recording.follower import follow, shown
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Row, Subject, identity_of, row_of
 from tests.made_run import make_run
@@ -139,6 +140,23 @@ def test_an_id_stays_and_a_copy_of_the_run_has_another(tmp_path: Path) -> None:
     assert identity_of(run) == first
     assert identity_of(copy) != first
     assert identity_of(copy) == identity_of(copy)
+
+
+def test_a_recorder_gets_the_configuration_without_secrets_also_those_in_addresses() -> None:
+    values = {
+        "recipe.args.url": "postgres://ada:hunter2pw@host/data",
+        "recipe.args.db_password": "long secret",
+        "recipe.args.command": ["load", "--with", "long secret"],
+        "recipe.args.mirrors": {"near": "https://bob:swordfish@host"},
+        "train.lr": 0.1,
+    }
+
+    assert shown(values, secret_values(values, {})) == {
+        "recipe.args.url": "postgres://ada:***@host/data",
+        "recipe.args.command": ["load", "--with", "***"],
+        "recipe.args.mirrors": {"near": "https://bob:***@host"},
+        "train.lr": 0.1,
+    }
 
 
 def test_each_recorder_is_once_in_the_list_and_has_a_back_end() -> None:

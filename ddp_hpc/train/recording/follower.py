@@ -16,15 +16,15 @@ import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import Any, cast
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.durable import readers
-from ddp_hpc.base.shown_text import masked, secret_values
+from ddp_hpc.base.shown_text import masked, masked_record, secret_values
 from ddp_hpc.config import flat, load_resolved
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.rereading import Tail
@@ -82,6 +82,13 @@ def follow(
         ending = await_ending(LOOK_S)
 
 
+def shown(values: Mapping[str, Any], secrets: Sequence[str]) -> dict[str, Any]:
+    """Return what a recorder gets of a configuration: no value of a key that may be secret, and no secret in another's text."""
+    return cast(
+        "dict[str, Any]", masked_record({key: one for key, one in values.items() if is_key_shown(key, one)}, secrets)
+    )
+
+
 def _await_ending(seconds: float) -> Ending | None:
     if not select.select([0], [], [], seconds)[0]:
         return None
@@ -113,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subject = Subject(
         run=run,
         id=identity_of(run),
-        config={key: value for key, value in values.items() if is_key_shown(key, value)},
+        config=shown(values, secrets),
         environ=os.environ,
     )
 
