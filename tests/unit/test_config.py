@@ -301,7 +301,7 @@ FIXED = {
     "recipe.target": st.sampled_from(["image_classification", "my.module:build"]),
     "recipe.args": st.dictionaries(NAMES, FREE, max_size=4),
     "profile.kind": st.just("off"),  # a script has no profile
-    "profile.steps": st.tuples(PLAIN[int], PLAIN[int]).map(sorted),
+    "profile.steps": st.tuples(st.integers(1, 500), st.integers(500, 1000)).map(list),
     "profile.ranks": st.lists(PLAIN[int], min_size=1, max_size=3),
     "env": st.dictionaries(
         st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True),
@@ -335,7 +335,7 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
     elif arms and isinstance(arms[0], str):
         values = st.sampled_from(arms)
     elif is_union(wanted):
-        values = st.one_of(*(PLAIN.get(arm) or st.sampled_from(get_args(arm)) for arm in arms))
+        values = st.one_of(*(PLAIN[arm] if arm in PLAIN else st.sampled_from(get_args(arm)) for arm in arms))
     else:
         values = st.tuples(*(PLAIN[arm] for arm in arms)).map(list)
     return values | st.none() if key.is_optional else values
