@@ -142,6 +142,13 @@ def test_an_id_stays_and_a_copy_of_the_run_has_another(tmp_path: Path) -> None:
     assert identity_of(copy) == identity_of(copy)
 
 
+def test_a_run_has_one_id_by_each_of_its_paths(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (tmp_path / "link").symlink_to(run.path)
+
+    assert identity_of(RunDir(tmp_path / "link")) == identity_of(run) == identity_of(RunDir(tmp_path / "link"))
+
+
 def test_a_recorder_gets_the_configuration_without_secrets_also_those_in_addresses() -> None:
     values = {
         "recipe.args.url": "postgres://ada:hunter2pw@host/data",

@@ -101,9 +101,10 @@ def identity_of(run: RunDir) -> str:
     """Return the id under which recorders know a run, the same in all its attempts.
 
     A copy of a run's directory, and one that was moved, gets an id of its own: two runs under one id would mix their steps.
+    Symbolic links to one directory lead to one id.
     """
-    known, path = read_json(run.recorded_as) or {}, str(run.path)
-    if known.get("path") != path or not isinstance(known.get("id"), str):
+    known, path = read_json(run.recorded_as) or {}, os.path.realpath(run.path)
+    if os.path.realpath(str(known.get("path"))) != path or not isinstance(known.get("id"), str):
         known = {"id": os.urandom(8).hex(), "path": path}
         replace_text(run.recorded_as, msgspec.json.encode(known).decode())
     return str(known["id"])
