@@ -103,11 +103,15 @@ def _wrong(wrong: Mapping[str, int], reports: Mapping[str, NodeReport]) -> Findi
 
 
 def _unfinished(nodes: Sequence[str], broken: Mapping[str, NodeReport], silent: Sequence[str], problem: str) -> Finding:
-    """Name the nodes that did not even come to join, where they are fewer than half: the others only wait for them."""
+    """Name the nodes that did not come to the exchange, where they are fewer than half: the others only wait for them.
+
+    Without the node that all meet at, the others stay behind, too, when they join.
+    """
     said = [f"{node}: {report.error or f'did not end in time at {report.stage}'}" for node, report in broken.items()]
     if silent:
         said.append(f"no report from {listed(silent)}{f' ({problem})' if problem else ''}")
-    late = [*silent, *(node for node, report in broken.items() if report.stage == IMPORTING)]
+    absent = [*silent, *(node for node, report in broken.items() if report.stage == IMPORTING)]
+    late = absent or [node for node, report in broken.items() if report.stage == JOINING]
     named = tuple(node for node in nodes if node in late) if len(late) * 2 < len(nodes) else ()
     to_do = "examine the nodes that it names, or their links; `debug.nccl=info` shows which network a run chooses"
     return Finding(check=CHECK, level="fail", found="; ".join(said), to_do=to_do, nodes=named)

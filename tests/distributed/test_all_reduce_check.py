@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from ddp_hpc.node_checks.collectives import DONE, JOINING, NodeReport, findings_of, report_of
+from ddp_hpc.node_checks.collectives import ALL, DONE, NodeReport, findings_of, report_of
 from ddp_hpc.run_dir.preflight import Finding
 from ddp_hpc.slurm.answers import read_answers
 
@@ -96,5 +96,5 @@ def test_a_node_that_does_not_come_is_named_and_the_others_end() -> None:
 
     reports = made(nodes, absent="n1", limit_s=30)
 
-    assert {report.stage for report in reports.values()} == {JOINING}
+    assert {report.stage for report in reports.values()} == {ALL}
     assert found(nodes, reports).nodes == ("n1",)

@@ -79,11 +79,13 @@ def test_one_slow_pair_names_no_node() -> None:
         ({"n0": JOINING, "n1": JOINING, "n3": JOINING}, ("n2",)),  # it never reported
         ({"n0": JOINING, "n1": JOINING, "n2": IMPORTING, "n3": JOINING}, ("n2",)),
         ({"n0": JOINING, "n1": JOINING, "n2": IMPORTING, "n3": IMPORTING}, ()),
+        ({"n0": ALL, "n1": ALL, "n2": JOINING, "n3": ALL}, ("n2",)),  # it does not reach the others
+        ({"n0": ALL, "n1": ALL, "n3": ALL}, ("n2",)),
         ({"n0": ALL, "n1": ALL, "n2": ALL, "n3": ALL}, ()),
         ({"n0": JOINING}, ()),
     ],
 )
-def test_who_did_not_come_to_join_is_named_where_most_did(stages: dict[str, str], named: tuple[str, ...]) -> None:
+def test_who_did_not_come_is_named_where_most_did(stages: dict[str, str], named: tuple[str, ...]) -> None:
     found = finding({node: NodeReport(backend="gloo", stage=stage) for node, stage in stages.items()})
 
     assert (found.level, found.nodes) == ("fail", named)
