@@ -300,14 +300,11 @@ def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
     `started` is what `start_ticks` returned for it, or None if that is not known. A later process with the same pid is not
     waited for.
     """
-    if not hasattr(os, "pidfd_open"):  # this Python was built for kernels before Linux 5.3
-        time.sleep(timeout_s)
-        return
     try:
-        fd = os.pidfd_open(pid)
+        fd = end_descriptor(pid)
     except ProcessLookupError:
         return
-    except OSError:  # an old kernel, a sandbox that forbids the call, or too many open files
+    if fd is None:
         time.sleep(timeout_s)
         return
     try:
@@ -319,6 +316,22 @@ def await_exit(pid: int, started: int | None, timeout_s: float) -> None:
             end.poll(timeout_s * 1000)
     finally:
         os.close(fd)
+
+
+def end_descriptor(pid: int) -> int | None:
+    """Return a file descriptor that becomes readable when a process ends (pidfd_open(2)); None where there is no such call.
+
+    Raises:
+        ProcessLookupError: if there is no such process.
+    """
+    if not hasattr(os, "pidfd_open"):  # this Python was built for kernels before Linux 5.3
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # an old kernel, a sandbox that forbids the call, or too many open files
+        return None
 
 
 def show_as_listening() -> None:

@@ -13,6 +13,7 @@ import os
 import select
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,11 +31,33 @@ LEAST_LINE_S = 1.0
 """A last interval that is shorter says little, and is not written."""
 
 
+class Parent:
+    """The process beside which this one runs.
+
+    Raises:
+        ProcessLookupError: if it has ended.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._fd = processes.end_descriptor(pid)
+        self._started = processes.start_ticks(pid)
+        if self._started is None and self._fd is None:
+            raise ProcessLookupError(pid)
+
+    def is_over(self, seconds: float) -> bool:
+        """Wait; tell whether the standard input was closed meanwhile, or the parent has ended."""
+        # The children of the parent may hold the other end of the pipe, so its end alone does not tell.
+        if self._fd is not None:
+            return bool(select.select([0, self._fd], [], [], seconds)[0])
+        return bool(select.select([0], [], [], seconds)[0]) or processes.start_ticks(self._pid) != self._started
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Sample until the standard input is closed."""
     arguments = _parse(argv)
     try:
-        parent_fd = os.pidfd_open(arguments.parent)
+        parent = Parent(arguments.parent)
     except ProcessLookupError:  # it has ended
         return 0
     processes.ignore_stop_signals()
@@ -49,16 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         cgroups=Cgroups(),
         granted=grant.num_of_job if grant else None,
     )
-    _sample(sampler, RunDir(arguments.run), arguments.attempt, arguments.num_nodes, parent_fd)
+    _sample(sampler, RunDir(arguments.run), arguments.attempt, arguments.num_nodes, parent)
     return 0
 
 
-def _sample(sampler: Sampler, run: RunDir, attempt: int, num_nodes: int, parent_fd: int) -> None:
+def _sample(sampler: Sampler, run: RunDir, attempt: int, num_nodes: int, parent: Parent) -> None:
     began = written = time.monotonic()
     is_over = False
     _look(sampler)
     while not is_over:
-        is_over = _is_over(parent_fd, pause_s(sampler.cost_s))
+        is_over = parent.is_over(pause_s(sampler.cost_s))
         _look(sampler)
         now = time.monotonic()
         if now - written >= (LEAST_LINE_S if is_over else line_s(now - began, num_nodes)):
@@ -72,12 +95,6 @@ def _look(sampler: Sampler) -> None:
     if warning := sampler.sample():
         with suppress(OSError):
             sys.stderr.write(f"{warning}\n")
-
-
-def _is_over(parent_fd: int, seconds: float) -> bool:
-    """Wait; tell whether the standard input was closed meanwhile, or the parent has ended."""
-    # The children of the parent may hold the other end of the pipe (pidfd_open(2), https://man7.org/linux/man-pages/man2/pidfd_open.2.html).
-    return bool(select.select([0, parent_fd], [], [], seconds)[0])
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -94,7 +111,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     try:
-        main()
+        code = main()
+    except BaseException:  # noqa: BLE001  the way out is the same for all
+        code = 1
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(0)  # a thread may be inside of a driver that does not answer
+        os._exit(code)  # a thread may be inside of a driver that does not answer
