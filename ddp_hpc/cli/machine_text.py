@@ -8,18 +8,18 @@ from typing import Any
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import duration
-from ddp_hpc.run_dir.machine_use import MachineUse, newest_uses, read_uses, summary_of
+from ddp_hpc.run_dir.machine_use import MachineUse, newest_uses, recent_uses, summary_of
 from ddp_hpc.run_dir.machine_words import sentence
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus
 
 
 def uses_of_run(run: RunDir, status: RunStatus) -> Sequence[MachineUse]:
-    """Return the newest line of each node while the run is alive, and all lines of the newest attempt after it."""
+    """Return the newest line of each node while the run is alive, and the newest lines of the newest attempt after it."""
     attempt = status.attempt
     if attempt is None:
         return []
-    read = newest_uses if status.is_alive else read_uses
+    read = newest_uses if status.is_alive else recent_uses
     return known(run.attempt_logs(attempt), lambda: read(run, attempt), unknown=[])
 
 
@@ -37,5 +37,9 @@ def as_line(uses: Sequence[MachineUse], status: RunStatus, *, now: float) -> str
     summary = summary_of(uses)
     if summary is None:
         return ""
-    age = f", {duration(max(0.0, now - summary.at))} ago" if status.is_alive else ", on the mean of the newest attempt"
-    return f"{sentence(summary)}{age}"
+    when = (
+        f"{duration(max(0.0, now - summary.at))} ago"
+        if status.is_alive
+        else f"on the mean of the last {duration(summary.seconds)} of the newest attempt"
+    )
+    return f"{sentence(summary)}, {when}"

@@ -333,6 +333,8 @@ def _supervise(context: JobContext, wrapper: CommandWrapper, lock_fds: Sequence[
         unstage(staged, context.allocation, context.environ)
     notifier.leave(goes_on=bool(conclusion.decision.next))
     last_resort.leave(context, conclusion)
+    if not conclusion.decision.next:  # a job that goes on is ended by Slurm at any moment from here
+        note_machine_use(run, attempt)
     return conclusion.exit_code
 
 
@@ -449,7 +451,6 @@ def _watch_over(
                 joining.look(time.monotonic())
             if monitor.silence_s > context.spec.restart.hang_timeout_s / 2:
                 notifier.silent(begun.attempt, monitor.silence_s)
-    note_machine_use(context.run, begun.attempt)
     if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
         code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
     return Outcome(

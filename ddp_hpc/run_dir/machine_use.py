@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.durable import open_private, open_record, read_json_lines
+from ddp_hpc.base.durable import json_object, open_private, open_record, read_json_lines
 from ddp_hpc.run_dir.paths import RunDir
 
 FIRST_LINE_S = 15.0
@@ -17,6 +17,8 @@ FIRST_LINE_S = 15.0
 _LARGEST = 2.0**63
 _TAIL_BYTES = 16384
 """The newest lines of a file; one line of a node with 16 GPUs has about 1,500 bytes."""
+RECENT_BYTES = 8 << 20
+"""What is read for one sentence, of all nodes together: it takes about a second of a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,23 +118,30 @@ def newest_uses(run: RunDir, attempt: int) -> list[MachineUse]:
     Raises:
         OSError: if the file system does not answer.
     """
-    found = [_newest(path) for path in run.machine_uses(attempt)]
+    found = [next(_newest_first(path, _TAIL_BYTES), None) for path in run.machine_uses(attempt)]
     return sorted((one for one in found if one is not None), key=lambda one: one.node_rank)
 
 
-def _newest(path: Path) -> MachineUse | None:
+def recent_uses(run: RunDir, attempt: int) -> list[MachineUse]:
+    """Return the newest lines of all nodes, node by node, oldest first: of a long attempt on many nodes, not all.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    paths = run.machine_uses(attempt)
+    most_bytes = max(_TAIL_BYTES, RECENT_BYTES // max(1, len(paths)))
+    return [use for path in paths for use in reversed(list(_newest_first(path, most_bytes)))]
+
+
+def _newest_first(path: Path, most_bytes: int) -> Iterator[MachineUse]:
     with open_record(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        lines = file.read().split(b"\n")
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        lines = file.read(most_bytes).split(b"\n")
     for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # empty, or half written
-            continue
-        use = _use(record) if isinstance(record, dict) else None
+        record = json_object(line.decode("utf-8", errors="replace"))  # None: empty, or half written
+        use = None if record is None else _use(record)
         if use is not None:
-            return use
-    return None
+            yield use
 
 
 @dataclass(frozen=True, kw_only=True)

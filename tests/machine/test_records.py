@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run_dir.machine_use import GpuUse, MachineUse, append_use, newest_uses, read_uses, summary_of
+from ddp_hpc.run_dir import machine_use
+from ddp_hpc.run_dir.machine_use import (
+    GpuUse,
+    MachineUse,
+    append_use,
+    newest_uses,
+    read_uses,
+    recent_uses,
+    summary_of,
+)
 from ddp_hpc.run_dir.machine_words import sentence
 from ddp_hpc.run_dir.paths import RunDir
 from tests.made_run import make_run
@@ -54,6 +63,21 @@ def test_the_newest_line_of_each_node_is_found_behind_a_half_written_one(run: Ru
         file.write(b'\n{"node_rank":10,"at":')
 
     assert [(one.node_rank, one.at) for one in newest_uses(run, 0)] == [(2, 5.0), (10, 199.0)]
+
+
+def test_of_a_long_attempt_only_the_newest_lines_are_read_and_oldest_first(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run ends, and `status` answers, as soon as after a short attempt."""
+    for at in range(400):
+        append_use(run, 0, use(0, at=float(at)))
+    assert recent_uses(run, 0) == read_uses(run, 0)
+
+    monkeypatch.setattr(machine_use, "RECENT_BYTES", 0)
+    found = recent_uses(run, 0)
+
+    assert 0 < len(found) < 400
+    assert found == read_uses(run, 0)[-len(found) :]
 
 
 def test_lines_of_others_do_no_harm(run: RunDir) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from ddp_hpc.run_dir.machine_use import read_uses
@@ -50,6 +51,10 @@ def test_a_script_that_knows_nothing_of_it_has_its_gpus_cpus_and_memory_in_statu
     assert line.cpus_used > 0.05
     assert status["machines"]["gpu_busy"] == 0.35
     assert status["machines"]["nodes"][0]["num_cpus"] >= 1
-    assert (
-        "note: on average, GPUs 35% busy, 60.0 of 80.0 GiB of GPU memory; CPUs " in place.run("one").console.read_text()
-    )
+    # The last line of the log: `submit --wait` returns once the end is recorded, which nothing delays.
+    deadline = time.monotonic() + 60
+    while "note: on average, GPUs 35% busy, 60.0 of 80.0 GiB of GPU memory; CPUs " not in place.run(
+        "one"
+    ).console.read_text(encoding="utf-8"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
