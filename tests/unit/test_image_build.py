@@ -77,7 +77,7 @@ def test_the_self_test_imports_all_that_a_run_would_and_passes_here() -> None:
         [sys.executable, ROOT / "containers/selftest"], capture_output=True, text=True, check=False, timeout=120
     )
 
-    assert {{"pyyaml": "yaml"}.get(name, name) for name in requirements} <= imported
+    assert {{"pyyaml": "yaml", "nvidia": "pynvml"}.get(name, name) for name in requirements} <= imported
     assert {*NEEDED, "torchvision"} <= imported
     assert "torchvision" in USEFUL
     assert done.stdout.startswith("good: torch "), done.stderr
