@@ -37,7 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.attempt_logs(0).mkdir(parents=True)
         fake = build(Path(folder, "driver"), "gpu GPU-x 50 1000 81920\n" * 8)
         idle = [subprocess.Popen(["sleep", "3600"]) for _ in range(arguments.processes)]
-        where = ["--attempt=0", "--node-rank=0", "--num-nodes=1", "--gpus=8", f"--parent={os.getpid()}"]
+        where = [
+            "--attempt=0",
+            "--node-rank=0",
+            "--num-nodes=1",
+            "--gpus=8",
+            f"--parent={os.getpid()}",
+            f"--root={os.getpid()}",
+        ]
         command = [sys.executable, "-m", "ddp_hpc.machine.node", str(run.path), *where]
         sampler = subprocess.Popen(command, env={**os.environ, **fake}, stdin=subprocess.PIPE)
         try:

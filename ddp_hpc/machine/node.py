@@ -1,9 +1,9 @@
 """Samples how busy this node is, beside the workers of one attempt, and writes it into the run directory.
 
-    python -m ddp_hpc.machine.node RUN_DIR --attempt 0 --node-rank 1 --num-nodes 4 --gpus 8 --parent 4711
+    python -m ddp_hpc.machine.node RUN_DIR --attempt 0 --node-rank 1 --num-nodes 4 --gpus 8 --parent 4711 --root 4711
 
-It is started beside the workers (`job.node.machine_use`), which are processes below the one that `--parent` names. It ends when its standard
-input is closed, or that process has ended, after a last line. A file system or a driver that does not answer delays it alone.
+It is started beside the workers (`job.node.machine_use`), which are processes below the one that `--root` names. It ends when its standard
+input is closed, or the process that `--parent` names has ended, after a last line. A file system or a driver that does not answer delays it alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from ddp_hpc.base import processes
 from ddp_hpc.machine.cgroups import Cgroups
 from ddp_hpc.machine.gpus import GpuReader, visible_gpus
-from ddp_hpc.machine.processes import ProcessTree, step_parent
+from ddp_hpc.machine.processes import ProcessTree
 from ddp_hpc.machine.sampler import Sampler, line_s, pause_s
 from ddp_hpc.run_dir.machine_use import append_use
 from ddp_hpc.run_dir.paths import RunDir
@@ -61,14 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ProcessLookupError:  # it has ended
         return 0
     processes.ignore_stop_signals()
-    root = step_parent() if arguments.of_step else arguments.parent
     grant = cpu_grant(os.environ)
     sampler = Sampler(
         node_rank=arguments.node_rank,
         node=node_name(os.environ),
         num_gpus=arguments.gpus,
         gpus=GpuReader(visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), arguments.gpus)),
-        processes=None if root is None else ProcessTree(root),
+        processes=None if arguments.root is None else ProcessTree(arguments.root),
         cgroups=Cgroups(),
         granted=grant.num_of_job if grant else None,
     )
@@ -105,7 +104,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--gpus", type=int, required=True, help="how many GPUs of this node the job has")
     parser.add_argument("--parent", type=int, required=True, help="the process beside which this one runs")
-    parser.add_argument("--of-step", action="store_true", help="srun has started the workers, side by side")
+    parser.add_argument("--root", type=int, help="the process below which the workers are, where it is to be seen")
     return parser.parse_args(argv)
 
 

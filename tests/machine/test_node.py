@@ -63,4 +63,4 @@ def test_an_error_of_the_process_that_samples_is_seen(tmp_path: Path) -> None:
 
 def arguments(run: RunDir, parent: int) -> list[str]:
     numbers = ["--attempt=0", "--node-rank=0", "--num-nodes=1", "--gpus=0"]
-    return [str(run.path), *numbers, f"--parent={parent}"]
+    return [str(run.path), *numbers, f"--parent={parent}", f"--root={parent}"]

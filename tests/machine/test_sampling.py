@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -70,6 +71,130 @@ def test_of_a_root_that_is_gone_nothing_is_known() -> None:
     child.wait()
 
     assert ProcessTree(child.pid).used_s() is None
+
+
+LEAVES_A_CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(child.pid, flush=True)
+sys.stdin.readline()
+"""
+ROOT = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[1:]])
+print("left", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_whose_parent_has_ended_counts_on_and_nothing_is_taken_back() -> None:
+    """A helper of a script that was forked twice, or whose parent was killed."""
+    argv = [sys.executable, "-c", ROOT, LEAVES_A_CHILD, BUSY.format(seconds=3600)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as root:
+        assert root.stdin is not None
+        assert root.stdout is not None
+        helper = psutil.Process(int(root.stdout.readline()))
+        try:
+            tree = ProcessTree(root.pid)
+            before = sum(helper.cpu_times()[:2])
+            _seen(tree)
+            began = sum(helper.cpu_times()[:2])
+            _await(lambda: sum(helper.cpu_times()[:2]) > began + 0.3)
+            used = _seen(tree)
+            root.stdin.write(b"\n")
+            root.stdin.flush()
+            assert root.stdout.readline() == b"left\n"
+            used += _seen(tree)
+            _await(lambda: sum(helper.cpu_times()[:2]) > began + 0.6)
+            least = sum(helper.cpu_times()[:2]) - began
+            used += _seen(tree)
+            most = sum(helper.cpu_times()[:2]) - before
+        finally:
+            helper.kill()
+
+        assert least - 0.1 < used < most + 0.1
+
+
+IGNORES = """
+import signal, subprocess, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+sys.stdin.readline()
+end = __import__("time").process_time() + 0.5
+while __import__("time").process_time() < end: pass
+print("worked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_child_used_stays_counted_where_its_parent_does_not_wait_for_it() -> None:
+    argv = [sys.executable, "-c", IGNORES, BUSY.format(seconds=0.5)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        tree, of_parent = ProcessTree(parent.pid), psutil.Process(parent.pid)
+        used, has_run = _seen(tree), False
+        deadline = time.monotonic() + 60
+        while not has_run or of_parent.children():
+            assert time.monotonic() < deadline
+            has_run = has_run or bool(of_parent.children())
+            used += _seen(tree)
+        parent.stdin.write(b"\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == b"worked\n"
+        used += _seen(tree)
+
+        assert used > 0.8, "half a second of each"
+
+
+def _await(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_cpus_are_those_of_the_workers_and_not_of_the_process_that_has_started_them() -> None:
+    """An agent is not bound, and its workers are."""
+    code = "import os, subprocess, sys, time\n{}\nprint('begun', flush=True)\nsys.stdin.read()"
+    child = code.format("os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])")
+    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as root:
+        assert root.stdout is not None
+        root.stdout.readline()
+        tree = ProcessTree(root.pid)
+        tree.used_s()
+
+        assert tree.cpus == {min(os.sched_getaffinity(root.pid))}
+
+
+STEPD = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(15, b"slurmstepd", 0, 0, 0)
+subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+"""
+TASK = """
+import os, sys
+from pathlib import Path
+from ddp_hpc.job.node.machine_use import MachineSampler, Node
+from ddp_hpc.run_dir.paths import RunDir
+run = RunDir(Path(sys.argv[1]))
+sampler = MachineSampler(Node(run=run, attempt=0, node_rank=0, num_nodes=1, num_gpus=0, is_of_step=True), os.environ)
+[argv] = [one for one in map(lambda path: path.read_bytes().split(b"\\0"), Path("/proc").glob("[0-9]*/cmdline"))
+          if f"--parent={os.getpid()}".encode() in one]
+print(os.getppid(), *(one.decode() for one in argv if one.startswith(b"--root")))
+sampler.close()
+"""
+
+
+def test_of_sruns_tasks_side_by_side_the_process_of_their_step_is_found(tmp_path: Path) -> None:
+    """It is not an ancestor of the process that samples, which must be no child of a task."""
+    done = subprocess.run(
+        [sys.executable, "-c", STEPD, TASK, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+
+    step, root = done.stdout.split()
+    assert root == f"--root={step}"
 
 
 def test_processes_are_searched_for_less_often_where_that_costs_much() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ddp_hpc.machine.processes import step_parent
 from ddp_hpc.run_dir.paths import RunDir
 
 BEGIN_S = 5.0
@@ -45,7 +46,9 @@ class MachineSampler:
     def __init__(self, node: Node, environ: Mapping[str, str]) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
         numbers = [f"--attempt={node.attempt}", f"--node-rank={node.node_rank}", f"--num-nodes={node.num_nodes}"]
-        more = [f"--gpus={node.num_gpus}", f"--parent={os.getpid()}", *(["--of-step"] if node.is_of_step else [])]
+        # Looked for here: the process that samples has left this one's ancestors behind.
+        root = step_parent() if node.is_of_step else os.getpid()
+        more = [f"--gpus={node.num_gpus}", f"--parent={os.getpid()}", *([] if root is None else [f"--root={root}"])]
         argv = [sys.executable, "-m", "ddp_hpc.machine.node", str(node.run.path), *numbers, *more]
         # It ends when this end of its standard input is closed, and nothing but its end closes its standard output.
         with suppress(OSError):  # no process can be made: then the workers need what there is
