@@ -60,7 +60,9 @@ class Sampler:
     cgroups: Cgroups
     granted: int | None = None
     """How many CPUs Slurm has granted the job on this node."""
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
+    """For lengths of time: the wall clock may be set, by hours."""
+    wall_clock: Callable[[], float] = time.time
     cost_s: float = 0.0
     """The CPU time of this process since the sample before: looks, the driver's calls, writing."""
     _cpu_s: float = field(default_factory=time.process_time)
@@ -97,7 +99,7 @@ class Sampler:
         use = MachineUse(
             node_rank=self.node_rank,
             node=self.node,
-            at=round(now, 1),
+            at=round(self.wall_clock(), 1),
             seconds=round(seconds, 1),
             num_gpus=self.num_gpus,
             gpus=tuple(_mean_of(name, one) for name, one in self._gpus.items()),

@@ -275,6 +275,21 @@ def test_a_line_has_the_mean_of_the_utilisation_and_the_most_memory_and_rates_of
     assert line.is_memory_of_node
 
 
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+def test_a_wall_clock_that_is_set_changes_no_length_of_time(step: float, tmp_path: Path) -> None:
+    now, wall = [100.0], [1e9]
+    one = sampler(cgroups(tmp_path, "0::/\n", {}), Given(*[([], "")] * 3), now)
+    one.wall_clock = lambda: wall[0]
+
+    one.sample()
+    now[0], wall[0] = 115.0, 1e9 + 15.0 + step
+    one.sample()
+    line = one.line()
+
+    assert line is not None
+    assert (line.seconds, line.at) == (15.0, 1e9 + 15.0 + step)
+
+
 def test_an_interval_in_which_no_gpu_answered_is_not_one_of_idle_gpus(tmp_path: Path) -> None:
     now = [0.0]
     one = sampler(cgroups(tmp_path, "0::/\n", {}), Given(([], ""), ([], "it says nothing")), now)
