@@ -30,7 +30,7 @@ class MemoryUse:
     """The memory of the cgroup with the lowest limit."""
 
     used: int
-    """Bytes, without the page cache, which the kernel frees when memory runs short; shared memory (/dev/shm) counts."""
+    """Bytes, without what the kernel frees when memory runs short: the page cache, and its notes of files; shared memory (/dev/shm) counts."""
     limit: int
 
 
@@ -111,7 +111,8 @@ def _memory(folder: Path) -> MemoryUse | None:
     values = _table(folder / "memory.stat")
     if limit is None or used is None:
         return None
-    return MemoryUse(used=max(0, used - values.get("file", 0) + values.get("shmem", 0)), limit=limit)
+    freed = values.get("file", 0) - values.get("shmem", 0) + values.get("slab_reclaimable", 0)
+    return MemoryUse(used=max(0, used - freed), limit=limit)
 
 
 def _memory_v1(folder: Path) -> MemoryUse | None:

@@ -48,6 +48,14 @@ def test_of_version_2_the_lowest_limit_of_all_levels_counts_and_the_page_cache_d
     assert found.memory() == MemoryUse(used=3 * GIB, limit=8 * GIB)
 
 
+def test_what_the_kernel_keeps_of_the_files_of_a_large_data_set_is_not_used_memory(tmp_path: Path) -> None:
+    """It keeps names and inodes of millions of files, and frees them when memory runs short."""
+    stat = f"anon {20 * GIB}\nfile {2 * GIB}\nshmem {GIB}\nslab_reclaimable {40 * GIB}\nslab_unreclaimable 5\n"
+    files = {"memory.max": f"{64 * GIB}\n", "memory.current": f"{62 * GIB}\n", "memory.stat": stat}
+
+    assert cgroups(tmp_path, "0::/\n", files).memory() == MemoryUse(used=21 * GIB, limit=64 * GIB)
+
+
 def test_of_version_1_the_same_is_read_and_its_largest_number_is_no_limit(tmp_path: Path) -> None:
     job = "slurm/uid_0/job_7"
     found = cgroups(
