@@ -110,11 +110,16 @@ class GpuReader:
         busy = memory = None
         problem = ""
         try:
-            busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+            percent = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            busy = percent / 100 if 0 <= percent <= 100 else None
+            problem = "" if busy is not None else f"its utilisation is not known (the driver says {percent} %)"
         except nvml.NVMLError as error:  # of a MIG device, NVML says nothing
             problem = f"its utilisation is not known ({error})"
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            if not 0 <= memory.used <= memory.total:
+                problem = problem or f"its memory is not known (the driver says {memory.used} of {memory.total} bytes)"
+                memory = None
         except nvml.NVMLError as error:
             problem = problem or f"its memory is not known ({error})"
         if busy is None and memory is None:

@@ -23,6 +23,8 @@ gpu GPU-aaaa1111 35 61440 81920
 gpu GPU-bbbb2222 90 1024 81920
 gpu GPU-cccc3333 0 0 81920 mig MIG-dddd 512 9984
 gpu GPU-cccc4444 0 0 100 lost
+gpu GPU-dddd5555 4294967295 1024 81920
+gpu GPU-eeee6666 20 92160 81920
 """
 READS = """
 import json, sys
@@ -77,6 +79,15 @@ def test_gpus_are_found_by_index_by_uuid_and_by_the_beginning_of_a_uuid_and_what
     assert mig[0] == [asdict(GpuUse(name="MIG-dddd", busy=None, memory_gib=0.5, total_gib=9.75))]
     assert "utilisation is not known (Not Supported)" in mig[1]
     assert lost == [[], "GPU 3: its utilisation is not known (GPU is lost)"]
+
+
+def test_what_a_driver_cannot_mean_is_not_known(tmp_path: Path) -> None:
+    [[[no_share], why_not], [[no_memory], nor]] = read_all(tmp_path, "4", "5")
+
+    assert (no_share["busy"], no_share["memory_gib"]) == (None, 1.0)
+    assert why_not == "GPU 4: its utilisation is not known (the driver says 4294967295 %)"
+    assert (no_memory["busy"], no_memory["memory_gib"], no_memory["total_gib"]) == (0.2, None, None)
+    assert nor.startswith("GPU 5: its memory is not known (the driver says 96636764160 of 85899345920 bytes)")
 
 
 def test_of_a_gpu_that_is_divided_the_part_that_cuda_shows_counts(tmp_path: Path) -> None:
