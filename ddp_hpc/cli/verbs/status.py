@@ -6,8 +6,10 @@ import argparse
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import as_json
 from ddp_hpc.cli.goodput_text import as_line, as_record, goodput_of_run, interval_of_run
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
@@ -46,7 +48,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _machines(run_dir: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, Any] | None, str]:
     """Return how busy the machines of the newest attempt are, as JSON and as text; None where nothing was measured."""
-    if status.attempt is None or not run_dir.machine_uses(status.attempt):
+    attempt = status.attempt
+    if attempt is None:
+        return None, ""
+    files: list[Path] = known(run_dir.attempt_logs(attempt), lambda: run_dir.machine_uses(attempt), unknown=[])
+    if not files:
         return None, ""
     from ddp_hpc.cli import machine_text  # late: a run that has just begun has none of these files
 
