@@ -154,6 +154,7 @@ class Summary:
     """The longest time that one node was measured."""
     num_gpus: int
     num_gpus_known: int
+    """Whose use is known, at least for a part of the time."""
     gpu_busy: float | None
     """Share of the time in which some kernel ran, on the mean of the GPUs."""
     gpu_busy_least: float | None
@@ -205,7 +206,9 @@ def summary_of(uses: Sequence[MachineUse]) -> Summary | None:
         at=max(use.at for use in uses),
         seconds=max(sum(use.seconds for use in of_node) for of_node in nodes.values()),
         num_gpus=sum(use.num_gpus for use in newest),
-        num_gpus_known=sum(one.busy is not None for use in newest for one in use.gpus),
+        num_gpus_known=sum(
+            max(sum(one.busy is not None for one in use.gpus) for use in of_node) for of_node in nodes.values()
+        ),
         gpu_busy=_by_time(uses, lambda use: use.gpu_busy, lambda use: len(use.gpus)),
         gpu_busy_least=gpu.get(idlest),
         gpu_least_node=idlest,

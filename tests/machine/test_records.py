@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from ddp_hpc.cli import main
 from ddp_hpc.run_dir import machine_use
+from ddp_hpc.run_dir.ledger import record_start
 from ddp_hpc.run_dir.machine_use import (
     GpuUse,
     MachineUse,
@@ -16,6 +21,7 @@ from ddp_hpc.run_dir.machine_use import (
     recent_uses,
     summary_of,
 )
+from ddp_hpc.run_dir.machine_words import gpus as gpus_in_words
 from ddp_hpc.run_dir.machine_words import sentence
 from ddp_hpc.run_dir.paths import RunDir
 from tests.made_run import make_run
@@ -150,8 +156,29 @@ def test_some_gpus_that_are_known_do_not_stand_for_all() -> None:
     assert sentence(found).startswith("GPUs 50% busy (1 of 4 are known)")
 
 
+def test_a_driver_that_hung_at_the_end_does_not_make_the_time_before_unknown() -> None:
+    before = use(0, at=100.0, num_gpus=2, gpus=gpus(0.9, 0.9))
+    found = summary_of([before, use(0, at=110.0, num_gpus=2, gpu_problem="it hangs")])
+
+    assert found is not None
+    assert gpus_in_words(found) == "GPUs 90% busy, 11.0 of 80.0 GiB of GPU memory"
+
+
 def test_a_run_without_gpus_does_not_speak_of_them() -> None:
     found = summary_of([use(0, num_cpus=2, cpus_used=1.0, throttled=1.0)])
 
     assert found is not None
     assert sentence(found) == "CPUs 50% of 2 busy, kept from running for 50% of the time by the cgroup's quota"
+
+
+def test_status_answers_where_the_file_system_does_not_say_what_was_measured(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: RunDir, attempt: int) -> NoReturn:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.attempt_logs(attempt)))
+
+    record_start(run, attempt=0, job_id="1")
+    monkeypatch.setattr(RunDir, "machine_uses", fail)
+
+    assert main(["status", str(run.path)]) == 0
+    assert "machines" not in capsys.readouterr().out
