@@ -34,6 +34,7 @@ def facts_of_machines(run: RunData) -> Mapping[str, float]:
         return {}
     throttled = None if use.throttled is None or not use.num_cpus else use.throttled * use.num_nodes / use.num_cpus
     known = {
+        "measured_s": use.seconds,
         "gpu_busy": use.gpu_busy,
         "gpu_memory_share": use.gpu_memory_share,
         "cpu_busy": use.cpu_busy,

@@ -76,6 +76,8 @@ class Facts:
     """The key `data.num_workers`."""
     workers: float = math.nan
     """Ranks."""
+    measured_s: float = math.nan
+    """For how long a node's GPUs and CPUs were measured since training began, or since the workers began where that is not known."""
     gpu_busy: float = math.nan
     """Share of the time in which some kernel ran, on the mean of the GPUs since training began."""
     gpu_memory_share: float = math.nan
@@ -147,19 +149,19 @@ RULES: Sequence[Rule] = (
         key="a larger resources.mem_gb, or a smaller data.num_workers",
     ),
     Rule(
-        when="gpu_busy < 0.70 and cpu_busy >= 0.90 and data_share >= 0.10",
+        when="gpu_busy < 0.70 and cpu_busy >= 0.90 and data_share >= 0.10 and cpus_of_node > 0 and measured_s >= 300",
         text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy, and rank zero waits for samples in {data_share:.0%} of its steps. More loader processes would not help without more CPUs.",
         key="a larger resources.cpus_per_worker",
         topic="data",
     ),
     Rule(
-        when="gpu_busy < 0.70 and cpu_busy < 0.70 and data_share >= 0.10",
+        when="gpu_busy < 0.70 and cpu_busy < 0.70 and data_share >= 0.10 and measured_s >= 300",
         text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, and rank zero waits for samples in {data_share:.0%} of its steps, while the CPUs are only {cpu_busy:.0%} busy. With {data_workers:.0f} loader processes for each worker, too few samples are loaded at the same time, or the disk is slow.",
         key="a larger data.num_workers, or stage.*",
         topic="data",
     ),
     Rule(
-        when="gpu_busy < 0.50 and cpu_busy >= 0.90",
+        when="gpu_busy < 0.50 and cpu_busy >= 0.90 and cpus_of_node > 0 and measured_s >= 300",
         text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy.",
         key="a larger resources.cpus_per_worker",
         topic="data",
@@ -171,7 +173,7 @@ RULES: Sequence[Rule] = (
         topic="data",
     ),
     Rule(
-        when="gpu_busy < 0.05",
+        when="gpu_busy < 0.05 and measured_s >= 300",
         text="The GPUs are busy {gpu_busy:.1%} of the time: the training may not use them at all.",
         key="resources.gpus_per_node=0, or have the script use its GPU",
     ),
