@@ -240,6 +240,17 @@ def test_an_mlflow_run_that_was_deleted_is_made_again_with_all_steps(tmp_path: P
     assert not run.mlflow.exists()
 
 
+def test_what_is_left_is_sent_to_the_server_that_the_configuration_names(tmp_path: Path) -> None:
+    run, uri = make_run(tmp_path), f"sqlite:///{tmp_path / 'central.db'}"
+    run.config.write_text(f"{run.config.read_text()}\nenv: {{MLFLOW_TRACKING_URI: '{uri}'}}\n")
+    write(run, [line(1)])
+
+    assert send(run, "mlflow").returncode == 0
+
+    assert in_mlflow(run, uri) == {("train/loss", 1): 1}
+    assert not run.mlflow.exists()
+
+
 def test_a_copied_run_and_another_point_of_a_sweep_have_runs_of_their_own_in_one_mlflow(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'shared.db'}"
     point, other, copy = make_run(tmp_path, "a-0"), make_run(tmp_path, "a-1"), RunDir(tmp_path / "copy")

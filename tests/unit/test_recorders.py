@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ddp_hpc.base import processes
 from ddp_hpc.base.shown_text import secret_values
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
@@ -200,6 +202,21 @@ def test_it_is_refused_at_submission_unless_workers_may_have_other_packages(noth
 
 def recorded(run: RunDir, ending: Ending = "finished") -> None:
     assert follow(run, lambda: to_tensorboard.open_recorder(Subject(run=run, id="x")), lambda _: ending)
+
+
+def test_what_is_left_is_not_sent_while_the_run_sends_it_itself(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    written(run, 0, [1])
+    argv = [sys.executable, "-m", "ddp_hpc.train.recording.follower", str(run.path), "tensorboard"]
+    lock = processes.take_lock(run.lock)
+    assert lock is not None
+
+    refused = subprocess.run(argv, capture_output=True, text=True, check=False)
+    processes.release_lock(lock)
+
+    assert refused.returncode == 1
+    assert "digits is running: its own process sends the metrics to tensorboard." in refused.stderr
+    assert not run.tensorboard.exists()
 
 
 def events_in(folder: Path) -> Mapping[str, list[tuple[int, float]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Mapping[Ending, float] = {"finished": 20.0, "stopped": 5.0, "failed": 1.0}
 """How long the recorders may take to send the rest. A job that is preempted has little time, and after a failure the other nodes wait."""
+_FOLLOWER = (sys.executable, "-m", "ddp_hpc.train.recording.follower")
 _REAP_S = 1.0
 """A killed process that waits for a disk is gone only when the disk answers."""
 
@@ -50,14 +52,7 @@ class Followers:
     def _start(self, name: RecorderName) -> subprocess.Popen[bytes]:
         path = self._run.recorder_log(self._attempt, name)
         make_directories(path.parent)
-        argv = [
-            sys.executable,
-            "-m",
-            "ddp_hpc.train.recording.follower",
-            str(self._run.path),
-            name,
-            f"--parent={os.getpid()}",
-        ]
+        argv = [*_FOLLOWER, str(self._run.path), name, f"--parent={os.getpid()}"]
         # Slurm sends a stop signal to all processes of a step: blocked until the new process ignores it. Its session is its
         # own, so that what it has started can be ended with it.
         with open_private(path, "ab") as output, processes.all_signals_blocked():
@@ -75,13 +70,11 @@ class Followers:
             if process.returncode != 0:
                 log.warning(
                     "the recorder %r has not got all numbers%s; %s may say why. They are in metrics.jsonl. The next attempt of the run "
-                    "sends them, or `%s -m ddp_hpc.train.recording.follower %s %s`.",
+                    "sends them, or, after the run, `%s`.",
                     name,
                     f" within {PATIENCE_S[ending]:.0f} s" if process.returncode is None else "",
                     self._run.recorder_log(self._attempt, name),
-                    sys.executable,
-                    self._run.path,
-                    name,
+                    shlex.join([*_FOLLOWER, str(self._run.path), name]),
                 )
             processes.kill([-process.pid])  # its whole process group
             with suppress(subprocess.TimeoutExpired):

@@ -4,7 +4,7 @@
 
 It reads `metrics.jsonl` as it grows. On its standard input, rank zero says how the attempt has ended; then it sends the rest and
 exits. When rank zero dies, the kernel kills it, and the next attempt's process sends what this one has not. Without `--parent`,
-as a user starts it after a run, it sends what is left, once.
+as a user starts it after a run, it sends what is left, once, with the variables that the run's `env` sets.
 """
 
 from __future__ import annotations
@@ -111,11 +111,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.unblock_signals()
         os.nice(10)  # rank zero computes on the same CPUs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    run = RunDir(arguments.run)
+    if arguments.parent is None and processes.is_locked(run.lock):  # two that send the same would send it twice
+        log.error(
+            "%s is running: its own process sends the metrics to %s. Try again when it has ended.",
+            run.name,
+            arguments.recorder,
+        )
+        return 1
+    spec = load_resolved(run.config, is_patient=True)
+    if arguments.parent is None:
+        os.environ.update(spec.environ)  # rank zero's process has them by itself
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    run = RunDir(arguments.run)
     os.umask(0o077 & ~readers(run.path))  # what a library writes can be read by those who may read the run's directory
-    values = flat(load_resolved(run.config, is_patient=True))
+    values = flat(spec)
     secrets = secret_values(values, os.environ)
     subject = Subject(
         run=run,
