@@ -119,6 +119,18 @@ def test_updates_that_the_loop_itself_skips_are_counted(tmp_path: Path) -> None:
     assert sum(line["skipped_updates"] for line in lines_of(run)) == 1
 
 
+def test_what_was_skipped_before_a_resume_between_two_lines_is_null_not_zero(tmp_path: Path) -> None:
+    made = Recipe(model=nn.Linear(5, 3), train_data=Poisoned(), loss=nn.CrossEntropyLoss())
+    keys: dict[str, Any] = {"train__on_nonfinite": "skip", "log__every_steps": 5}
+
+    trained(tmp_path / "run", made, train__max_steps=5, **keys)
+    trained(tmp_path / "run", made, train__max_steps=7, **keys)
+    run = trained(tmp_path / "run", made, train__max_steps=15, **keys)
+
+    assert [line["step"] for line in lines_of(run)] == [5, 7, 10, 15]
+    assert [line["skipped_updates"] is None for line in lines_of(run)] == [False, False, True, False]
+
+
 def test_without_fp16_clipping_and_skipping_a_line_has_what_it_always_had(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", recipe(), train__max_steps=1)
 

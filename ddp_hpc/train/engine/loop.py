@@ -84,6 +84,8 @@ def restore(t: Training) -> None:
     else:
         log.info("resumed at step %d of %d", step, t.total_steps)
         t.recorder.resumed(step)
+        if t.state.loss_steps:
+            t.numbers.resumed_between_lines()
     t.recorder.open(t.state.position)
     if t.spec.train.on_nonfinite != "ignore":
         t.checkpointer.refuse_nonfinite(t.state.model)

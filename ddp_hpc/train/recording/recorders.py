@@ -31,8 +31,8 @@ BACK_ENDS: Mapping[RecorderName, str] = {
 Ending = Literal["finished", "stopped", "failed"]
 """How an attempt has ended, as far as rank zero knows: at the run's last step, by a stop, by an exception."""
 
-_NULL_IF_UNKNOWN = frozenset({"samples_per_s", "tokens_per_s"})
-"""These are null where they were not measured; any other number is null where it is NaN or infinite, as JSON has neither."""
+_NULL_IF_UNKNOWN = frozenset({"samples_per_s", "tokens_per_s", "skipped_updates"})
+"""These are null where they are not known; any other number is null where it is NaN or infinite, as JSON has neither."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class RunRecorder:
         *,
         loss: float,
         lr: float,
-        more: Mapping[str, float] = MappingProxyType({}),
+        more: Mapping[str, float | None] = MappingProxyType({}),
         num_tokens: int | None = None,
     ) -> None:
         """Write the mean loss of a log interval, and more numbers; `num_tokens` counts the interval's tokens, over all ranks."""

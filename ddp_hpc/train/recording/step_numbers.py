@@ -20,7 +20,7 @@ class StepNumbers:
         self._tokens_a_sample = tokens if isinstance(tokens, int) else None
         self._num_tokens = 0
         self._norm: Tensor | float | None = None
-        self._num_skipped: Tensor | int = 0
+        self._num_skipped: Tensor | int | None = 0
 
     def note_norm(self, norm: Tensor | float) -> None:
         """Keep the norm of a step's gradients; the newest one is written."""
@@ -33,7 +33,12 @@ class StepNumbers:
 
     def note_skipped(self, num: Tensor | int) -> None:
         """Add to the updates that were skipped since the line before; a tensor on the device is not read yet."""
-        self._num_skipped = self._num_skipped + num
+        if self._num_skipped is not None:
+            self._num_skipped = self._num_skipped + num
+
+    def resumed_between_lines(self) -> None:
+        """Note that an earlier attempt took steps of the next line: how many updates it skipped there is not known."""
+        self._num_skipped = None
 
     def take_tokens(self, num_samples: int, add_up: Callable[[Tensor], Tensor]) -> int | None:
         """Return the tokens of all ranks since the last call; None where the recipe does not say. All ranks call it.
@@ -47,15 +52,15 @@ class StepNumbers:
         own, self._num_tokens = self._num_tokens, 0
         return int(add_up(torch.tensor(own, dtype=torch.int64)).item())
 
-    def take(self, scaler: torch.amp.GradScaler | None, *, may_skip: bool) -> dict[str, float]:
+    def take(self, scaler: torch.amp.GradScaler | None, *, may_skip: bool) -> dict[str, float | None]:
         """Return the numbers for a line; this reads them from the device. `may_skip`: the loop itself skips updates."""
-        found: dict[str, float] = {}
+        found: dict[str, float | None] = {}
         if self._norm is not None:
             found["grad_norm"] = float(self._norm)
         if scaler is not None:
             found["loss_scale"] = scaler.get_scale()
         if scaler is not None or may_skip:
-            found["skipped_updates"] = int(self._num_skipped)
+            found["skipped_updates"] = None if self._num_skipped is None else int(self._num_skipped)
         self._norm, self._num_skipped = None, 0
         return found
 
