@@ -251,6 +251,22 @@ def test_what_is_left_is_sent_to_the_server_that_the_configuration_names(tmp_pat
     assert not run.mlflow.exists()
 
 
+def test_an_mlflow_run_whose_process_was_killed_before_it_had_the_configuration_gets_it_next_time(
+    tmp_path: Path,
+) -> None:
+    run, uri = make_run(tmp_path), f"sqlite:///{tmp_path / 'shared.db'}"
+    client = MlflowClient(tracking_uri=uri)
+    made = client.create_run(client.create_experiment("ddp_hpc"), tags={TAG: identity_of(run)}).info.run_id
+    client.log_param(made, "train.lr", "as the first attempt had it")
+    write(run, [line(1)])
+
+    assert send(run, "mlflow", MLFLOW_TRACKING_URI=uri).returncode == 0
+
+    params = client.get_run(made).data.params
+    assert params["train.lr"] == "as the first attempt had it"
+    assert params["name"] == "digits"
+
+
 def test_a_copied_run_and_another_point_of_a_sweep_have_runs_of_their_own_in_one_mlflow(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'shared.db'}"
     point, other, copy = make_run(tmp_path, "a-0"), make_run(tmp_path, "a-1"), RunDir(tmp_path / "copy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from ddp_hpc.train.recording import to_tensorboard
 from ddp_hpc.train.recording.follower import follow, shown
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Row, Subject, identity_of, row_of
+from ddp_hpc.train.recording.temporary import temporary_folder
 from tests.made_run import make_run
 
 
@@ -217,6 +219,20 @@ def test_what_is_left_is_not_sent_while_the_run_sends_it_itself(tmp_path: Path) 
     assert refused.returncode == 1
     assert "digits is running: its own process sends the metrics to tensorboard." in refused.stderr
     assert not run.tensorboard.exists()
+
+
+def test_a_temporary_directory_of_a_killed_process_is_removed_by_the_next_and_one_in_use_stays(tmp_path: Path) -> None:
+    with temporary_folder(tmp_path) as in_use:
+        killed = shutil.copytree(in_use, tmp_path / f"{in_use.name}-killed")
+        others = tmp_path / "of-others"
+        others.mkdir()
+        for path in (in_use, killed, others):
+            os.utime(path, (0, 0))
+
+        with temporary_folder(tmp_path) as newer:
+            assert {*tmp_path.iterdir()} == {in_use, newer, others}
+
+    assert [*tmp_path.iterdir()] == [others]
 
 
 def events_in(folder: Path) -> Mapping[str, list[tuple[int, float]]]:

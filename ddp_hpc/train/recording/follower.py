@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from ddp_hpc.base import processes
@@ -29,6 +28,7 @@ from ddp_hpc.config import flat, load_resolved
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.rereading import Tail
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, opener_of, row_of
+from ddp_hpc.train.recording.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     spec = load_resolved(run.config, is_patient=True)
     if arguments.parent is None:
-        os.environ.update(spec.environ)  # rank zero's process has them by itself
+        os.environ.update(spec.environ | {"TMPDIR": tempfile.gettempdir()})  # rank zero's process has them by itself
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     os.umask(0o077 & ~readers(run.path))  # what a library writes can be read by those who may read the run's directory
@@ -150,8 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with TemporaryDirectory(prefix="ddp_hpc-", ignore_cleanup_errors=True) as temporary:
-        tempfile.tempdir = os.environ["TMPDIR"] = temporary  # these libraries leave files there
+    with temporary_folder(Path(tempfile.gettempdir())) as temporary:
+        tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)  # these libraries leave files there
         result = main()
     sys.stderr.flush()
     os._exit(result)  # a library's thread that hangs must not keep this process

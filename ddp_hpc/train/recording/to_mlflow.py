@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from ddp_hpc.base.durable import make_directories, open_private
 from ddp_hpc.train.recording.recorders import Ending, Row, Subject
+from ddp_hpc.train.recording.temporary import temporary_folder
 
 TAG = "ddp_hpc.id"
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_VALUE, _LONGEST_NAME = 1000, 100, 500, 250
@@ -39,8 +40,9 @@ def _database_in(folder: Path) -> Path:
     path = folder / "mlflow.db"
     if not path.exists():
         make_directories(folder)
-        with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as here:  # noqa: S108
-            made = Path(here) / path.name
+        memory = Path("/dev/shm")  # noqa: S108
+        with temporary_folder(memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) as here:
+            made = here / path.name
             MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments()
             beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             try:
@@ -114,15 +116,16 @@ def _run_of(subject: Subject, client: MlflowClient) -> str:
         experiment_id = experiment.experiment_id
     found = client.search_runs([experiment_id], f"tags.`{TAG}` = '{subject.id}'", order_by=["attributes.start_time"])
     if found:
-        run_id = str(found[0].info.run_id)
+        run_id, known = str(found[0].info.run_id), found[0].data.params
         client.update_run(run_id, status="RUNNING")
-        return run_id
-    tags = {TAG: subject.id, "ddp_hpc.path": str(subject.run.path)}
-    run_id = str(client.create_run(experiment_id, run_name=subject.run.name, tags=tags).info.run_id)
+    else:
+        tags = {TAG: subject.id, "ddp_hpc.path": str(subject.run.path)}
+        run_id, known = str(client.create_run(experiment_id, run_name=subject.run.name, tags=tags).info.run_id), {}
     params = [
         Param(_FORBIDDEN.sub("_", key)[:_LONGEST_NAME], str(value)[:_LONGEST_VALUE])
         for key, value in subject.config.items()
     ]
+    params = [one for one in params if one.key not in known]  # MLflow never changes one
     for first in range(0, len(params), _MOST_PARAMS):
         client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
     return run_id
