@@ -40,6 +40,7 @@ from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.recipe import BUILT_IN, Recipe, build_recipe, imported_code, load_builder
+from ddp_hpc.train.recording.beside import PATIENCE_S
 from ddp_hpc.train.recording.rank_log import open_rank_log
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.stop import StopFlag
@@ -108,7 +109,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         follow_request(training)
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
         _report_launches(run, training, attempt, environ)
-        finished = _trained(training, watchdog)
+        code = _trained(training, watchdog)
     except BaseException as raised:  # noqa: BLE001  whatever ends a worker is recorded
         step = training.state.position.step if training else 0
         error = of_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
@@ -117,21 +118,21 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         if training:
             training.phases.close()
         return exit_code_of(error)
-    code = FINISHED if finished else STOPPED
-    leave_within(TEARDOWN_S, lambda: os._exit(code))  # all is committed, so a teardown that hangs must not keep the job
     del training, group
     process_group.leave()
     return code
 
 
-def _trained(training: Training, watchdog: Watchdog) -> bool:
-    """Train, and close all records; return whether the last step was reached."""
-    finished = train(training)
+def _trained(training: Training, watchdog: Watchdog) -> int:
+    """Train, and close all records; return the exit code. From the end of the training on, the process exits within a bound."""
+    code = FINISHED if train(training) else STOPPED
     training.phases.close()
-    watchdog.dismiss()  # the recorders may take longer to send the rest
-    training.recorder.close("finished" if finished else "stopped")
+    # All is committed, so neither a record nor a teardown that hangs must keep the job. The recorders may take their time.
+    leave_within(max(PATIENCE_S.values()) + TEARDOWN_S, lambda: os._exit(code))
+    watchdog.dismiss()
+    training.recorder.close("finished" if code == FINISHED else "stopped")
     training.samples.close()
-    return finished
+    return code
 
 
 def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str, str]) -> Deadline | None:

@@ -8,24 +8,29 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.shown_text import secret_values
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.exit_codes import STOPPED
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import LogSpec, RunSpec, SlurmSpec
 from ddp_hpc.submission.run_dir_setup import refuse_missing_recorders
+from ddp_hpc.train import worker
 from ddp_hpc.train.recording import to_tensorboard
 from ddp_hpc.train.recording.follower import follow, shown
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Row, Subject, identity_of, row_of
 from ddp_hpc.train.recording.temporary import temporary_folder
+from ddp_hpc.train.watchdog import Watchdog
 from tests.made_run import make_run
 
 
@@ -219,6 +224,28 @@ def test_what_is_left_is_not_sent_while_the_run_sends_it_itself(tmp_path: Path) 
     assert refused.returncode == 1
     assert "digits is running: its own process sends the metrics to tensorboard." in refused.stderr
     assert not run.tensorboard.exists()
+
+
+@pytest.mark.parametrize("hangs", ["recorder", "samples"])
+def test_a_record_that_is_never_closed_after_the_training_does_not_keep_the_worker(
+    monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    left, codes = threading.Event(), []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        left.set()
+
+    records = {name: SimpleNamespace(close=lambda *_: None) for name in ("phases", "recorder", "samples")}
+    records[hangs].close = lambda *_: left.wait(60.0)
+    monkeypatch.setattr(worker, "train", lambda _: False)
+    monkeypatch.setattr(worker, "TEARDOWN_S", 0.1)
+    monkeypatch.setattr(worker, "PATIENCE_S", {"stopped": 0.1})
+    monkeypatch.setattr(os, "_exit", leave)
+
+    worker._trained(cast("Any", SimpleNamespace(**records)), Watchdog(None))
+
+    assert codes == [STOPPED]
 
 
 def test_a_temporary_directory_of_a_killed_process_is_removed_by_the_next_and_one_in_use_stays(tmp_path: Path) -> None:
