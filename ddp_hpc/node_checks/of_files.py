@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
@@ -19,13 +21,33 @@ FEW_FILES = 1000
 SLOW_WRITE_S = 2.0
 
 
+_OF_ALL = {
+    os.strerror(errno.EDQUOT): "free space of your quota, in bytes and files: `quota -s`, `lfs quota -h -u $USER DIR`",
+    os.strerror(errno.ENOSPC): "remove files: the file system is full (on Lustre, one of its parts: `lfs df -h DIR`)",
+}
+"""Why a file cannot be written -> what to do, where it is the same for all nodes, though some of them have still written theirs."""
+_OF_NODE = {
+    os.strerror(
+        errno.ESTALE
+    ): "the mount is stale: it has to be mounted again on this node; tell your cluster's support",
+    os.strerror(errno.EIO): "the file system fails on this node (`dmesg`); tell your cluster's support",
+    os.strerror(errno.EROFS): "it is mounted read-only on this node; tell your cluster's support",
+    os.strerror(errno.EACCES): "compare `ls -ld DIR` and `id` there: the rights, or your groups, differ on this node",
+}
+_UNMOUNTED = "mount it on this node: compare `findmnt --target DIR` on the nodes"
+
+
 def shared(answers: Answers) -> Iterator[Finding]:
     """Find nodes that cannot write into the shared directory, or do not see there what the others have written."""
     told = answers.of(lambda facts: facts.shared)
     cannot = {node: one.error for node, one in told.items() if one.error}
-    if cannot:
-        found = "; ".join(f"{node} cannot write there: {error}" for node, error in cannot.items())
-        yield judged("run directory", [*cannot], answers, found, "", to_do="mount it on this node, or check its quota")
+    for error in dict.fromkeys(cannot.values()):
+        few = [node for node in cannot if cannot[node] == error]
+        found = f"{listed(few)} cannot write there: {error}"
+        if error in _OF_ALL:
+            yield Finding(check="run directory", level="fail", found=found, to_do=_OF_ALL[error])
+        else:
+            yield judged("run directory", few, answers, found, "", to_do=_OF_NODE.get(error, _UNMOUNTED))
     unseen = _unseen({node: one for node, one in told.items() if not one.error}, answers.nodes)
     if unseen:
         found = f"the files that {listed(unseen)} wrote are not seen by the other nodes, or theirs not there"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -151,6 +153,34 @@ def test_the_node_that_differs_is_named(facts: NodeFacts, check: str, level: str
     assert [(one.check, one.level, one.nodes) for one in found] == [(check, level, ("node3",))]
     assert word in found[0].found
     assert found[0].to_do or check in {"driver", "GPUs"}
+
+
+@pytest.mark.parametrize(
+    ("number", "named", "to_do"),
+    [
+        (errno.ESTALE, ("node3",), "mounted again on this node"),
+        (errno.EIO, ("node3",), "the file system fails on this node"),
+        (errno.EROFS, ("node3",), "mounted read-only on this node"),
+        (errno.EACCES, ("node3",), "`id` there"),
+        (errno.ENOENT, ("node3",), "`findmnt --target DIR`"),
+        (errno.EDQUOT, (), "free space of your quota"),  # the other nodes have only come before
+        (errno.ENOSPC, (), "remove files"),
+    ],
+)
+def test_why_a_node_cannot_write_tells_whose_fault_it_is(number: int, named: tuple[str, ...], to_do: str) -> None:
+    (found,) = bad(answers({"node3": replace(GOOD, shared=Shared(error=os.strerror(number)))}))
+
+    assert (found.check, found.level, found.nodes) == ("run directory", "fail", named)
+    assert f"node3 cannot write there: {os.strerror(number)}" in found.found
+    assert to_do in found.to_do
+
+
+def test_nodes_that_cannot_write_for_different_reasons_are_told_apart() -> None:
+    stale, over = (replace(GOOD, shared=Shared(error=os.strerror(one))) for one in (errno.ESTALE, errno.EDQUOT))
+
+    found = bad(answers({"node2": stale, "node3": over}))
+
+    assert [one.nodes for one in found] == [("node2",), ()]
 
 
 def test_a_node_with_another_file_system_in_the_place_of_the_run_directory_is_named() -> None:
