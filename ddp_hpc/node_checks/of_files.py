@@ -156,6 +156,12 @@ def _mount_words(mount: tuple[str, str, str]) -> str:
     return f"{point} ({fs_type}{f' of {source}' if source not in ('', 'none', fs_type) else ''})"
 
 
+_OTHER_DISK = "remove files there, or set TMPDIR to another disk (`env.TMPDIR`)"
+_MORE_MEMORY = (
+    "remove files there, use fewer loader processes (`data.num_workers`), or give the container more (`--shm-size`)"
+)
+
+
 def disks(answers: Answers) -> Iterator[Finding]:
     """Find disks of nodes that are full, or nearly so."""
     told = answers.of(lambda facts: facts.disks)
@@ -180,7 +186,7 @@ def disks(answers: Answers) -> Iterator[Finding]:
                 told_as = "warn" if label == "shared memory" else level
                 path = disks[next(iter(few))].path
                 found = f"the disk for {label}, {path}: {'; '.join(f'{node}: {text}' for node, text in few.items())}"
-                to_do = "remove files there, or set TMPDIR to another disk (`env.TMPDIR`)"
+                to_do = _MORE_MEMORY if label == "shared memory" else _OTHER_DISK
                 yield judged("disk", [*few], answers, found, "", level=told_as, to_do=to_do)  # type: ignore[arg-type]  # of a literal
     if is_good:
         yield Finding(check="disk", level="ok", found="space for temporary files and shared memory on all nodes")

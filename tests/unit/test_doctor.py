@@ -164,6 +164,18 @@ def test_a_slurm_that_does_not_answer_is_unknown_and_never_ok(slurm: dict[str, s
 OF_SLURM = ("Slurm", "partition", "preemption", "requeue", "job arrays", "accounts", "nodes", "start")
 
 
+def test_without_the_accounting_database_accounts_are_unknown_and_a_job_may_start(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "bin/sacctmgr").write_text("#!/bin/sh\necho 'failed to open persistent connection' >&2\nexit 1\n")
+
+    found = found_by(slurm, folder=tmp_path)
+
+    (accounts,) = found["accounts"]
+    assert (accounts.level, "slurmdbd" in accounts.to_do) == ("unknown", True), accounts
+    assert (found["start"][0].level, found["nodes"][0].level) == ("ok", "ok")
+
+
 def test_a_controller_that_is_down_is_a_failure(slurm: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "bin/scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at head is DOWN'\nexit 1\n")
 
@@ -293,6 +305,12 @@ def test_prefixes_of_reasons_are_explained() -> None:
     assert "user's processes" in meaning("[USER_PROBLEM] disk")
     assert meaning("kernel update") == "no known prefix; the text is an administrator's, or Slurm's own"
     assert not meaning("")
+
+
+def test_a_node_that_does_not_answer_the_controller_is_explained_without_a_reason() -> None:
+    (found,) = out_of_service([NodeState(node="n1", state="idle*"), NodeState(node="n2", state="idle")])
+
+    assert (found.node, "slurmd does not answer" in found.means) == ("n1", True)
 
 
 def test_the_job_of_the_doctor_is_placed_as_the_run_would_be(tmp_path: Path) -> None:

@@ -294,6 +294,15 @@ def test_what_all_nodes_of_a_healthy_site_have_is_no_failure(everywhere: NodeFac
     assert [one for one in found if one.level == "fail"] == []
 
 
+@pytest.mark.parametrize(("label", "to_do"), [("shared memory", "data.num_workers"), ("temporary files", "env.TMPDIR")])
+def test_a_full_disk_and_full_memory_each_have_their_own_remedy(label: str, to_do: str) -> None:
+    full = replace(GOOD, disks={label: Disk(path="/there", free_bytes=1 << 20)})
+
+    (found,) = bad(answers({"node3": full}))
+
+    assert to_do in found.to_do
+
+
 def test_a_node_that_knows_one_address_more_does_not_differ() -> None:
     both = replace(GOOD, names={**ADDRESSES, "node2": ("10.0.0.2", "fd00::2")})
 

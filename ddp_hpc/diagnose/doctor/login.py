@@ -330,8 +330,11 @@ def _nodes(site: Site) -> Iterator[Finding]:
 
 
 def _unanswered(site: Site, check: str, question: str) -> Finding:
-    found = site.told.why_not(question)
-    return Finding(check=check, level="unknown", found=found, to_do="try again; `scontrol ping` says more")
+    to_do = _OF_DATABASE if question == "associations" else "try again; `scontrol ping` says more"
+    return Finding(check=check, level="unknown", found=site.told.why_not(question), to_do=to_do)
+
+
+_OF_DATABASE = "try again; slurmdbd answers this, and without it the controller still takes jobs and starts them"
 
 
 ALWAYS: Sequence[Callable[[Site], Iterator[Finding]]] = (_profile, _job, _runs_dir, _quota)
