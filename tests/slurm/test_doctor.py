@@ -268,6 +268,21 @@ def test_a_run_adds_up_numbers_before_it_trains(login: LoginNode) -> None:
 
 
 @pytest.mark.long
+def test_a_node_on_which_the_runs_are_mounted_read_only_is_named(cluster: Cluster, login: LoginNode) -> None:
+    runs = login.folder / "runs"
+    runs.mkdir()
+    shutil.chown(runs, USER, USER)
+
+    with mounted(cluster, "node2", "--bind", runs, runs):
+        cluster.run("mount", "-o", "remount,bind,ro", runs, node="node2", user="root")
+        found = doctor(login)
+
+    assert named(found) == {"run directory": ["node2"]}
+    (told,) = [one for one in found["checked"]["findings"] if one["level"] == "fail"]
+    assert "mounted read-only on this node" in told["to_do"]
+
+
+@pytest.mark.long
 def test_the_variables_of_a_job_that_has_ended_are_not_taken_for_a_job(cluster: Cluster, login: LoginNode) -> None:
     job_id = cluster.run("sbatch", "--parsable", "--nodes=2", "--wrap=exit", cwd=login.folder).stdout.strip()
     cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout, 30)
@@ -398,6 +413,16 @@ def test_a_node_that_differs_is_left_out_and_the_run_trains_on_others(login: Log
     why = login.type("why", "excluded", "--attempt", "0").stdout
     assert "[preflight; from the run's records]" in why
     assert "torch: node2 has 1.13.1" in " ".join(why.split())
+
+
+@pytest.mark.long
+def test_a_node_that_the_user_asks_for_by_name_is_not_left_out(login: LoginNode, faulty: Any) -> None:
+    done = faulty("asked", "preflight.on_fail=exclude", "slurm.nodelist=node[1-3]")
+
+    assert done.returncode != 0
+    (only,) = Ledger.read(login.run("asked")).attempts
+    assert (only.cause, only.next, only.failed_nodes) == ("preflight", "", ())
+    assert "`slurm.nodelist` asks for node2, so it cannot be left out" in login.status("asked")["reason"]
 
 
 @pytest.mark.long
