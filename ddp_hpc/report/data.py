@@ -16,6 +16,7 @@ from ddp_hpc.run_dir.timeline import Look, Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 from ddp_hpc.watch.goodput import CheckpointCost, Goodput
+from ddp_hpc.watch.save_interval import SaveInterval
 from ddp_hpc.watch.status import RunStatus
 
 HIDDEN = "(hidden)"
@@ -65,6 +66,7 @@ class RunData:
     goodput: Goodput
     cost: CheckpointCost | None
     every_steps: int | None
+    """`checkpoint.every_steps`; with `auto`, its newest choice."""
     series: Series
     marks: Sequence[Mark]
     looks: Sequence[Look]
@@ -78,6 +80,8 @@ class RunData:
     values: Mapping[str, Any]
     """Key -> value of the configuration."""
     is_script: bool
+    save_interval: SaveInterval | None = None
+    """The newest choice of `checkpoint.every_steps=auto`."""
     machines: Mapping[int, Sequence[MachineUse]] = field(default_factory=dict)
     """Attempt -> how busy its nodes were."""
     missing: Sequence[str] = field(default_factory=list)

@@ -44,6 +44,8 @@ class Facts:
     """Share of the nodes' time in which the loop waited for saves."""
     lost_share: float = math.nan
     """Share of the nodes' time that a later attempt repeated, or that led to nothing."""
+    saving_less_lost: float = math.nan
+    """`saving_share` minus `lost_share`: with the best interval, both are about equal."""
     node_hours: float = math.nan
     gpu_hours: float = math.nan
     attempts: float = math.nan
@@ -51,7 +53,13 @@ class Facts:
     """Attempts that ended otherwise than by their own commit or a cancellation."""
     steps_repeated: float = math.nan
     every_steps: float = math.nan
-    """The key `checkpoint.every_steps`."""
+    """The key `checkpoint.every_steps`; with `auto`, its newest choice."""
+    chooses_interval: float = 0.0
+    """1 if that key is `auto`, else 0."""
+    interval_of_shortest: float = math.nan
+    """The time between saves that `auto` has chosen, divided by `checkpoint.min_interval_s`."""
+    interval_of_longest: float = math.nan
+    """The same, divided by `checkpoint.max_interval_s`."""
     best_every_steps: float = math.nan
     """The interval with the least expected cost."""
     checkpoint_cost: float = math.nan
@@ -134,14 +142,22 @@ RULES: Sequence[Rule] = (
         key="slurm.exclude=NODE, or data.num_workers if its cause is data",
     ),
     Rule(
-        when="checkpoint_gain >= 0.01 and best_every_steps > 0 and failures > 0",
+        when="chooses_interval == 0 and checkpoint_gain >= 0.01 and best_every_steps > 0 and failures > 0",
         text="With checkpoint.every_steps={every_steps:.0f}, saves, repeated steps and restarts are expected to take {checkpoint_cost:.1%} of the time; with {best_every_steps:.0f}, {best_checkpoint_cost:.1%}.",
         key="checkpoint.every_steps={best_every_steps:.0f}",
+        topic="interval",
     ),
     Rule(
-        when="saving_share >= 0.05",
+        when="chooses_interval == 0 and saving_share >= 0.05 and saving_less_lost > 0",
         text="Training waits for saves {saving_share:.0%} of the time. Fewer saves cost less, and lose more at a failure.",
         key="a larger checkpoint.every_steps",
+        topic="interval",
+    ),
+    Rule(
+        when="chooses_interval == 1 and saving_share >= 0.05 and saving_less_lost > 0 and interval_of_longest >= 0.95",
+        text="Training waits for saves {saving_share:.0%} of the time, although it saves as seldom as its limit allows. Fewer saves cost less, and lose more at a failure.",
+        key="a larger checkpoint.max_interval_s",
+        topic="interval",
     ),
     Rule(
         when="memory_share >= 0.90",
@@ -183,9 +199,16 @@ RULES: Sequence[Rule] = (
         key="a larger resources.cpus_per_worker, or fewer threads (env.OMP_NUM_THREADS)",
     ),
     Rule(
-        when="lost_share >= 0.10 and steps_repeated > 0",
+        when="chooses_interval == 0 and lost_share >= 0.10 and steps_repeated > 0 and saving_less_lost <= 0",
         text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained and not kept.",
         key="a smaller checkpoint.every_steps",
+        topic="interval",
+    ),
+    Rule(
+        when="chooses_interval == 1 and lost_share >= 0.10 and steps_repeated > 0 and saving_less_lost <= 0 and interval_of_shortest <= 1.05",
+        text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained and not kept, although the run saves as often as its limit allows.",
+        key="a smaller checkpoint.min_interval_s",
+        topic="interval",
     ),
     Rule(
         when="starting_share >= 0.20 and attempts >= 2",
@@ -219,18 +242,24 @@ def facts_of(run: RunData) -> Facts:
     best = math.nan if cost is None else cost.best_every_steps
     now_cost = math.nan if cost is None else cost.share(cost.every_steps)
     best_cost = math.nan if cost is None else cost.share(cost.best_every_steps)
+    saving_share, lost_share = _ratio(hours["saving"], running), _ratio(hours["lost"], running)
+    interval_s = math.nan if run.save_interval is None else run.save_interval.seconds
     return Facts(
         goodput=_or_nan(run.goodput.goodput),
         queued_share=_ratio(hours["queued"], total),
         starting_share=_ratio(hours["starting"], running),
-        saving_share=_ratio(hours["saving"], running),
-        lost_share=_ratio(hours["lost"], running),
+        saving_share=saving_share,
+        lost_share=lost_share,
+        saving_less_lost=saving_share - lost_share,
         node_hours=running + hours["unknown"],
         gpu_hours=run.goodput.gpu_hours,
         attempts=len(run.times),
         failures=run.goodput.num_failures,
         steps_repeated=run.goodput.steps_repeated,
         every_steps=_or_nan(run.every_steps),
+        chooses_interval=float(run.values.get("checkpoint.every_steps") == "auto"),
+        interval_of_shortest=_ratio(interval_s, _or_nan(run.values.get("checkpoint.min_interval_s"))),
+        interval_of_longest=_ratio(interval_s, _or_nan(run.values.get("checkpoint.max_interval_s"))),
         best_every_steps=best,
         checkpoint_cost=now_cost,
         best_checkpoint_cost=best_cost,

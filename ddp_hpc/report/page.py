@@ -206,6 +206,10 @@ def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
 def _cost(run: RunData) -> str:
     """Say what checkpoints cost, and what another interval would have cost."""
     cost = run.cost
+    if (
+        run.save_interval is not None
+    ):  # it knows more than the estimate below: how long a write takes, and what is usual elsewhere
+        return f"`checkpoint.every_steps=auto` saves {run.save_interval.sentence()}."
     if cost is None:
         return ""
     best = cost.best_every_steps
@@ -225,12 +229,7 @@ def _cost(run: RunData) -> str:
         if measured is None
         else f" So far, saves, lost steps and starts after failures have taken {share(measured)}."
     )
-    by = (
-        "`checkpoint.every_steps=auto` has chosen this interval. "
-        if run.values.get("checkpoint.every_steps") == "auto"
-        else ""
-    )
-    return by + (
+    return (
         f"A save stops training for {duration(cost.stall_s)}, a restart takes {duration(cost.restart_s)}, and this run saw {seen} in "
         f"{duration(cost.running_s)}. By that, a save every {cost.every_steps:,} steps costs {share(cost.share(cost.every_steps))} of the time; "
         f"{others}. The least is expected at every {best:,} steps (Young 1974, Daly 2006).{so_far}"

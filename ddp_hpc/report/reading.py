@@ -84,6 +84,7 @@ def read_run(
         goodput=goodput_of(times),
         cost=checkpoint_cost(times, every_steps),
         every_steps=every_steps,
+        save_interval=interval if every == "auto" else None,
         series=series,
         marks=marks,
         looks=looks,

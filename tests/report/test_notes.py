@@ -88,6 +88,13 @@ def test_the_most_important_notes_come_first_and_are_at_most_three() -> None:
     assert "wait 20% of each step for rank 5" in found[1].text
 
 
+@pytest.mark.parametrize(("saving", "lost", "word"), [(0.3, 0.2, "larger"), (0.12, 0.2, "smaller")])
+def test_saves_are_never_too_many_and_too_few_at_once(saving: float, lost: float, word: str) -> None:
+    facts = Facts(saving_share=saving, lost_share=lost, saving_less_lost=saving - lost, steps_repeated=50)
+
+    assert [one.key for one in notes_of(facts, RULES)] == [f"a {word} checkpoint.every_steps"]
+
+
 def test_the_note_on_checkpoints_names_both_costs_and_the_key(tmp_path: Path) -> None:
     plans = [
         Plan(first=0, reached=900),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from ddp_hpc.checkpoints.save_interval import Bounds
 from ddp_hpc.cli import main
+from ddp_hpc.report.notes import RULES, facts_of, notes_of
 from ddp_hpc.report.page import view_of
 from ddp_hpc.report.reading import read_run
 from ddp_hpc.run_dir.paths import RunDir
@@ -83,9 +85,34 @@ def test_a_choice_whose_numbers_are_not_whole_is_not_shown(damaged: dict[str, An
 def test_the_report_says_that_the_interval_was_chosen_and_what_it_has_cost(tmp_path: Path) -> None:
     text = view_of(read_run(failed_once(tmp_path / "run", CHOICE), now=2e9), ())["cost"]
 
-    assert "has chosen this interval" in text
-    assert "a save every 340 steps costs" in text
-    assert "starts after failures have taken" in text
+    assert text.startswith(
+        "`checkpoint.every_steps=auto` saves every 340 steps (about 9 min): should cost 1.2% of the time, has"
+    )
+    assert "least" not in text  # no other interval is recommended beside the chosen one
+
+
+@pytest.mark.parametrize(
+    ("seconds", "saving", "lost", "key"),
+    [
+        (60.0, 0.02, 0.2, "a smaller checkpoint.min_interval_s"),
+        (3600.0, 0.2, 0.02, "a larger checkpoint.max_interval_s"),
+        (540.0, 0.12, 0.2, None),  # both were weighed
+        (60.0, 0.2, 0.02, None),
+    ],
+)
+def test_the_report_advises_to_move_a_limit_of_auto_and_never_to_switch_it_off(
+    seconds: float, saving: float, lost: float, key: str | None, tmp_path: Path
+) -> None:
+    run = failed_once(tmp_path / "run", {**CHOICE, "seconds": seconds})
+    with run.config.open("a") as file:
+        file.write("  min_interval_s: 60\n  max_interval_s: 3600\n")
+    facts = replace(
+        facts_of(read_run(run, now=2e9)), saving_share=saving, lost_share=lost, saving_less_lost=saving - lost
+    )
+
+    keys = [one.key for one in notes_of(facts, RULES) if "checkpoint." in one.key]
+
+    assert keys == ([] if key is None else [key])
 
 
 def test_the_outlook_of_a_new_run_is_an_assumption_and_that_of_an_older_one_its_past(tmp_path: Path) -> None:
