@@ -23,12 +23,12 @@ def every(steps: int, seconds: float) -> str:
 
 def numbers(costs: SaveCosts, *, num_failures: int, is_measured: bool = True) -> str:
     """Return the numbers that an interval follows from."""
-    seen = {0: "none seen", 1: "1 seen"}.get(num_failures, f"{num_failures} seen")
+    often = roughly(costs.between_failures_s)
+    failures = f"one failure in {often} is expected ({num_failures} seen)"
+    if num_failures == 0:
+        failures = f"no failure seen yet, one in {often} is assumed"
     start = f"a start takes {roughly(costs.restart_s)}, " if costs.restart_s else ""
-    return (
-        f"a save {'stalls' if is_measured else 'is assumed to stall'} {roughly(costs.stall_s)}, {start}one failure in "
-        f"{roughly(costs.between_failures_s)} is expected ({seen})"
-    )
+    return f"a save {'stalls' if is_measured else 'is assumed to stall'} {roughly(costs.stall_s)}, {start}{failures}"
 
 
 def reason(costs: SaveCosts, interval: Interval, *, num_failures: int, is_measured: bool = True) -> str:

@@ -100,6 +100,13 @@ def choose(
     return found
 
 
+def within(seconds: float, best: Interval, bounds: Bounds) -> float:
+    """Return an interval that is kept although another is the best now, within the limits; `best` says whether they hold."""
+    if best.why in ("failed before", "written"):
+        return seconds
+    return min(max(seconds, bounds.shortest_s), bounds.longest_s)
+
+
 def is_worth_changing(now: float, best: float) -> bool:
     """Tell whether an interval is so far from the best one that it is changed."""
     return not now / CHANGE < best < now * CHANGE

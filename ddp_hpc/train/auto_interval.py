@@ -14,7 +14,15 @@ from ddp_hpc.base.patience import known
 from ddp_hpc.checkpoints import interval_text
 from ddp_hpc.checkpoints.failure_rate import between_failures_s
 from ddp_hpc.checkpoints.past_saves import Past, read_past
-from ddp_hpc.checkpoints.save_interval import ASSUMED_STALL_S, Bounds, Interval, SaveCosts, choose, is_worth_changing
+from ddp_hpc.checkpoints.save_interval import (
+    ASSUMED_STALL_S,
+    Bounds,
+    Interval,
+    SaveCosts,
+    choose,
+    is_worth_changing,
+    within,
+)
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slow_ranks.summary import Phases
@@ -69,6 +77,7 @@ class AutoInterval:
         self._num_saves = self._num_written = 0
         self._speeds: deque[tuple[int, float]] = deque(maxlen=_NEWEST_SPEEDS)
         self._every = 0
+        self._is_told_measured = False
 
     def begin(self) -> None:
         """Read what earlier attempts have recorded; training begins now."""
@@ -78,8 +87,8 @@ class AutoInterval:
         self._began_at = self._clock()
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Measure how long training waits for a save."""
+    def saving(self, step: int) -> Iterator[None]:
+        """Measure how long training waits for the save after `step`."""
         self._wait_for_device()  # what the device still has to compute is no part of the save
         began = self._clock()
         yield
@@ -89,6 +98,8 @@ class AutoInterval:
         self._num_saves += 1
         self._saved_at = self._clock()
         self._stalls.append(self._saved_at - began)
+        if self._every and not self._is_told_measured:
+            self.choose(step)  # the attempt may fail before the next exchange, and the next one needs what was measured
 
     def written(self, seconds: float | None) -> None:
         """Take note that a save was committed, or has failed (None); the checkpoint writer's thread calls this."""
@@ -97,7 +108,11 @@ class AutoInterval:
             self._writes.append(seconds)
 
     def choose(self, step: int) -> int:
-        """Return after how many steps to save, or 0 as long as the speed is not known; log and record a change."""
+        """Return after how many steps to save, or 0 as long as the speed is not known.
+
+        Log and record it where it clearly changes, and once when the stall is no longer assumed. Between two changes, the
+        number of steps follows only the limits.
+        """
         step_s = self._step_s()
         if step_s is None:
             return self._every
@@ -107,10 +122,11 @@ class AutoInterval:
         is_measured = bool(self._stalls)
         interval = choose(costs, self._bounds, is_measured=is_measured, first_within_s=first_within_s)
         every = max(1, round(interval.seconds / step_s))
-        if self._every == 0 or is_worth_changing(self._every, every):
-            self._every = every
+        is_news = self._every == 0 or is_worth_changing(self._every, every)
+        if is_news or is_measured > self._is_told_measured:
+            self._every, self._is_told_measured = every, is_measured
             self._tell(step, step_s, costs, interval)
-        return self._every
+        return max(1, round(within(self._every * step_s, interval, self._bounds) / step_s))
 
     def _step_s(self) -> float | None:
         """Return how long a step takes, without saves and evaluations; None as long as that is not known.

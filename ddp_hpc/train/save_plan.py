@@ -39,12 +39,16 @@ class SavePlan:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Count from this save, and measure how long training waits for it."""
+        """Count from this save, and measure how long training waits for it; the next one is due once rank zero has announced that.
+
+        What it announced before may have been for this save only, such as an early one after a failure.
+        """
         self._saved_step = step
+        self._announced = _NEVER
         if self._auto is None:
             yield
             return
-        with self._auto.saving():
+        with self._auto.saving(step):
             yield
 
     def to_announce(self, step: int) -> int:

@@ -198,7 +198,7 @@ class Auto(Policy):
         return 0 < self.every <= self.since
 
     def save(self, stall_s: float) -> None:
-        with self.auto.saving():
+        with self.auto.saving(self.steps):
             super().save(stall_s)
         self.stalls.append(stall_s)
 

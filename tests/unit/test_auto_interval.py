@@ -49,7 +49,7 @@ class Training:
         return every
 
     def saves(self, stall_s: float, write_s: float | None = 0.0) -> None:
-        with self.auto.saving():
+        with self.auto.saving(self.step):
             self.takes("checkpoint", stall_s)
         if write_s is not None:
             self.auto.written(write_s)
@@ -152,6 +152,37 @@ def test_slower_steps_make_fewer_of_them() -> None:
     assert slow == pytest.approx(fast / 10, rel=0.35)
 
 
+@pytest.mark.parametrize("step_s", [0.08, 0.1, 0.128])
+def test_limits_hold_where_steps_become_somewhat_slower_or_faster(step_s: float) -> None:
+    one = Training(shortest_s=600.0, longest_s=600.0)
+    one.steps(70)
+
+    assert one.steps(70, seconds=step_s) * step_s == pytest.approx(600.0, rel=0.002)
+
+
+def test_a_stall_is_noted_as_measured_at_the_first_save_even_if_nothing_changes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = Training(shortest_s=60.0)
+    one.steps(30)
+    with caplog.at_level(logging.INFO):
+        one.saves(0.003)
+        one.saves(0.003)
+    one.steps(30)
+
+    assert [(note["is_measured"], note["stall_s"]) for note in one.notes] == [(0.0, 1.0), (1.0, 0.003)]
+    assert one.notes[0]["every_steps"] == one.notes[1]["every_steps"]
+    assert ["a save stalls 3 ms" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_run_that_has_not_failed_is_not_said_to_fail_soon(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Training().steps(30)
+
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("no failure seen yet, one in 31 min is assumed")
+
+
 def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> None:
     one = Training(past=FAILS_OFTEN)
     with caplog.at_level(logging.INFO):
@@ -193,13 +224,26 @@ def test_an_announced_number_counts_from_the_newest_save_or_the_resume() -> None
     plan, saved = SavePlan("auto"), []
     plan.begin(7)
     for step in range(8, 40):
-        plan.announced({10: 5, 20: 10}.get(step, plan._announced))
+        plan.announced(0 if step < 10 else 5 if step < 20 else 10)
         if plan.is_due(step):
             saved.append(step)
             with plan.saving(step):
                 pass
 
     assert saved == [12, 17, 27, 37]
+
+
+def test_an_early_save_is_one_save_until_rank_zero_announces_again() -> None:
+    plan, saved = SavePlan("auto"), []
+    for step in range(1, 40):
+        if step in (10, 20):
+            plan.announced({10: 1, 20: 15}[step])
+        if plan.is_due(step):
+            saved.append(step)
+            with plan.saving(step):
+                pass
+
+    assert saved == [10, 25]
 
 
 def test_a_number_that_is_smaller_than_what_has_passed_means_now() -> None:

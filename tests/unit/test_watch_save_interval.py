@@ -120,7 +120,7 @@ def test_the_outlook_of_a_new_run_is_an_assumption_and_that_of_an_older_one_its_
     known = outlook(failed_once(tmp_path / "run", CHOICE), BOUNDS, num_nodes=1, now=0.0)
 
     assert new.startswith("about every 60 s at first: should cost")
-    assert "a save is assumed to stall 1.0 s, one failure in" in new
+    assert "a save is assumed to stall 1.0 s, no failure seen yet, one in" in new
     assert "has cost" in known
     assert "a save stalls 1.2 s, a start takes 40 s, one failure in" in known
     assert "(1 seen)" in known
