@@ -233,13 +233,14 @@ class _Scenario:
         """Compare the two runs, once both have finished."""
         self._await("the end of the run without a fault", self.unbroken.done.exists, run=self.unbroken)
         fault, taken = FAULTS[self.plan.fault], read_steps_taken(self.run)
+        num_before = report.attempts_before or 0
         report.lost_steps = taken.num_repeated
         report.checks = check(
             DrillOutcome(
                 is_graceful=fault.is_graceful,
                 restarts=fault.restarts,
-                every_steps=_every_steps(self.run, self.plan.faulty.spec.checkpoint.every_steps),
-                more_attempts=len(Ledger.read(self.run).attempts) - (report.attempts_before or 0),
+                every_steps=_every_steps(self.run, self.plan.faulty.spec.checkpoint.every_steps, num_before),
+                more_attempts=len(Ledger.read(self.run).attempts) - num_before,
                 digest=digest(self.run, choose_step(self.run, None)),
                 unbroken_digest=digest(self.unbroken, choose_step(self.unbroken, None)),
                 taken=taken,
@@ -315,8 +316,9 @@ def _situation(run: RunDir) -> str:
     return f"Its newest step is {_step(run)}; {'; '.join(ends) or 'no attempt has started'}. Read {run.console}."
 
 
-def _every_steps(run: RunDir, asked: int | Literal["auto"] | None) -> int:
-    """Return the interval between checkpoints; the longest that the run has chosen, where it chooses; 0 without one."""
+def _every_steps(run: RunDir, asked: int | Literal["auto"] | None, num_before: int) -> int:
+    """Return the interval between checkpoints; 0 without one. Where the run chooses: the newest in the attempts before the fault."""
     if asked != "auto":
         return asked or 0
-    return int(max((mark.interval.get("every_steps", 0.0) for mark in read_marks(run)), default=0.0))
+    chosen = [mark.interval for mark in read_marks(run) if mark.kind == "interval" and mark.attempt < num_before]
+    return int(chosen[-1].get("every_steps", 0.0)) if chosen else 0

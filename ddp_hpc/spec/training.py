@@ -247,7 +247,7 @@ class CheckpointSpec(Checked, section="checkpoint"):
         require_positive("checkpoint", every_steps=every_steps, keep_last=self.keep_last)
         require_positive("checkpoint", min_interval_s=self.min_interval_s, max_interval_s=self.max_interval_s)
         require(
-            self.min_interval_s <= self.max_interval_s,
+            self.every_steps != "auto" or self.min_interval_s <= self.max_interval_s,
             f"`checkpoint.min_interval_s` is {self.min_interval_s}, but `checkpoint.max_interval_s` is {self.max_interval_s}: the "
             "shortest interval must not be longer than the longest. Change one of them.",
         )

@@ -16,6 +16,7 @@ from ddp_hpc.drill.faults import FAULTS
 from ddp_hpc.drill.injector import NodeProcess, processes_by_kind
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.timeline import Mark, encode
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import Submission
 from ddp_hpc.watch.samples import Step, StepsTaken, read_steps_taken
@@ -158,3 +159,16 @@ def test_a_drill_that_meets_a_run_of_its_name_cancels_only_what_it_has_made(
 
     assert backend.submitted == ["mine-unbroken", "mine"]
     assert backend.cancelled == ["mine-unbroken"]
+
+
+def test_a_run_that_chooses_its_interval_may_lose_by_the_one_that_was_in_force_at_the_fault(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    chosen = [(0, 2400.0), (0, 216.0), (1, 5000.0)]  # a guess, the choice by what was measured, and one after the fault
+    marks = [
+        Mark(kind="interval", attempt=one, at=1.0, step=1, interval={"every_steps": steps}) for one, steps in chosen
+    ]
+    run.timeline.write_bytes(b"".join(map(encode, marks)))
+
+    assert scenario._every_steps(run, "auto", 1) == 216
+    assert scenario._every_steps(run, "auto", 0) == 0
+    assert scenario._every_steps(run, 50, 1) == 50

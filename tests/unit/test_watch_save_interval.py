@@ -11,11 +11,13 @@ import pytest
 
 from ddp_hpc.checkpoints.save_interval import Bounds
 from ddp_hpc.cli import main
+from ddp_hpc.errors import ConfigError
 from ddp_hpc.report.notes import RULES, facts_of, notes_of
 from ddp_hpc.report.page import view_of
 from ddp_hpc.report.reading import read_run
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.timeline import Mark, encode
+from ddp_hpc.spec.training import CheckpointSpec
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import measured_cost
 from ddp_hpc.watch.save_interval import read_save_interval
@@ -133,3 +135,10 @@ def test_explain_says_how_often_the_run_would_save(tmp_path: Path, capsys: pytes
     for every, said in (("auto", 1), ("100", 0)):
         assert main([words[0], str(tmp_path / "run.yaml"), *words[1:], f"checkpoint.every_steps={every}"]) == 0
         assert capsys.readouterr().out.count("# It saves about every") == said
+
+
+def test_a_site_may_set_one_limit_of_auto_for_runs_that_do_not_use_it() -> None:
+    assert CheckpointSpec(min_interval_s=7200).max_interval_s == 3600
+
+    with pytest.raises(ConfigError, match="the shortest interval must not be longer"):
+        CheckpointSpec(every_steps="auto", min_interval_s=7200)
