@@ -184,6 +184,20 @@ def test_wandb_gets_the_rest_where_a_killed_attempt_left_half_a_record_and_nothi
     assert in_wandb(wandb_files(run)) == in_metrics(run)
 
 
+@pytest.mark.parametrize("recorder", ["wandb", "mlflow"])
+def test_steps_that_come_out_otherwise_as_they_are_repeated_are_named(tmp_path: Path, recorder: str) -> None:
+    run = make_run(tmp_path)
+    write(run, [line(step, loss=math.nan if step > 3 else 0.1 * step, samples_per_s=1.0) for step in range(1, 7)])
+    first = send(run, recorder)
+    write(run, [line(step, loss=math.nan if step == 5 else 0.7, samples_per_s=2.0) for step in (4, 5, 6)], resumed_at=3)
+
+    again = send(run, recorder)
+
+    assert (first.returncode, again.returncode) == (0, 0)
+    assert "come out otherwise" not in first.stderr
+    assert "repeated steps have come out otherwise than before: 4, 6. Their first values stay here" in again.stderr
+
+
 def test_files_of_wandb_in_a_directory_that_the_user_names_are_found_again(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write(run, [line(1), line(1, "eval", accuracy=0.5)])
@@ -328,6 +342,7 @@ def test_servers_that_do_not_answer_cost_a_training_nothing_but_the_bound_at_its
     log = run.rank_log(0, 0).read_text()
     assert "the recorder 'mlflow' has not got all numbers" in log
     assert "ddp_hpc.train.recording.follower" in log
+    assert "the recorder 'wandb' has not got all" not in log or "`wandb sync` uploads." in log
     every_text = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
     assert [text for text in every_text if KEY.encode() in text or b"secretword" in text] == []
 

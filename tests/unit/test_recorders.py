@@ -28,7 +28,7 @@ from ddp_hpc.train import worker
 from ddp_hpc.train.recording import to_tensorboard
 from ddp_hpc.train.recording.follower import follow, shown
 from ddp_hpc.train.recording.metrics_file import MetricsFile
-from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Row, Subject, identity_of, row_of
+from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Row, Sent, Subject, identity_of, row_of
 from ddp_hpc.train.recording.temporary import temporary_folder
 from ddp_hpc.train.watchdog import Watchdog
 from tests.made_run import make_run
@@ -173,6 +173,26 @@ def test_a_recorder_gets_the_configuration_without_secrets_also_those_in_address
         "recipe.args.mirrors": {"near": "https://bob:***@host"},
         "train.lr": 0.1,
     }
+
+
+def test_a_number_is_taken_once_also_nan_and_steps_that_change_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    sent = Sent()
+
+    taken = [
+        sent.takes(step, "train/loss", value) for step, value in ((1, math.nan), (1, math.nan), (2, 0.5), (2, 0.5))
+    ]
+    sent.warn_of_changes()
+
+    assert taken == [True, False, True, False]
+    assert caplog.records == []
+
+    assert not sent.takes(1, "train/loss", 0.25)
+    sent.warn_of_changes()
+    sent.warn_of_changes()
+
+    assert [one.getMessage().partition(". ")[0] for one in caplog.records] == [
+        "repeated steps have come out otherwise than before: 1"
+    ]
 
 
 def test_each_recorder_is_once_in_the_list_and_has_a_back_end() -> None:

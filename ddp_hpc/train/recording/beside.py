@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S: Mapping[Ending, float] = {"finished": 20.0, "stopped": 5.0, "failed": 1.0}
 """How long the recorders may take to send the rest. A job that is preempted has little time, and after a failure the other nodes wait."""
 _FOLLOWER = (sys.executable, "-m", "ddp_hpc.train.recording.follower")
+_UPLOAD = " What W&B has written to its files but not uploaded, `wandb sync` uploads."
 _REAP_S = 1.0
 """A killed process that waits for a disk is gone only when the disk answers."""
 
@@ -70,11 +71,12 @@ class Followers:
             if process.returncode != 0:
                 log.warning(
                     "the recorder %r has not got all numbers%s; %s may say why. They are in metrics.jsonl. The next attempt of the run "
-                    "sends them, or, after the run, `%s`.",
+                    "sends them, or, after the run, `%s`.%s",
                     name,
                     f" within {PATIENCE_S[ending]:.0f} s" if process.returncode is None else "",
                     self._run.recorder_log(self._attempt, name),
                     shlex.join([*_FOLLOWER, str(self._run.path), name]),
+                    _UPLOAD if name == "wandb" and os.environ.get("WANDB_MODE") == "online" else "",
                 )
             processes.kill([-process.pid])  # its whole process group
             with suppress(subprocess.TimeoutExpired):

@@ -7,6 +7,7 @@ once. To add one: a module beside `to_tensorboard` with a function `open_recorde
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from ddp_hpc.base.durable import read_json, replace_text
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import LINE_FIELDS
 from ddp_hpc.spec.training import RecorderName
+
+log = logging.getLogger(__name__)
 
 BACK_ENDS: Mapping[RecorderName, str] = {
     "tensorboard": "ddp_hpc.train.recording.to_tensorboard",
@@ -60,6 +63,42 @@ def row_of(line: Mapping[str, Any]) -> Row | None:
         elif value is None and name not in _NULL_IF_UNKNOWN:
             numbers[f"{kind}/{name}"] = math.nan
     return Row(step, float(at), numbers)
+
+
+_MOST_NAMED = 8
+"""So many steps are named in a warning."""
+
+
+class Sent:
+    """The numbers that a back end has, where it cannot take one back: the first value of each step counts."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[int, str], float] = {}
+        """By step and tag."""
+        self._changed: set[int] = set()
+
+    def takes(self, step: int, tag: str, value: float) -> bool:
+        """Tell whether a number is new, and take it as sent then; note a step that has come out otherwise than before."""
+        if (step, tag) not in self.values:
+            self.values[step, tag] = value
+            return True
+        first = self.values[step, tag]
+        is_same = math.isclose(first, value, rel_tol=1e-4) or (math.isnan(first) and math.isnan(value))
+        if not is_same and not tag.endswith("_per_s"):
+            self._changed.add(step)
+        return False
+
+    def warn_of_changes(self) -> None:
+        """Log which steps have come out otherwise, if any have since the last call."""
+        if self._changed:
+            steps = [str(step) for step in sorted(self._changed)]
+            more = f", and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
+            log.warning(
+                "repeated steps have come out otherwise than before: %s%s. Their first values stay here; metrics.jsonl has the new ones.",
+                ", ".join(steps[:_MOST_NAMED]),
+                more,
+            )
+        self._changed = set()
 
 
 class Recorder(Protocol):

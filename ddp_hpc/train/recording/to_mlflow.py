@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from ddp_hpc.base.durable import make_directories, open_private
-from ddp_hpc.train.recording.recorders import Ending, Row, Subject
+from ddp_hpc.train.recording.recorders import Ending, Row, Sent, Subject
 from ddp_hpc.train.recording.temporary import temporary_folder
 
 TAG = "ddp_hpc.id"
@@ -64,17 +64,19 @@ class MLflow:
         self._run_id = _run_of(subject, client)
         self._names: dict[str, str] = {}
         """Tag -> the name that MLflow accepts for it."""
-        self._known: dict[str, set[int]] = {}
-        """Name -> the steps that MLflow has."""
+        self._asked: set[str] = set()
+        """Names of which it is known what MLflow has."""
+        self._sent = Sent()
         self._waiting: list[Metric] = []
 
     def record(self, row: Row) -> None:
         for tag, value in row.numbers.items():
             name = self._name(tag)
-            if name not in self._known:
-                self._known[name] = {one.step for one in self._client.get_metric_history(self._run_id, name)}
-            if row.step not in self._known[name]:
-                self._known[name].add(row.step)
+            if name not in self._asked:
+                history = self._client.get_metric_history(self._run_id, name)
+                self._sent.values |= {(one.step, name): one.value for one in history}
+                self._asked.add(name)
+            if self._sent.takes(row.step, name, value):
                 self._waiting.append(Metric(name, value, int(row.at * 1000), row.step))
         if len(self._waiting) >= _MOST_METRICS:
             self.flush()
@@ -83,6 +85,7 @@ class MLflow:
         while self._waiting:
             self._client.log_batch(self._run_id, metrics=self._waiting[:_MOST_METRICS])
             del self._waiting[:_MOST_METRICS]
+        self._sent.warn_of_changes()
 
     def close(self, ending: Ending) -> None:
         self._client.set_terminated(self._run_id, _STATUS[ending])

@@ -1,11 +1,14 @@
 """Writes a run's numbers by Weights & Biases' package: offline, into the run's directory, unless the user says otherwise.
 
 Each attempt that has something new writes a file of its own (`wandb/offline-run-TIME-ID/run-ID.wandb`), all under one id.
-A number that is in the file of an earlier attempt is left out: W&B cannot rewind, and resumed steps are the same to the bit.
+A number that is in the file of an earlier attempt is left out: W&B cannot rewind. Resumed steps are the same to the bit, unless
+something was changed or went wrong; a warning names steps that are not.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import struct
 import zlib
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ from pathlib import Path
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from ddp_hpc.train.recording.recorders import Ending, Row, Subject
+from ddp_hpc.train.recording.recorders import Ending, Row, Sent, Subject
 
 _HEADER = b":W&B\xe1\xbe\x00"
 """Mark, magic number and version of the only format that there has been."""
@@ -24,8 +27,8 @@ _WHOLE, _LAST = 1, 4
 _FLUSH_S = 1.0
 """W&B writes its file so often; 15 s by default, which a killed run would lose."""
 
-Known = set[tuple[int, str]]
-"""Steps and tags."""
+Known = dict[tuple[int, str], float]
+"""Values by step and tag."""
 
 
 def open_recorder(subject: Subject) -> WandB:
@@ -44,21 +47,21 @@ class WandB:
     def __init__(self, subject: Subject, folder: Path) -> None:
         self._subject = subject
         self._folder = folder
-        self._known: Known = set()
+        self._sent = Sent()
         for path in sorted(folder.glob(f"wandb/*run-*-{subject.id}/run-{subject.id}.wandb")):
-            self._known |= known_in(path.read_bytes(), str(path))
+            self._sent.values |= known_in(path.read_bytes(), str(path))
         self._run: wandb.Run | None = None
 
     def record(self, row: Row) -> None:
         """Add a row. W&B writes all numbers of a step together, once it gets those of a later step, or is closed."""
-        new = {tag: value for tag, value in row.numbers.items() if (row.step, tag) not in self._known}
+        new = {tag: value for tag, value in row.numbers.items() if self._sent.takes(row.step, tag, value)}
         if new:
             self._run = self._run or self._begin()
             self._run.log(new, step=row.step)
-            self._known.update((row.step, tag) for tag in new)
 
     def flush(self) -> None:
-        """Do nothing: W&B's own process writes what it has about once a second."""
+        """Send nothing: W&B's own process writes what it has about once a second."""
+        self._sent.warn_of_changes()
 
     def close(self, ending: Ending) -> None:
         if self._run is not None:
@@ -93,7 +96,7 @@ class WandB:
 
 
 def known_in(data: bytes, name: str) -> Known:
-    """Return the steps and tags in one of W&B's files, as far as it was written.
+    """Return the numbers in one of W&B's files, as far as it was written.
 
     Raises:
         ValueError: if it has another format.
@@ -103,12 +106,14 @@ def known_in(data: bytes, name: str) -> Known:
             f"{name} does not begin as W&B's files do, so which steps W&B has is not known. Move it away to have all "
             "steps written again, or install the version of `wandb` that wrote it."
         )
-    known: Known = set()
+    known: Known = {}
     for raw in _records(data):
         record = Record.FromString(raw)
         if record.WhichOneof("record_type") == "history":
-            keys = (item.key or ".".join(item.nested_key) for item in record.history.item)
-            known.update((record.history.step.num, key) for key in keys)
+            for item in record.history.item:
+                value = json.loads(item.value_json)
+                tag = item.key or ".".join(item.nested_key)
+                known[record.history.step.num, tag] = float(value) if isinstance(value, (int, float)) else math.nan
     return known
 
 
