@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S: Mapping[Ending, float] = {"finished": 20.0, "stopped": 5.0, "failed": 1.0}
 """How long the recorders may take to send the rest. A job that is preempted has little time, and after a failure the other nodes wait."""
 _FOLLOWER = (sys.executable, "-m", "ddp_hpc.train.recording.follower")
-_UPLOAD = " What W&B has written to its files but not uploaded, `wandb sync` uploads."
+_UPLOAD = " With `WANDB_MODE=online`, `wandb sync` uploads what W&B has written to its files only."
 _REAP_S = 1.0
 """A killed process that waits for a disk is gone only when the disk answers."""
 
@@ -76,7 +76,7 @@ class Followers:
                     f" within {PATIENCE_S[ending]:.0f} s" if process.returncode is None else "",
                     self._run.recorder_log(self._attempt, name),
                     shlex.join([*_FOLLOWER, str(self._run.path), name]),
-                    _UPLOAD if name == "wandb" and os.environ.get("WANDB_MODE") == "online" else "",
+                    _UPLOAD if name == "wandb" else "",
                 )
             processes.kill([-process.pid])  # its whole process group
             with suppress(subprocess.TimeoutExpired):
