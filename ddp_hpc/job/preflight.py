@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DdpHpcError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return exit_codes.FAILED
-    sys.stdout.write(json.dumps(asdict(found)) + "\n")
+    sys.stdout.write(f"\n{json.dumps(asdict(found))}\n")  # the text before may lack a line break
     return exit_codes.FINISHED
 
 

@@ -18,8 +18,9 @@ from ddp_hpc.config import resolve
 from ddp_hpc.diagnose.doctor import login, nccl_log, questions
 from ddp_hpc.diagnose.doctor.drained import meaning, out_of_service
 from ddp_hpc.diagnose.doctor.login import Site
-from ddp_hpc.diagnose.doctor.on_nodes import options_of
+from ddp_hpc.diagnose.doctor.on_nodes import options_of, result_of
 from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
+from ddp_hpc.job import preflight
 from ddp_hpc.node_checks.facts import EMPTY, MISSING, THERE
 from ddp_hpc.node_checks.node import disk, gather, networks, num_gpus, shared, state_of
 from ddp_hpc.rendezvous.interfaces import Interface
@@ -311,6 +312,21 @@ def test_a_node_that_does_not_answer_the_controller_is_explained_without_a_reaso
     (found,) = out_of_service([NodeState(node="n1", state="idle*"), NodeState(node="n2", state="idle")])
 
     assert (found.node, "slurmd does not answer" in found.means) == ("n1", True)
+
+
+def test_the_result_is_found_behind_a_greeting_without_a_line_break(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked = Preflight(at=1.0, seconds=2.0, nodes=("n1",), findings=())
+    monkeypatch.setattr(preflight, "examine", lambda question: checked)
+    monkeypatch.setattr("ddp_hpc.base.processes.die_with_parent", lambda parent: None)
+    for name, value in {"JOB_ID": "1", "JOB_NODELIST": "n1", "TASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+    sys.stdout.write("[site] welcome")
+    assert preflight.main(["--folder=there"]) == 0
+
+    assert result_of(capsys.readouterr().out) == checked
 
 
 def test_the_job_of_the_doctor_is_placed_as_the_run_would_be(tmp_path: Path) -> None:

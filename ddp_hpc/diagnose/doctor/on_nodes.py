@@ -66,7 +66,7 @@ def check(  # noqa: PLR0913  what is checked, and where
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    found = _result(answer.stdout)
+    found = result_of(answer.stdout)
     if found is None:
         said = (answer.stderr.strip().splitlines() or ["nothing was printed"])[-1]
         raise ConfigError(f"The nodes were not checked: {said} (exit code {answer.returncode}).")
@@ -96,7 +96,8 @@ def options_of(spec: RunSpec, nodes: str, *, all_reduce: bool = False) -> list[s
     return [where, *memory, "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor", *chosen]
 
 
-def _result(printed: str) -> Preflight | None:
+def result_of(printed: str) -> Preflight | None:
+    """Return the result among what was printed, by an environment that greets, too; None without one."""
     for line in reversed(printed.splitlines()):
         try:
             found = preflight_of(json.loads(line))
