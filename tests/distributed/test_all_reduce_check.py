@@ -72,6 +72,7 @@ def found(nodes: Sequence[str], reports: dict[str, NodeReport]) -> Finding:
     return only
 
 
+@pytest.mark.long
 def test_the_sums_of_two_processes_are_right() -> None:
     reports = made(["n0", "n1"])
 

@@ -33,7 +33,7 @@ COMMANDS = (
 NEEDED = {"config", "attempts", "progress", "submission", "checkpoints"}
 """Without these, the state of a run is not known, so a command may end with an error that names the path."""
 FOLDERS = {"attempt_logs", "attempt_errors", "errors", "checkpoints", "samples", "snapshots", "submitit", "tensorboard"}
-FOLDERS |= {"nccl_logs", "preflight_files", "snapshot"}
+FOLDERS |= {"nccl_logs", "preflight_files", "profile", "snapshot"}
 
 
 def paths_of(run: RunDir) -> dict[str, Path]:
