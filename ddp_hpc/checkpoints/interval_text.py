@@ -28,7 +28,7 @@ def numbers(costs: SaveCosts, *, num_failures: int, is_measured: bool = True) ->
     if num_failures == 0:
         failures = f"no failure seen yet, one in {often} is assumed"
     start = f"a start takes {roughly(costs.restart_s)}, " if costs.restart_s else ""
-    return f"a save {'stalls' if is_measured else 'is assumed to stall'} {roughly(costs.stall_s)}, {start}{failures}"
+    return f"a save {'stops' if is_measured else 'is assumed to stop'} training for {roughly(costs.stall_s)}, {start}{failures}"
 
 
 def reason(costs: SaveCosts, interval: Interval, *, num_failures: int, is_measured: bool = True) -> str:

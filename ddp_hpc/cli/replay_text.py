@@ -30,7 +30,7 @@ def replay_text(report: Report) -> str:
     if report.verdict == "different":
         assert report.first is not None  # noqa: S101  else nothing differs
         causes = _OTHER_WORLD if report.tolerance else _CAUSES
-        said = f"DIFFERENT: {steps} part at step {report.first.step}: {report.first}\n{causes}"
+        said = f"DIFFERENT: {steps} differ from the run's from step {report.first.step} on: {report.first}\n{causes}"
     elif report.verdict == "not compared":
         said = f"NOT COMPARED: {steps} were computed again, but the run has no record of them to compare with: no line of `log.every_steps`, no checkpoint."
     elif report.tolerance:

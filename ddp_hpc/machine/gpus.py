@@ -118,7 +118,10 @@ class GpuReader:
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             if not 0 <= memory.used <= memory.total:
-                problem = problem or f"its memory is not known (the driver says {memory.used} of {memory.total} bytes)"
+                problem = (
+                    problem
+                    or f"its memory is not known (the driver says that {memory.used} of {memory.total} bytes are used)"
+                )
                 memory = None
         except nvml.NVMLError as error:
             problem = problem or f"its memory is not known ({error})"

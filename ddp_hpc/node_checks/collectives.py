@@ -113,7 +113,7 @@ def _unfinished(nodes: Sequence[str], broken: Mapping[str, NodeReport], silent: 
     absent = [*silent, *(node for node, report in broken.items() if report.stage == IMPORTING)]
     late = absent or [node for node, report in broken.items() if report.stage == JOINING]
     named = tuple(node for node in nodes if node in late) if len(late) * 2 < len(nodes) else ()
-    to_do = "examine the nodes that it names, or their links; `debug.nccl=info` shows which network a run chooses"
+    to_do = "leave out the nodes that this line names, or ask your cluster's support; `debug.nccl=info` logs which network a run uses"
     return Finding(check=CHECK, level="fail", found="; ".join(said), to_do=to_do, nodes=named)
 
 

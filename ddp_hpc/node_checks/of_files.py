@@ -43,7 +43,7 @@ def shared(answers: Answers) -> Iterator[Finding]:
     cannot = {node: one.error for node, one in told.items() if one.error}
     for error in dict.fromkeys(cannot.values()):
         few = [node for node in cannot if cannot[node] == error]
-        found = f"{listed(few)} cannot write there: {error}"
+        found = f"{listed(few)} cannot write into the run directory: {error}"
         if error in _OF_ALL:
             yield Finding(check="run directory", level="fail", found=found, to_do=_OF_ALL[error])
         else:

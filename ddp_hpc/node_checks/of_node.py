@@ -90,7 +90,7 @@ def gpus(answers: Answers) -> Iterator[Finding]:
     if few or not unknown:
         found = "; ".join(f"{node} shows {counts[node]} of {_wanted(asked, granted.get(node, 0))}" for node in few)
         good = f"each node shows those that the job has: {min(needed.values())} or more"
-        to_do = "a GPU is lost there, or the job was given fewer: compare `nvidia-smi -L` with `scontrol show job -d`"
+        to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if Slurm gave the job more GPUs, one is lost, so leave the node out"
         yield judged("GPUs", few, answers, found, good, to_do=to_do)
     if unknown:
         found = f"nothing on {listed(unknown)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"

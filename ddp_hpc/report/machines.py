@@ -49,7 +49,7 @@ def about_machines(run: RunData) -> str:
     """Return a sentence on the whole run; empty where nothing was measured."""
     use: Summary | None = summary_of(in_training(run) or [use for uses in run.machines.values() for use in uses])
     since = "Since training began" if in_training(run) and run.marks else "While the workers ran"
-    return "" if use is None else f"{since}, on average: {sentence(use)}."
+    return "" if use is None else f"{since}, on average (memory: at most): {sentence(use)}."
 
 
 def machine_chart(run: RunData) -> Chart | None:

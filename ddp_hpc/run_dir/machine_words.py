@@ -11,7 +11,7 @@ FULL = 0.9
 
 
 def sentence(use: Summary) -> str:
-    """Return `GPUs 35% busy, 61.0 of 80.0 GiB of memory; CPUs 98% of 16 busy; memory 40.2 of 64.0 GiB`."""
+    """Return `GPUs 35% busy, 61.0 of 80.0 GiB of memory; 16 CPUs 98% busy; memory 40.2 of 64.0 GiB`."""
     return "; ".join(filter(None, [gpus(use), cpus(use), memory(use)]))
 
 
@@ -38,7 +38,7 @@ def cpus(use: Summary) -> str:
         return "use of the CPUs not known"
     is_uneven = use.num_nodes > 1 and (use.cpu_busy_most or 0.0) - use.cpu_busy > UNEVEN
     most = f" ({use.cpu_busy_most:.0%} on {use.cpu_busiest_node})" if is_uneven else ""
-    told = [f"CPUs {use.cpu_busy:.0%} of {use.num_cpus:g} busy{most}"]
+    told = [f"{use.num_cpus:g} CPUs {use.cpu_busy:.0%} busy{most}"]
     if use.throttled is not None and use.num_cpus and use.throttled / use.num_cpus > THROTTLED:
         told.append(f"kept from running for {use.throttled / use.num_cpus:.0%} of the time by the cgroup's quota")
     return ", ".join(told)

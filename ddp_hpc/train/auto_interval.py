@@ -172,7 +172,7 @@ class AutoInterval:
         why = interval_text.reason(
             costs, interval, num_failures=self._job.past.num_failures, is_measured=bool(self._stalls)
         )
-        log.info("saves %s: %s", interval_text.every(self._every, seconds), why)
+        log.info("the run saves %s: %s", interval_text.every(self._every, seconds), why)
 
 
 def read_job(run: RunDir, attempt: int, num_nodes: int) -> Job:

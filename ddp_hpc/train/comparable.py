@@ -27,7 +27,7 @@ def not_comparable(run: RunDir, before: Difference, *, attempt: int, world_size:
     if processor not in before.processors:
         return f"it computes on another kind of processor ({processor})"
     differs = what_differs(*(read_inputs(run, number) for number in (before.attempt, attempt)))
-    return f"not the same as in attempt {before.attempt}: {differs}" if differs else ""
+    return f"compared with attempt {before.attempt}, {differs}" if differs else ""
 
 
 def processor_of(device: torch.device) -> str:
@@ -40,18 +40,18 @@ def processor_of(device: torch.device) -> str:
 def what_differs(before: AttemptInputs | None, after: AttemptInputs | None) -> str:
     """Return what differs between the inputs of two attempts, as a text; empty if nothing that may change a number does."""
     if before is None or after is None:
-        return "what one of them computed with is not recorded"
+        return "the inputs of one of the two attempts are not recorded"
     if before.world_size != after.world_size:
-        return f"{before.world_size} and {after.world_size} ranks"
+        return f"the number of ranks differs: {before.world_size} and {after.world_size}"
     try:
         mine, others = _settings(before.config), _settings(after.config)
     except (ConfigError, AttributeError):  # another version wrote it, or it is damaged
-        return "the recorded configuration of one of them cannot be read"
+        return "the recorded configuration of one of the two cannot be read"
     keys = sorted(key for key in {*mine, *others} if mine.get(key) != others.get(key))
     if keys:
-        return f"`{keys[0]}` of the configuration"
+        return f"`{keys[0]}` of the configuration differs"
     # A job's copy of the code lies in a directory of its own, so files are known by what is in them.
-    return "" if sorted(before.code.values()) == sorted(after.code.values()) else "the user's code"
+    return "" if sorted(before.code.values()) == sorted(after.code.values()) else "the user's code differs"
 
 
 def _settings(config: str) -> Mapping[str, Any]:

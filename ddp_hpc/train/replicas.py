@@ -125,7 +125,7 @@ class Replicas:
         for name, why in [*new.items()][:_MOST_NAMED]:
             log.warning("`%s` is not compared between the ranks (`integrity.every_steps`): it is %s", name, why)
         if len(new) > _MOST_NAMED:
-            log.warning("%d more such tensors are not compared", len(new) - _MOST_NAMED)
+            log.warning("%d more tensors are not compared between the ranks", len(new) - _MOST_NAMED)
 
     def _agreed(self, step: int, digest: str, state: TrainingState) -> None:
         """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""

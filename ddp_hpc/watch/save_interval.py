@@ -30,13 +30,13 @@ class SaveInterval:
     """Which share they have taken."""
 
     def sentence(self) -> str:
-        """Return `every 340 steps (about 9 min): should cost 1.2% of the time, has cost 0.9%; a save stalls ...`."""
+        """Return `every 340 steps (about 9 min): saves and failures take 1.2% of the time by estimate, and have taken 0.9%; ...`."""
         from ddp_hpc.checkpoints import interval_text  # late: most runs that `status` shows have none
 
-        so_far = "" if self.measured_cost is None else f", has cost {self.measured_cost:.1%}"
+        so_far = "" if self.measured_cost is None else f", and have taken {self.measured_cost:.1%}"
         numbers = interval_text.numbers(self.costs, num_failures=self.num_failures, is_measured=self.is_measured)
         often = interval_text.every(self.every_steps, self.seconds)
-        return f"{often}: should cost {self.expected_cost:.1%} of the time{so_far}; {numbers}"
+        return f"{often}: saves and failures take {self.expected_cost:.1%} of the time by estimate{so_far}; {numbers}"
 
 
 def read_save_interval(run: RunDir, *, now: float, is_alive: bool) -> SaveInterval | None:

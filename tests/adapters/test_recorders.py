@@ -194,8 +194,8 @@ def test_steps_that_come_out_otherwise_as_they_are_repeated_are_named(tmp_path: 
     again = send(run, recorder)
 
     assert (first.returncode, again.returncode) == (0, 0)
-    assert "come out otherwise" not in first.stderr
-    assert "repeated steps have come out otherwise than before: 4, 6. Their first values stay here" in again.stderr
+    assert "got other values" not in first.stderr
+    assert "repeated steps got other values than before: 4, 6. This recorder keeps their first values" in again.stderr
 
 
 def test_files_of_wandb_in_a_directory_that_the_user_names_are_found_again(tmp_path: Path) -> None:

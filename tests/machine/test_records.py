@@ -137,7 +137,7 @@ def test_all_nodes_together_are_means_by_time_and_size_and_the_nodes_that_stand_
     assert found.gpu_busy == pytest.approx(0.7)
     assert (found.num_cpus, found.num_gpus, found.num_nodes) == (16, 4, 2)
     assert sentence(found) == (
-        "GPUs 70% busy (10% on n1), 11.0 of 80.0 GiB of GPU memory; CPUs 62% of 16 busy (100% on n1); "
+        "GPUs 70% busy (10% on n1), 11.0 of 80.0 GiB of GPU memory; 16 CPUs 62% busy (100% on n1); "
         "memory 60.0 of 64.0 GiB on n1, nearly all"
     )
 
@@ -168,7 +168,7 @@ def test_a_run_without_gpus_does_not_speak_of_them() -> None:
     found = summary_of([use(0, num_cpus=2, cpus_used=1.0, throttled=1.0)])
 
     assert found is not None
-    assert sentence(found) == "CPUs 50% of 2 busy, kept from running for 50% of the time by the cgroup's quota"
+    assert sentence(found) == "2 CPUs 50% busy, kept from running for 50% of the time by the cgroup's quota"
 
 
 def test_status_answers_where_the_file_system_does_not_say_what_was_measured(

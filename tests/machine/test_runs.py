@@ -53,7 +53,7 @@ def test_a_script_that_knows_nothing_of_it_has_its_gpus_cpus_and_memory_in_statu
     assert status["machines"]["nodes"][0]["num_cpus"] >= 1
     # The last line of the log: `submit --wait` returns once the end is recorded, which nothing delays.
     deadline = time.monotonic() + 60
-    while "note: on average, GPUs 35% busy, 60.0 of 80.0 GiB of GPU memory; CPUs " not in place.run(
+    while "note: on average (memory: at most), GPUs 35% busy, 60.0 of 80.0 GiB of GPU memory; " not in place.run(
         "one"
     ).console.read_text(encoding="utf-8"):
         assert time.monotonic() < deadline

@@ -315,7 +315,7 @@ def test_a_page_shows_how_busy_the_machines_were_and_says_why_the_gpus_wait(tmp_
     shown = page(run)
 
     assert "How busy the machines were" in shown.headings
-    assert "GPUs 30% busy, 8.0 of 80.0 GiB of GPU memory; CPUs 99% of 16 busy" in shown.text
+    assert "GPUs 30% busy, 8.0 of 80.0 GiB of GPU memory; 16 CPUs 99% busy" in shown.text
     assert "The GPUs wait: they are busy 30% of the time, while the 8 CPUs of each node are 99% busy" in shown.text
 
 

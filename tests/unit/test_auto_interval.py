@@ -172,7 +172,7 @@ def test_a_stall_is_noted_as_measured_at_the_first_save_even_if_nothing_changes(
 
     assert [(note["is_measured"], note["stall_s"]) for note in one.notes] == [(0.0, 1.0), (1.0, 0.003)]
     assert one.notes[0]["every_steps"] == one.notes[1]["every_steps"]
-    assert ["a save stalls 3 ms" in record.getMessage() for record in caplog.records] == [True]
+    assert ["a save stops training for 3 ms" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_run_that_has_not_failed_is_not_said_to_fail_soon(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +190,7 @@ def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> 
 
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        f"saves every {one.notes[0]['every_steps']} steps (about 31 s): a save is assumed to stall 1.0 s, a start takes 3.0 s, "
+        f"the run saves every {one.notes[0]['every_steps']} steps (about 31 s): a save is assumed to stop training for 1.0 s, a start takes 3.0 s, "
         "one failure in 8 min is expected (8 seen)"
     )
     assert len(one.notes) == 1

@@ -191,13 +191,13 @@ INPUTS = AttemptInputs(attempt=0, world_size=2, config="train:\n  lr: 0.1\nslurm
     [
         ({}, ""),
         ({"config": "train:\n  lr: 1e-1\nslurm:\n  qos: high\nlog:\n  every_steps: 7\n", "code": {"/b/m.py": "1"}}, ""),
-        ({"world_size": 4}, "2 and 4 ranks"),
-        ({"config": "train:\n  lr: 0.2\n"}, "`train` of the configuration"),
-        ({"config": "slurm: {}\n"}, "`train` of the configuration"),
-        ({"config": "a: [\n"}, "the recorded configuration of one of them cannot be read"),
-        ({"config": "text"}, "the recorded configuration of one of them cannot be read"),
-        ({"code": {"/a/m.py": "2"}}, "the user's code"),
-        ({"code": {}}, "the user's code"),
+        ({"world_size": 4}, "the number of ranks differs: 2 and 4"),
+        ({"config": "train:\n  lr: 0.2\n"}, "`train` of the configuration differs"),
+        ({"config": "slurm: {}\n"}, "`train` of the configuration differs"),
+        ({"config": "a: [\n"}, "the recorded configuration of one of the two cannot be read"),
+        ({"config": "text"}, "the recorded configuration of one of the two cannot be read"),
+        ({"code": {"/a/m.py": "2"}}, "the user's code differs"),
+        ({"code": {}}, "the user's code differs"),
     ],
 )
 def test_attempts_compute_the_same_with_equal_data_settings_and_code(more: Any, differs: str) -> None:
@@ -205,7 +205,7 @@ def test_attempts_compute_the_same_with_equal_data_settings_and_code(more: Any, 
 
 
 def test_what_is_not_recorded_is_not_taken_for_the_same() -> None:
-    assert what_differs(None, INPUTS) == what_differs(INPUTS, None) == "what one of them computed with is not recorded"
+    assert what_differs(None, INPUTS) == what_differs(INPUTS, None) == "the inputs of one of the two attempts are not recorded"
 
 
 # --- what follows ----------------------------------------------------------------------------------------------------

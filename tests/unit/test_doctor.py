@@ -221,7 +221,7 @@ JOB = "JobId=7 JobName=x UserId=ada(1) JobState={state} Reason=None Restarts=0 N
         ("echo '" + JOB.format(state="PENDING", nodes="(null)") + "'", "warn", "which waits"),
         ("echo '" + JOB.format(state="RUNNING", nodes="node[5-6]") + "'", "warn", "which runs on node[5-6]"),
         ("echo '" + JOB.format(state="NEW_WORD", nodes="node[1-2]") + "'", "unknown", "does not know"),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "warn", "which Slurm does not know"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "warn", "but Slurm knows no such job"),
         ("echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1", "unknown", "whether it runs is not known"),
     ],
 )

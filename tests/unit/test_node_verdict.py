@@ -140,7 +140,7 @@ FEW_GPUS = replace(GOOD, num_gpus=3)
         (OVER_QUOTA, "disk", "fail", "Disk quota exceeded"),
         (NO_DATA, "data", "fail", "/data is missing on node3"),
         (EMPTY_MOUNT, "data", "fail", "/data is empty on node3"),
-        (NO_RUN_DIR, "run directory", "fail", "node3 cannot write there: No such file"),
+        (NO_RUN_DIR, "run directory", "fail", "node3 cannot write into the run directory: No such file"),
         (LATE, "nodes", "fail", "node3 did not answer in time about: path /data"),
         (CUT, "interfaces", "fail", "node3 has no interface of InfiniBand that is up; the other nodes have 1"),
         (UNPLUGGED, "interfaces", "warn", "node3 has no interface of Ethernet"),
@@ -171,7 +171,7 @@ def test_why_a_node_cannot_write_tells_whose_fault_it_is(number: int, named: tup
     (found,) = bad(answers({"node3": replace(GOOD, shared=Shared(error=os.strerror(number)))}))
 
     assert (found.check, found.level, found.nodes) == ("run directory", "fail", named)
-    assert f"node3 cannot write there: {os.strerror(number)}" in found.found
+    assert f"node3 cannot write into the run directory: {os.strerror(number)}" in found.found
     assert to_do in found.to_do
 
 

@@ -191,7 +191,7 @@ def test_a_number_is_taken_once_also_nan_and_steps_that_change_are_named(caplog:
     sent.warn_of_changes()
 
     assert [one.getMessage().partition(". ")[0] for one in caplog.records] == [
-        "repeated steps have come out otherwise than before: 1"
+        "repeated steps got other values than before: 1"
     ]
 
 

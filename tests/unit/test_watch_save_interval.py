@@ -61,7 +61,7 @@ def test_status_shows_what_saves_should_cost_beside_what_they_have_cost(
     cost = measured_cost(read_times(run, now=0.0, is_alive=False))
     assert cost is not None
     assert (
-        f"saves       every 340 steps (about 9 min): should cost 1.2% of the time, has cost {cost:.1%}; a save stalls 1.2 s, a start "
+        f"saves       every 340 steps (about 9 min): saves and failures take 1.2% of the time by estimate, and have taken {cost:.1%}; a save stops training for 1.2 s, a start "
         "takes 40 s, one failure in 11 h is expected (1 seen)\n"
     ) in text
     assert record["every_steps"] == 340
@@ -88,7 +88,7 @@ def test_the_report_says_that_the_interval_was_chosen_and_what_it_has_cost(tmp_p
     text = view_of(read_run(failed_once(tmp_path / "run", CHOICE), now=2e9), ())["cost"]
 
     assert text.startswith(
-        "`checkpoint.every_steps=auto` saves every 340 steps (about 9 min): should cost 1.2% of the time, has"
+        "`checkpoint.every_steps=auto` saves every 340 steps (about 9 min): saves and failures take 1.2% of the time by estimate, and"
     )
     assert "least" not in text  # no other interval is recommended beside the chosen one
 
@@ -121,10 +121,10 @@ def test_the_outlook_of_a_new_run_is_an_assumption_and_that_of_an_older_one_its_
     new = outlook(RunDir(tmp_path / "new"), BOUNDS, num_nodes=2, now=0.0)
     known = outlook(failed_once(tmp_path / "run", CHOICE), BOUNDS, num_nodes=1, now=0.0)
 
-    assert new.startswith("about every 60 s at first: should cost")
-    assert "a save is assumed to stall 1.0 s, no failure seen yet, one in" in new
-    assert "has cost" in known
-    assert "a save stalls 1.2 s, a start takes 40 s, one failure in" in known
+    assert new.startswith("about every 60 s at first: saves and failures take")
+    assert "a save is assumed to stop training for 1.0 s, no failure seen yet, one in" in new
+    assert "have taken" in known
+    assert "a save stops training for 1.2 s, a start takes 40 s, one failure in" in known
     assert "(1 seen)" in known
 
 

@@ -36,5 +36,5 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         path.write_text(json.dumps(finite(trace_of(found)), allow_nan=False), encoding="utf-8")
     print(output)
     for profile in chosen.profile_traces():
-        print(f"note: PyTorch's profiler has recorded steps in {profile}", file=sys.stderr)
+        print(f"note: what PyTorch's profiler recorded is in a file of its own: {profile}", file=sys.stderr)
     return 0

@@ -91,13 +91,15 @@ def _job(site: Site) -> Iterator[Finding]:
     if is_so == "runs":
         yield Finding(check="job", level="ok", found=f"{said}; `--nodes` checks its nodes")
     elif is_so == "gone":
-        to_do = (
-            "open a new shell, or `unset ${!SLURM_@}`: Slurm's commands read them, too; ddp-hpc does not use them here"
-        )
+        to_do = "open a new shell, or in bash `unset ${!SLURM_@}`: ddp-hpc ignores these variables here, but srun and sbatch read them"
         yield Finding(check="job", level="warn", found=said, to_do=to_do)
     elif is_so == "unknown":
         to_do = "try again, or open a new shell; `--nodes` checks no nodes until that is known"
         yield Finding(check="job", level="unknown", found=said, to_do=to_do)
+
+
+_ROOM = "remove what is not needed there: `ddp-hpc delete RUN`"
+_FASTER = "set `runs_dir` to a directory on a faster file system, if there is one"
 
 
 def _runs_dir(site: Site) -> Iterator[Finding]:
@@ -129,11 +131,7 @@ def _runs_dir(site: Site) -> Iterator[Finding]:
         check="runs directory",
         level=level,
         found=f"{where}: writable{seconds}, {quota.in_words(free)}{files} free",
-        to_do=""
-        if level == "ok"
-        else "its file system is slow"
-        if seconds
-        else "remove what is not needed there: `ddp-hpc delete RUN`",
+        to_do="" if level == "ok" else _ROOM if free < TIGHT_BYTES or level == "fail" else _FASTER,
     )
 
 
@@ -155,9 +153,10 @@ def _controller(site: Site) -> Iterator[Finding]:
     said = site.told.controller
     if said == "up":
         return  # the next lines say what it answers
-    to_do = "wait, or tell your cluster's support; no job starts meanwhile, and those that run go on"
+    to_do = "try again; if it lasts, ask your cluster's support"
     if said == "down":
         found = "the controller does not answer: `scontrol ping` says DOWN"
+        to_do = "wait, or ask your cluster's support; no job starts meanwhile, and those that run go on"
         yield Finding(check="controller", level="fail", found=found, to_do=to_do)
     else:
         why = site.told.why_not("controller") if said is None else "`scontrol ping` says neither UP nor DOWN"
@@ -215,8 +214,9 @@ def _preemption(site: Site) -> Iterator[Finding]:
     rules = preemption.rules_of(config, partition, told.partitions, qos, told.qos)
     if rules is None:
         why = told.why_not("qos") if told.qos is None else "which QOS the job would have is not known"
-        found = f"PreemptType is {config.preempt_type or 'not shown'}, and its rule for this job is not known: {why}"
-        to_do = "set `slurm.qos`; `sacctmgr show qos format=name,preempt,preemptmode,gracetime` lists the rules"
+        found = f"PreemptType is {config.preempt_type or 'not shown'}; whether other jobs may preempt this run is not known: {why}"
+        lists = "`sacctmgr show qos format=name,preempt,preemptmode,gracetime` lists the rules"
+        to_do = f"try again; {lists}" if told.qos is None else f"set `slurm.qos`; {lists}"
         yield Finding(check="preemption", level="unknown", found=found, to_do=to_do)
         return
     yield from preemption.findings_of(rules, config)
@@ -334,7 +334,9 @@ def _unanswered(site: Site, check: str, question: str) -> Finding:
     return Finding(check=check, level="unknown", found=site.told.why_not(question), to_do=to_do)
 
 
-_OF_DATABASE = "try again; slurmdbd answers this, and without it the controller still takes jobs and starts them"
+_OF_DATABASE = (
+    "try again; only slurmdbd, the accounting daemon, knows this; without it, jobs are still accepted and started"
+)
 
 
 ALWAYS: Sequence[Callable[[Site], Iterator[Finding]]] = (_profile, _job, _runs_dir, _quota)

@@ -20,11 +20,11 @@ def standing(environ: Mapping[str, str], told: Answers) -> tuple[Standing, str]:
     job_id = claimed_job_id(environ)
     if job_id is None:
         return "none", ""
-    said = f"the variables of this shell are those of job {job_id}"
+    said = f"SLURM_* variables of this shell name job {job_id}"
     if "job" in told.problems or not has_commands(environ):
         return "unknown", f"{said}, but whether it runs is not known: {told.why_not('job')}"
     if told.job is None:
-        return "gone", f"{said}, which Slurm does not know"
+        return "gone", f"{said}, but Slurm knows no such job"
     state = parse_state(told.job.state)
     if state not in {"running", "suspended", "ending"}:
         return "unknown" if state == "unknown" else "gone", f"{said}, which {phrase(told.job.state)}"

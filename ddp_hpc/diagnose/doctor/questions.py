@@ -129,7 +129,7 @@ def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -
         thread.join(max(until - time.monotonic(), 0.0))
     told, why = dict(found), dict(problems)  # a late thread may still write into the others
     for name in questions.keys() - told.keys() - why.keys():
-        why[name] = f"there is no answer within {seconds:.0f} s."
+        why[name] = f"no answer to `{name}` within {seconds:.0f} s."
     return Answers(**told, problems=why)
 
 

@@ -54,7 +54,7 @@ def quotas_of(path: Path, environ: Mapping[str, str], *, timeout_s: float) -> Se
         raise ConfigError(f"the file system of {path} is not known")
     argv = argv_for(mount, path)
     if shutil.which(argv[0], path=environ.get("PATH", "")) is None:
-        raise ConfigError(f"{path} is on {mount.fs_type}, and this host has no `{argv[0]}`")
+        raise ConfigError(f"{path} is on {mount.fs_type}, and this host lacks the command `{argv[0]}`")
     try:
         done = subprocess.run(
             argv, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -109,7 +109,7 @@ def findings_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Findin
         yield Finding(check="quota", level="ok", found="this user has no limit of bytes or files there")
     for one in quotas or ():
         level = _level(one)
-        over = ", above the soft limit, so writing ends when the grace time does" if one.is_over_soft else ""
+        over = "; the use is above the soft limit, so writing fails after the grace time" if one.is_over_soft else ""
         to_do = "" if level == "ok" else "remove what is not needed: `ddp-hpc delete RUN`; or ask for a higher quota"
         yield Finding(check="quota", level=level, found=f"{_words(one)}{over}", to_do=to_do)
 

@@ -67,7 +67,7 @@ class LoneLosses:
                 self._open.remove(one)
                 told = by_repetition(one, self._repetition(one))
                 write_difference(self._run, told)
-                log.warning("attempt %d ended because %s: %s", told.attempt, told.what, told.who)
+                log.warning("the earlier attempt %d ended because %s; %s", told.attempt, told.what, told.who)
 
     def _repetition(self, one: Difference) -> Repetition:
         different = not_comparable(
