@@ -34,4 +34,6 @@ def outlook(run: RunDir, bounds: Bounds, *, num_nodes: int, now: float) -> str:
     cost = measured_cost(read_times(run, now=now, is_alive=False))
     so_far = "" if cost is None else f", and have taken {cost:.1%} so far"
     often, expected = interval_text.roughly(chosen.seconds), costs.share(chosen.seconds)
-    return f"about every {often} at first: saves and failures take {expected:.1%} of the time by estimate{so_far}; {why}"
+    return (
+        f"about every {often} at first: saves and failures take {expected:.1%} of the time by estimate{so_far}; {why}"
+    )

@@ -87,7 +87,9 @@ def test_what_a_driver_cannot_mean_is_not_known(tmp_path: Path) -> None:
     assert (no_share["busy"], no_share["memory_gib"]) == (None, 1.0)
     assert why_not == "GPU 4: its utilisation is not known (the driver says 4294967295 %)"
     assert (no_memory["busy"], no_memory["memory_gib"], no_memory["total_gib"]) == (0.2, None, None)
-    assert nor.startswith("GPU 5: its memory is not known (the driver says that 96636764160 of 85899345920 bytes are used)")
+    assert nor.startswith(
+        "GPU 5: its memory is not known (the driver says that 96636764160 of 85899345920 bytes are used)"
+    )
 
 
 def test_of_a_gpu_that_is_divided_the_part_that_cuda_shows_counts(tmp_path: Path) -> None:

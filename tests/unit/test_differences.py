@@ -205,7 +205,11 @@ def test_attempts_compute_the_same_with_equal_data_settings_and_code(more: Any, 
 
 
 def test_what_is_not_recorded_is_not_taken_for_the_same() -> None:
-    assert what_differs(None, INPUTS) == what_differs(INPUTS, None) == "the inputs of one of the two attempts are not recorded"
+    assert (
+        what_differs(None, INPUTS)
+        == what_differs(INPUTS, None)
+        == "the inputs of one of the two attempts are not recorded"
+    )
 
 
 # --- what follows ----------------------------------------------------------------------------------------------------
