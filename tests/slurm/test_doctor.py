@@ -293,7 +293,7 @@ def test_the_variables_of_a_job_that_has_ended_are_not_taken_for_a_job(cluster: 
     assert found["code"] == 0
     assert len(found["checked"]["nodes"]) == 4
     assert [(one["level"], one["found"]) for one in found["site"] if one["check"] == "job"] == [
-        ("warn", f"SLURM_* variables of this shell name job {job_id}, which completed")
+        ("warn", f"the Slurm variables of this shell name job {job_id}, which completed")
     ]
 
 

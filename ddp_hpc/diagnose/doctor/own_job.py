@@ -20,7 +20,7 @@ def standing(environ: Mapping[str, str], told: Answers) -> tuple[Standing, str]:
     job_id = claimed_job_id(environ)
     if job_id is None:
         return "none", ""
-    said = f"SLURM_* variables of this shell name job {job_id}"
+    said = f"the Slurm variables of this shell name job {job_id}"
     if "job" in told.problems or not has_commands(environ):
         return "unknown", f"{said}, but whether it runs is not known: {told.why_not('job')}"
     if told.job is None:
