@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_POINTS = 1000
 WALL = "wall_s"
 SUBMITIT, SUBMITIT_ARRAY = "limit: import submitit, submit one job", "submitit: map_array of 1,000 points"
+OTHERS = "limit: Python, what others wrote, 1,000 points"
 PYTHON, PLAIN, OURS = "limit: python -c pass", "plain sbatch --array=0-999", "ddp-hpc submit --points, 1,000 points"
 OF_OTHERS = (
     "jinja2",
@@ -48,6 +49,13 @@ else:
     points = range(int(sys.argv[2]))
     executor.map_array(train, [number / 1000 for number in points], [number % 5 for number in points])
 """
+OTHERS_CODE = """
+import argparse, dataclasses, hashlib, json, logging, pathlib, subprocess
+import jinja2, yaml
+with open("points.yaml") as file:
+    yaml.load(file, yaml.CSafeLoader)
+"""
+"""What no command can do without that renders a template and reads a file of points, before it does anything of its own."""
 TIMED = 'begin=$EPOCHREALTIME; "$@" >out 2>err || { cat err >&2; exit 1; }; echo "$begin $EPOCHREALTIME"'
 
 
@@ -66,6 +74,9 @@ class Login:
 
     def python(self) -> Mapping[str, float]:
         return self._timed(sys.executable, "-c", "pass")
+
+    def others(self) -> Mapping[str, float]:
+        return self._timed(sys.executable, "-c", OTHERS_CODE)
 
     def ours(self) -> Mapping[str, float]:
         name = f"sweep-{next(self._numbers)}"
@@ -109,6 +120,7 @@ def measure(rounds: int) -> Samples:
             Row(name, partial(each))
             for name, each in (
                 (PYTHON, login.python),
+                (OTHERS, login.others),
                 (PLAIN, login.plain),
                 (SUBMITIT, partial(login.submitit, 1)),
                 (SUBMITIT_ARRAY, partial(login.submitit, NUM_POINTS)),
@@ -122,6 +134,7 @@ def verdicts(samples: Samples) -> list[Verdict]:
     """Hold the added time against the target; show beside it how much of it is the start of Python."""
     added_ms = [1e3 * each for each in samples.differences(WALL, of=OURS, less=PLAIN)]
     python_ms = [1e3 * each for each in samples.by_row[PYTHON][WALL]]
+    others_ms = [1e3 * each for each in samples.by_row[OTHERS][WALL]]
     of_one_ms = [1e3 * each for each in samples.differences(WALL, of=SUBMITIT, less=PLAIN)]
     of_array = [
         by / ours for by, ours in zip(samples.by_row[SUBMITIT_ARRAY][WALL], samples.by_row[OURS][WALL], strict=True)
@@ -129,6 +142,7 @@ def verdicts(samples: Samples) -> list[Verdict]:
     return [
         judge("a sweep's time, less plain sbatch's", added_ms, unit="ms", limit=60, wanted="at most"),
         judge("of these: the start of Python itself", python_ms, unit="ms"),
+        judge("of these: Python, what others wrote, and reading the points", others_ms, unit="ms"),
         judge("submitit's time for one job, less plain sbatch's", of_one_ms, unit="ms"),
         judge("submitit's map_array, by our sweep", of_array, unit="x"),
     ]
