@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
@@ -53,16 +55,51 @@ def _tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
-    # Rank zero chooses the file for all ranks: the other run may commit a newer checkpoint at this very moment.
-    found_here = (
-        str(_find(str(spec.train.init_from), runs_dir=spec.path.parent)) if group.rank_info.is_rank_zero else None
-    )
-    source = Path(group.broadcast_through_store("init_from", found_here))
+    # Rank zero alone reads, and sends the others what fits: thousands of ranks that read one file wait for the file system, and
+    # the other run may commit a newer checkpoint at this very moment.
+    fitting: dict[str, Tensor] = {}
+    offer: _Offer | None = None
+    if group.rank_info.is_rank_zero:
+        try:
+            source = _find(str(spec.train.init_from), runs_dir=spec.path.parent)
+            fitting, misfits = _fitting(source, state.model.state_dict(), is_strict=spec.train.init_strict)
+            tensors = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in fitting.items()}
+            offer = _Offer(found=f"{source}{f' ({misfits})' if misfits else ''}", tensors=tensors)
+        except (ConfigError, UnreadableError) as error:
+            offer = _Offer(refusal=(type(error).__name__, str(error)))
+    offer = _Offer(**group.broadcast_through_store("init_from", None if offer is None else asdict(offer)))
+    if offer.refusal is not None:
+        kind, text = offer.refusal
+        group.let_all_read("init_from/refused")
+        raise (ConfigError if kind == ConfigError.__name__ else UnreadableError)(text)
+    state.model.load_state_dict(_received(fitting, offer, group), strict=False)
+    if state.ema is not None:
+        state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
+    log.info("loaded %d of %d weights from %s", len(offer.tensors), len(state.model.state_dict()), offer.found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offer:
+    """What rank zero has read, as JSON can hold it."""
+
+    refusal: Sequence[str] | None = None
+    """The class and the text of the error, where the weights cannot be used."""
+    found: str = ""
+    """The file, and how its weights differ from the model's."""
+    tensors: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
+    """Name -> dtype and shape of the tensors that rank zero sends, in this order."""
+
+
+def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tuple[dict[str, Tensor], str]:
+    """Return the weights in a file or checkpoint that fit the model, and how the others differ.
+
+    Raises:
+        ConfigError: where none fits, or, with `is_strict`, not all do.
+    """
     found = _unwrapped(_read(source))
-    own = state.model.state_dict()
     fitting = {name: found[name] for name in own if name in found and own[name].shape == found[name].shape}
     misfits = differences(own, found)
-    if misfits and spec.train.init_strict:
+    if misfits and is_strict:
         raise ConfigError(
             f"`train.init_from` is {str(source)!r}, but its weights are not those of the model: {misfits}. "
             "Name weights of this model, or set `train.init_strict=false` to take those that fit."
@@ -71,10 +108,21 @@ def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
         raise ConfigError(
             f"`train.init_from` is {str(source)!r}, but none of its weights fits the model: {misfits}. Name a file or run with weights of this model."
         )
-    state.model.load_state_dict(fitting, strict=False)
-    if state.ema is not None:
-        state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
-    log.info("loaded %d of %d weights from %s%s", len(fitting), len(own), source, f" ({misfits})" if misfits else "")
+    return fitting, misfits
+
+
+def _received(read: Mapping[str, Tensor], offer: _Offer, group: Group) -> dict[str, Tensor]:
+    """Return the tensors of rank zero on each rank, in the host's memory; one after the other is on the device."""
+    if group.rank_info.world_size == 1:
+        return dict(read)
+    received = {}
+    for name, (dtype, shape) in offer.tensors.items():
+        one = read[name].contiguous() if read else torch.empty(shape, dtype=getattr(torch, dtype))
+        # As bytes: gloo and NCCL do not know all of PyTorch's dtypes.
+        sent = one.reshape(-1).view(torch.uint8).to(group.device)
+        dist.broadcast(sent, 0)
+        received[name] = sent.cpu().view(one.dtype).reshape(one.shape)
+    return received
 
 
 def _find(text: str, *, runs_dir: Path) -> Path:

@@ -1,0 +1,67 @@
+"""`train.init_from` on several ranks: rank zero alone reads, and all begin with its weights or refuse them alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.spec import RunSpec, TrainSpec
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.state.initial_weights import take_initial_weights
+from tests.distributed.processes import in_group
+from tests.unit.made_state import make_state
+
+ODD = {
+    "halves": torch.arange(5).bfloat16(),
+    "flags": torch.tensor([True, False, True]),
+    "count": torch.tensor(7),
+    "nothing": torch.empty(0, 3),
+    "turned": torch.arange(6.0).reshape(2, 3).t(),
+    "complexes": torch.tensor([1 + 2j]),
+}
+
+
+class Odd(nn.Module):
+    """Has buffers of many dtypes, and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in ODD.items():
+            self.register_buffer(name, torch.zeros_like(value))
+
+
+def taken(group: Group, runs: Path) -> dict[str, Any] | str:
+    """Return the weights that this rank begins with; only rank zero sees the file."""
+    here = runs if group.rank_info.is_rank_zero else runs / "not mounted"
+    spec = RunSpec(name="run", runs_dir=str(runs), train=TrainSpec(init_from=str(here / "weights.pt")))
+    state = replace(make_state(rank=group.rank_info.rank, world_size=group.rank_info.world_size), model=Odd())
+    try:
+        take_initial_weights(spec, state, group)
+    except ConfigError as error:
+        return str(error)
+    return dict(state.model.state_dict())
+
+
+def test_rank_zero_reads_the_file_and_all_ranks_get_its_tensors_of_all_dtypes(tmp_path: Path) -> None:
+    torch.save(ODD, tmp_path / "weights.pt")
+
+    for weights in in_group(3, partial(taken, runs=tmp_path), tmp_path / "ours"):
+        assert isinstance(weights, dict)
+        assert {name: one.dtype for name, one in weights.items()} == {name: one.dtype for name, one in ODD.items()}
+        assert all(torch.equal(weights[name], one) for name, one in ODD.items())
+
+
+def test_all_ranks_refuse_weights_that_do_not_fit_with_the_same_words(tmp_path: Path) -> None:
+    torch.save({**ODD, "halves": torch.zeros(6)}, tmp_path / "weights.pt")
+
+    first, second = in_group(2, partial(taken, runs=tmp_path), tmp_path / "ours")
+
+    assert isinstance(first, str)
+    assert "halves (6,) instead of (5,)" in first
+    assert second == first
