@@ -124,6 +124,7 @@ def output_at(path: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: if `path` is a directory, or its directory does not exist.
+        OSError: if it cannot be written, with `path` as its `filename`.
     """
     if not path.parent.is_dir():
         raise ConfigError(
@@ -132,15 +133,28 @@ def output_at(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise ConfigError(f"The output file is {str(path)!r}, but that is a directory. Give the path of a file in it.")
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-        yield path
+        with _named(path):
+            yield path
         return
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        yield beside
-        beside.replace(target)
+        with _named(path):
+            yield beside
+            beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name a file in the errors of writing it, where the system does not: write(2) knows no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Protocol, cast
 
 from ddp_hpc import __version__
 from ddp_hpc.cli.quick_start import quick_start
-from ddp_hpc.cli.terminal import guarded_terminal
+from ddp_hpc.cli.terminal import drop_output, guarded_terminal, open_closed_streams
 from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.exit_codes import FAILED
 
@@ -56,6 +57,7 @@ OF_SCRIPTS = frozenset({"certify", "join", "render", "submit"})
 _DASHED_SETTING = re.compile(r"--(?P<key>[a-z_][\w.-]*)=")
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Verb(Protocol):
@@ -70,6 +72,8 @@ class Verb(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. Without `argv`, run the command in `sys.argv`."""
+    if argv is None:
+        open_closed_streams()
     with nullcontext() if argv is not None else quick_start(), guarded_terminal():
         return _main(sys.argv[1:] if argv is None else list(argv))
 
@@ -83,10 +87,18 @@ def _main(words: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader closed the pipe; else the interpreter would fail again when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader closed the pipe
+        drop_output()
         return BROKEN_PIPE
     except OSError as error:
+        if error.filename is None and error.errno in _NO_ROOM:  # write(2) knows no name
+            drop_output()
+            print(
+                f"error: the output of this command could not be written: {error.strerror}. Free some space, or send the output "
+                "elsewhere. The command may have done its work all the same: a run that it has submitted goes on, and `ddp-hpc list` shows it.",
+                file=sys.stderr,
+            )
+            return FAILED
         if error.filename is None:
             raise  # it concerns no file of the user's, so it is an error in ddp-hpc
         print(

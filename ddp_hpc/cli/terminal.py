@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,23 @@ def guarded_terminal() -> Iterator[None]:
         for stream in guarded:
             if isinstance(stream, Terminal):
                 stream.detach()  # which flushes; else it would close the terminal with itself
+
+
+def open_closed_streams() -> None:
+    """Have standard input, output and errors be /dev/null where whoever started this process has closed them."""
+    # Else Python has None for them, and the next file that is opened gets their numbers: what a child prints would go into it.
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number, inheritable=True)
+            if null != number:
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
+def drop_output() -> None:
+    """Throw away what waits to be written to standard output; else the interpreter would fail when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _guarded(stream: TextIO | None) -> Any:
