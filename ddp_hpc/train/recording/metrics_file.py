@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import IO, Any
 
 import msgspec
@@ -13,6 +13,9 @@ from ddp_hpc.base.durable import open_private, read_json_lines, replace_text
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.run_dir.paths import RunDir
 
+MOST_WAITING_BYTES = 8 << 20
+"""So much is kept in memory while the disk takes nothing: about 60,000 lines."""
+
 
 class MetricsFile:
     """The metrics of a run, open for the lines of one attempt."""
@@ -20,7 +23,9 @@ class MetricsFile:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._file: IO[bytes] | None = None
-        self._is_torn = False
+        self._waiting = bytearray()
+        """What the disk has not taken yet; it begins amid a line if the disk took a part of that."""
+        self._num_lost = 0
 
     def open(self, step: int) -> list[dict[str, Any]]:
         """Move the lines after `step`, whose steps will be repeated, to another file; return those that are left."""
@@ -35,25 +40,33 @@ class MetricsFile:
         return kept
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line.
+        """Write one line, after those that wait since an earlier error.
 
         Raises:
-            OSError: if the disk takes none, or a part of it.
+            OSError: if the disk does not take all of it; the rest is written by a later call.
         """
-        assert self._file is not None  # noqa: S101  `open` comes first
         line = msgspec.json.encode(record) + b"\n"
-        # On a full disk, write(2) may write only a part, or fail: https://man7.org/linux/man-pages/man2/write.2.html
-        # The next line then first ends the incomplete one, so that only that one is lost.
-        whole = b"\n" + line if self._is_torn else line
-        self._is_torn = True
-        written = self._file.write(whole)
-        if written < len(whole):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.metrics))
-        self._is_torn = False
+        if len(self._waiting) + len(line) > MOST_WAITING_BYTES:
+            self._num_lost += 1
+        else:
+            self._waiting += line
+        self._write()
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+    def close(self) -> int:
+        """Write what waits; return how many lines the disk has not taken."""
+        if self._file is None:
+            return 0
+        with suppress(OSError):
+            self._write()
+        self._file.close()
+        return self._num_lost + self._waiting.count(b"\n")
+
+    def _write(self) -> None:
+        assert self._file is not None  # noqa: S101  `open` comes first
+        # On a full disk, write(2) may write only a part, or fail: https://man7.org/linux/man-pages/man2/write.2.html
+        # The rest waits, so that the next write goes on where this one has ended, amid a line.
+        while self._waiting:
+            del self._waiting[: self._file.write(self._waiting)]
 
     def _read(self) -> str:
         try:

@@ -68,7 +68,7 @@ class RunRecorder:
         self._measured_at = (self._clock(), 0, 0)
         self._paused_s = self._newest_pause_s = 0.0
         self._written_at = 0.0
-        self._is_losing = False
+        self._failing: set[str] = set()
 
     def open(self, position: Position) -> None:
         """Open the records at `position`: where the run resumes, or step zero."""
@@ -188,10 +188,12 @@ class RunRecorder:
 
     def close(self, ending: Ending = "finished") -> None:
         """Close the records; wait for the other recorders, within a bound that `ending` decides."""
+        num_lost = self._file.close()
+        if num_lost:
+            log.warning("%d lines of metrics.jsonl are lost: the disk did not take them before the end.", num_lost)
         self._followers.close(ending)
         if self._timeline is not None:
             self._timeline.close()
-        self._file.close()
 
     def _measure_rate(self) -> None:
         now = self._clock() - self._paused_s
@@ -203,7 +205,7 @@ class RunRecorder:
 
     def _write(self, kind: str, position: Position, numbers: Mapping[str, float | None]) -> None:
         record = {"kind": kind, "step": position.step, "epoch": _epoch_of(position), **numbers, "at": time.time()}
-        with self._errors_logged():
+        with self._errors_logged("metrics"):
             self._file.append(record)
 
     def _write_progress(self, position: Position) -> None:
@@ -226,20 +228,25 @@ class RunRecorder:
             save_error=self._save_error,
             at=time.time(),
         )
-        with self._errors_logged():
+        with self._errors_logged("progress"):
             write_progress(self._run, progress)
 
     @contextmanager
-    def _errors_logged(self) -> Iterator[None]:
-        """Keep the training running on a full disk: skip records that cannot be written, and log the first of them."""
+    def _errors_logged(self, what: str) -> Iterator[None]:
+        """Keep the training running on a full disk, and log the first of the errors in a row."""
         try:
             yield
         except OSError as error:
-            if not self._is_losing:
-                log.warning("metrics and progress cannot be written: %s. The training goes on without them.", error)
-            self._is_losing = True
+            if what not in self._failing:
+                log.warning(
+                    "the %s of the run cannot be written: %s. The training goes on; what is missing is kept in memory, and written as "
+                    "soon as it can be.",
+                    what,
+                    error,
+                )
+            self._failing.add(what)
         else:
-            self._is_losing = False
+            self._failing.discard(what)
 
 
 def _epoch_of(position: Position) -> int:
