@@ -127,6 +127,33 @@ def claimed_nodes(environ: Mapping[str, str]) -> frozenset[str] | None:
         return None
 
 
+def claimed_cluster(environ: Mapping[str, str]) -> str:
+    """Return the name of the cluster whose job the variables name: of several, a shell may ask another one; empty where it is not said."""
+    return environ.get("SLURM_CLUSTER_NAME", "")
+
+
+def is_one_of_many_tasks(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process is one of several tasks of a step, and not a shell, nor a step of a single task such as an interactive one."""
+    try:
+        allocation = read_allocation(environ)
+    except ConfigError:
+        return False
+    return allocation is not None and allocation.step is not None and allocation.step.world_size > 1
+
+
+_OF_NO_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
+"""Variables that name the cluster's configuration and the user's credentials."""
+
+
+def without_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what describes a job of Slurm."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _OF_NO_JOB or not name.startswith(("SLURM_", "SLURMD_"))
+    }
+
+
 def is_in_job(environ: Mapping[str, str]) -> bool:
     """Tell whether this process is part of a job, or was started from within one."""
     return claimed_job_id(environ) is not None

@@ -98,8 +98,12 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             from ddp_hpc.certify.in_job import read_plan
 
             return _certify(read_plan(args.plan), environment, show, is_json=False)
+        from ddp_hpc.slurm.own_job import without_ended_job
         from ddp_hpc.submission.backend import choose_backend
 
+        environment, note = without_ended_job(environment)
+        if note:
+            show(note)
         backend = choose_backend(args.cluster, environment)
         if backend.HAS_QUEUE:
             return _certify_in_job(args, backend, environment, show)

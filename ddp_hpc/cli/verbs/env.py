@@ -62,8 +62,14 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.rendezvous.derive import derive
     from ddp_hpc.rendezvous.worker_env import recorded
     from ddp_hpc.slurm.allocation import read_allocation
+    from ddp_hpc.slurm.own_job import without_ended_job
 
-    found = recorded(environment) or _of_launcher(environment)
+    found = recorded(environment)
+    if found is None:
+        environment, note = without_ended_job(environment)
+        if note:
+            print(note, file=sys.stderr)
+    found = found or _of_launcher(environment)
     if found is None:
         found = derive(environment, read_allocation(environment), this_host())
     if args.json:

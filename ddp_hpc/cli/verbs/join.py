@@ -63,7 +63,11 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.rendezvous.address import this_host
     from ddp_hpc.rendezvous.launchers import find_place, of_run
     from ddp_hpc.slurm.allocation import read_allocation
+    from ddp_hpc.slurm.own_job import without_ended_job
 
+    environment, note = without_ended_job(environment)
+    if note:
+        print(note, file=sys.stderr)
     environ = _with_options(args, environment)
     first_node = first_node_of(environ)
     allocation = (

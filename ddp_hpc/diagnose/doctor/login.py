@@ -10,12 +10,12 @@ from functools import cached_property
 from ddp_hpc.config.resolve import Resolved
 from ddp_hpc.diagnose.doctor import preemption, quota
 from ddp_hpc.diagnose.doctor.drained import out_of_service
-from ddp_hpc.diagnose.doctor.own_job import Standing, standing
 from ddp_hpc.diagnose.doctor.questions import Answers, ask, has_commands
 from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
 from ddp_hpc.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
 from ddp_hpc.run_dir.preflight import Finding, Level
 from ddp_hpc.slurm import client
+from ddp_hpc.slurm.own_job import TO_DO, Standing, standing
 from ddp_hpc.slurm.queries import Partition
 from ddp_hpc.spec import RunSpec
 
@@ -53,7 +53,10 @@ class Site:
     @cached_property
     def job(self) -> tuple[Standing, str]:
         """Whether the job of this shell's variables runs, and why that is so."""
-        return standing(self.environ, self.told)
+        is_answered = "job" not in self.told.problems and has_commands(self.environ)
+        asked = "" if self.told.config is None else self.told.config.name
+        problem = "" if is_answered else self.told.why_not("job")
+        return standing(self.environ, self.told.job, problem, asked=asked)
 
 
 def findings_of(site: Site) -> list[Finding]:
@@ -91,8 +94,7 @@ def _job(site: Site) -> Iterator[Finding]:
     if is_so == "runs":
         yield Finding(check="job", level="ok", found=f"{said}; `--nodes` checks its nodes")
     elif is_so == "gone":
-        to_do = "open a new shell, or in bash `unset ${!SLURM_@}`: ddp-hpc ignores these variables here, but srun and sbatch read them"
-        yield Finding(check="job", level="warn", found=said, to_do=to_do)
+        yield Finding(check="job", level="warn", found=said, to_do=TO_DO)
     elif is_so == "unknown":
         to_do = "try again, or open a new shell; `--nodes` checks no nodes until that is known"
         yield Finding(check="job", level="unknown", found=said, to_do=to_do)
