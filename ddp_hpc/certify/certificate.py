@@ -171,18 +171,18 @@ class _Certification:
     def _note_limits(self, certificate: Certificate, attempt: AttemptRecord) -> None:
         if not certificate.unit:
             self.notes.append(
-                "no line of its output names a step or an epoch, so nothing says how much work was done again"
+                "no line of the script's output names a step or an epoch, so the amount of repeated work is not known"
             )
         if not certificate.saves:
             self.notes.append(
-                "it saved no file that looks like a saved state; if it does save, name the files with `script.progress=PATTERN`"
+                "certify recognised no saved state among the script's files; if there are some, name the files with `script.progress=PATTERN`"
             )
         if attempt.left_behind:
             named = "; ".join(one[:80] for one in attempt.left_behind[:3])
-            self.notes.append(f"it leaves processes behind when it ends, and certify has killed them: {named}")
+            self.notes.append(f"the script left processes running when it ended, and certify killed them: {named}")
         if attempt.num_ranks < 2:
             self.notes.append(
-                "it ran with one rank, so nothing says whether ranks agree (`resources.workers_per_node=2`)"
+                "the script ran with one rank, so whether ranks agree was not tested; to test it: `resources.workers_per_node=2`"
             )
 
     def _undisturbed(self, name: str) -> RunRecord:
@@ -193,17 +193,17 @@ class _Certification:
             last = record.attempts[-1]
             text = next(iter(last.failed_ranks.values()), "") or last.reason or record.outcome
             raise ConfigError(
-                f"The script does not finish without a fault, so nothing can be said about faults: {text.strip()[-600:].rstrip('.')}. "
+                f"The script does not finish without a fault, so certify tried no fault: {text.strip()[-600:].rstrip('.')}. "
                 f"{hint_on(text, self.plan.work_dir)}Read {trial.place.runs_dir}."
             )
         rank = _printing_rank(record.attempts[-1])
         if rank and not self._printing_rank:
             self._printing_rank = rank
             self.notes.append(
-                f"rank {rank} prints where the training is, and not rank zero, so its lines are those that certify reads"
+                f"rank {rank} prints the training's step, and rank zero does not, so certify reads that rank's lines"
             )
             self.say(
-                f"rank {rank} prints where the training is, and not rank zero; running the script again to read its lines"
+                f"rank {rank} prints the training's step, and rank zero does not; certify runs the script again to read that rank's lines"
             )
             return self._undisturbed(f"{name}-of-rank-{rank}")
         known = {plain(Path(path).name) for path, contents in record.final.items() if contents.kind == "text"}
@@ -223,7 +223,7 @@ class _Certification:
         evidence = evidence_of(fault, record, self.baseline)
         if self.baseline.second is None and needs_second_run(evidence):
             self.say(
-                "its result differs; running the script undisturbed once more, to learn whether it always ends the same"
+                "its result differs; certify runs the script undisturbed once more, to see whether its result is always the same"
             )
             self.baseline = replace(self.baseline, second=self._undisturbed("undisturbed-2"))
         evidence = evidence_of(fault, record, self.baseline)
@@ -253,9 +253,9 @@ class _Certification:
         if old and not self._left_out.issuperset(self.plan.work_dir / path for path in old):
             self._left_out.update(self.plan.work_dir / path for path in old)
             self.notes.append(
-                f"{', '.join(old)} of an earlier run was left out of the copies, so that each run begins anew"
+                f"{', '.join(old)} of an earlier run is left out of the copies, so that each run starts from scratch"
             )
-            self.say(f"{old[0]} is there from an earlier run; running the script again without it")
+            self.say(f"{old[0]} exists from an earlier run; certify runs the script again without it")
             return self._trial(f"{name}-anew")
         return trial, record
 
@@ -336,7 +336,7 @@ def time_needed(seconds: float, num_faults: int) -> str:
 def hint_on(error: str, work_dir: Path) -> str:
     """Return what to do about an error that the script has in a run of certify only; empty for others."""
     if "EOF when reading a line" in error:
-        return "The script asks for input, but a job of a cluster has no terminal: give it an option for that. "
+        return "The script asks for input, but a job of a cluster has no terminal: give it its input by an option. "
     if "No such file" in error:
         return (
             f"Its runs have a copy of {work_dir} alone, and nothing that lies beside it (`../data`): if a file there is missing, "

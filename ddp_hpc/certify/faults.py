@@ -84,9 +84,7 @@ def trigger_of(fault: Fault, undisturbed: RunRecord, dice: random.Random) -> Tri
 
 def _at_save(fault: Fault, saves: Sequence[Save]) -> Trigger | str:
     if not saves:
-        return (
-            "the script has saved no file that certify knows as a saved state; name them with `script.progress=PATTERN`"
-        )
+        return "certify recognised no saved state among the script's files; name them with `script.progress=PATTERN`"
     if fault.moment == "after a save":  # late, so that there are several files to choose from, but before the end
         return Trigger("save done", max(1, len(saves) - 2))
     return Trigger("save begun", len(saves) // 2 + 1)
@@ -104,7 +102,7 @@ def _in_evaluation(lines: Sequence[Line], dice: random.Random) -> Trigger | str:
     """Return a moment between a line and the next one, where the next one prints the result of an evaluation."""
     found = [number for number, line in enumerate(lines) if number and line.is_evaluation]
     if not found:
-        return "no line of its output names an evaluation"
+        return "no line of the script's output names an evaluation, so certify does not know when one runs"
     number = found[len(found) // 2]
     return Trigger("line", number, _gap(lines, number) * dice.uniform(0.2, 0.8))
 

@@ -97,7 +97,11 @@ def _prepare(plan: Plan, spec: RunSpec, place: RunDir, environ: Mapping[str, str
     make_directories(place.console.parent)
     replace_text(place.path / PLAN, plan_text(plan), is_secret=True)
     replace_text(place.job_script, script)
-    own = [] if spec.slurm.template is None else ["`slurm.template` is for runs; the job of certify has its own script"]
+    own = (
+        []
+        if spec.slurm.template is None
+        else ["`slurm.template` applies to runs only; certify uses a job script of its own"]
+    )
     return [*own, *capacity.check(spec, place, environ)]
 
 
@@ -172,7 +176,7 @@ class _Watch:
         try:
             self.job = client.job(self.job_id, self.environ)
         except SlurmUnavailableError as error:
-            self._tell(f"{error} Job {self.job_id} is not touched by that; certify waits")
+            self._tell(f"{error} Job {self.job_id} is not affected, and certify goes on waiting")
             return False
         if self.job is None:
             self._unknown_since = self._unknown_since or now

@@ -74,10 +74,10 @@ def _ranks_disagree(seen: Evidence) -> str:
     if not seen.fault.is_stop or seen.signal_action != "caught" or seen.loader_died or _saves_in_handler(seen):
         return ""
     if seen.hung_in == "collective":
-        return "after the stop signal, a rank waits in a collective for one that has left"
+        return "after the stop signal, a rank waits in a collective for another that has exited"
     if seen.lost_ranks:
         ranks = ", ".join(map(str, sorted(seen.lost_ranks)))
-        return f"the ranks got the signal at different moments; rank {ranks} lost the connection to one that had left earlier"
+        return f"the ranks got the signal at different moments; rank {ranks} lost the connection to a rank that had exited earlier"
     return ""
 
 
@@ -85,16 +85,14 @@ def _uses_half_written(seen: Evidence) -> str:
     if not seen.half_written:
         return ""
     if seen.load_error:
-        return f"{seen.half_written[0]} was cut off in a save under its final name; the next attempt failed with: {seen.load_error}"
+        return f"{seen.half_written[0]} was cut off by a kill while the script wrote it under its final name; the next attempt failed with: {seen.load_error}"
     if seen.outcome == "failed" or (seen.outcome == "hung" and seen.resumed_at is None):
-        return f"{seen.half_written[0]} was cut off in a save under its final name, and the script did not come back"
+        return f"{seen.half_written[0]} was cut off by a kill while the script wrote it under its final name, and the script did not resume"
     broken = [one.file for one in seen.differences if one.file in seen.half_written and not one.path]
     if broken:
-        return f"{broken[0]} was cut off in a save under its final name, and is not whole at the end either"
+        return f"{broken[0]} was cut off by a kill while the script wrote it under its final name, and is incomplete at the end, too"
     if seen.starts_over and seen.read_half_written:
-        return (
-            f"{seen.read_half_written} was cut off in a save under its final name; the script read it and began again"
-        )
+        return f"{seen.read_half_written} was cut off by a kill while the script wrote it under its final name; the script read it and started over"
     return ""
 
 
@@ -105,7 +103,7 @@ def _is_not_atomic(seen: Evidence) -> str:
     if seen.load_error:
         return f"the attempt after the fault failed with: {seen.load_error}"
     if seen.fault.moment == "in a save" and seen.in_place and not seen.was_in_save:
-        return f"{seen.in_place[0]} is written under the name that it is read by; no kill came while it was open, but one may"
+        return f"{seen.in_place[0]} is saved under the name that the script loads; no kill came while the file was open, but a later one may"
     return ""
 
 
@@ -138,23 +136,29 @@ def _resumes_wrong_file(seen: Evidence) -> str:
         if seen.source.sorts_names
         else ""
     )
-    best = "; a `best` is not the last" if any("best" in path.lower() for path in seen.read_states) else ""
+    best = (
+        "; the best saved state is not always the newest"
+        if any("best" in path.lower() for path in seen.read_states)
+        else ""
+    )
     at, should = _text(seen.resumed_at), _text(seen.should_resume_at)
-    return f"it went on at {seen.unit} {at} instead of {should}: {which}{sort or best}"
+    return f"the script continued at {seen.unit} {at} instead of {should}: {which}{sort or best}"
 
 
 def _starts_over(seen: Evidence) -> str:
     if not seen.starts_over or seen.read_states or seen.read_half_written:
         return ""
     if seen.resumed_at is None:
-        return f"{seen.newest_state} was there, but the script read no saved state and saved as often as undisturbed"
-    return f"{seen.newest_state} was there, but the script read no saved state and began at its first {seen.unit}"
+        return (
+            f"{seen.newest_state} existed, but the script read no saved state, and saved as often as without the fault"
+        )
+    return f"{seen.newest_state} existed, but the script read no saved state and began at its first {seen.unit}"
 
 
 def _ends_early(seen: Evidence) -> str:
     if seen.ended_at is None:
         return ""
-    return f"it ended with exit code 0 and had printed {seen.unit} {_text(seen.ended_at)} as its last, which the undisturbed run goes beyond"
+    return f"the script ended with exit code 0 at {seen.unit} {_text(seen.ended_at)}, but the undisturbed run goes on after that"
 
 
 _COUNTERS = {"step", "steps", "global_step", "iteration", "iter", "num_steps", "batches_done"}
@@ -171,20 +175,22 @@ def _miscounts(seen: Evidence) -> str:
     ]
     if not own:
         return ""
-    return f"{own[0].path} in {own[0].file} is {own[0].here} at the end, undisturbed {own[0].undisturbed}"
+    return (
+        f"{own[0].path} in {own[0].file} is {own[0].here} at the end, and {own[0].undisturbed} in the undisturbed run"
+    )
 
 
 def _has_other_lr(seen: Evidence) -> str:
     """Return which value of a learning rate scheduler is another one."""
     off = [one for one in seen.differences if one.path.rpartition(".")[2] in {"last_epoch", "_step_count"}]
     if off:
-        return f"{off[0].path} in {off[0].file} is {off[0].here} at the end, undisturbed {off[0].undisturbed}"
+        return f"{off[0].path} in {off[0].file} is {off[0].here} at the end, and {off[0].undisturbed} in the undisturbed run"
     if seen.lr_differs is not None:
         position, here, other = seen.lr_differs
-        return f"the learning rate at {seen.unit} {_text(position)} is {here:g}, undisturbed {other:g}"
+        return f"the learning rate at {seen.unit} {_text(position)} is {here:g}, and {other:g} in the undisturbed run"
     rates = [one for one in seen.differences if one.path.rpartition(".")[2] == "lr"]
     if rates and _is_optimizer_whole(seen):
-        return f"{rates[0].path} in {rates[0].file} is {rates[0].here} at the end, undisturbed {rates[0].undisturbed}"
+        return f"{rates[0].path} in {rates[0].file} is {rates[0].here} at the end, and {rates[0].undisturbed} in the undisturbed run"
     return ""
 
 
@@ -226,9 +232,7 @@ def _optimizer_unsaved(seen: Evidence) -> str:
     if seen.first_loss_differs and not seen.source.stateful_optimizer:
         return ""
     same = (
-        "the first loss after it came back is the same, the later ones are not; "
-        if seen.first_loss_differs is False
-        else ""
+        "the first loss after the resume is the same, later ones are not; " if seen.first_loss_differs is False else ""
     )
     return f"{same}its saved states have no `param_groups`, which every optimizer's state has"
 
@@ -237,7 +241,7 @@ def _optimizer_unloaded(seen: Evidence) -> str:
     has_moments = _is_optimizer_whole(seen) and bool(seen.source.stateful_optimizer) and not seen.source.loads_optimizer
     if not _differs(seen) or not has_moments or seen.first_loss_differs is not False or not seen.later_loss_differs:
         return ""
-    return "the first loss after it came back is the same, the later ones are not; the optimizer's state is saved, but no `optimizer.load_state_dict` was found"
+    return "the first loss after the resume is the same, later ones are not; the optimizer's state is saved, but no `optimizer.load_state_dict` was found"
 
 
 def _rng_unsaved(seen: Evidence) -> str:
@@ -245,13 +249,13 @@ def _rng_unsaved(seen: Evidence) -> str:
         return ""
     if _has_other_lr(seen) or not _is_optimizer_whole(seen):
         return ""
-    return f"{seen.source.draws_random} draws random numbers in each step, and its saved states have no state of a generator"
+    return f"{seen.source.draws_random} draws random numbers in each step, but the saved states have no state of a random generator"
 
 
 def _weights_unloaded(seen: Evidence) -> str:
     if not _differs(seen) or not seen.first_loss_differs or not seen.source.loads_loosely:
         return ""
-    return f"the first loss after it came back differs; {seen.source.loads_loosely} loads with `strict=False`"
+    return f"the first loss after the resume differs; {seen.source.loads_loosely} loads with `strict=False`"
 
 
 def _reshuffled(seen: Evidence) -> str:
@@ -262,21 +266,21 @@ def _reshuffled(seen: Evidence) -> str:
     if seen.resumed_at is None and seen.scale.unit:
         return ""  # nothing was trained
     if seen.source.seeded_by_clock:
-        return f"the first loss after it came back differs; {seen.source.seeded_by_clock} takes its seed from a clock"
+        return f"the first loss after the resume differs; {seen.source.seeded_by_clock} takes its seed from a clock"
     # With `set_epoch`, a DistributedSampler's order depends on the epoch alone; so something else is likelier, if there is any.
     is_fixed = bool(seen.source.sets_epoch) and not _is_all_saved(seen)
     where = seen.source.shuffles or ("" if is_fixed else seen.source.distributed_sampler)
     if not where:
         return ""
     epoch = "" if seen.source.sets_epoch else ", and no `set_epoch` was found"
-    what = "the first loss after it came back" if seen.first_loss_differs else "its result"
+    what = "the first loss after the resume" if seen.first_loss_differs else "its result"
     return f"{what} differs; {where} shuffles{epoch}"
 
 
 def _doubles_metrics(seen: Evidence) -> str:
     if not seen.came_back or not seen.doubled:
         return ""
-    return f"{seen.doubled[0]} has lines of the same {seen.unit} twice, the undisturbed run's has them once"
+    return f"{seen.doubled[0]} has the lines of one {seen.unit} twice; in the undisturbed run, once"
 
 
 def _ignores_signal(seen: Evidence) -> str:
@@ -284,7 +288,7 @@ def _ignores_signal(seen: Evidence) -> str:
         return ""
     name = f"SIG{seen.fault.stop_signal}"
     if seen.signal_action == "ignored":
-        return f"the kernel says that the script ignores {name}; it printed {seen.num_after_signal} more {seen.unit}s"
+        return f"the script ignores {name} (by /proc/PID/status), and printed {seen.num_after_signal} more {seen.unit}s"
     if seen.ran_on and seen.signal_action == "caught":
         return f"the script catches {name}, and went on for {seen.num_after_signal} {seen.unit}s, to its end or until it was killed"
     return ""
@@ -299,7 +303,7 @@ def _hangs_in_teardown(seen: Evidence) -> str:
 def _hangs(seen: Evidence) -> str:
     if seen.hung_in not in {"collective", "elsewhere"} or _ranks_disagree(seen):
         return ""
-    return f"it printed and computed nothing any more; a rank's stack: {innermost(seen.stacks)}"
+    return f"the script stopped printing and computing; a rank's stack: {innermost(seen.stacks)}"
 
 
 def innermost(stacks: Mapping[int, str]) -> str:
@@ -365,7 +369,7 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "half-written file used",
-        "The script comes back to a saved state that it cannot read.",
+        "When the script resumes, it cannot read its saved state.",
         _ATOMIC,
         _is_not_atomic,
         is_sure=lambda _: False,
@@ -384,14 +388,14 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "resumes from the wrong file",
-        "The script comes back from another file than the newest.",
+        "The script resumes from a saved state that is not the newest.",
         "newest = max(Path('checkpoints').glob('epoch_*.pt'), key=lambda p: int(re.search(r'\\d+', p.name)[0]))",
         _resumes_wrong_file,
         is_sure=lambda seen: seen.newest_state not in seen.read_states,
     ),
     Rule(
         "goes on at the wrong step",
-        "After it came back, the script does a step again that is in its weights already, or leaves one out.",
+        "When the script resumes, it repeats a step that its weights have already seen, or skips one.",
         "state['step'] = step + 1   # the step to go on with: the one after the step that the weights have seen",
         _miscounts,
         covers=frozenset({"scheduler off by one", "scheduler not saved", "data reshuffled", "RNG not saved"}),
@@ -399,14 +403,14 @@ RULES: Sequence[Rule] = (
     Rule(
         "weights not loaded",
         "The names in the saved state are not those of the model, for instance because one of them is wrapped in DDP, and "
-        "`strict=False` says nothing about it.",
+        "`strict=False` hides that.",
         "model.module.load_state_dict(state['model'])   # without `strict=False`",
         _weights_unloaded,
         covers=frozenset({"data reshuffled", "RNG not saved"}),
     ),
     Rule(
         "scheduler off by one",
-        "The learning rate scheduler goes on at another step than the training.",
+        "When the script resumes, its learning rate scheduler is at another step than the training.",
         "lr_scheduler.load_state_dict(state['lr_scheduler'])   # and no `lr_scheduler.step()` that was counted already",
         _scheduler_off,
         is_sure=lambda seen: (
@@ -415,14 +419,14 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "scheduler not saved",
-        "The learning rate scheduler begins anew.",
+        "When the script resumes, its learning rate scheduler starts over.",
         "state['lr_scheduler'] = lr_scheduler.state_dict(); ...; lr_scheduler.load_state_dict(state['lr_scheduler'])",
         _scheduler_unsaved,
         is_sure=lambda seen: not _optimizer_unsaved(seen) and seen.lr_differs is not None,
     ),
     Rule(
         "optimizer not saved",
-        "The optimizer begins anew: its momentum and its moments are lost.",
+        "When the script resumes, its optimizer starts over: momentum and moments are lost.",
         "state['optimizer'] = optimizer.state_dict(); ...; optimizer.load_state_dict(state['optimizer'])",
         _optimizer_unsaved,
     ),
@@ -435,14 +439,14 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "RNG not saved",
-        "The random generators begin anew, so that dropout and augmentation draw other numbers.",
+        "When the script resumes, its random generators start over, so dropout and augmentation draw other numbers.",
         "state['rng'] = torch.get_rng_state(); ...; torch.set_rng_state(state['rng'])   # of each rank",
         _rng_unsaved,
         is_sure=_is_only(_reshuffled),
     ),
     Rule(
         "data reshuffled",
-        "After it came back, the script trains on the samples in another order.",
+        "When the script resumes, it trains on the samples in another order.",
         "sampler = DistributedSampler(data, seed=0); sampler.set_epoch(epoch)   # in each epoch; then skip the batches that are done",
         _reshuffled,
         is_sure=lambda seen: bool(seen.source.seeded_by_clock) or (_is_all_saved(seen) and not seen.source.sets_epoch),
@@ -455,7 +459,7 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "ignores the stop signal",
-        "The script does not stop when it is asked to, so it is killed when its time is over and loses what it has not saved.",
+        "The script does not stop when it is asked to, so Slurm kills it when the grace time is over, and unsaved work is lost.",
         f"signal.signal(signal.SIGTERM, lambda *_: globals().update(stop_asked=True))\n{_AGREE}",
         _ignores_signal,
     ),
@@ -467,7 +471,7 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "hangs",
-        "The script waits without an end.",
+        "A rank waits without a timeout.",
         "dist.init_process_group('nccl', timeout=timedelta(minutes=10))   # so that a wait for a lost rank ends",
         _hangs,
     ),

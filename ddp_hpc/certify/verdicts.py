@@ -80,16 +80,16 @@ def judge(name: str, evidence: Evidence, baseline: Baseline) -> Finding:
     elif evidence.signal_action == "ignored" or evidence.ran_on:
         finding.verdict, finding.words = "does not stop", "does not stop"
     elif _differs(evidence):
-        finding.verdict, finding.words = "differs", "differs: it came back to another result"
+        finding.verdict, finding.words = "differs", "differs: the script resumed, but its result is another"
     elif evidence.saves_nothing:
         finding.verdict, finding.words = "saves nothing", "saves nothing"
-        finding.reason = "it saved no file that certify knows as a saved state, and began again"
+        finding.reason = "certify recognised no saved state among the script's files, and the script started over; name the files with `script.progress=PATTERN`"
     elif evidence.num_repeated:
         finding.verdict, finding.at_most = "loses", max(evidence.num_repeated, _between_saves(evidence, baseline))
         lost = f"{finding.at_most} {evidence.unit}{'' if finding.at_most == 1 else 's'}"
         finding.words = f"loses at most {lost}"
         if evidence.is_deterministic is False:  # `loses` also says that the final files are the same
-            finding.verdict, finding.words = "comes back", f"comes back, and does at most {lost} again"
+            finding.verdict, finding.words = "comes back", f"comes back, and repeats at most {lost}"
     elif evidence.is_deterministic is False or not evidence.is_measured or not evidence.num_compared:
         finding.verdict, finding.words = "comes back", "comes back"
     else:
@@ -115,7 +115,7 @@ def _reason(finding: Finding, evidence: Evidence) -> str:
         sure = all(one.is_sure for one in finding.defects)
         return names if sure else f"possibly {names}"
     if finding.verdict == "does not come back":
-        return evidence.error or "it starts from its beginning again"
+        return evidence.error or "the script starts over from its beginning"
     if finding.verdict == "differs":
         return f"certify does not know why; what differs first: {first_difference(evidence)}"
     return ""
@@ -124,18 +124,18 @@ def _reason(finding: Finding, evidence: Evidence) -> str:
 def first_difference(evidence: Evidence) -> str:
     """Return what differs first, in the output or else in the files."""
     if evidence.first_loss_differs:
-        return f"the first loss after it came back, at {evidence.unit} {'/'.join(map(str, evidence.resumed_at or ()))}"
+        return f"the first loss after the resume, at {evidence.unit} {'/'.join(map(str, evidence.resumed_at or ()))}"
     files = [_text(one) for one in evidence.differences[:_MOST_DIFFERENCES]]
     if evidence.later_loss_differs:
-        return f"a loss after the first one{f'; {files[0]}' if files else ''}"
-    return files[0] if files else "nothing that is known"
+        return f"a later loss after the resume{f'; {files[0]}' if files else ''}"
+    return files[0] if files else "no difference was recorded"
 
 
 def _text(difference: Difference) -> str:
     where = f"{difference.path} in {difference.file}" if difference.path else difference.file
     if difference.here.startswith("tensor") and difference.undisturbed.startswith("tensor"):
         return f"the tensor {where} has other values"
-    return f"{where} is {difference.here[:60]!r}, undisturbed {difference.undisturbed[:60]!r}"
+    return f"{where} is {difference.here[:60]!r}, and {difference.undisturbed[:60]!r} in the undisturbed run"
 
 
 def _not_possible(evidence: Evidence) -> str:
@@ -156,24 +156,26 @@ def _notes(finding: Finding, evidence: Evidence) -> list[str]:
     fault = evidence.fault
     if fault.is_stop and evidence.signal_action == "default":
         notes.append(
-            f"the script sets no handler for SIG{fault.stop_signal}, so each such stop costs what it has done since its last save"
+            f"the script sets no handler for SIG{fault.stop_signal}, so at each such stop the work since its last save is lost"
         )
     if fault.moment == "in a save" and not evidence.was_in_save:
-        notes.append("no kill came while a file was open; the saves are too short to be hit")
+        notes.append("no kill came while the script wrote a file: its saves are too short for certify to hit")
     if evidence.is_deterministic is False:
         notes.append(_not_possible(evidence))
     if finding.verdict == "comes back" and not evidence.is_measured:
-        notes.append("its output does not say where it went on, so nothing says how much work was done again")
+        notes.append(
+            "the script does not print at which step it continues, so the amount of repeated work is not known"
+        )
     if evidence.num_compared == 0:
         notes.append(
-            "no file was compared: it leaves none, or their names or all their values differ between undisturbed runs"
+            "no file was compared: the script leaves none, or names or all values of files differ between undisturbed runs"
         )
     if evidence.logged_otherwise is not None:
         notes.append(f"the saved states are the same, but {_text(evidence.logged_otherwise)}")
     if evidence.has_same_weights and (evidence.first_loss_differs or evidence.later_loss_differs):
         notes.append(
-            "its losses after it came back differ, as those of a running mean do, but its saved states are the same"
+            "the losses after the resume differ, as those of a running mean do, but the saved states are the same"
         )
     if evidence.num_skipped:
-        notes.append(f"{evidence.num_skipped} {evidence.unit}s are missing in its output")
+        notes.append(f"{evidence.num_skipped} {evidence.unit}s are missing in the script's output")
     return notes

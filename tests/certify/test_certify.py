@@ -109,7 +109,7 @@ def test_a_saved_state_of_an_earlier_run_is_left_out_of_the_copies(tmp_path: Pat
 
     assert code == 1, output  # its only fault could not be tried
     assert found["num_positions"] == 5
-    assert "last.pt of an earlier run was left out" in found["notes"][0]
+    assert "last.pt of an earlier run is left out" in found["notes"][0]
     assert found["findings"][0]["verdict"] == "not tried"
 
 
@@ -154,7 +154,7 @@ def test_a_script_may_write_to_a_cache_that_the_user_allows_it(tmp_path: Path) -
 
     assert (refused.returncode, allowed.returncode) == (2, 1), allowed.stdout + allowed.stderr
     assert f"`--may-change {cache}`" in refused.stderr
-    assert "not tried: the script has saved no file" in allowed.stdout
+    assert "not tried: certify recognised no saved state" in allowed.stdout
     assert (cache / "lock").exists()
 
 
@@ -213,5 +213,5 @@ def test_a_module_that_saves_nothing_is_not_certified(tmp_path: Path) -> None:
 
     assert code == 1, output
     assert [one["verdict"] for one in found["findings"]] == ["saves nothing", "not tried"]
-    assert "nothing says how much work was done again" in found["notes"][0]
+    assert "the amount of repeated work is not known" in found["notes"][0]
     assert found["final_files"] == ["result.txt"]

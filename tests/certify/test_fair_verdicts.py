@@ -64,7 +64,7 @@ def test_a_progress_bar_over_what_is_left_is_not_taken_for_a_start_from_the_begi
     finding = found("kill-at-random", record, baseline_of(bars(10)))
 
     assert (finding.verdict, finding.is_good, names(finding)) == ("comes back", True, set())
-    assert "nothing says how much work was done again" in finding.notes[0]
+    assert "the amount of repeated work is not known" in finding.notes[0]
 
 
 def test_a_progress_bar_that_begins_anew_with_its_whole_total_is_a_start_from_the_beginning() -> None:
@@ -170,7 +170,7 @@ def test_where_undisturbed_runs_differ_it_is_said_which_verdicts_are_not_possibl
     finding = found("kill-at-random", record, replace(baseline, second=other))
 
     assert (finding.verdict, finding.at_most, names(finding)) == ("comes back", 2, set())
-    assert finding.words == "comes back, and does at most 2 steps again"
+    assert finding.words == "comes back, and repeats at most 2 steps"
     (note,) = [note for note in finding.notes if "two undisturbed runs differ" in note]
     assert "`exact`, `loses at most N steps` and `differs` are not possible" in note
     assert "no state of an optimizer" in note

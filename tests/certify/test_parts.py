@@ -177,7 +177,7 @@ def test_a_moment_that_a_run_has_not_is_said() -> None:
     no_saves = replace(baseline.record, attempts=(replace(baseline.attempt, saves=()),))
 
     assert "names an evaluation" in str(trigger_of(FAULTS["kill-in-evaluation"], baseline.record, random.Random(0)))
-    assert "saved no file" in str(trigger_of(FAULTS["kill-in-save"], no_saves, random.Random(0)))
+    assert "no saved state" in str(trigger_of(FAULTS["kill-in-save"], no_saves, random.Random(0)))
     assert trigger_of(FAULTS["kill-after-save"], baseline.record, random.Random(0)) == Trigger("save done", 3)
 
 

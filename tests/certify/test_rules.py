@@ -241,7 +241,7 @@ def test_a_scheduler_that_is_not_saved_and_made_up_for_wrongly_is_off_by_one() -
     (defect,) = found("kill-at-random", record, undisturbed(values(without="lr_"))).defects
 
     assert (defect.name, defect.is_sure) == ("scheduler off by one", True)
-    assert "the learning rate at step 5 is 0.0729, undisturbed 0.06561" in defect.evidence
+    assert "the learning rate at step 5 is 0.0729, and 0.06561 in the undisturbed run" in defect.evidence
 
 
 def test_a_file_that_is_written_in_place_is_possibly_used_half_written_though_no_kill_has_cut_it_off() -> None:
@@ -251,7 +251,7 @@ def test_a_file_that_is_written_in_place_is_possibly_used_half_written_though_no
     finding = found("kill-in-save", record, undisturbed())
 
     assert finding.reason == "possibly half-written file used"
-    assert "no kill came while it was open" in finding.defects[0].evidence
+    assert "no kill came while the file was open" in finding.defects[0].evidence
 
 
 def test_a_script_that_prints_its_last_step_and_never_ends_hangs_in_teardown() -> None:

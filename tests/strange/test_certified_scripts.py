@@ -50,7 +50,7 @@ def test_what_a_script_leaves_behind_is_ended_as_slurm_would_and_named(tmp_path:
         psutil.Process(pid).kill()
     assert left == set()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "it leaves processes behind when it ends, and certify has killed them: sleep 54321" in done.stdout
+    assert "the script left processes running when it ended, and certify killed them: sleep 54321" in done.stdout
 
 
 PRINTS_FROM_THE_LAST_RANK = """
@@ -89,7 +89,7 @@ def test_the_steps_of_a_script_that_prints_from_its_last_rank_are_read(tmp_path:
     found = json.loads(done.stdout)
     assert (found["unit"], found["num_positions"]) == ("step", 6)
     assert found["findings"][0]["verdict"] in {"exact", "loses"}
-    assert "rank 1 prints where the training is, and not rank zero" in found["notes"][0]
+    assert "rank 1 prints the training's step, and rank zero does not" in found["notes"][0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Prove that your own script comes back: run it undisturbed, then stop and kill it at chosen moments, and compare the ends.
+"""Test that your own script resumes correctly: run it undisturbed, then stop and kill it at chosen moments, and compare the results.
 
 Each run has its own copy of the working directory, so nothing in it changes. KEY=VALUE sets any key (`resources.workers_per_node=4`).
 With `--cluster slurm`, all of it takes place in one job on one node, which this command submits and follows. The exit code is 0 if the script came back from every fault without a defect, otherwise 1.
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-seed",
         type=int,
         metavar="N",
-        help="chooses the random moments; printed, so that a run can be repeated",
+        help="the seed of the random moments; certify prints it, so that you can repeat them",
     )
     parser.add_argument(
         "--patience",
@@ -76,10 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=lambda text: Path(os.path.abspath(os.path.expanduser(text))),  # noqa: PTH100, PTH111  links stay, and no error for `~nobody`
         metavar="PATH",
-        help="a path outside of the working directory, named by the script, that it or another program may change: a cache, a log; may be repeated",
+        help="a path outside of the working directory that the script or another program may change, such as a cache or a log; may be repeated",
     )
     parser.add_argument(
-        "--keep", action="store_true", help="keep the directories of all runs, not only of those with a complaint"
+        "--keep", action="store_true", help="keep the directories of all runs, not only of those that show a defect"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_site(parser)
@@ -241,13 +241,15 @@ def as_text(certificate: Certificate) -> str:
         ]
         lines += [f"  {line}" for line in ("mend it:", *(f"  {line}" for line in mend.splitlines()))]
     if certificate.is_good:
-        end = "It comes back from every fault that was tried."
+        end = "The script comes back from every fault that certify tried."
         if certificate.is_deterministic is False:
             end = f"{end[:-1]}, but whether to the same result is not known: two undisturbed runs differ."
     elif all(one.is_good for one in certificate.findings):
-        end = "No fault could be tried, so nothing is proved. Try other faults (`--faults`), or a longer training with more saves."
+        end = "Certify could try no fault, so nothing is proven. Try other faults (`--faults`), or a longer training with more saves."
     else:
-        end = f"It does not come back from every fault as it should. Its runs: {certificate.folder}"
+        end = (
+            f"The script does not come back from every fault as it should. The files of its runs: {certificate.folder}"
+        )
     return "\n".join([*lines, "", end])
 
 
