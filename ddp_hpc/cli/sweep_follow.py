@@ -29,7 +29,7 @@ def follow_sweep(
         last = show(follow(sweep_dir, environment), out, name=sweep_dir.name, is_quiet=is_quiet)
     except KeyboardInterrupt:
         print(
-            f"\n{sweep_dir.name} continues without this command, but nobody sends points that are not submitted yet. Follow it again: "
+            f"\n{sweep_dir.name} continues without this command, but points that are not submitted yet stay unsubmitted. Follow it again: "
             f"ddp-hpc sweep follow {word}; cancel it: ddp-hpc sweep cancel {word}",
             file=sys.stderr,
         )

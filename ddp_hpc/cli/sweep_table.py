@@ -44,7 +44,7 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     sweep_dir = find_sweep(args.sweep, runs_dir)
     if args.filter or args.keys:
         raise ConfigError(
-            f"`--filter` and `--keys` compare the configurations of runs. Use `ddp-hpc list --runs-dir {sweep_dir.path}` with them."
+            f"`--filter` and `--keys` compare runs, not points of a sweep. Use `ddp-hpc list --runs-dir {sweep_dir.path}` with them."
         )
     every = _rows(sweep_dir, environment)
     rows = [row for row in every if row.state in _FAILED] if args.failed else every

@@ -35,9 +35,13 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         help="submit a run for each value (`train.lr=0.1,0.01`, `seed=0..4`); of several, for each combination",
     )
     parser.add_argument(
-        "--zip", action="store_true", help="with several --sweep: their first values together, and so on"
+        "--zip",
+        action="store_true",
+        help="with several --sweep: combine their first values, their second values, and so on, instead of all combinations",
     )
-    parser.add_argument("--points", type=Path, metavar="FILE", help="submit a run for each point of a YAML list")
+    parser.add_argument(
+        "--points", type=Path, metavar="FILE", help="submit a run for each item of this file, a YAML list of settings"
+    )
     add_limits(parser)
 
 
@@ -192,7 +196,7 @@ def report(started: Started, *, is_json: bool, is_followed: bool = False) -> int
 def _said(started: Started, *, is_followed: bool) -> list[str]:
     name, sent = started.sweep_dir.name, started.sent
     if not started.num_points:
-        return [f"{name}: no point is left to be started"]
+        return [f"{name}: no point is left to start"]
     see = f"See them: ddp-hpc list {name}"
     if sent is None:
         return [f"{name}: {_points(started.num_points)} started on this machine. {see}"]
@@ -200,7 +204,7 @@ def _said(started: Started, *, is_followed: bool) -> list[str]:
     lines = [f"{name}: {jobs} submitted. {see}"]
     if sent.num_left:
         lines.append(f"{_points(sent.num_left)} not submitted: {sent.refusal}")
-        hint = "this command sends them" if is_followed else f"send them: ddp-hpc sweep continue {name}"
+        hint = "this command submits them" if is_followed else f"submit them: ddp-hpc sweep continue {name}"
         lines.append(f"Once other jobs have ended, {hint}")
     return lines
 

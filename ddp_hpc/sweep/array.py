@@ -79,10 +79,10 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     """
     if base.slurm.template is not None:
         raise ConfigError(
-            "`slurm.template` is set, but a sweep's tasks need the script that ddp-hpc has for them. Unset it."
+            "`slurm.template` is set, but ddp-hpc starts a sweep's tasks by a template of its own. Unset it."
         )
     if any(key.replace("_", "-") == "array" for key in base.slurm.extra):
-        raise ConfigError("`slurm.extra.array` is set, but a sweep is a job array of its own. Remove it.")
+        raise ConfigError("`slurm.extra.array` is set, but ddp-hpc submits a sweep as a job array itself. Remove it.")
     # Slurm opens the log before any of our code runs, when the run's own directory may not exist.
     log = f"{str(sweep_dir.logs).replace('%', '%%')}/%A_%a.log"
     # A dependency is an option of each sbatch: Slurm may have forgotten its jobs when later arrays are sent.
@@ -283,7 +283,7 @@ def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
         commands = client.commands(client.user_name(), environ)
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
-            f"An earlier sbatch for points of {sweep_dir.name} got no answer, so ddp-hpc has to ask Slurm whether it has them before it sends "
+            f"An earlier sbatch for points of {sweep_dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
             f"any. Nothing was submitted now. {error}"
         ) from error
     for sending in sweep.unanswered:
@@ -351,8 +351,8 @@ def _send_array(
         return accepted.job_id
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
-            f"It is not known whether Slurm has accepted {len(sending.numbers)} points of {sweep_dir.name}: {error} Then `ddp-hpc sweep "
-            f"continue {sweep_dir.name}` finds out, and sends what Slurm does not have."
+            f"It is not known whether Slurm accepted {len(sending.numbers)} points of {sweep_dir.name}: {error} Then `ddp-hpc sweep "
+            f"continue {sweep_dir.name}` finds out, and submits those that Slurm has not accepted."
         ) from error
     record_array(sweep_dir, job_id, sending)
     return job_id

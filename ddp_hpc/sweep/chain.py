@@ -25,12 +25,12 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
     name = sweep_dir.name
     if read_sweep(sweep_dir).backend != "slurm":
         raise ConfigError(
-            f"`--after {name}` asks Slurm to wait for a sweep that runs on one machine. Wait until it has ended: `ddp-hpc sweep follow {name}`."
+            f"`--after {name}` asks Slurm to wait for a sweep, but this one runs on one machine, without Slurm. Wait until it has ended: `ddp-hpc sweep follow {name}`."
         )
     with sending_alone(sweep_dir) as is_alone:
         if not is_alone:
             raise RunBusyError(
-                f"Another process is sending points of {name} at this moment. Submit again when that is done."
+                f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
             )
         sweep = array.settled(sweep_dir, environ)
     queued = client.queue(client.user_name(), environ)
@@ -52,7 +52,7 @@ def after_sweep(sweep_dir: SweepDir, when: When, environ: Mapping[str, str]) -> 
         )
     if when == "notok" and not live and not others:
         raise ConfigError(
-            f"`--after {name}:notok` waits for a sweep of which a point fails, but all of its points have finished."
+            f"`--after {name}:notok` waits for a sweep of which a point fails, but all of its points have finished without a failure, so nothing is to be submitted."
         )
     if not live:
         return ""

@@ -138,7 +138,7 @@ class _Follower:
             if state is None and point.name in there:
                 state = self._of_run(point, is_waiting=number in waiting, sent_at=sent_at.get(number, 0.0))
             if state is None and number in unanswered:
-                state = PointState(word="unknown", reason="Slurm did not say whether it has the point")
+                state = PointState(word="unknown", reason="Slurm did not answer whether it accepted the point's job")
             if state is None:
                 is_sent = number not in never_sent if is_array else has_runner
                 state = self._without_run(number, is_sent=is_sent, is_waiting=number in waiting or not is_array)
@@ -162,7 +162,7 @@ class _Follower:
             return None
         is_over = not status.is_alive and not (status.state == "unknown" and any(problems))
         if is_over and is_waiting and _ended_at(self._files, self._sweep_dir, point) < sent_at:
-            return PointState(word="waiting", attempt=status.attempt, reason="it was sent again")
+            return PointState(word="waiting", attempt=status.attempt, reason="its job was submitted again")
         return PointState(word=status.state, attempt=status.attempt, reason=_reason(status), is_over=is_over)
 
     def _without_run(self, number: int, *, is_sent: bool, is_waiting: bool) -> PointState:

@@ -37,7 +37,7 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
             f"{sweep_dir.path} is a symbolic link. Name the directory that it leads to, or remove the link."
         )
     with sending_alone(sweep_dir) as is_alone:
-        problem = next(_reasons(sweep_dir, environ), None) if is_alone else "another process is sending points of it"
+        problem = next(_reasons(sweep_dir, environ), None) if is_alone else "another process is submitting its points"
         if problem is not None:
             raise RunBusyError(
                 f"The sweep {sweep_dir.name} cannot be deleted: {problem}. Cancel it first, and wait until its runs have ended: `ddp-hpc sweep "
@@ -56,7 +56,7 @@ def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
         yield from _jobs(sweep_dir, array.settled(sweep_dir, environ), environ)
     for run in map(sweep_dir.run, sweep.points):
         if run.lock.exists() and processes.is_locked(run.lock):
-            yield f"{run.name} runs on this machine"
+            yield f"its run {run.name} runs on this machine"
 
 
 def _jobs(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> Iterator[str]:

@@ -100,7 +100,7 @@ def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bo
     for key in point.settings.keys() - seen:
         if key == POINT:
             raise ConfigError(
-                f"`{POINT}` cannot be swept: {{{POINT}}} stands for the point's name. Choose another word."
+                f"`{POINT}` cannot be swept: {{{POINT}}} stands for the point's name. Name the key otherwise."
             )
         if not _is_key(key) and key not in in_braces:
             hint = f"or write {{{key}}} in the script's command, after `--`, where its value is to stand"

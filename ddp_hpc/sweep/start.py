@@ -91,8 +91,8 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     with sending_alone(sweep_dir, patience_s=_SENDING_PATIENCE_S) as is_alone:
         if not is_alone:
             raise RunBusyError(
-                f"No other point of {sweep_dir.name} starts, but another process has been sending points of it for {_SENDING_PATIENCE_S:.0f} s, "
-                f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that is done."
+                f"No other point of {sweep_dir.name} starts, but another process has been submitting its points for {_SENDING_PATIENCE_S:.0f} s, "
+                f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that process has ended."
             )
         sweep = array.settled(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
@@ -140,7 +140,7 @@ def continue_sweep(
         with sending_alone(sweep_dir) as is_alone:
             if not is_alone:
                 raise RunBusyError(
-                    f"Another process is sending points of {sweep_dir.name} at this moment. Try again when that is done."
+                    f"Another process is submitting points of {sweep_dir.name} at this moment. Try again when it has ended."
                 )
             sweep = array.settled(sweep_dir, environ)
             return _continue(sweep_dir, sweep, environ, is_failed=is_failed, limits=limits)
@@ -220,7 +220,9 @@ def _left_on_slurm(
     if is_failed:
         numbers = sorted([*left.failed, *failed_by_slurm(sweep_dir, sweep, left, environ)])
     names = ", ".join(sweep.points[number].name for number in left.unreadable)
-    return numbers, [f"note: the files of {names} cannot be read now, so they were not sent"] if names else []
+    return numbers, [
+        f"note: the files of {names} cannot be read now, so these points were not submitted; `ddp-hpc sweep continue` tries again"
+    ] if names else []
 
 
 @contextmanager

@@ -331,7 +331,7 @@ def read_sweep(sweep: SweepDir) -> Sweep:
         ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"The sweep's list of points {sweep.ledger} is damaged ({error}). Restore the file, or make another sweep; its runs are not affected."
+            f"The sweep's list of points {sweep.ledger} is damaged ({error}). Restore the file, or make another sweep; this sweep's runs are not affected."
         ) from error
 
 

@@ -65,13 +65,13 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *
     allocation = read_allocation(environ)
     if allocation is None or allocation.array_task_id is None:
         raise ConfigError(
-            f"The sweep's script was started outside of a job array. Send the sweep's points with `ddp-hpc sweep continue {sweep_dir.name}`."
+            f"The sweep's job script was started outside of a job array. Submit the sweep's points with `ddp-hpc sweep continue {sweep_dir.name}`."
         )
     sweep = patiently(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
     number = offset + allocation.array_task_id
     if not 0 <= number < len(sweep.points):
         raise ConfigError(
-            f"Task {allocation.scontrol_id} would be point {number}, but the sweep has {len(sweep.points)} points."
+            f"Task {allocation.scontrol_id} would be point {number}, but the sweep has {len(sweep.points)} points. Submit them with `ddp-hpc sweep continue {sweep_dir.name}`, not the script with sbatch."
         )
     point = sweep.points[number]
     run = sweep_dir.run(point)
@@ -81,7 +81,7 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *
         if has_it and before is not None:
             _record_cancelled(run, before)
         sys.stderr.write(
-            f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.name}` sends it "
+            f"note: {point} of {sweep_dir.name} is not started: the sweep was cancelled. `ddp-hpc sweep continue {sweep_dir.name}` submits it "
             "again\n"
         )
         return None
@@ -89,7 +89,9 @@ def prepare_task(sweep_dir: SweepDir, offset: int, environ: Mapping[str, str], *
         return run  # Slurm has started the task again
     if token and sweep.is_sent_again(number, token):
         # The answer to this task's sbatch was lost or came late, and the point was sent again meanwhile: the newer task has it.
-        sys.stderr.write(f"note: {point} of {sweep_dir.name} is not started by this task: it was sent again later\n")
+        sys.stderr.write(
+            f"note: {point} of {sweep_dir.name} is not started by this task: a later job of the sweep has the point; you need do nothing\n"
+        )
         return None
     why_not = _why_not(sweep_dir, sweep, run, before, environ)
     if why_not is not None:
@@ -117,17 +119,17 @@ def _why_not(
         except SlurmUnavailableError:
             there = None  # the supervisor finds out whether another job works on the run
         if there is not None:
-            return f"job {before.job_id} has it already"
+            return f"job {before.job_id} has the point already"
         newest = Ledger.read(run).newest
         if newest is not None and newest.is_last and newest.ending == Ending.FINISHED:
-            return "it has finished"
+            return "the run has finished"
     if sweep.stop_after_failures is not None:
         failed = num_failed(sweep_dir, sweep)
         if failed >= sweep.stop_after_failures:
             return (
-                f"{failed} points have failed since the sweep was submitted or continued, and it ends after {sweep.stop_after_failures} "
+                f"{failed} points have failed since the sweep was submitted or continued, and the sweep stops at {sweep.stop_after_failures} "
                 f"(`--stop-after-failures`). List "
-                f"them with `ddp-hpc list {sweep_dir.name} --failed`; `ddp-hpc sweep continue {sweep_dir.name}` sends the others again, and counts anew"
+                f"them with `ddp-hpc list {sweep_dir.name} --failed`; `ddp-hpc sweep continue {sweep_dir.name}` submits the others again, and counts failures from zero"
             )
     return None
 

@@ -75,5 +75,7 @@ def _range(part: str, word: str) -> list[str]:
             "not above LAST and a STEP of at least 1."
         )
     if (last - first) // step >= MOST_POINTS:
-        raise ConfigError(f"`--sweep {word}` has the range {part!r}, which holds more than {MOST_POINTS} numbers.")
+        raise ConfigError(
+            f"`--sweep {word}` has the range {part!r}, which holds more than {MOST_POINTS} numbers. Sweep fewer values."
+        )
     return [str(number) for number in range(first, last + 1, step)]

@@ -332,7 +332,7 @@ def test_a_task_of_an_array_that_came_late_leaves_its_point_to_the_array_that_wa
 
     assert (again.num_points, lab.arrays[-1]) == (4, "--array=0-3 0")
     assert prepare_task(sweep_dir, 0, task(lab, array="77", number=2, job="80"), token=late) is None
-    assert "it was sent again later" in capsys.readouterr().err
+    assert "a later job of the sweep has the point" in capsys.readouterr().err
     run = prepare_task(sweep_dir, 0, task(lab, array="14", number=2, job="20"), token=lab.tokens[-1])
     assert run is not None
 
