@@ -80,7 +80,7 @@ def plan_of(spec: ScriptSpec, code: Path | None, environ: Mapping[str, str], wor
     if spec.start == "exec":
         why = "`script.start` is `exec`"
     elif strange:
-        why = why or f"{strange[0]!r} is an option for a new Python"
+        why = why or f"`script.command` gives Python the option `{strange[0]}`, which only a new process can have"
     file, argv0 = "", ""
     if program.script is not None:
         file, argv0 = _script_file(program.script, code, work_dir)
@@ -142,7 +142,7 @@ def _plan_of_other(program: Program, code: Path | None, environ: Mapping[str, st
         argv0="",
         folder="",
         executable=str(found),
-        why_exec="it is not a Python script",
+        why_exec="`script.command` starts no Python script",
     )
 
 

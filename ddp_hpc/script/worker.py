@@ -90,7 +90,7 @@ def _what_a_fork_would_lose() -> str:
     names = processes.lasting_threads()
     left = ", ".join(sorted(set(names)))
     return (
-        f"importing PyTorch and `script.preload` left threads running, which a fork would lose ({left})"
+        f"importing PyTorch and `script.preload` left threads running, which a forked process would not have ({left})"
         if names
         else ""
     )

@@ -30,7 +30,7 @@ class Program:
     module: str | None = None
     """The module's dotted name (`python -m NAME`)."""
     arguments: tuple[str, ...] = ()
-    """What the script or the program gets."""
+    """The arguments of the script or the program."""
 
     @property
     def name(self) -> str:

@@ -395,7 +395,7 @@ def test_a_shell_script_gets_the_ranks_and_what_it_leaves_running_when_it_fails_
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "its last line: rank 0 of 1" in done.stdout + done.stderr
-    assert "because it is not a Python script" in place.console("train")
+    assert "because `script.command` starts no Python script" in place.console("train")
     until(lambda: not psutil.pid_exists(int((place.path / "child").read_text())))
 
 

@@ -203,9 +203,12 @@ def test_a_python_beside_the_one_that_ddp_hpc_runs_in_is_another_one(
     ("command", "why"),
     [
         (["python", "-um", "train", "--x"], ""),
-        (["python", "-X", "dev", "train.py"], "'-X' is an option for a new Python"),
-        (["./run.sh"], "it is not a Python script"),
-        (["/bin/sh", "run.sh"], "it is not a Python script"),
+        (
+            ["python", "-X", "dev", "train.py"],
+            "`script.command` gives Python the option `-X`, which only a new process can have",
+        ),
+        (["./run.sh"], "`script.command` starts no Python script"),
+        (["/bin/sh", "run.sh"], "`script.command` starts no Python script"),
     ],
 )
 def test_other_commands_start_as_new_processes(command: list[str], why: str, tmp_path: Path) -> None:
