@@ -16,9 +16,9 @@ from ddp_hpc.replay.replaying import Report
 _MOST_LETTERS = 100
 """Of an option, or of the ids of a batch."""
 
-_CAUSES = "Its code, data or environment has changed since, it is not deterministic, it keeps state that no checkpoint holds, or a rank computed something wrong then."
+_CAUSES = "Possible causes: the run's code, data or environment has changed since, the training is not deterministic, it keeps state that no checkpoint holds, or a rank of the run computed something wrong."
 
-_OTHER_WORLD = "It was computed with other ranks or on another device than the run, where dropout and batch normalisation give other losses: without `--world`, on a machine like the run's, it would say more."
+_OTHER_WORLD = "The replay had another number of ranks or another device than the run, where dropout and batch normalisation give other losses, so this proves nothing. Repeat it without `--world`, on a machine like the run's."
 
 
 def replay_text(report: Report) -> str:
@@ -32,11 +32,11 @@ def replay_text(report: Report) -> str:
         causes = _OTHER_WORLD if report.tolerance else _CAUSES
         said = f"DIFFERENT: {steps} differ from the run's from step {report.first.step} on: {report.first}\n{causes}"
     elif report.verdict == "not compared":
-        said = f"NOT COMPARED: {steps} were computed again, but the run has no record of them to compare with: no line of `log.every_steps`, no checkpoint."
+        said = f"NOT COMPARED: {steps} were computed again, but the run has no record of them to compare with: no logged loss (`log.every_steps`) and no checkpoint lies in them."
     elif report.tolerance:
-        said = f"the same within {report.tolerance:g} of the losses: {steps} ({report.num_losses} losses; the largest difference is {report.largest_error:.1e})"
+        said = f"the losses are the same within {report.tolerance:g} of their size: {steps} ({report.num_losses} losses; the largest difference is {report.largest_error:.1e})"
     elif report.same_state_at is None:
-        said = f"the losses are the same, and no state was compared: {steps} ({compared})"
+        said = f"the losses are the same; no state was compared: {steps} ({compared})"
     elif report.same_state_at < report.to_step:
         said = f"the same to the bit up to step {report.same_state_at}, and after it the losses are the same: {steps} ({compared})"
     else:
@@ -50,11 +50,11 @@ def bisect_text(report: BisectReport) -> str:
     told = [f"note: {note}" for note in report.notes]
     if report.verdict == "the same":
         told.append(
-            f"the same to the bit at step {report.same_up_to}, the newest that {one} and {other} have both taken, and wherever both have a record before it"
+            f"the same to the bit at step {report.same_up_to}, the newest that both {one} and {other} have taken, and at all earlier steps that both have recorded"
         )
     elif report.verdict == "not reproduced":
         told.append(
-            f"NOT REPRODUCED: the records of {one} and {other} differ, but their steps come out the same when they are computed again."
+            f"NOT REPRODUCED: the records of {one} and {other} differ, but computed again, their steps are the same. Possible causes: one of them ran with other code, data or environment, is not deterministic, or a rank computed something wrong."
         )
     elif report.parting is not None:
         told += _parting_lines(report.parting, one, other)

@@ -87,7 +87,7 @@ def audit(  # noqa: PLR0913  which segments, with which code
     notes: list[str] = []
     if last < history.last_step:
         notes.append(
-            f"steps {last + 1} to {history.last_step} have no checkpoint or digest at their end yet, so no segment has them"
+            f"steps {last + 1} to {history.last_step} have no checkpoint or digest after them yet, so they are in no segment"
         )
     found = []
     for start, end in chosen(segments, number, seed):
@@ -125,5 +125,5 @@ def judged(report: Report) -> Segment:
     if verdict == "the same" and report.same_state_at != report.to_step:
         verdict = "losses only"
         exactly = f"within {report.tolerance:g} of their size" if report.tolerance else "exactly"
-        problem = f"the losses are the same {exactly}, and the state at the end was not compared"
+        problem = f"the losses are the same {exactly}, but the state at the end could not be compared"
     return Segment(start=report.from_step, end=report.to_step, verdict=verdict, first=report.first, problem=problem)

@@ -207,7 +207,7 @@ def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
     first: Difference | None = compare(recorded, computed).first
     if first is None:
         return []
-    whose = f"{history.run.name} does not come out as it was recorded, from step {first.step} on ({first})"
+    whose = f"{history.run.name} computed again differs from its record from step {first.step} on ({first})"
     return [
-        f"{whose}: its code, data or environment has changed since, it is not deterministic, or a rank computed something wrong"
+        f"{whose}: its code, data or environment has changed since, the training is not deterministic, or a rank of the run computed something wrong"
     ]

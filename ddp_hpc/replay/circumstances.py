@@ -49,7 +49,7 @@ def circumstances(one: History, other: History, step: int) -> Circumstances:
     return Circumstances(
         configuration=_changed_keys(mine, others),
         code=[*_changed_code(mine, others)],
-        environment=[*differences(*environments)] if known else ["not recorded of both runs"],  # type: ignore[arg-type]  # `known`
+        environment=[*differences(*environments)] if known else ["one of the runs has no record of it"],  # type: ignore[arg-type]  # `known`
         world="" if mine.world_size == others.world_size else f"{mine.world_size} ranks -> {others.world_size}",
     )
 

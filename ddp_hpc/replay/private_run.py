@@ -26,7 +26,7 @@ from ddp_hpc.run_dir.replay_request import ReplayRequest, write_request
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local
 
-_GONE = "The checkpoint of step {step} of {run} has gone meanwhile; a run that trains keeps its newest only. Give the same command again."
+_GONE = "The checkpoint of step {step} of {run} was deleted meanwhile: a training run keeps only its newest checkpoints. Give the same command again."
 IN_REPLAY = "DDP_HPC_REPLAY"
 """Is `1` in the environment of a replay's workers, for a recipe that must know."""
 _FOR_EVER = 2**31 - 1
@@ -123,7 +123,7 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
     import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
     if wanted.code is None and (edited := edited_files(inputs)):
         replayed.notes.append(
-            f"{', '.join(edited)} has changed since, or is gone; a run on this machine keeps no copy of its code: name a directory with the code as it was by `--code`"
+            f"{', '.join(edited)} has changed since, or was deleted, and a run on this machine keeps no copy of its code: give a directory with the old code as `--code`"
         )
     place = inputs.work_dir if inputs.work_dir and Path(inputs.work_dir).is_dir() else None
     if inputs.work_dir and place is None:
@@ -171,7 +171,7 @@ def _run_supervised(
         reason = newest.reason if newest else "no attempt began"
         raise NotComputedError(
             f"The steps could not be computed again: {reason or 'the attempt did not finish'}\n"
-            f"The replay's log is {run.console}.\n{run.path.parent} stays, so that you can read it; delete it afterwards."
+            f"The replay's log is {run.console}.\n{run.path.parent} is kept, so that you can read it; delete it afterwards."
         )
 
 

@@ -73,7 +73,7 @@ def check_range(history: History, start: int, end: int) -> None:
     """
     if not 0 <= start < end:
         raise ConfigError(
-            f"`--from {start} --to {end}` names no step of {history.run.name}, which has taken steps 1 to {history.last_step}. Give a `--to` above `--from`, which is 0 or more."
+            f"`--from {start} --to {end}` contains no step of {history.run.name}, which has taken steps 1 to {history.last_step}. Give a `--to` above `--from`, which is 0 or more."
         )
     if end > history.last_step:
         raise ConfigError(
@@ -173,7 +173,7 @@ def _of_order(replayed: Replayed, own_worlds: list[int]) -> list[str]:
         return []
     theirs, ours = (", ".join(map(str, worlds)) for worlds in (own_worlds, replayed.world_sizes))
     return [
-        f"the run had {theirs} ranks and the replay {ours}: sums are taken in another order, and each rank's random numbers (dropout) are others, so only losses are compared, with a tolerance"
+        f"the run had {theirs} ranks and the replay {ours}: so sums have another order and ranks other random numbers (dropout); only losses are compared, with a tolerance"
     ]
 
 
@@ -181,7 +181,7 @@ def _what_differs_here(asked: Asked, environ: Mapping[str, str]) -> list[str]:
     """Return what this machine has in other versions than the run had."""
     recorded = environment_of(asked.history.run, asked.history.inputs_at(asked.end))
     if recorded is None:
-        return ["the run has no record of its environment, so nobody knows whether this one is the same"]
+        return ["the run has no record of its environment, so whether this environment is the same is not known"]
     here = capture(environ)
     changed = [
         text
@@ -191,4 +191,4 @@ def _what_differs_here(asked: Asked, environ: Mapping[str, str]) -> list[str]:
     if not changed:
         return []
     more = f"; and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
-    return [f"this environment is not the run's: {'; '.join(changed[:_MOST_CHANGES])}{more}"]
+    return [f"this environment differs from the run's: {'; '.join(changed[:_MOST_CHANGES])}{more}"]

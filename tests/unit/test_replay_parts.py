@@ -187,7 +187,7 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
     run = make_run(tmp_path)
     parts = [Stretch(20, 30, inputs(0))]
     wanted = Wanted(run=run, start=20, stretches=parts, request=ReplayRequest(end_step=30))
-    with pytest.raises(UnreadableError, match=r"checkpoint of step 20 of .* has gone"):
+    with pytest.raises(UnreadableError, match=r"checkpoint of step 20 of .* was deleted meanwhile"):
         compute_again(wanted, {}, folder=tmp_path / "private")
 
     write_request(run, ReplayRequest(start_step=20, end_step=30))
@@ -332,7 +332,7 @@ def test_only_what_a_digest_or_a_checkpoint_shows_is_called_the_same_to_the_bit(
     assert replay_text(report(same_state_at=24)).startswith(
         "the same to the bit up to step 24, and after it the losses"
     )
-    assert replay_text(report(same_state_at=None)).startswith("the losses are the same, and no state was compared")
+    assert replay_text(report(same_state_at=None)).startswith("the losses are the same; no state was compared")
 
 
 def test_a_state_counts_as_the_same_only_before_the_first_difference() -> None:

@@ -1,7 +1,7 @@
-"""Compute random segments of a run again, and say whether they come out as the run has recorded them.
+"""Compute random segments of a run again, and say whether they give what the run recorded.
 
 This runs the recipe's own code in the run's working directory: files that it writes itself are written again. DDP_HPC_REPLAY=1 in its environment says so.
-The exit code is 0 for PASS, 1 for FAIL, and 2 if nothing is known.
+The exit code is 0 for PASS, 1 for FAIL, and 2 if nothing could be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
     parser.add_argument(
-        "--segments", type=count, default=3, metavar="N", help="compute N segments between checkpoints (default: 3)"
+        "--segments",
+        type=count,
+        default=3,
+        metavar="N",
+        help="compute N segments again, each from one checkpoint to the next (default: 3)",
     )
     parser.add_argument("--seed", type=int, metavar="S", help="choose the segments by this seed; default: a new one")
     add_code(parser)

@@ -1,7 +1,7 @@
 """Find the first step and the first tensor in which two runs differ, and what differed before it.
 
 This runs the recipes' own code in the runs' working directories: files that it writes itself are written again. DDP_HPC_REPLAY=1 in its environment says so.
-The exit code is 0 if the runs are the same, 1 if they differ, and 2 if nothing is known.
+The exit code is 0 if the runs are the same, 1 if they differ, and 2 if nothing could be compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddp_hpc.exit_codes import FAILED, FINISHED
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("one", metavar="RUN1", help="a run's name, its directory, or its Slurm job id")
-    parser.add_argument("other", metavar="RUN2", help="the run to compare it with")
+    parser.add_argument("other", metavar="RUN2", help="the other run, which the first is compared with")
     add_runs_dir(parser)
     for name, which in (("--code1", "first"), ("--code2", "second")):
         parser.add_argument(

@@ -1,7 +1,7 @@
 """Compute some steps of a run again on this machine, and compare them with what the run recorded.
 
 This runs the recipe's own code in the run's working directory: files that it writes itself are written again. DDP_HPC_REPLAY=1 in its environment says so.
-The exit code is 0 if all is the same, 1 if something differs, and 2 if nothing is known.
+The exit code is 0 if all is the same, 1 if something differs, and 2 if nothing could be compared.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world",
         type=count,
         metavar="N",
-        help="with N ranks; default: as many as the run had. With another number, losses are compared with a tolerance",
+        help="use N ranks; default: as many as the run had. With another number, only losses are compared, with a tolerance",
     )
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="write a hash of each tensor of each step, in the order in which it is computed, and keep the directory",
+        help="write a hash of each tensor of each step, in the order of computation, and keep the replay's directory",
     )
     parser.add_argument(
         "--tolerance",
         type=share,
         default=1e-3,
         metavar="T",
-        help="with another world or device: a loss may differ by so much of its size (default: 0.001)",
+        help="with another world or device: accept losses that differ by up to this share of their size (default: 0.001)",
     )
     add_code(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -78,8 +78,8 @@ class _StepTrace:
         t, request, step = self._t, self._request, self._t.state.position.step
         if not self._is_start_checked and request.start_step not in (None, step - 1):
             raise ConfigError(
-                f"The replay begins after step {request.start_step}, and the state that was found is that of step {step - 1}: "
-                "the checkpoint has gone meanwhile, as a run that trains keeps its newest only. Give the same command again."
+                f"The replay begins after step {request.start_step}, but the newest checkpoint up to there is that of step {step - 1}: "
+                "the run has deleted the other, as a training run keeps only its newest checkpoints. Give the same command again."
             )
         self._is_start_checked = True
         if request.traces(step):
