@@ -40,6 +40,6 @@ def as_line(uses: Sequence[MachineUse], status: RunStatus, *, now: float) -> str
     when = (
         f"{duration(max(0.0, now - summary.at))} ago"
         if status.is_alive
-        else f"on the mean of the last {duration(summary.seconds)} of the newest attempt"
+        else f"the mean of the last {duration(summary.seconds)} of the newest attempt"
     )
     return f"{sentence(summary)}, {when}"

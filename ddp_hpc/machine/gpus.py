@@ -95,7 +95,7 @@ class GpuReader:
         except ImportError:
             self._problem = "the package nvidia-ml-py is not installed where the workers run: install it there"
         except Exception as error:  # noqa: BLE001  NVML's errors have classes of the module that may be absent
-            self._problem = f"NVIDIA's library (libnvidia-ml.so.1) says: {error}"
+            self._problem = f"NVIDIA's library (libnvidia-ml.so.1) reports: {error}"
         else:
             self._nvml, self._problem = nvml, ""
         return self._nvml is not None

@@ -140,7 +140,7 @@ class Sampler:
         self._is_warned = True
         return (
             f"warning: the job uses {use.used / GIB:.1f} of the {use.limit / GIB:.1f} GiB of memory that it may use on {self.node}; "
-            "at the limit, the kernel kills one of its processes. Ask for more (`resources.mem_gb`), or for fewer loader processes"
+            "at the limit, the kernel kills one of its processes. Ask for more memory (`resources.mem_gb`), or for fewer loader processes (`data.num_workers`)"
         )
 
 

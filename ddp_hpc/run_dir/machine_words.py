@@ -26,7 +26,7 @@ def gpus(use: Summary) -> str:
         some = "" if use.num_gpus_known >= use.num_gpus else f" ({use.num_gpus_known} of {use.num_gpus} are known)"
         told.append(f"GPUs {use.gpu_busy:.0%} busy{least}{some}")
     else:
-        told.append(f"use of the GPUs not known{f' ({use.gpu_problem})' if use.gpu_problem else ''}")
+        told.append(f"use of the GPUs is not known{f' ({use.gpu_problem})' if use.gpu_problem else ''}")
     if use.gpu_memory_gib is not None and use.gpu_memory_total_gib is not None:
         told.append(f"{use.gpu_memory_gib:.1f} of {use.gpu_memory_total_gib:.1f} GiB of GPU memory")
     return ", ".join(told)
@@ -35,12 +35,12 @@ def gpus(use: Summary) -> str:
 def cpus(use: Summary) -> str:
     """Return what is known of the CPUs that the job may use."""
     if use.cpu_busy is None or use.num_cpus is None:
-        return "use of the CPUs not known"
+        return "use of the CPUs is not known"
     is_uneven = use.num_nodes > 1 and (use.cpu_busy_most or 0.0) - use.cpu_busy > UNEVEN
     most = f" ({use.cpu_busy_most:.0%} on {use.cpu_busiest_node})" if is_uneven else ""
     told = [f"{use.num_cpus:g} CPUs {use.cpu_busy:.0%} busy{most}"]
     if use.throttled is not None and use.num_cpus and use.throttled / use.num_cpus > THROTTLED:
-        told.append(f"kept from running for {use.throttled / use.num_cpus:.0%} of the time by the cgroup's quota")
+        told.append(f"the cgroup's quota stops them for {use.throttled / use.num_cpus:.0%} of the time")
     return ", ".join(told)
 
 

@@ -102,7 +102,7 @@ def test_without_a_driver_nothing_is_known_and_the_reason_is_said() -> None:
     """This machine has no driver, or the reader would find its GPUs."""
     uses, problem = GpuReader(["0"], import_nvml=lambda: Driverless).read()
 
-    assert (uses, problem) == ([], "NVIDIA's library (libnvidia-ml.so.1) says: Driver Not Loaded")
+    assert (uses, problem) == ([], "NVIDIA's library (libnvidia-ml.so.1) reports: Driver Not Loaded")
 
 
 class Driverless:

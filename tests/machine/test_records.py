@@ -146,7 +146,7 @@ def test_what_is_not_known_is_said_and_is_not_zero() -> None:
     found = summary_of([use(0, num_gpus=4, gpu_problem="no driver")])
 
     assert found is not None
-    assert sentence(found) == "use of the GPUs not known (no driver); use of the CPUs not known"
+    assert sentence(found) == "use of the GPUs is not known (no driver); use of the CPUs is not known"
 
 
 def test_some_gpus_that_are_known_do_not_stand_for_all() -> None:
@@ -168,7 +168,7 @@ def test_a_run_without_gpus_does_not_speak_of_them() -> None:
     found = summary_of([use(0, num_cpus=2, cpus_used=1.0, throttled=1.0)])
 
     assert found is not None
-    assert sentence(found) == "2 CPUs 50% busy, kept from running for 50% of the time by the cgroup's quota"
+    assert sentence(found) == "2 CPUs 50% busy, the cgroup's quota stops them for 50% of the time"
 
 
 def test_status_answers_where_the_file_system_does_not_say_what_was_measured(

@@ -62,7 +62,7 @@ def test_a_screen_shows_how_busy_the_machines_are(run: RunDir, capsys: pytest.Ca
 
     lines = screen(seen(run), width=100, height=90)
 
-    assert "machines    use of the GPUs not known" in lines
+    assert "machines    use of the GPUs is not known" in lines
     assert "            4 CPUs 75% busy, 10 s ago" in lines
     assert main(["top", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["machines"]["cpu_busy"] == 0.75
