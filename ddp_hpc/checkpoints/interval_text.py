@@ -24,9 +24,9 @@ def every(steps: int, seconds: float) -> str:
 def numbers(costs: SaveCosts, *, num_failures: int, is_measured: bool = True) -> str:
     """Return the numbers that an interval follows from."""
     often = roughly(costs.between_failures_s)
-    failures = f"one failure in {often} is expected ({num_failures} seen)"
+    failures = f"one failure every {often} is expected ({num_failures} so far)"
     if num_failures == 0:
-        failures = f"no failure seen yet, one in {often} is assumed"
+        failures = f"no failure so far, one every {often} is assumed"
     start = f"a start takes {roughly(costs.restart_s)}, " if costs.restart_s else ""
     return f"a save {'stops' if is_measured else 'is assumed to stop'} training for {roughly(costs.stall_s)}, {start}{failures}"
 
@@ -34,7 +34,7 @@ def numbers(costs: SaveCosts, *, num_failures: int, is_measured: bool = True) ->
 def reason(costs: SaveCosts, interval: Interval, *, num_failures: int, is_measured: bool = True) -> str:
     """Return why the interval is as long as it is."""
     if interval.why == "failed before":
-        return "the attempt before this one failed before it had saved"
+        return "the attempt before failed before its first save, so the first save comes early"
     limit = {
         "shortest": "; not more often, because of `checkpoint.min_interval_s`",
         "longest": "; not less often, because of `checkpoint.max_interval_s`",

@@ -114,9 +114,9 @@ class Difference:
             were = "was wrong" if len(self.odd_ranks) == 1 else "were wrong"
             return f"{named} {were} ({self._proof})"
         if self.told_by == "undecided":
-            return f"{self._repetition}, and its values do not tell which rank was wrong: {self._why_undecided}"
+            return f"{self._repetition}, but its values do not show which rank was wrong: {self._why_undecided}"
         if self.of_loss:
-            return "a processor was wrong, or the training diverges; the next attempt computes the step again and tells which"
+            return "a processor was wrong, or the training diverges; the next attempt computes the step again, which shows what it was"
         if self.is_of_processors:
             kinds = _few(list(dict.fromkeys(self.processors)))
             return (
@@ -135,13 +135,13 @@ class Difference:
         num, num_odd = len(self.digests), len(self.odd_ranks)
         agree = f"{num - num_odd} of {num} ranks agree"
         if self.told_by == "vote":
-            doubt = f"; {self._repetition}, and its values neither confirm nor refute it: {self._why_undecided}"
+            doubt = f"; {self._repetition}, but its values neither confirm nor refute this: {self._why_undecided}"
             return agree if self.repeated_in is None else agree + doubt
         again = f"attempt {self.told_in} computed the step again"
         if self.of_loss:
             return f"{again}, and its losses are finite"
         if num_odd * 2 > num:
-            return f"{again}, and found what the fewer ranks had"
+            return f"{again}, and its result equals that of the minority of ranks"
         return f"{agree}, and {again}" if num_odd * 2 < num and _majority(self.digests) else again
 
     @property

@@ -23,9 +23,9 @@ def not_comparable(run: RunDir, before: Difference, *, attempt: int, world_size:
     """
     num = len(before.digests)
     if num != world_size:
-        return f"attempt {before.attempt} had {num} ranks, it has {world_size}"
+        return f"attempt {before.attempt} had {num} ranks, this attempt has {world_size}"
     if processor not in before.processors:
-        return f"it computes on another kind of processor ({processor})"
+        return f"this attempt computes on another kind of processor ({processor})"
     differs = what_differs(*(read_inputs(run, number) for number in (before.attempt, attempt)))
     return f"compared with attempt {before.attempt}, {differs}" if differs else ""
 
@@ -46,7 +46,7 @@ def what_differs(before: AttemptInputs | None, after: AttemptInputs | None) -> s
     try:
         mine, others = _settings(before.config), _settings(after.config)
     except (ConfigError, AttributeError):  # another version wrote it, or it is damaged
-        return "the recorded configuration of one of the two cannot be read"
+        return "the recorded configuration of one of the two attempts cannot be read"
     keys = sorted(key for key in {*mine, *others} if mine.get(key) != others.get(key))
     if keys:
         return f"`{keys[0]}` of the configuration differs"

@@ -50,7 +50,7 @@ def _info(step: int, path: Path, verify: bool) -> CheckpointInfo:
             world_size=None,
             committed_at=None,
             metrics={},
-            problem=f"{error} No run continues from this checkpoint."
+            problem=f"{error} ddp-hpc continues no run from this checkpoint."
             if isinstance(error, CorruptCheckpointError)
             else str(error),
         )

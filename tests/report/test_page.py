@@ -210,7 +210,7 @@ def test_checkpoints_are_listed_with_their_size_and_their_damage(tmp_path: Path)
     found = page(run)
 
     assert "Checkpoints" in found.headings
-    assert "No run continues from this checkpoint" in found.text
+    assert "ddp-hpc continues no run from this checkpoint" in found.text
 
 
 def test_attempts_without_end_are_cut_to_the_newest_forty(tmp_path: Path) -> None:

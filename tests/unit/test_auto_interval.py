@@ -181,7 +181,7 @@ def test_a_run_that_has_not_failed_is_not_said_to_fail_soon(caplog: pytest.LogCa
         Training().steps(30)
 
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith("no failure seen yet, one in 31 min is assumed")
+    assert line.endswith("no failure so far, one every 31 min is assumed")
 
 
 def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +192,7 @@ def test_a_change_is_logged_and_noted_once(caplog: pytest.LogCaptureFixture) -> 
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
         f"the run saves every {one.notes[0]['every_steps']} steps (about 31 s): a save is assumed to stop training for 1.0 s, a start takes 3.0 s, "
-        "one failure in 8 min is expected (8 seen)"
+        "one failure every 8 min is expected (8 so far)"
     )
     assert len(one.notes) == 1
     assert one.notes[0]["num_failures"] == 8

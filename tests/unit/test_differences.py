@@ -122,9 +122,9 @@ def test_without_samples_nothing_is_decided() -> None:
             "aab",
             "b",
             (0, 1),
-            "rank 0 on node1, rank 1 on node2 were wrong (attempt 1 computed the step again, and found what the fewer ranks had)",
+            "rank 0 on node1, rank 1 on node2 were wrong (attempt 1 computed the step again, and its result equals that of the minority of ranks)",
         ),
-        ("abc", "c", (0, 1), "and found what the fewer ranks had"),
+        ("abc", "c", (0, 1), "and its result equals that of the minority of ranks"),
     ],
 )
 def test_a_rank_whose_digest_is_found_again_was_right_whatever_the_vote_said(
@@ -150,7 +150,7 @@ def test_a_vote_stands_where_the_repetition_does_not_tell() -> None:
 
     assert (told.odd_ranks, told.told_by, told.told_in, told.is_open) == ((2,), "vote", 0, False)
     assert (
-        "2 of 3 ranks agree; attempt 1 computed the step again without a difference, and its values neither" in told.who
+        "2 of 3 ranks agree; attempt 1 computed the step again without a difference, but its values neither" in told.who
     )
 
 
@@ -194,8 +194,8 @@ INPUTS = AttemptInputs(attempt=0, world_size=2, config="train:\n  lr: 0.1\nslurm
         ({"world_size": 4}, "the number of ranks differs: 2 and 4"),
         ({"config": "train:\n  lr: 0.2\n"}, "`train` of the configuration differs"),
         ({"config": "slurm: {}\n"}, "`train` of the configuration differs"),
-        ({"config": "a: [\n"}, "the recorded configuration of one of the two cannot be read"),
-        ({"config": "text"}, "the recorded configuration of one of the two cannot be read"),
+        ({"config": "a: [\n"}, "the recorded configuration of one of the two attempts cannot be read"),
+        ({"config": "text"}, "the recorded configuration of one of the two attempts cannot be read"),
         ({"code": {"/a/m.py": "2"}}, "the user's code differs"),
         ({"code": {}}, "the user's code differs"),
     ],

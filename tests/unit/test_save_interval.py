@@ -156,6 +156,6 @@ def test_the_reason_names_the_numbers_and_the_limit() -> None:
 
     assert every(340, 540.0) == "every 340 steps (about 9 min)"
     assert reason(one, Interval(seconds=60, why="shortest"), num_failures=2) == (
-        "a save stops training for 1.2 s, a start takes 40 s, one failure in 11 h is expected (2 seen); not more often, because of "
+        "a save stops training for 1.2 s, a start takes 40 s, one failure every 11 h is expected (2 so far); not more often, because of "
         "`checkpoint.min_interval_s`"
     )

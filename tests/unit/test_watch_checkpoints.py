@@ -39,7 +39,7 @@ def test_a_flipped_bit_is_seen_by_who_reads_every_byte(tmp_path: Path) -> None:
 
     assert quick.problem is None
     assert "does not match its checksum" in str(thorough.problem)
-    assert str(thorough.problem).endswith("No run continues from this checkpoint.")
+    assert str(thorough.problem).endswith("ddp-hpc continues no run from this checkpoint.")
     with pytest.raises(CorruptCheckpointError, match=f"`ddp-hpc checkpoints {run.word} --verify` says which"):
         digest(run, 8)
     with pytest.raises(CorruptCheckpointError, match=f"`ddp-hpc checkpoints {run.word} --verify` says which"):

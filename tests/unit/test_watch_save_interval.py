@@ -62,7 +62,7 @@ def test_status_shows_what_saves_should_cost_beside_what_they_have_cost(
     assert cost is not None
     assert (
         f"saves       every 340 steps (about 9 min): saves and failures take 1.2% of the time by estimate, and have taken {cost:.1%}; a save stops training for 1.2 s, a start "
-        "takes 40 s, one failure in 11 h is expected (1 seen)\n"
+        "takes 40 s, one failure every 11 h is expected (1 so far)\n"
     ) in text
     assert record["every_steps"] == 340
     assert (record["expected_cost"], record["measured_cost"]) == (0.0123, pytest.approx(cost))
@@ -122,10 +122,10 @@ def test_the_outlook_of_a_new_run_is_an_assumption_and_that_of_an_older_one_its_
     known = outlook(failed_once(tmp_path / "run", CHOICE), BOUNDS, num_nodes=1, now=0.0)
 
     assert new.startswith("about every 60 s at first: saves and failures take")
-    assert "a save is assumed to stop training for 1.0 s, no failure seen yet, one in" in new
+    assert "a save is assumed to stop training for 1.0 s, no failure so far, one every" in new
     assert "have taken" in known
-    assert "a save stops training for 1.2 s, a start takes 40 s, one failure in" in known
-    assert "(1 seen)" in known
+    assert "a save stops training for 1.2 s, a start takes 40 s, one failure every" in known
+    assert "(1 so far)" in known
 
 
 def test_explain_says_how_often_the_run_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
