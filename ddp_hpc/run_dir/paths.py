@@ -206,6 +206,10 @@ class RunDir:
         """What the process says that sends the metrics to a recorder."""
         return self.attempt_logs(attempt) / f"recorder-{recorder}.log"
 
+    def recorder_lock(self, recorder: str) -> Path:
+        """Locked by the one process that sends the metrics to a recorder."""
+        return self.console.with_name(f"recorder-{recorder}.lock")
+
     def launches(self, attempt: int, rank: int) -> Path:
         """When a rank has launched its newest collectives, to find slow ranks."""
         return self.attempt_logs(attempt) / f"rank-{rank}.launches.json"

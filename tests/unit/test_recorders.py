@@ -26,7 +26,7 @@ from ddp_hpc.spec import LogSpec, RunSpec, SlurmSpec
 from ddp_hpc.submission.run_dir_setup import refuse_missing_recorders
 from ddp_hpc.train import worker
 from ddp_hpc.train.recording import to_tensorboard
-from ddp_hpc.train.recording.follower import follow, shown
+from ddp_hpc.train.recording.follower import follow, shown, take_alone
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Row, Sent, Subject, identity_of, row_of
 from ddp_hpc.train.recording.temporary import temporary_folder
@@ -243,6 +243,25 @@ def test_what_is_left_is_not_sent_while_the_run_sends_it_itself(tmp_path: Path) 
 
     assert refused.returncode == 1
     assert "digits is running: its own process sends the metrics to tensorboard." in refused.stderr
+    assert not run.tensorboard.exists()
+
+
+def test_of_two_processes_one_sends_to_a_recorder_and_the_other_when_that_has_ended(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    written(run, 0, [1])
+    argv = [sys.executable, "-m", "ddp_hpc.train.recording.follower", str(run.path), "tensorboard"]
+    run.console.parent.mkdir()
+    lock, beside_rank_zero = processes.take_lock(run.recorder_lock("tensorboard")), take_alone(run, "tensorboard")
+    assert lock is not None
+
+    refused = subprocess.run(argv, capture_output=True, text=True, check=False)
+    before = beside_rank_zero()
+    processes.release_lock(lock)
+    after = beside_rank_zero()
+
+    assert (before, after) == (False, True)
+    assert refused.returncode == 1
+    assert "another process sends the metrics of digits to tensorboard. Try again when it has ended." in refused.stderr
     assert not run.tensorboard.exists()
 
 

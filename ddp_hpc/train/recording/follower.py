@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import is_key_shown
-from ddp_hpc.base.durable import readers
+from ddp_hpc.base.durable import make_directories, readers
 from ddp_hpc.base.shown_text import masked, masked_record, secret_values
 from ddp_hpc.config import flat, load_resolved
 from ddp_hpc.run_dir.paths import RunDir
@@ -89,6 +89,23 @@ def shown(values: Mapping[str, Any], secrets: Sequence[str]) -> dict[str, Any]:
     )
 
 
+def take_alone(run: RunDir, recorder: str) -> Callable[[], bool]:
+    """Return what takes a recorder's lock for this process, once, and tells whether it has it.
+
+    Two processes that send at the same time would both send what the recorder lacks. The kernel releases the lock at the process's end.
+    """
+    held: list[int] = []
+
+    def take() -> bool:
+        if not held:
+            make_directories(run.recorder_lock(recorder).parent)
+            lock = processes.take_lock(run.recorder_lock(recorder))
+            held.extend([] if lock is None else [lock])
+        return bool(held)
+
+    return take
+
+
 def _await_ending(seconds: float) -> Ending | None:
     if not select.select([0], [], [], seconds)[0]:
         return None
@@ -119,6 +136,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.recorder,
         )
         return 1
+    take = take_alone(run, arguments.recorder)
+    if arguments.parent is None and not take():
+        log.error(
+            "another process sends the metrics of %s to %s. Try again when it has ended.", run.name, arguments.recorder
+        )
+        return 1
     spec = load_resolved(run.config, is_patient=True)
     if arguments.parent is None:
         os.environ.update(spec.environ | {"TMPDIR": tempfile.gettempdir()})  # rank zero's process has them by itself
@@ -141,11 +164,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     open_recorder = opener_of(arguments.recorder)
 
+    def open_alone() -> Recorder:
+        if not take():
+            raise BlockingIOError("another process sends the metrics of this run")
+        return open_recorder(subject)
+
     def ending_of_run(_: float) -> Ending:
         return "finished" if run.done.exists() else "stopped"
 
     await_ending = ending_of_run if arguments.parent is None else _await_ending
-    has_all = follow(run, lambda: open_recorder(subject), await_ending, describe=describe)
+    has_all = follow(run, open_alone, await_ending, describe=describe)
     return 0 if has_all else 1
 
 
