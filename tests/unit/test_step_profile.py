@@ -126,15 +126,38 @@ def test_a_record_that_cannot_be_written_is_said_and_the_phases_are_still_timed(
     assert loop.timer.so_far().seconds["forward"] > 0
 
 
-def test_where_another_profiler_runs_the_training_goes_on(tmp_path: Path) -> None:
-    """As where a recipe profiles itself."""
-    loop = Loop(tmp_path, (2, 3))
+@pytest.mark.parametrize("first", [1, 4])
+def test_where_a_profiler_of_the_recipe_runs_the_training_goes_on_and_that_profiler_keeps_its_trace(
+    first: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It begins before the step that is recorded, or before what prepares that."""
+    loop, own = Loop(tmp_path, (first, 5)), tmp_path / "own.json"
+    loop.run(2)
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        loop.run(5)
-        loop.timer.close()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loop.run(4)
+    profiler.export_chrome_trace(str(own))
+    loop.timer.close()
 
-    assert loop.done == 5
+    assert loop.done == 6
+    assert "aten::mm" in own.read_text()
+    assert "of the recipe" in caplog.text
+
+
+def test_a_profile_ends_where_a_profiler_of_the_recipe_begins(tmp_path: Path) -> None:
+    loop, own = Loop(tmp_path, (2, 50)), tmp_path / "own.json"
+
+    loop.run(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loop.run(4)
+    profiler.export_chrome_trace(str(own))
+    loop.timer.close()
+    again = Loop(tmp_path / "again", (1, 1))
+    again.run(2)
+
+    assert {"step 2", "step 3"} <= set(loop.steps)
+    assert "aten::mm" in own.read_text()
+    assert again.steps == ["step 1"]
 
 
 class OfRank:

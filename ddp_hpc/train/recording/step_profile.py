@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile as AnyProfiler  # noqa: N812  a class
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_hpc.base.durable import make_directories, private_mode, replace_text
@@ -90,14 +91,17 @@ class StepProfile(PhaseTimes):
             return
         if self._profiler is None:
             # The step before the first one starts what PyTorch needs, which takes time and would stand in the trace.
+            _refuse_second_profiler()
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
             self._profiler = profile(activities=activities, record_shapes=True)
             self._profiler.prepare_trace()
+            self._end_before_another()
         if step < self._first:
             return
         if not self._is_recording:
             if phase not in _BEGIN_STEPS:  # after the last step of a training
                 return
+            _refuse_second_profiler()
             self._profiler.start_trace()
             self._is_recording = True
         if step != self._step:
@@ -106,6 +110,20 @@ class StepProfile(PhaseTimes):
             self._begin(f"step {step}")
         self._leave(1)
         self._begin(phase)
+
+    def _end_before_another(self) -> None:
+        """Have this profile end when another profiler of this process begins, as a recipe's own: PyTorch crashes with two."""
+        # All of PyTorch's profilers begin by this method; it has no public hook.
+        prepare = AnyProfiler._prepare_trace  # noqa: SLF001
+
+        def prepare_other(other: AnyProfiler) -> None:
+            AnyProfiler._prepare_trace = prepare  # type: ignore[method-assign]  # noqa: SLF001
+            if not self._is_over:
+                log.warning("the profile ends at step %d, where a profiler of the recipe begins", self._step)
+                self.close()
+            prepare(other)  # type: ignore[no-untyped-call]
+
+        AnyProfiler._prepare_trace = prepare_other  # type: ignore[method-assign]  # noqa: SLF001
 
     def _begin(self, name: str) -> None:
         one = record_function(name)
@@ -158,3 +176,8 @@ class StepProfile(PhaseTimes):
                 type(error).__name__,
                 error,
             )
+
+
+def _refuse_second_profiler() -> None:
+    if torch.autograd._profiler_enabled():  # noqa: SLF001  nothing public says it
+        raise RuntimeError("a profiler of the recipe runs, and PyTorch allows one at a time")
