@@ -16,7 +16,7 @@ from typing import Literal
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import open_private
-from ddp_hpc.base.patience import known
+from ddp_hpc.base.patience import known, patiently
 from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
 from ddp_hpc.run_dir import ownership, rereading
 from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
@@ -247,10 +247,10 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
     deadline = time.monotonic() + START_PATIENCE_S
     while time.monotonic() < deadline:
         is_guarded = guardian.poll() is None  # asked first, so that the last entry is not missed
-        entry = _newest_since(run, attempt)
+        entry = patiently(str(run.attempts), lambda: _newest_since(run, attempt))
         if entry is not None and entry.is_last:
             return entry
-        progress = read_progress(run)
+        progress = patiently(str(run.progress), lambda: read_progress(run))
         if progress is not None and progress.attempt >= attempt:
             return None
         if not is_guarded and entry is None:
@@ -273,7 +273,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     del environ
     files = rereading.LastRead()
     while True:
-        is_alive = processes.is_locked(run.lock)
+        is_alive = patiently(str(run.lock), lambda: processes.is_locked(run.lock))
         newest = rereading.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest

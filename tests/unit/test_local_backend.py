@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import local
-from tests.made_run import make_run
+from tests.made_run import add_progress, make_run
 
 
 @pytest.fixture
@@ -76,6 +77,26 @@ def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: P
 
     with pytest.raises(WorkerError, match="the ddp-hpc processes that watched the workers were killed"):
         local._await_training(run, 0, dead)  # it would wait for two minutes
+
+
+@pytest.mark.parametrize("name", ["attempts", "progress"])
+def test_a_submission_waits_for_a_record_that_cannot_be_read_for_a_moment(
+    name: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+) -> None:
+    """A link that leads to itself stands for a server that restarts: what is there is not known."""
+    run = make_run(tmp_path)
+    add(run, host=socket.gethostname(), pid=stranger.pid, pid_start=processes.start_ticks(stranger.pid))
+    add_progress(run)
+    record: Path = getattr(run, name)
+    kept = record.rename(tmp_path / "kept")
+    record.symlink_to(record.name)
+    server = threading.Timer(0.2, lambda: kept.replace(record))
+
+    server.start()
+    ended = local._await_training(run, 0, stranger)
+    server.join()
+
+    assert ended is None  # it trains
 
 
 def test_a_guardian_outlives_a_strict_python_without_a_warning() -> None:
