@@ -19,8 +19,8 @@ _ATTEMPT = 10**6
 """Of no attempt of a run, so that its ports are others than those that workers will take."""
 
 
-def findings_of(question: Question) -> Sequence[Finding]:
-    """Make an all-reduce of all nodes and of each two, and say whether the sums are right and how fast they came.
+def findings_of(question: Question) -> tuple[Sequence[Finding], Sequence[str]]:
+    """Make an all-reduce of all nodes and of each two: return whether the sums are right and how fast they came, and which nodes said nothing.
 
     Raises:
         ConfigError: where rank zero's node has no network.
@@ -28,7 +28,7 @@ def findings_of(question: Question) -> Sequence[Finding]:
     """
     nodes = question.allocation.node_names
     if len(nodes) < 2:
-        return []
+        return [], []
     told = ask_nodes(
         [*question.python, "-m", _MODULE, *_options(question)],
         nodes,
@@ -38,7 +38,7 @@ def findings_of(question: Question) -> Sequence[Finding]:
         is_over=processes.is_stop_pending,
     )
     reports = {node: found for node, plain in told.by_node.items() if (found := report_of(plain)) is not None}
-    return [*collectives.findings_of(nodes, reports, problem=told.last_error)]
+    return [*collectives.findings_of(nodes, reports, problem=told.last_error)], told.silent
 
 
 def _options(question: Question) -> Iterator[str]:

@@ -13,10 +13,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
@@ -28,8 +29,9 @@ from ddp_hpc.job.choose_endpoint import address_of
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.job.node_question import Question
-from ddp_hpc.job.wire.subprocesses import ask_nodes
+from ddp_hpc.job.node_question import Question, without
+from ddp_hpc.job.unreached import are_all_reached, unreached
+from ddp_hpc.job.wire.subprocesses import NodesAnswers, ask_nodes
 from ddp_hpc.node_checks import collectives
 from ddp_hpc.node_checks.answers import Answers, Asked
 from ddp_hpc.node_checks.facts import facts_of
@@ -47,33 +49,82 @@ ANSWER_S = 30.0
 
 
 def examine(question: Question) -> Preflight:
-    """Ask all nodes, probe the network, and judge."""
+    """Ask all nodes, probe the network, and judge. A node that goes down meanwhile is named, and the others are asked without it."""
     nodes, began, at = question.allocation.node_names, time.monotonic(), time.time()
     make_directories(question.folder)
-    options = [*(f"--node={node}" for node in nodes), *(f"--path={path}" for path in question.paths)]
-    command = [*question.python, "-m", "ddp_hpc.node_checks.node", f"--folder={question.folder}", *options]
-    told = ask_nodes(
-        command,
-        nodes,
-        environ=question.environ,
-        timeout_s=ANSWER_S,
-        step=question.step,
-        is_over=processes.is_stop_pending,
-    )
-    facts = {node: found for node, plain in told.by_node.items() if (found := facts_of(plain)) is not None}
+    told, problem, lost = _asked(question)
     shutil.rmtree(question.folder, ignore_errors=True)
-    answers = Answers(
-        nodes=nodes,
-        facts=facts,
-        problem=told.last_error,
-        network=_network(question) if facts and not processes.is_stop_pending() else None,
-        asked=question.asked,
-    )
-    findings = [*findings_of(answers), *(_all_reduce(question, answers.network) if question.all_reduce else ())]
+    facts = {node: found for node in nodes if (found := facts_of(told.get(node))) is not None}
+    network = None
+    if facts and not processes.is_stop_pending():
+        network, lost = _network_without(question, lost)
+    summed: Sequence[Finding] = ()
+    if question.all_reduce:
+        summed, lost = _all_reduce_without(question, network, lost)
+    rest = [node for node in nodes if node not in lost and node in facts]
+    if rest and not processes.is_stop_pending() and not are_all_reached(rest, question.environ):
+        lost = [*lost, *unreached(rest, question.environ)]  # one whose processes go on, such as without its slurmd
+    answers = Answers(nodes=nodes, facts=facts, lost=lost, problem=problem, network=network, asked=question.asked)
+    findings = [*findings_of(answers), *summed]
     return Preflight(at=at, seconds=round(time.monotonic() - began, 1), nodes=nodes, findings=tuple(findings))
 
 
-def _all_reduce(question: Question, network: NetworkFindings | None) -> Sequence[Finding]:
+def _asked(question: Question) -> tuple[Mapping[str, Any], str, list[str]]:
+    """Return what the nodes say of themselves, srun's last error, and the nodes on which Slurm starts no command.
+
+    Where there are such nodes, srun may have ended the step on the others, too, so these are asked once more without them.
+    """
+    first = _answers_to(question)
+    lost = unreached(first.silent, question.environ) if first.silent else []
+    rest = [node for node in first.silent if node not in lost]
+    if not lost or not rest or processes.is_stop_pending():
+        return first.by_node, first.last_error, lost
+    again = _answers_to(question, rest)
+    return {**first.by_node, **again.by_node}, first.last_error or again.last_error, lost
+
+
+def _answers_to(question: Question, rest: Sequence[str] = ()) -> NodesAnswers:
+    """Ask all nodes for their facts, or only these."""
+    nodes = question.allocation.node_names
+    options = [*(f"--node={node}" for node in nodes), *(f"--path={path}" for path in question.paths)]
+    command = [*question.python, "-m", "ddp_hpc.node_checks.node", f"--folder={question.folder}", *options]
+    asked = without(question, [node for node in nodes if rest and node not in rest])
+    return ask_nodes(
+        command,
+        asked.allocation.node_names,
+        environ=asked.environ,
+        timeout_s=ANSWER_S,
+        step=asked.step,
+        is_over=processes.is_stop_pending,
+    )
+
+
+def _network_without(question: Question, lost: Sequence[str]) -> tuple[NetworkFindings | None, list[str]]:
+    """Probe the network between the nodes that are not lost; return also which are, with those that are lost meanwhile."""
+    found = _network(without(question, lost))
+    silent = found.silent if found is not None else ()
+    newly = unreached(silent, question.environ) if silent and not processes.is_stop_pending() else []
+    if not newly:
+        return found, [*lost]
+    all_lost = [*lost, *newly]
+    # As in `_asked`: the step that probed may have ended on the other nodes, too.
+    return (_network(without(question, all_lost)) if not processes.is_stop_pending() else found), all_lost
+
+
+def _all_reduce_without(
+    question: Question, network: NetworkFindings | None, lost: Sequence[str]
+) -> tuple[Sequence[Finding], list[str]]:
+    """Have the nodes that are not lost add up numbers; return also which are, with those that are lost meanwhile."""
+    rest = without(question, lost)
+    findings, silent = _all_reduce(rest, network)
+    newly = unreached(silent, question.environ) if silent and not processes.is_stop_pending() else []
+    all_lost = [*lost, *newly]
+    if newly and len(silent) == len(rest.allocation.node_names) and not processes.is_stop_pending():
+        findings, _ = _all_reduce(without(question, all_lost), network)  # the step did not start for the lost ones
+    return findings, all_lost
+
+
+def _all_reduce(question: Question, network: NetworkFindings | None) -> tuple[Sequence[Finding], Sequence[str]]:
     """Have the nodes add up numbers; where their network does not carry, they would only wait for each other."""
     why_not = ""
     if network is not None and network.is_faulty:
@@ -81,11 +132,12 @@ def _all_reduce(question: Question, network: NetworkFindings | None) -> Sequence
     elif processes.is_stop_pending():
         why_not = "a signal asks for the end"
     if why_not:
-        return [Finding(check=collectives.CHECK, level="unknown", found=f"none was made, as {why_not}")]
+        return [Finding(check=collectives.CHECK, level="unknown", found=f"none was made, as {why_not}")], []
     found: Sequence[Finding] = [Finding(check=collectives.CHECK, level="unknown", found="none could be made")]
+    silent: Sequence[str] = []
     with diagnosis("an all-reduce between the nodes"):
-        found = all_reduce.findings_of(question)
-    return found  # noqa: RET504  `diagnosis` passes errors over
+        found, silent = all_reduce.findings_of(question)
+    return found, silent
 
 
 def _network(question: Question) -> NetworkFindings | None:

@@ -30,6 +30,8 @@ class Answers:
     """Of the job, rank zero's first."""
     facts: Mapping[str, NodeFacts]
     """Of those that answered."""
+    lost: Sequence[str] = ()
+    """Nodes on which Slurm starts no command any more, whether they had answered or not."""
     problem: str = ""
     """Why others did not, as srun says."""
     network: NetworkFindings | None = None

@@ -31,15 +31,26 @@ MUST_AGREE: Mapping[str, Level] = {
 
 
 def answered(answers: Answers) -> Iterator[Finding]:
-    """Find nodes that did not answer, or left out a part."""
+    """Find nodes that did not answer, or not to the end, or left out a part."""
     silent = [node for node in answers.nodes if node not in answers.facts]
+    gone = [node for node in answers.lost if node in answers.facts]
+    if gone:
+        found = (
+            f"{listed(gone)} answered the first questions, and went down, or lost the connection to Slurm, in the middle of the check: "
+            "Slurm starts no command there now. The other lines compare what was known by then"
+        )
+        yield Finding(check="nodes", level="fail", found=found, to_do=_see_state(gone), nodes=(*gone,))
+    if dead := [node for node in silent if node in answers.lost]:
+        found = f"no answer from {listed(dead)}, and Slurm starts no command there now"
+        yield Finding(check="nodes", level="fail", found=found, to_do=_see_state(dead), nodes=(*dead,))
+        silent = [node for node in silent if node not in dead]
     if silent:
         why = f" ({answers.problem})" if answers.problem else ""
         to_do = f"examine them: `srun --overlap --nodelist={silent[0]} hostname`"
         yield Finding(
             check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=(*silent,)
         )
-    else:
+    elif not answers.lost:
         yield Finding(check="nodes", level="ok", found=f"all {len(answers.nodes)} answered")
     slow = answers.of(lambda facts: facts.late or None)
     hung = [node for node, late in slow.items() if any(part in _OF_FILES or part.startswith("path ") for part in late)]
@@ -53,6 +64,10 @@ def answered(answers: Answers) -> Iterator[Finding]:
             to_do="a file system or a name server does not answer there: `ls` the path, or `getent hosts NAME`",
             nodes=(node,) if is_proof else (),
         )
+
+
+def _see_state(nodes: Sequence[str]) -> str:
+    return f"leave them out; `scontrol show node {nodes[0]}` shows what Slurm knows of it, maybe some minutes late; tell your cluster's support"
 
 
 _OF_FILES = frozenset({"shared", "disks"})

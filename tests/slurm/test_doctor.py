@@ -202,6 +202,79 @@ def test_a_clock_that_is_a_minute_ahead_is_named(cluster: Cluster, login: LoginN
     assert "node3's clock is 60.0 s ahead" in told
 
 
+ASKING, PROBING, ADDING_UP = (
+    "ddp_hpc.node_checks.node",
+    "ddp_hpc.rendezvous.links.node",
+    "ddp_hpc.train.all_reduce_check",
+)
+"""What runs on a node in each part of a check."""
+
+
+def lose(cluster: Cluster, node: str, how: str) -> None:
+    """Have Slurm lose a node: by its power, its slurmd, or its cable."""
+    match how:
+        case "power":
+            cluster.kill(node)
+        case "slurmd":
+            cluster.run("pkill", "-KILL", "-x", "slurmd", node=node, user="root")
+        case "cable":
+            cluster.cut(node)
+
+
+def await_process(cluster: Cluster, node: str, module: str) -> None:
+    """Wait until a process of a module runs on a node."""
+    cluster.wait_for(lambda: cluster.run("pgrep", "-f", module, node=node, check=False).stdout, 120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("module", "how"),
+    [
+        (ASKING, "power"),
+        (ASKING, "cable"),
+        (PROBING, "power"),
+        (PROBING, "slurmd"),
+        (ADDING_UP, "power"),
+        (ADDING_UP, "slurmd"),  # its processes go on, and end well
+    ],
+)
+def test_a_node_that_is_lost_in_the_middle_of_the_check_is_named_and_the_others_are_reported(
+    cluster: Cluster, login: LoginNode, module: str, how: str
+) -> None:
+    argv = [sys.executable, "-m", "ddp_hpc", "doctor", "--json", "--nodes=4", "--all-reduce"]
+    asking = cluster.popen(*argv, cwd=login.folder)
+    await_process(cluster, "node3", module)
+
+    lose(cluster, "node3", how)
+
+    stdout, stderr = asking.communicate(timeout=280)
+    if how == "slurmd":
+        cluster.kill("node3")  # a node that is off is booted for the next test
+    assert stdout, stderr
+    found = json.loads(stdout)
+    assert found["checked"], found
+    assert found["exclude"] == "--exclude=node3"
+    levels = {one["check"]: one["level"] for one in found["checked"]["findings"]}
+    assert (levels["python"], levels["disk"]) == ("ok", "ok")
+    assert "node3" in named(found)["nodes"]
+
+
+@pytest.mark.long
+def test_a_node_that_is_lost_in_the_middle_of_a_runs_check_is_left_out(cluster: Cluster, login: LoginNode) -> None:
+    cluster.reconfig(SlurmdTimeout="60")  # as on most sites, the check ends before Slurm notices
+    login.add_recipe(TRIAL_RECIPE)
+    keys = ("preflight.enabled=true", "preflight.on_fail=exclude")
+    login.submit("lost", *SMALL, *world(3, 1), *keys)
+    await_process(cluster, "node2", ASKING)
+
+    lose(cluster, "node2", "power")
+
+    login.await_state("lost", "finished", timeout_s=280)
+    first, second = Ledger.read(login.run("lost")).attempts
+    assert (first.cause, first.next, first.failed_nodes) == ("node failed", "requeue", ("node2",))
+    assert (second.ending, second.nodes) == ("finished", ("node1", "node3", "node4"))
+
+
 def of_all_reduce(found: dict[str, Any]) -> dict[str, Any]:
     """Return the finding about the all-reduce."""
     (only,) = (one for one in found["checked"]["findings"] if one["check"] == "all-reduce")

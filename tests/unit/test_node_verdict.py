@@ -421,3 +421,28 @@ def test_an_answer_survives_the_way_through_json() -> None:
 @pytest.mark.parametrize("plain", [None, [], "text", {"names": 3}, {"disks": {"tmp": {"colour": "red"}}}])
 def test_what_is_no_answer_is_not_taken_for_one(plain: Any) -> None:
     assert facts_of(plain) is None
+
+
+def test_a_node_that_is_lost_in_the_middle_of_a_check_is_named_and_what_it_said_is_compared() -> None:
+    old = replace(GOOD, software={**(GOOD.software or {}), "torch": "1.0"})
+
+    found = bad(answers({"node3": old}, lost=["node3"], network=network(("node1", "node2", "node4"))))
+
+    assert [(one.check, one.level, one.nodes) for one in found] == [
+        ("nodes", "fail", ("node3",)),
+        ("torch", "fail", ("node3",)),
+    ]
+    assert "node3 answered the first questions, and went down" in found[0].found
+
+
+def test_a_node_that_is_lost_before_it_answers_is_named_once() -> None:
+    facts = {node: GOOD for node in NODES if node != "node3"}
+
+    found = [
+        one
+        for one in findings_of(Answers(nodes=NODES, facts=facts, lost=["node3"], network=network()))
+        if one.level == "fail"
+    ]
+
+    assert [(one.check, one.nodes) for one in found] == [("nodes", ("node3",))]
+    assert "Slurm starts no command there now" in found[0].found

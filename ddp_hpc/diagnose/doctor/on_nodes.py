@@ -93,7 +93,9 @@ def options_of(spec: RunSpec, nodes: str, *, all_reduce: bool = False) -> list[s
     chosen = [f"--{one.flag}{'' if one.value is None else f'={one.value}'}" for one in made if one.flag not in left_out]
     where = f"--nodelist={nodes}" if is_list else f"--nodes={nodes}"
     memory = [f"--mem={_TORCH_MEM_GB}G"] if all_reduce else []
-    return [where, *memory, "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor", *chosen]
+    # Without --no-kill, Slurm ends the whole job when one of its nodes goes down, and what the others said is lost.
+    own = ["--no-kill", "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor"]
+    return [where, *memory, *own, *chosen]
 
 
 def result_of(printed: str) -> Preflight | None:

@@ -91,7 +91,9 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     `step` is the beginning of the command that starts it there; without it, a step of one CPU.
     """
     mark = secrets.token_hex(8)
-    begin = probe_argv(len(nodes), is_all_or_none=is_all_or_none) if step is None else step
+    # By their names: srun might take others of the job's nodes where these are not all.
+    probe = [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), f"--nodelist={','.join(nodes)}"]
+    begin = probe if step is None else step
     argv = [*begin, *command, f"--mark={mark}"]
     printed, errors = printed_by(argv, environ=environ, timeout_s=timeout_s, is_over=is_over)
     answers = read_answers(printed, mark)
