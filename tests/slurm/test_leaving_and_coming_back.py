@@ -81,6 +81,31 @@ def test_a_preempted_run_loses_no_step(cluster: Cluster, place: LoginNode, way: 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("partition", ["low", "kill"])
+def test_a_run_preempted_without_grace_time_saves_before_kill_wait_is_over(
+    cluster: Cluster, place: LoginNode, partition: str
+) -> None:
+    """SIGTERM comes all the same; SIGKILL follows after KillWait."""
+    cluster.reconfig(KillWait="30")
+    change = ("scontrol", "update", f"partitionname={partition}")
+    cluster.run(*change, "gracetime=0", user="root")
+    slow = slow_file(place)
+    try:
+        asked = [*FAULTY, *world(2, 2), f"slurm.partition={partition}"]
+        place.submit("low", *asked, f"recipe.args.slow_while={slow}")
+        await_step(place, "low")
+
+        cluster.run("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        await_first_end(place, "low")
+    finally:
+        cluster.run(*change, f"gracetime={cluster.settings.grace}", user="root")
+
+    first = attempts(place, "low")[0]
+    assert (first.cause, first.ending) == ("preempted", "stopped")
+    assert newest_step(place, "low") == first.last_step
+
+
+@pytest.mark.long
 def test_a_run_crosses_its_time_limit_as_often_as_it_must_and_loses_no_step(place: LoginNode) -> None:
     four = ("train.max_steps=4", "train.epochs=1", "recipe.args.load_s=0.04", *world(1, 1))  # a second a step
     limits = ("resources.time_limit_min=1", "slurm.signal_lead_s=55")  # time for a step or two

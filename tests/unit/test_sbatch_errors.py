@@ -415,8 +415,18 @@ MISFITS: list[tuple[str, Partition, dict[str, str], RunSpec, Sequence[str]]] = [
         {},
         spec(time_limit_min=60),
         [
-            f"{PREEMPTED_BARE}, so a preempted run loses the steps since its newest checkpoint. `checkpoint.every_steps` is 500"
+            (
+                f"{PREEMPTED_BARE}: Slurm sends SIGTERM, and kills the run when KillWait is over. A save that takes longer is lost, with the "
+                "steps since the checkpoint before. `checkpoint.every_steps` is 500"
+            )
         ],
+    ),
+    (
+        "requeued without grace, after so many seconds",
+        partition(preempt_mode="REQUEUE"),
+        {"KillWait": "30 sec"},
+        spec(time_limit_min=60),
+        [f"{PREEMPTED_BARE}: Slurm sends SIGTERM, and kills the run when KillWait, 30 s, is over."],
     ),
     ("requeued with grace", partition(preempt_mode="REQUEUE", grace_time_s=60), {}, spec(time_limit_min=60), []),
     ("suspended", partition(preempt_mode="GANG,SUSPEND"), {}, spec(time_limit_min=60), []),
@@ -450,6 +460,16 @@ def test_a_plan_that_does_not_fit_is_told_though_slurm_takes_it(
 
     assert len(said) == len(told)
     assert all(words in line for words, line in zip(told, said, strict=True))
+
+
+@pytest.mark.parametrize(("save_s", "is_warned"), [(None, True), (2.0, False), (20.0, True)])
+def test_a_run_whose_saves_fit_into_kill_wait_is_not_warned_of_preemption_without_grace(
+    save_s: float | None, is_warned: bool
+) -> None:
+    said = [*capacity._without_grace(spec(), 30, "low", save_s)]
+
+    assert bool(said) == is_warned
+    assert ("(the last save took 20 s)" in " ".join(said)) == (save_s == 20.0)
 
 
 def test_what_slurm_would_refuse_is_an_error_with_what_the_cluster_has(slurm: FakeSlurm) -> None:

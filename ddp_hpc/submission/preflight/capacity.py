@@ -195,18 +195,35 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
             "GraceTime is long enough, the run writes a checkpoint and goes back into the queue in it. If the site forbids requeueing, set `restart.by=successor` to submit a new job instead."
         )
     if ("CANCEL" in mode or "REQUEUE" in mode) and not partition.grace_time_s:  # a suspended run loses nothing
-        is_auto = spec.checkpoint.every_steps == "auto"
-        how = (
-            "`checkpoint.every_steps=auto` saves more often after such a loss."
-            if is_auto
-            else f"`checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer, or set it to `auto`."
-        )
-        yield (
-            f"warning: partition {partition.name} preempts without GraceTime, so a preempted run loses the steps since its "
-            f"newest checkpoint. {'Have the script save more often to lose fewer.' if spec.script.is_set else how}"
-        )
+        yield from _without_grace(spec, config.kill_wait_s, partition.name, save_s)
     if spec.slurm.requeue and not config.job_requeue:
         yield "note: jobs of this cluster are not requeued by default (JobRequeue=0), but this job asks for it (`slurm.requeue`). You need do nothing."
+
+
+_SAFE_SHARE = 0.5
+"""A save that takes less than this share of KillWait fits into it, together with the step that it follows and the ranks' agreement."""
+
+
+def _without_grace(spec: RunSpec, kill_wait_s: int | None, partition: str, save_s: float | None) -> Iterator[str]:
+    """Yield a warning where a preempted run may be killed before it has saved.
+
+    Without GraceTime, a job gets SIGTERM at once, as each job that Slurm ends, and SIGKILL after KillWait
+    (https://slurm.schedmd.com/slurm.conf.html#OPT_KillWait; measured: 22.05, with PreemptMode REQUEUE and CANCEL).
+    """
+    if save_s is not None and kill_wait_s is not None and save_s < kill_wait_s * _SAFE_SHARE:
+        return
+    wait = "KillWait" if kill_wait_s is None else f"KillWait, {kill_wait_s} s,"
+    known = "" if save_s is None else f" (the last save took {save_s:.0f} s)"
+    if spec.script.is_set:
+        how = "Have the script save more often to lose fewer."
+    elif spec.checkpoint.every_steps == "auto":
+        how = "`checkpoint.every_steps=auto` saves more often after such a loss."
+    else:
+        how = f"`checkpoint.every_steps` is {spec.checkpoint.every_steps}; lower it to lose fewer, or set it to `auto`."
+    yield (
+        f"warning: partition {partition} preempts without GraceTime: Slurm sends SIGTERM, and kills the run when {wait} is over. A save "
+        f"that takes longer{known} is lost, with the steps since the checkpoint before. {how}"
+    )
 
 
 def silent_end(run: RunDir, job_id: str, job: JobRecord | None) -> str:
