@@ -99,10 +99,10 @@ def _points(points: Sequence[Point]) -> str:
 
 
 def _next_steps(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> list[str]:
-    steps = [f"see    ddp-hpc list {word}"]
+    steps = [f"list the points: ddp-hpc list {word}"]
     startable = {"not submitted", "not started", "interrupted", "unknown", "prepared"}
     if counts.keys() & (startable | {"cancelled"} if is_cancelled else startable):
-        steps.append(f"rest   ddp-hpc sweep continue {word}")
+        steps.append(f"start the rest: ddp-hpc sweep continue {word}")
     if counts.keys() & {"failed", "refused"}:
-        steps.append(f"again  ddp-hpc sweep continue {word} --failed")
+        steps.append(f"start failed points again: ddp-hpc sweep continue {word} --failed")
     return steps

@@ -15,4 +15,4 @@ def note_machine_use(run: RunDir, attempt: int) -> None:
     with suppress(OSError):  # it is for readers only
         summary = summary_of(recent_uses(run, attempt))
         if summary is not None:
-            sys.stderr.write(f"note: on average (memory: at most), {sentence(summary)}\n")
+            sys.stderr.write(f"note: machine use of the attempt, on average (memory: at most): {sentence(summary)}\n")

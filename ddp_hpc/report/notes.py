@@ -128,7 +128,7 @@ class Note:
 RULES: Sequence[Rule] = (
     Rule(
         when="not_finite_at_end > 0",
-        text="The loss was NaN or infinite in {not_finite:.0f} log lines, the newest among them. Weights that are not finite do not recover.",
+        text="The loss was NaN or infinite in {not_finite:.0f} log lines, the newest among them. Weights that have become NaN or infinite do not recover.",
         key="train.grad_clip_norm=1.0, or a lower train.lr",
     ),
     Rule(
@@ -138,8 +138,8 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         when="slow_rank_share >= 0.10",
-        text="The other ranks wait {slow_rank_share:.0%} of each step for rank {slow_rank:.0f}, on the mean of the run. Without that, steps would be as much shorter.",
-        key="slurm.exclude=NODE, or data.num_workers if its cause is data",
+        text="The other ranks wait {slow_rank_share:.0%} of each step for rank {slow_rank:.0f}, as the mean of the run. If that rank were as fast as the others, steps would be shorter by this share.",
+        key="slurm.exclude=NODE, or data.num_workers if the rank waits for its samples",
     ),
     Rule(
         when="chooses_interval == 0 and checkpoint_gain >= 0.01 and best_every_steps > 0 and failures > 0",
@@ -149,13 +149,13 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         when="chooses_interval == 0 and saving_share >= 0.05 and saving_less_lost > 0",
-        text="Training waits for saves {saving_share:.0%} of the time. Fewer saves cost less, and lose more at a failure.",
+        text="Training waits for saves {saving_share:.0%} of the time. With fewer saves it waits less, but a failure loses more steps.",
         key="a larger checkpoint.every_steps",
         topic="interval",
     ),
     Rule(
         when="chooses_interval == 1 and saving_share >= 0.05 and saving_less_lost > 0 and interval_of_longest >= 0.95",
-        text="Training waits for saves {saving_share:.0%} of the time, although it saves as seldom as its limit allows. Fewer saves cost less, and lose more at a failure.",
+        text="Training waits for saves {saving_share:.0%} of the time, although the run saves as seldom as checkpoint.max_interval_s allows. With fewer saves it waits less, but a failure loses more steps.",
         key="a larger checkpoint.max_interval_s",
         topic="interval",
     ),
@@ -166,25 +166,25 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         when="gpu_busy < 0.70 and cpu_busy >= 0.90 and data_share >= 0.10 and cpus_of_node > 0 and measured_s >= 300",
-        text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy, and rank zero waits for samples in {data_share:.0%} of its steps. More loader processes would not help without more CPUs.",
+        text="The GPUs are idle for much of the time: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy, and rank zero waits for samples in {data_share:.0%} of its steps. More loader processes would not help without more CPUs.",
         key="a larger resources.cpus_per_worker",
         topic="data",
     ),
     Rule(
         when="gpu_busy < 0.70 and cpu_busy < 0.70 and data_share >= 0.10 and measured_s >= 300",
-        text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, and rank zero waits for samples in {data_share:.0%} of its steps, while the CPUs are only {cpu_busy:.0%} busy. With {data_workers:.0f} loader processes for each worker, too few samples are loaded at the same time, or the disk is slow.",
+        text="The GPUs are idle for much of the time: they are busy {gpu_busy:.0%} of the time, and rank zero waits for samples in {data_share:.0%} of its steps, while the CPUs are only {cpu_busy:.0%} busy. With {data_workers:.0f} loader processes for each worker, too few samples are loaded at the same time, or the disk is slow.",
         key="a larger data.num_workers, or stage.*",
         topic="data",
     ),
     Rule(
         when="gpu_busy < 0.50 and cpu_busy >= 0.90 and cpus_of_node > 0 and measured_s >= 300",
-        text="The GPUs wait: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy.",
+        text="The GPUs are idle for much of the time: they are busy {gpu_busy:.0%} of the time, while the {cpus_of_node:.0f} CPUs of each node are {cpu_busy:.0%} busy.",
         key="a larger resources.cpus_per_worker",
         topic="data",
     ),
     Rule(
         when="data_share >= 0.20",
-        text="Rank zero waits for samples in {data_share:.0%} of its steps, with {data_workers:.0f} loader processes. Its processor or GPU is idle then.",
+        text="Rank zero waits for samples in {data_share:.0%} of its steps, with {data_workers:.0f} loader processes. Meanwhile, its processor or GPU is idle.",
         key="data.num_workers, a faster disk, or stage.*",
         topic="data",
     ),
@@ -200,19 +200,19 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         when="chooses_interval == 0 and lost_share >= 0.10 and steps_repeated > 0 and saving_less_lost <= 0",
-        text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained and not kept.",
+        text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained that no checkpoint kept.",
         key="a smaller checkpoint.every_steps",
         topic="interval",
     ),
     Rule(
         when="chooses_interval == 1 and lost_share >= 0.10 and steps_repeated > 0 and saving_less_lost <= 0 and interval_of_shortest <= 1.05",
-        text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained and not kept, although the run saves as often as its limit allows.",
+        text="{lost_share:.0%} of the nodes' time was lost: {steps_repeated:.0f} steps were trained that no checkpoint kept, although the run saves as often as checkpoint.min_interval_s allows.",
         key="a smaller checkpoint.min_interval_s",
         topic="interval",
     ),
     Rule(
         when="starting_share >= 0.20 and attempts >= 2",
-        text="{starting_share:.0%} of the nodes' time passed before training began, in {attempts:.0f} attempts. Imports, building the recipe and reading the checkpoint take it.",
+        text="{starting_share:.0%} of the nodes' time passed before training began, in {attempts:.0f} attempts. It goes into imports, building the recipe and reading the checkpoint.",
         key="ddp-hpc env capture, stage.*, or longer jobs (resources.time_limit_min)",
     ),
     Rule(
@@ -222,12 +222,12 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         when="queued_share >= 0.5",
-        text="The run spent {queued_share:.0%} of its time in the queue. Shorter jobs often start sooner, as they fit into gaps.",
+        text="The run spent {queued_share:.0%} of its time in the queue. Shorter jobs often start sooner, as they fit between other jobs.",
         key="a smaller resources.time_limit_min",
     ),
 )
 """The most important first."""
-NOTHING = Note("No number of this run stands out: nothing to set.", "")
+NOTHING = Note("All numbers of this run are in their usual ranges: no setting needs a change.", "")
 
 
 def facts_of(run: RunData) -> Facts:
@@ -345,6 +345,6 @@ def _rule(path: Path, number: int, plain: Any) -> Rule:
         unknown = {str(error)}
     if unknown:
         raise ConfigError(
-            f"{where} has a text that cannot be filled in: {', '.join(sorted(unknown))}. In braces may stand {', '.join(NAMES)}."
+            f"{where} has a text that cannot be filled in: {', '.join(sorted(unknown))}. Only these names may stand in braces: {', '.join(NAMES)}."
         )
     return rule

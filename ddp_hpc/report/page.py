@@ -122,7 +122,7 @@ def lead(run: RunData) -> str:
         return f"{_sentence(status.reason)}" if status.reason else "No attempt has begun."
     reason = "" if not status.reason or (run.failure and run.is_failure_newest) else f" {_sentence(status.reason)}"
     took = f"{plural(len(run.times), 'attempt')} took {hours(_running_h(run))} of node time"
-    useful = f", of which {share(good)} was training that counts." if good is not None else "."
+    useful = f", of which {share(good)} was training whose steps the run has kept." if good is not None else "."
     return f"{_where(run)}{reason} {took[0].upper()}{took[1:]}{useful}"
 
 
@@ -187,9 +187,13 @@ def kinds(run: RunData) -> list[KindShare]:
 
 
 def _about_phases(num_steps: int, run: RunData) -> str:
-    text = f"Of rank zero, over {num_steps:,} steps of all attempts. The wait for other ranks is part of backward, where the gradients meet."
+    text = f"The times of rank zero, over {num_steps:,} steps of all attempts. The wait for other ranks is part of backward, where the ranks exchange gradients."
     is_gpu = any(mark.num_gpus for mark in run.marks)
-    return f"{text} On a GPU these are times of the host, which runs ahead." if is_gpu else text
+    return (
+        f"{text} On a GPU these are times of the host, which starts kernels and does not wait for them."
+        if is_gpu
+        else text
+    )
 
 
 def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
@@ -216,7 +220,7 @@ def _cost(run: RunData) -> str:
     seen = (
         plural(cost.num_failures, "failure")
         if cost.num_failures
-        else "no failure; the estimate assumes that one comes now"
+        else "no failure; the estimate assumes one at this moment"
     )
     others = ", ".join(
         f"every {steps:,} steps {share(cost.share(steps))}"
@@ -231,8 +235,8 @@ def _cost(run: RunData) -> str:
     )
     return (
         f"A save stops training for {duration(cost.stall_s)}, a restart takes {duration(cost.restart_s)}, and this run saw {seen} in "
-        f"{duration(cost.running_s)}. By that, a save every {cost.every_steps:,} steps costs {share(cost.share(cost.every_steps))} of the time; "
-        f"{others}. The least is expected at every {best:,} steps (Young 1974, Daly 2006).{so_far}"
+        f"{duration(cost.running_s)}. By these numbers, a save every {cost.every_steps:,} steps costs {share(cost.share(cost.every_steps))} of the time; "
+        f"{others}. The cost should be least with a save every {best:,} steps (Young 1974, Daly 2006).{so_far}"
     )
 
 

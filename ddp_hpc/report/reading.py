@@ -127,8 +127,8 @@ def _gaps(
     found = []
     if is_script:
         found.append(
-            "This is a script: ddp-hpc sees its start, its saves and its end, but not its steps. `ddp_hpc.attach` in the script "
-            "reports steps and losses; a recipe gives all that this page can show."
+            "The run is a script: ddp-hpc sees its start, its saves and its end, but not its steps. `ddp_hpc.attach` in the script "
+            "reports steps and losses; with a recipe, this page shows everything."
         )
     elif not series.loss and not series.not_finite:
         found.append(
@@ -141,15 +141,17 @@ def _gaps(
         )
         found.append(f"{names}: NaN or infinite in every evaluation, so there is no chart.")
     if not marks and not is_script and series.loss:
-        found.append("The run was made with an older version of ddp-hpc, which recorded no phases and no waits.")
+        found.append(
+            "The run was made with an older version of ddp-hpc, which recorded neither the phases of a step nor waits for slow ranks."
+        )
     if not looks and marks:
         world = max((mark.world_size or 0 for mark in marks), default=0)
         why = (
-            "One rank has nobody to wait for"
+            "The run has one rank, which waits for no other"
             if world == 1
-            else "The ranks were never compared: that takes 20 steps and 10 seconds on gloo"
+            else "The ranks were never compared: a comparison needs the gloo backend, 20 steps and 10 seconds"
         )
-        found.append(f"{why}, so there is no map of waits.")
+        found.append(f"{why}, so the map of waits for ranks is missing.")
     return found
 
 

@@ -16,7 +16,7 @@ _ENDS = {
     "finished": "finished",
     "stopped": "stopped, with a checkpoint",
     "cancelled": "cancelled",
-    "fenced": "a newer attempt took the run",
+    "fenced": "replaced by a newer attempt of the run",
 }
 
 
@@ -114,5 +114,5 @@ def _end(time: AttemptTime) -> str:
         return "goes on"
     attempt = time.attempt
     if attempt.ending is None:
-        return "killed; its last sign of life is drawn as its end"
+        return "killed; the chart ends it at its last sign of life"
     return _ENDS.get(attempt.ending, str(attempt.cause or attempt.ending))

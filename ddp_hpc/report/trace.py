@@ -165,7 +165,7 @@ def _marks(marks: Sequence[Mark]) -> Iterator[Event]:
 def _waits(run: RunData) -> Iterator[Event]:
     for look in run.looks:
         late = {f"rank {rank}": round(max(0.0, lost) * 1000, 3) for rank, lost in look.lost_s.items()}
-        yield _counter("the others wait for, ms a step", look.at, late)
+        yield _counter("time that other ranks wait for this rank, ms a step", look.at, late)
     for alarm in run.alarms:
         known = {"lost_ms_a_step": round(alarm.lost_s * 1000, 1), "share": round(alarm.share, 3), "cause": alarm.cause}
         yield _instant(RANKS, alarm.rank, "slow", alarm.at, **known)

@@ -235,7 +235,7 @@ def message_of(run: RunDir, difference: Difference) -> str:
     goes_on = (
         f"goes on from step {steps[-1]}, its newest checkpoint" if steps else "starts over, as it has no checkpoint"
     )
-    return f"{difference.what}; {difference.who}. Nothing of it is saved: the run {goes_on}. See docs/integrity.md"
+    return f"{difference.what}; {difference.who}. This step is not saved: the run {goes_on}. See docs/integrity.md"
 
 
 def _unlike(names: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:

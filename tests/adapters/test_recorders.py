@@ -195,7 +195,10 @@ def test_steps_that_come_out_otherwise_as_they_are_repeated_are_named(tmp_path: 
 
     assert (first.returncode, again.returncode) == (0, 0)
     assert "got other values" not in first.stderr
-    assert "repeated steps got other values than before: 4, 6. This recorder keeps their first values" in again.stderr
+    assert (
+        "steps that were repeated have other values than the first time: 4, 6. This recorder keeps their first values"
+        in again.stderr
+    )
 
 
 def test_files_of_wandb_in_a_directory_that_the_user_names_are_found_again(tmp_path: Path) -> None:
@@ -221,7 +224,7 @@ def test_a_file_of_wandb_in_another_format_ends_the_recorder_and_names_the_file(
     sent = send(run, "wandb")
 
     assert sent.returncode == 1
-    assert f"{folder.name}/run-{identity_of(run)}.wandb does not begin as W&B's files do" in sent.stderr
+    assert f"{folder.name}/run-{identity_of(run)}.wandb is not in the format of W&B's files" in sent.stderr
 
 
 def test_an_mlflow_run_that_was_deleted_is_made_again_with_all_steps(tmp_path: Path) -> None:
@@ -340,9 +343,9 @@ def test_servers_that_do_not_answer_cost_a_training_nothing_but_the_bound_at_its
     assert in_tensorboard(run) == in_metrics(run)
     assert followers_of(run) == []
     log = run.rank_log(0, 0).read_text()
-    assert "the recorder 'mlflow' has not got all numbers" in log
+    assert "the recorder 'mlflow' has not sent all numbers" in log
     assert "ddp_hpc.train.recording.follower" in log
-    assert "the recorder 'wandb' has not got all" not in log or "`wandb sync` uploads" in log
+    assert "the recorder 'wandb' has not sent all" not in log or "`wandb sync` uploads" in log
     every_text = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
     assert [text for text in every_text if KEY.encode() in text or b"secretword" in text] == []
 

@@ -34,9 +34,9 @@ def test_a_number_that_is_not_known_makes_no_note() -> None:
 @pytest.mark.parametrize(
     ("facts", "beginning", "key"),
     [
-        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8, data_share=0.4), "The GPUs wait: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy, and rank zero waits", "a larger resources.cpus_per_worker"),
-        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.2, data_share=0.4, data_workers=1), "The GPUs wait: they are busy 35% of the time, and rank zero waits", "a larger data.num_workers, or stage.*"),
-        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8), "The GPUs wait: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy.", "a larger resources.cpus_per_worker"),
+        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8, data_share=0.4), "The GPUs are idle for much of the time: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy, and rank zero waits", "a larger resources.cpus_per_worker"),
+        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.2, data_share=0.4, data_workers=1), "The GPUs are idle for much of the time: they are busy 35% of the time, and rank zero waits", "a larger data.num_workers, or stage.*"),
+        (Facts(measured_s=600, gpu_busy=0.35, cpu_busy=0.97, cpus_of_node=8), "The GPUs are idle for much of the time: they are busy 35% of the time, while the 8 CPUs of each node are 97% busy.", "a larger resources.cpus_per_worker"),
         (Facts(data_share=0.4, data_workers=0), "Rank zero waits for samples in 40% of its steps", "data.num_workers, a faster disk, or stage.*"),
     ],
     ids=["CPUs are the reason", "loader processes are", "a script", "no GPUs"],

@@ -316,7 +316,10 @@ def test_a_page_shows_how_busy_the_machines_were_and_says_why_the_gpus_wait(tmp_
 
     assert "How busy the machines were" in shown.headings
     assert "GPUs 30% busy, 8.0 of 80.0 GiB of GPU memory; 16 CPUs 99% busy" in shown.text
-    assert "The GPUs wait: they are busy 30% of the time, while the 8 CPUs of each node are 99% busy" in shown.text
+    assert (
+        "The GPUs are idle for much of the time: they are busy 30% of the time, while the 8 CPUs of each node are 99% busy"
+        in shown.text
+    )
 
 
 def test_a_page_of_machines_of_which_nothing_is_known_has_no_chart(tmp_path: Path) -> None:

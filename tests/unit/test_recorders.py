@@ -191,7 +191,7 @@ def test_a_number_is_taken_once_also_nan_and_steps_that_change_are_named(caplog:
     sent.warn_of_changes()
 
     assert [one.getMessage().partition(". ")[0] for one in caplog.records] == [
-        "repeated steps got other values than before: 1"
+        "steps that were repeated have other values than the first time: 1"
     ]
 
 
@@ -242,7 +242,7 @@ def test_what_is_left_is_not_sent_while_the_run_sends_it_itself(tmp_path: Path) 
     processes.release_lock(lock)
 
     assert refused.returncode == 1
-    assert "digits is running: its own process sends the metrics to tensorboard." in refused.stderr
+    assert "digits is running: the run itself sends its metrics to tensorboard." in refused.stderr
     assert not run.tensorboard.exists()
 
 

@@ -34,22 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="with `--nodes`: this has to be there on each node; may be repeated",
+        help="with `--nodes`: check that this path exists on each node; may be repeated",
     )
     parser.add_argument(
-        "--nodes", metavar="N|LIST", help="also check so many nodes, or these (`node[1-4]`), by a short job"
+        "--nodes", metavar="N|LIST", help="also check this number of nodes, or these (`node[1-4]`), by a short job"
     )
     parser.add_argument(
         "--all-reduce",
         action="store_true",
-        help="with `--nodes`: also have the nodes add up known numbers by PyTorch (NCCL on GPUs, else gloo), all together and two by two",
+        help="with `--nodes`: also test PyTorch's all-reduce (NCCL on GPUs, else gloo) among all nodes and in pairs, by sums that are known",
     )
     parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long that job may wait and run (default: 600)",
+        help="how many seconds that job may wait and run (default: 600)",
     )
     parser.add_argument(
         "--nccl", metavar="RUN", help="only sum up which networks NCCL chose in a run with `debug.nccl=info`"
@@ -113,7 +113,7 @@ def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if exclude:
             print(f"\nTo leave the bad nodes out: sbatch {exclude}, or `slurm.exclude={exclude.partition('=')[2]}`")
     elif why_not:
-        print(f"\nThe nodes were not checked, as {why_not}.")
+        print(f"\nddp-hpc did not check the nodes, because {why_not}.")
     if problem is not None:
         raise problem
     all_findings = [*findings, *(found.findings if found else ())]

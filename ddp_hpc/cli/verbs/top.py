@@ -1,4 +1,4 @@
-"""Watch a run in the terminal: progress, loss, where its time goes, and the ranks that the others wait for. Ctrl-C ends only the watching."""
+"""Watch a run in the terminal: progress, loss, where its time goes, and the ranks that the others wait for. Ctrl-C ends this command, not the run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _CLEAR_ALL = "\x1b[2J\x1b[H"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser, optional=True)
-    parser.add_argument("--once", action="store_true", help="print one screen, and end")
-    parser.add_argument("--json", action="store_true", help="print the values of one screen as JSON, and end")
+    parser.add_argument("--once", action="store_true", help="print one screen, and exit")
+    parser.add_argument("--json", action="store_true", help="print the values of one screen as JSON, and exit")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:

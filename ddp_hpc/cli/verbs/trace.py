@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser, optional=True)
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where to write it; default: NAME-trace.json, here"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the file to write; default: NAME-trace.json in this directory",
     )
 
 

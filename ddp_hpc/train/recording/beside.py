@@ -70,7 +70,7 @@ class Followers:
                 process.wait(max(0.0, until - time.monotonic()))
             if process.returncode != 0:
                 log.warning(
-                    "the recorder %r has not got all numbers%s; %s may say why. They are in metrics.jsonl. The next attempt of the run "
+                    "the recorder %r has not sent all numbers%s; %s may say why. All are in metrics.jsonl. The next attempt of the run "
                     "sends them, or, after the run, `%s`.%s",
                     name,
                     f" within {PATIENCE_S[ending]:.0f} s" if process.returncode is None else "",

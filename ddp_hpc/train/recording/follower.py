@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunDir(arguments.run)
     if arguments.parent is None and processes.is_locked(run.lock):  # two that send the same would send it twice
         log.error(
-            "%s is running: its own process sends the metrics to %s. Try again when it has ended.",
+            "%s is running: the run itself sends its metrics to %s. Try again when it has ended.",
             run.name,
             arguments.recorder,
         )

@@ -94,7 +94,7 @@ class Sent:
             steps = [str(step) for step in sorted(self._changed)]
             more = f", and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
             log.warning(
-                "repeated steps got other values than before: %s%s. This recorder keeps their first values; metrics.jsonl has the new ones.",
+                "steps that were repeated have other values than the first time: %s%s. This recorder keeps their first values; metrics.jsonl has the new ones.",
                 ", ".join(steps[:_MOST_NAMED]),
                 more,
             )

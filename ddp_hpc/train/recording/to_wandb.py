@@ -103,7 +103,7 @@ def known_in(data: bytes, name: str) -> Known:
     """
     if data and not data.startswith(_HEADER):
         raise ValueError(
-            f"{name} does not begin as W&B's files do, so which steps W&B has is not known. Move it away to have all "
+            f"{name} is not in the format of W&B's files, so ddp-hpc does not know which steps W&B has. Move it away to have all "
             "steps written again, or install the version of `wandb` that wrote it."
         )
     known: Known = {}

@@ -103,7 +103,7 @@ def _all_of_all(state: TrainingState) -> Iterator[NamedTensor]:
 def _why_not_compared(tensor: Tensor) -> str:
     """Say why a tensor has no plain bytes of its own, one element after another; empty if it has."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"of the type {type(tensor).__name__}, which keeps its numbers in its own way"
+        return f"of the type {type(tensor).__name__}, whose elements ddp-hpc cannot read"
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"nested or of another layout ({tensor.layout})"
     if tensor.is_quantized:
