@@ -56,7 +56,7 @@ def odd_ones(values: Mapping[str, T]) -> tuple[T | None, list[str]]:
 def difference(check: str, values: Mapping[str, str], *, level: Level, to_do: str) -> Finding:
     """Return whether all nodes that answered have the same."""
     if not values:
-        return Finding(check=check, level="unknown", found="no node said it in time")
+        return Finding(check=check, level="unknown", found="no node answered this in time")
     if len({*values.values()}) == 1:
         return Finding(check=check, level="ok", found=f"the same on all nodes: {next(iter(values.values())) or 'none'}")
     common, odd = odd_ones(values)

@@ -63,7 +63,7 @@ def findings_of(nodes: Sequence[str], reports: Mapping[str, NodeReport], *, prob
     """Yield what the reports mean. `problem` is why others did not come, as srun says."""
     if not reports:
         why = f": {problem}" if problem else ""
-        yield Finding(check=CHECK, level="unknown", found=f"no node could make one{why}")
+        yield Finding(check=CHECK, level="unknown", found=f"no node could do an all-reduce{why}")
         return
     wrong = {node: found for node, report in reports.items() if (found := _num_wrong(report))}
     broken = {node: report for node, report in reports.items() if report.error or report.stage != DONE}
@@ -98,7 +98,7 @@ def _wrong(wrong: Mapping[str, int], reports: Mapping[str, NodeReport]) -> Findi
         or "no pair alone, only all nodes together"
     )
     found = f"the sum is wrong on {listed([*wrong])} ({sum(wrong.values())} elements); pairs with wrong sums: {shown}"
-    to_do = "a training there computes nonsense: leave the node out, and tell your cluster's support"
+    to_do = "a training on these nodes would get wrong gradients: leave out the node that is named, and tell your cluster's support"
     return Finding(check=CHECK, level="fail", found=found, to_do=to_do, nodes=named)
 
 
@@ -107,13 +107,15 @@ def _unfinished(nodes: Sequence[str], broken: Mapping[str, NodeReport], silent: 
 
     Without the node that all meet at, the others stay behind, too, when they join.
     """
-    said = [f"{node}: {report.error or f'did not end in time at {report.stage}'}" for node, report in broken.items()]
+    said = [f"{node}: {report.error or f'was not done in time with {report.stage}'}" for node, report in broken.items()]
     if silent:
         said.append(f"no report from {listed(silent)}{f' ({problem})' if problem else ''}")
     absent = [*silent, *(node for node, report in broken.items() if report.stage == IMPORTING)]
     late = absent or [node for node, report in broken.items() if report.stage == JOINING]
     named = tuple(node for node in nodes if node in late) if len(late) * 2 < len(nodes) else ()
-    to_do = "leave out the nodes that this line names, or ask your cluster's support; `debug.nccl=info` logs which network a run uses"
+    to_do = (
+        "leave out these nodes, or ask your cluster's support; with `debug.nccl=info`, a run logs which network it uses"
+    )
     return Finding(check=CHECK, level="fail", found="; ".join(said), to_do=to_do, nodes=named)
 
 
@@ -125,14 +127,14 @@ def _speed(nodes: Sequence[str], reports: Mapping[str, NodeReport]) -> Finding:
     ]
     backend = next(report.backend for report in reports.values())
     whole = min((report.whole.mb_per_s for report in reports.values() if report.whole), default=0.0)
-    found = f"right on all {len(nodes)} nodes by {backend}: {whole:.0f} MB/s of all together"
+    found = f"the sums are right on all {len(nodes)} nodes by {backend}: {whole:.0f} MB/s with all nodes"
     if not paces:
         return Finding(check=CHECK, level="ok", found=found)
     slow = slow_ways(paces)
     bad = slow_nodes(paces, slow)
     rates = {frozenset({one.sender, one.receiver}): one.mb_per_s for one in paces}
     slowest = min(rates, key=lambda pair: rates[pair])
-    found += f", {min(rates.values()):.0f} to {max(rates.values()):.0f} MB/s of two nodes; the slowest pair is {' - '.join(sorted(slowest))}"
+    found += f", {min(rates.values()):.0f} to {max(rates.values()):.0f} MB/s with two nodes; the slowest pair is {' - '.join(sorted(slowest))}"
     if len(nodes) > 2:
         found += f", the slowest node {_slowest(paces)}"
     to_do = "leave the node out, and examine its link" if bad else "examine the switch between them" if slow else ""

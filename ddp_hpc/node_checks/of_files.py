@@ -29,12 +29,14 @@ _OF_ALL = {
 _OF_NODE = {
     os.strerror(
         errno.ESTALE
-    ): "the mount is stale: it has to be mounted again on this node; tell your cluster's support",
+    ): "the file system has to be mounted again on the node (stale mount); tell your cluster's support",
     os.strerror(errno.EIO): "the file system fails on this node (`dmesg`); tell your cluster's support",
-    os.strerror(errno.EROFS): "it is mounted read-only on this node; tell your cluster's support",
-    os.strerror(errno.EACCES): "compare `ls -ld DIR` and `id` there: the rights, or your groups, differ on this node",
+    os.strerror(errno.EROFS): "the file system is mounted read-only on the node; tell your cluster's support",
+    os.strerror(
+        errno.EACCES
+    ): "compare `ls -ld DIR` and `id` on the node and on another one: permissions, or your groups, differ",
 }
-_UNMOUNTED = "mount it on this node: compare `findmnt --target DIR` on the nodes"
+_UNMOUNTED = "compare `findmnt --target DIR` on the nodes; if a mount is missing on one, tell your cluster's support"
 
 
 def shared(answers: Answers) -> Iterator[Finding]:
@@ -50,15 +52,19 @@ def shared(answers: Answers) -> Iterator[Finding]:
             yield judged("run directory", few, answers, found, "", to_do=_OF_NODE.get(error, _UNMOUNTED))
     unseen = _unseen({node: one for node, one in told.items() if not one.error}, answers.nodes)
     if unseen:
-        found = f"the files that {listed(unseen)} wrote are not seen by the other nodes, or theirs not there"
-        to_do = "it is another file system on this node: compare `findmnt --target DIR` on the nodes"
+        found = f"files in the run directory do not pass between {listed(unseen)} and the other nodes"
+        to_do = "the nodes have different file systems there: compare `findmnt --target DIR` on them"
         yield judged("run directory", unseen, answers, found, "", to_do=to_do)
     if told and not cannot and not unseen:
         write_s, seen_s = max(one.write_s for one in told.values()), max(one.seen_s for one in told.values())
-        found = f"each node's file is seen by others; 1 MiB is on the disk after {write_s:.2f} s at most, and seen {seen_s:.2f} s later"
+        found = f"each node sees the others' files; writing 1 MiB takes {write_s:.2f} s at most, and other nodes see it {seen_s:.2f} s later"
         yield Finding(check="run directory", level="warn" if write_s > SLOW_WRITE_S else "ok", found=found)
     if not told:
-        yield Finding(check="run directory", level="unknown", found="no node said in time whether it can write there")
+        yield Finding(
+            check="run directory",
+            level="unknown",
+            found="no node answered in time whether it can write into the run directory",
+        )
 
 
 def _unseen(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[str]:
@@ -96,7 +102,7 @@ def paths(answers: Answers) -> Iterator[Finding]:
             if {*states.values()} - {MISSING, EMPTY}:
                 found = f"{path} cannot be read on any node: {next(iter(states.values()))}"
                 yield Finding(
-                    check="data", level="warn", found=found, to_do="check its permissions and its file system"
+                    check="data", level="warn", found=found, to_do="check the path's permissions, and its file system"
                 )
             continue  # nothing is there on any node: perhaps the run writes it
         bad = [node for node, state in states.items() if state != THERE]
@@ -107,7 +113,7 @@ def paths(answers: Answers) -> Iterator[Finding]:
         is_of_most = len(bad) * 2 < len(states) and local.isdisjoint({path, *map(str, PurePosixPath(path).parents)})
         yield _of_path(path, states, bad, _mounts(answers, path), is_of_most=is_of_most)
     if good:
-        yield Finding(check="data", level="ok", found=f"there on all nodes: {', '.join(good)}")
+        yield Finding(check="data", level="ok", found=f"all nodes have: {', '.join(good)}")
 
 
 def _mounts(answers: Answers, path: str) -> dict[str, tuple[str, str, str]]:
@@ -132,7 +138,7 @@ def _of_path(
     common, _ = odd_ones({**good, **{node: mounts[node] for node in bad if node in mounts}})
     elsewhere = [node for node in bad if common is not None and mounts.get(node, common) != common]
     empty = [node for node in bad if states[node] == EMPTY]
-    found = f"{path} is {states[bad[0]]} on {listed(bad)}, but there on the other nodes"
+    found = f"{path} is {states[bad[0]]} on {listed(bad)}, but exists on the other nodes"
     if elsewhere and common is not None:
         node = elsewhere[0]
         found += (
@@ -140,13 +146,11 @@ def _of_path(
         )
     waits = [node for node in empty if node in mounts and mounts[node][1] == AUTOMOUNT]
     is_proof = is_of_most and all(node in elsewhere for node in empty) and not waits
-    to_do = f"mount it there: compare `findmnt --target {path}`"
+    to_do = f"compare `findmnt --target {path}` on these nodes and the others; if a mount is missing, tell your cluster's support"
     if waits:
-        to_do = f"an automounter there has mounted nothing within some seconds: `ls` what is below {path}"
+        to_do = f"an automounter on these nodes has mounted nothing within some seconds: run `ls` below {path} on them"
     elif empty and not elsewhere:
-        to_do = (
-            f"the file system is the same, but shows nothing there: `ls {path}` again, and tell your cluster's support"
-        )
+        to_do = f"these nodes have the same file system, but see it empty: run `ls {path}` on them again, and tell your cluster's support"
     nodes = (*bad,) if is_proof else ()
     return Finding(check="data", level="fail" if is_proof else "warn", found=found, to_do=to_do, nodes=nodes)
 
@@ -156,10 +160,8 @@ def _mount_words(mount: tuple[str, str, str]) -> str:
     return f"{point} ({fs_type}{f' of {source}' if source not in ('', 'none', fs_type) else ''})"
 
 
-_OTHER_DISK = "remove files there, or set TMPDIR to another disk (`env.TMPDIR`)"
-_MORE_MEMORY = (
-    "remove files there, use fewer loader processes (`data.num_workers`), or give the container more (`--shm-size`)"
-)
+_OTHER_DISK = "remove files from this disk, or set TMPDIR to another disk (`env.TMPDIR`)"
+_MORE_MEMORY = "remove files from /dev/shm, use fewer loader processes (`data.num_workers`), or give the container more (`--shm-size`)"
 
 
 def disks(answers: Answers) -> Iterator[Finding]:
@@ -191,4 +193,4 @@ def disks(answers: Answers) -> Iterator[Finding]:
     if is_good:
         yield Finding(check="disk", level="ok", found="space for temporary files and shared memory on all nodes")
     if not told:
-        yield Finding(check="disk", level="unknown", found="no node said in time how full its disks are")
+        yield Finding(check="disk", level="unknown", found="no node answered in time how full its disks are")

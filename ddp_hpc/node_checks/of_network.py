@@ -46,7 +46,7 @@ def interfaces(answers: Answers) -> Iterator[Finding]:
     told = answers.of(lambda facts: facts.networks)
     kinds = sorted({kind for networks in told.values() for kind in networks}, key=speed_order)
     if not told:
-        yield Finding(check="interfaces", level="unknown", found="no node said in time which networks it has")
+        yield Finding(check="interfaces", level="unknown", found="no node answered in time which networks it has")
         return
     is_good = True
     for kind in kinds:
@@ -72,13 +72,17 @@ def interfaces(answers: Answers) -> Iterator[Finding]:
 
 def _clocks(network: NetworkFindings) -> Iterator[Finding]:
     if not network.paces:
-        yield Finding(check="clocks", level="unknown", found="the clocks were not compared, as no connection passed")
+        yield Finding(
+            check="clocks", level="unknown", found="the clocks were not compared, as no two nodes could connect"
+        )
         return
     ahead = clocks_of(network)
     off = {node: seconds for node, seconds in ahead.items() if abs(seconds) > CLOCK_S}
     if not off:
         largest = max(map(abs, ahead.values()))
-        yield Finding(check="clocks", level="ok", found=f"at most {largest * 1000:.0f} ms apart from the middle one")
+        yield Finding(
+            check="clocks", level="ok", found=f"each clock is at most {largest * 1000:.0f} ms off the median of all"
+        )
         return
     found = ", ".join(
         f"{node}'s clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} the others"
@@ -87,9 +91,9 @@ def _clocks(network: NetworkFindings) -> Iterator[Finding]:
     is_bad = any(abs(seconds) > CLOCK_FAIL_S for seconds in off.values())
     nodes = tuple(off)
     if len(off) * 2 >= len(ahead):  # nobody can say which clock is wrong, and no training needs the right time
-        found = f"clocks differ by up to {max(ahead.values()) - min(ahead.values()):.1f} s, and no time is that of most nodes"
+        found = f"clocks differ by up to {max(ahead.values()) - min(ahead.values()):.1f} s, and no majority of the nodes has the same time"
         is_bad, nodes = False, ()
-    to_do = "the time service does not run there (`chronyc tracking`); tell your cluster's support"
+    to_do = "check the time service on the node (`chronyc tracking`), and tell your cluster's support"
     yield Finding(check="clocks", level="fail" if is_bad else "warn", found=found, to_do=to_do, nodes=nodes)
 
 
@@ -117,18 +121,18 @@ def slow_ways(paces: Sequence[Pace]) -> dict[tuple[str, str], float]:
 
 def _speed(network: NetworkFindings) -> Iterator[Finding]:
     if not network.paces:
-        yield Finding(check="speed", level="unknown", found="no link was measured, as no connection passed")
+        yield Finding(check="speed", level="unknown", found="no link was measured, as no two nodes could connect")
         return
     rates = sorted(pace.mb_per_s for pace in network.paces)
     middle, slow = rates[len(rates) // 2], slow_ways(network.paces)
     if not slow:
-        found = f"{rates[0]:.0f} to {rates[-1]:.0f} MB/s by one connection between two nodes"
+        found = f"{rates[0]:.0f} to {rates[-1]:.0f} MB/s between two nodes, over one connection"
         yield Finding(check="speed", level="ok", found=found)
         return
     nodes = slow_nodes(network.paces, slow)
     ways = ", ".join(f"{sender} to {receiver} {rate:.1f}" for (sender, receiver), rate in sorted(slow.items())[:6])
     whose = f"{listed(nodes)}: " if nodes else ""
-    found = f"{whose}slow links, in MB/s: {ways}; the middle one has {middle:.0f}"
+    found = f"{whose}slow links, in MB/s: {ways}; the median link has {middle:.0f}"
     to_do = (
         "leave the node out, and examine its link (`ethtool`, `ibstat`)" if nodes else "examine the switch between them"
     )

@@ -61,7 +61,7 @@ def answered(answers: Answers) -> Iterator[Finding]:
             check="nodes",
             level="fail" if is_proof else "unknown",
             found=f"{node} did not answer in time about: {', '.join(late)}",
-            to_do="a file system or a name server does not answer there: `ls` the path, or `getent hosts NAME`",
+            to_do="on the node, run `ls` on the path, or `getent hosts NAME`: a file system or name server does not answer",
             nodes=(node,) if is_proof else (),
         )
 
@@ -104,12 +104,17 @@ def gpus(answers: Answers) -> Iterator[Finding]:
     unknown = [node for node in answers.facts if node not in counts and needed[node]]
     if few or not unknown:
         found = "; ".join(f"{node} shows {counts[node]} of {_wanted(asked, granted.get(node, 0))}" for node in few)
-        good = f"each node shows those that the job has: {min(needed.values())} or more"
-        to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if Slurm gave the job more GPUs, one is lost, so leave the node out"
+        good = f"each node shows as many as the job has on it: {min(needed.values())} or more"
+        to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if Slurm gave the job more GPUs, the node has lost one: leave it out (`slurm.exclude`)"
         yield judged("GPUs", few, answers, found, good, to_do=to_do)
     if unknown:
         found = f"nothing on {listed(unknown)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
-        yield Finding(check="GPUs", level="unknown", found=found, to_do="load the driver, or check the job's `--gres`")
+        yield Finding(
+            check="GPUs",
+            level="unknown",
+            found=found,
+            to_do="check `nvidia-smi` (AMD: `rocm-smi`) on the node, and the job's `--gres`",
+        )
 
 
 def _wanted(asked: int, granted: int) -> str:
@@ -134,7 +139,11 @@ def names(answers: Answers) -> Iterator[Finding]:
     """Find nodes that resolve the name of another one to other addresses than most."""
     told = answers.of(lambda facts: facts.names)
     if not told:
-        yield Finding(check="names", level="unknown", found="no node said in time what it resolves the names to")
+        yield Finding(
+            check="names",
+            level="unknown",
+            found="no node answered in time to which addresses it resolves the nodes' names",
+        )
         return
     is_good = True
     for name in answers.nodes:
@@ -162,10 +171,8 @@ def names(answers: Answers) -> Iterator[Finding]:
     }
     if slow:
         worst = max(slow, key=lambda node: slow[node])
-        found = f"the name of an address takes {slow[worst]:.1f} s on {worst}, and more than {SLOW_LOOKUP_S:.0f} s on {listed([*slow])}"
-        to_do = (
-            "the reverse DNS does not answer: each rank waits for it once for each peer; tell your cluster's support"
-        )
+        found = f"looking up the name of an address takes {slow[worst]:.1f} s on {worst}, and more than {SLOW_LOOKUP_S:.0f} s on {listed([*slow])}"
+        to_do = "each rank waits for this once for each peer; tell your cluster's support that the reverse DNS does not answer"
         yield Finding(check="reverse DNS", level="warn", found=found, to_do=to_do, nodes=())
 
 
@@ -179,12 +186,20 @@ def limits(answers: Answers) -> Iterator[Finding]:
     rdma = answers.of(lambda facts: facts.has_rdma or None)
     few = [node for node, one in told.items() if UNLIMITED < one.get("nofile", UNLIMITED) < FEW_OPEN_FILES]
     if few:
-        found = f"only {min(told[node]['nofile'] for node in few)} open files on {listed(few)}"
-        to_do = f"raise it: `slurm.setup=['ulimit -n {FEW_OPEN_FILES * 64}']`"
+        found = f"a process may open only {min(told[node]['nofile'] for node in few)} files on {listed(few)}"
+        to_do = f"raise the limit: `slurm.setup=['ulimit -n {FEW_OPEN_FILES * 64}']`"
         yield judged("limits", few, answers, found, "", level="warn", to_do=to_do)
     locked = [node for node in rdma if told.get(node, {}).get("memlock", UNLIMITED) != UNLIMITED]
     if locked:
         found = f"the memory that a process may lock is limited on {listed(locked)}, which InfiniBand needs"
-        yield judged("limits", locked, answers, found, "", level="warn", to_do="`slurm.setup=['ulimit -l unlimited']`")
+        yield judged(
+            "limits",
+            locked,
+            answers,
+            found,
+            "",
+            level="warn",
+            to_do="raise the limit: `slurm.setup=['ulimit -l unlimited']`",
+        )
     if told and not few and not locked:
         yield Finding(check="limits", level="ok", found="open files and locked memory suffice on all nodes")

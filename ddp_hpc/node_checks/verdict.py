@@ -16,7 +16,10 @@ def findings_of(answers: Answers) -> tuple[Finding, ...]:
         told = f"no node answered{why}"
         return (
             Finding(
-                check="nodes", level="unknown", found=told, to_do="run `srun --overlap hostname` in the job to see why"
+                check="nodes",
+                level="unknown",
+                found=told,
+                to_do="run `srun --overlap hostname` in the job, which shows why",
             ),
         )
     return tuple(finding for check in CHECKS for finding in check(answers))

@@ -352,7 +352,7 @@ def test_a_node_on_which_the_runs_are_mounted_read_only_is_named(cluster: Cluste
 
     assert named(found) == {"run directory": ["node2"]}
     (told,) = [one for one in found["checked"]["findings"] if one["level"] == "fail"]
-    assert "mounted read-only on this node" in told["to_do"]
+    assert "mounted read-only on the node" in told["to_do"]
 
 
 @pytest.mark.long
@@ -391,7 +391,7 @@ def test_without_a_controller_no_job_is_waited_for(cluster: Cluster, login: Logi
         ("preempt/partition_prio", "slurm.partition=high", "ok: .*OFF in partition high"),
         ("preempt/qos", "slurm.qos=low", "ok: .*by QOS low; jobs of QOS high"),
         ("preempt/qos", "slurm.partition=low", "warn: .*by QOS normal; jobs of QOS high"),  # the user's default QOS, not the partition
-        ("preempt/qos", "slurm.qos=high", "ok: .*QOS high, but there is nothing of a higher rank"),
+        ("preempt/qos", "slurm.qos=high", "ok: .*QOS high, but no partition or QOS has a higher rank"),
     ],
 )  # fmt: skip
 def test_the_rule_of_preemption_is_that_of_the_partition_or_of_the_qos(
@@ -414,7 +414,7 @@ def test_the_reason_of_a_drained_node_is_explained(cluster: Cluster, login: Logi
     done = login.type("doctor")
 
     assert f"warn     nodes           node4 is drained: {reason}" in done.stdout, done.stdout
-    assert "the hardware or the system of the node has failed a check" in done.stdout
+    assert "the node has failed a check of hardware or system" in done.stdout
     assert "3 of 4 nodes take jobs" in done.stdout
 
 
@@ -435,7 +435,7 @@ def test_no_job_is_submitted_that_the_cluster_has_too_few_nodes_for(login: Login
 
     assert done.returncode == 1
     assert "4 of 4 nodes take jobs; the run asks for 9" in done.stdout
-    assert "The nodes were not checked" in done.stdout
+    assert "ddp-hpc did not check the nodes" in done.stdout
 
 
 @pytest.mark.long

@@ -41,7 +41,7 @@ def test_right_sums_on_equal_links_are_well() -> None:
     found = finding(reports())
 
     assert (found.level, found.nodes) == ("ok", ())
-    assert "right on all 4 nodes by gloo: 500 MB/s of all together, 1000 to 1000 MB/s of two nodes" in found.found
+    assert "right on all 4 nodes by gloo: 500 MB/s with all nodes, 1000 to 1000 MB/s with two nodes" in found.found
 
 
 def test_a_node_all_of_whose_pairs_have_wrong_sums_is_named() -> None:

@@ -127,10 +127,10 @@ def test_a_login_node_says_what_its_cluster_does_to_a_run(slurm: dict[str, str],
             "preemption",
             r"warn: .*GraceTime 0 s.* SIGTERM comes at once, SIGKILL 30 s \(KillWait\) later",
         ),
-        ({"mode": "GANG,SUSPEND"}, (), "preemption", "warn: .*SUSPEND.* without a signal"),
+        ({"mode": "GANG,SUSPEND"}, (), "preemption", "warn: .*SUSPEND.* without a warning signal"),
         ({"kind": "preempt/none"}, (), "preemption", "ok: .*not preempted"),
         ({"kind": "preempt/qos"}, (), "preemption", "ok: .*REQUEUE, GraceTime 60 s, by QOS low; jobs of QOS high"),
-        ({"kind": "preempt/qos"}, ("slurm.qos=high",), "preemption", "ok: .*QOS high, but there is nothing"),
+        ({"kind": "preempt/qos"}, ("slurm.qos=high",), "preemption", "ok: .*QOS high, but no partition or QOS"),
         ({"kind": "preempt/qos"}, ("slurm.qos=other",), "preemption", "unknown: .*preempt/qos"),
         ({}, ("slurm.partition=urgent",), "preemption", "ok: .*partition urgent"),
         ({"mode": "OFF"}, (), "preemption", "ok: .*not preempted"),
@@ -304,7 +304,10 @@ def test_a_reason_may_hold_any_text() -> None:
 def test_prefixes_of_reasons_are_explained() -> None:
     assert "hardware" in meaning("[node_problem] Xid 79")
     assert "user's processes" in meaning("[USER_PROBLEM] disk")
-    assert meaning("kernel update") == "no known prefix; the text is an administrator's, or Slurm's own"
+    assert (
+        meaning("kernel update")
+        == "this reason is the text of an administrator or of Slurm; ask your cluster's support"
+    )
     assert not meaning("")
 
 

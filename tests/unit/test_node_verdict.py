@@ -158,10 +158,10 @@ def test_the_node_that_differs_is_named(facts: NodeFacts, check: str, level: str
 @pytest.mark.parametrize(
     ("number", "named", "to_do"),
     [
-        (errno.ESTALE, ("node3",), "mounted again on this node"),
+        (errno.ESTALE, ("node3",), "mounted again on the node"),
         (errno.EIO, ("node3",), "the file system fails on this node"),
-        (errno.EROFS, ("node3",), "mounted read-only on this node"),
-        (errno.EACCES, ("node3",), "`id` there"),
+        (errno.EROFS, ("node3",), "mounted read-only on the node"),
+        (errno.EACCES, ("node3",), "`id` on the node"),
         (errno.ENOENT, ("node3",), "`findmnt --target DIR`"),
         (errno.EDQUOT, (), "free space of your quota"),  # the other nodes have only come before
         (errno.ENOSPC, (), "remove files"),

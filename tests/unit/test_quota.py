@@ -25,7 +25,7 @@ server:/export/home  {used}  {soft}  {hard}       0     250       0       0     
         ("  /scratch  2000000  3000000  4000000  -  5  10  11  -\n", ["ok: 2.0 GB of 4.1 GB left", "warn: 6 of 11 files left"]),
         ("  /scratch\n        3900000* 3000000 4000000 6d23h59m20s 5 0 0 -\n", ["warn: 0.1 GB of 4.1 GB left; the use is above the soft limit"]),
         ("  /scratch  4000000* 3000000 4000000 expired 5 0 0 -\n", ["fail: 0.0 MB of 4.1 GB left; the use is above the soft limit"]),
-        ("  /scratch  2000000  0 0 - 5 0 0 -\nuid 1000 is using default block quota setting\n", ["ok: this user has no limit"]),
+        ("  /scratch  2000000  0 0 - 5 0 0 -\nuid 1000 is using default block quota setting\n", ["ok: you have no limit"]),
         ("  /scratch  [220]  300 300 - 5 0 0 -\nSome errors happened when getting quota info\n", ["unknown:"]),
         ("", ["unknown:"]),
     ],
@@ -42,7 +42,7 @@ def test_what_lustre_says(text: str, said: list[str]) -> None:
             OF_NFS.format(used="600*", soft=500, hard=0),
             ["fail: 0.0 MB of 0.5 MB left; the use is above the soft limit"],
         ),
-        ("Disk quotas for user ada (uid 1000): none\n", ["ok: this user has no limit"]),
+        ("Disk quotas for user ada (uid 1000): none\n", ["ok: you have no limit"]),
         ("Disk quotas for user ada (uid 1000):\n /dev/sda2 1 0 0 0 1 0 0 0\n", ["unknown:"]),
     ],
 )

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from ddp_hpc.slurm.queries import NodeState, takes_jobs
 
 PREFIXES = {
-    "[node_problem]": "the hardware or the system of the node has failed a check; its administrators repair it",
-    "[user_problem]": "a user's processes left the node unusable, such as by a full disk or by memory; read the reason",
+    "[node_problem]": "the node has failed a check of hardware or system; the administrators must repair it",
+    "[user_problem]": "a user's processes made the node unusable, for instance with a full disk or memory; Slurm's reason says which",
 }
 """How some sites' checks begin a reason (Soperator of Nebius writes these two) -> what it means."""
-_SILENT = "the `*` says that its slurmd does not answer the controller: the node is down, or cut off"
-_OTHERS = "no known prefix; the text is an administrator's, or Slurm's own"
+_SILENT = "`*` means that the node's slurmd does not answer the controller: the node is down, or its network is"
+_OTHERS = "this reason is the text of an administrator or of Slurm; ask your cluster's support"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ def findings_of(site: Site) -> list[Finding]:
 def why_no_job(site: Site, findings: Sequence[Finding]) -> str:
     """Return why a job that checks nodes would not start, or must not be submitted; empty where it may."""
     if site.job[0] == "unknown":
-        return "it is not known whether this shell is in a job that runs"
+        return "ddp-hpc does not know whether this shell is in a running job"
     if site.job[0] == "runs":
         return ""
     if any(one.check == "controller" for one in findings):
@@ -83,8 +83,8 @@ _BEFORE_A_JOB = frozenset({"partition", "nodes", "start"})
 def _profile(site: Site) -> Iterator[Finding]:
     profile = site.resolved.profile
     if profile is None:
-        to_do = "`ddp-hpc site init` drafts one from what this cluster says"
-        yield Finding(check="site", level="warn", found="no site profile is for this host", to_do=to_do)
+        to_do = "`ddp-hpc site init` drafts one from this cluster's settings"
+        yield Finding(check="site", level="warn", found="no site profile applies to this host", to_do=to_do)
     else:
         yield Finding(check="site", level="ok", found=f"{profile.site.name}: {profile.path} ({profile.why})")
 
@@ -96,11 +96,11 @@ def _job(site: Site) -> Iterator[Finding]:
     elif is_so == "gone":
         yield Finding(check="job", level="warn", found=said, to_do=TO_DO)
     elif is_so == "unknown":
-        to_do = "try again, or open a new shell; `--nodes` checks no nodes until that is known"
+        to_do = "try again, or open a new shell; until this is known, `--nodes` checks no nodes"
         yield Finding(check="job", level="unknown", found=said, to_do=to_do)
 
 
-_ROOM = "remove what is not needed there: `ddp-hpc delete RUN`"
+_ROOM = "free space: delete runs that you no longer need (`ddp-hpc delete RUN`)"
 _FASTER = "set `runs_dir` to a directory on a faster file system, if there is one"
 
 
@@ -108,11 +108,11 @@ def _runs_dir(site: Site) -> Iterator[Finding]:
     place = site.spec.path.parent
     if site.told.disk is None:
         found = f"{place}: {site.told.why_not('disk')}"
-        to_do = "its file system does not answer: `ls` it, and tell your cluster's support"
+        to_do = "run `ls` on this directory; if that does not answer either, tell your cluster's support"
         yield Finding(check="runs directory", level="unknown", found=found, to_do=to_do)
         return
     existing, found_there = site.told.disk
-    where = f"{place}" if existing == place else f"{place} (not there yet; {existing} is)"
+    where = f"{place}" if existing == place else f"{place} (does not exist yet; {existing} does)"
     if found_there.error:
         yield Finding(
             check="runs directory",
@@ -181,7 +181,9 @@ def _version(site: Site) -> Iterator[Finding]:
             )
     else:
         yield Finding(
-            check="Slurm", level="ok", found=f"{config.version}, cluster {config.name}; no hole is known to ddp-hpc"
+            check="Slurm",
+            level="ok",
+            found=f"{config.version}, cluster {config.name}; ddp-hpc knows no security hole of it",
         )
 
 
@@ -200,7 +202,7 @@ def _partition(site: Site) -> Iterator[Finding]:
             check="partition",
             level="ok" if partition.is_up else "fail",
             found=f"{partition.name}, {partition.total_nodes} nodes{up}",
-            to_do="" if partition.is_up else "choose another partition, or wait",
+            to_do="" if partition.is_up else "choose another partition, or wait until it is UP",
         )
 
 
@@ -234,7 +236,9 @@ def _requeue(site: Site) -> Iterator[Finding]:
             check="requeue", level="warn", found="`slurm.requeue` is false, so the run ends with its job", to_do=to_do
         )
     else:
-        default = "by default" if config.job_requeue else "on request (JobRequeue=0), which ddp-hpc makes for each job"
+        default = (
+            "by default" if config.job_requeue else "on request (JobRequeue=0), and ddp-hpc requests it for each job"
+        )
         yield Finding(check="requeue", level="ok", found=f"Slurm requeues jobs {default}")
 
 
@@ -243,7 +247,11 @@ def _arrays(site: Site) -> Iterator[Finding]:
     if size is None:
         yield _unanswered(site, "job arrays", "config")
     elif size <= 1:
-        yield Finding(check="job arrays", level="warn", found=f"MaxArraySize is {size}: there are none, so no sweeps")
+        yield Finding(
+            check="job arrays",
+            level="warn",
+            found=f"MaxArraySize is {size}: Slurm allows no job arrays, so sweeps do not work on it",
+        )
     else:
         yield Finding(
             check="job arrays",
@@ -255,7 +263,7 @@ def _arrays(site: Site) -> Iterator[Finding]:
 def _accounts(site: Site) -> Iterator[Finding]:
     config, known = site.told.config, site.told.associations
     if config is not None and not config.has_accounting:
-        yield Finding(check="accounts", level="ok", found="this cluster has no accounting, so none is needed")
+        yield Finding(check="accounts", level="ok", found="this cluster has no accounting, so jobs need no account")
         return
     if known is None:
         yield _unanswered(site, "accounts", "associations")
@@ -287,11 +295,14 @@ def _start(site: Site) -> Iterator[Finding]:
             check="start",
             level="fail",
             found=f"Slurm would refuse a job of {nodes}: {last}",
-            to_do="correct the setting that it names",
+            to_do="correct the setting that Slurm names",
         )
     elif answer.starts_at is None:
         yield Finding(
-            check="start", level="unknown", found=f"Slurm would take a job of {nodes}, but says no time", to_do=""
+            check="start",
+            level="unknown",
+            found=f"Slurm would take a job of {nodes}, but does not say when it would start",
+            to_do="",
         )
     else:
         wait_s = max(answer.starts_at - time.time(), 0.0)
@@ -337,7 +348,7 @@ def _unanswered(site: Site, check: str, question: str) -> Finding:
 
 
 _OF_DATABASE = (
-    "try again; only slurmdbd, the accounting daemon, knows this; without it, jobs are still accepted and started"
+    "try again; the accounting daemon (slurmdbd) must answer this; meanwhile, Slurm still accepts and starts jobs"
 )
 
 

@@ -63,14 +63,17 @@ def _transport(kind: str, how: str) -> str:
 def findings_of(found: Chosen, num_files: int) -> Iterator[Finding]:
     """Yield what a person should know of it."""
     if not num_files or not (found.versions or found.networks or found.transports):
-        to_do = "run it with `debug.nccl=info`; without GPUs the ranks use gloo, which logs nothing of this kind"
+        to_do = "submit the run with `debug.nccl=info`; without GPUs, ranks use gloo instead of NCCL, so there is no NCCL log"
         yield Finding(
-            check="NCCL", level="unknown", found=f"no line of NCCL stands in the {num_files} files", to_do=to_do
+            check="NCCL",
+            level="unknown",
+            found=f"the run's {num_files} NCCL log files have no line of NCCL",
+            to_do=to_do,
         )
         return
     several = len(found.versions) > 1
-    versions = _counted(found.versions) or "not said"
-    to_do = "use one environment on all nodes" if several else ""
+    versions = _counted(found.versions) or "the log does not say"
+    to_do = "use the same Python environment on all nodes" if several else ""
     yield Finding(check="NCCL version", level="warn" if several else "ok", found=versions, to_do=to_do)
     if found.networks:
         mixed = len(found.networks) > 1

@@ -69,7 +69,7 @@ def check(  # noqa: PLR0913  what is checked, and where
     found = result_of(answer.stdout)
     if found is None:
         said = (answer.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-        raise ConfigError(f"The nodes were not checked: {said} (exit code {answer.returncode}).")
+        raise ConfigError(f"The job could not check the nodes: {said} (exit code {answer.returncode}).")
     return found
 
 

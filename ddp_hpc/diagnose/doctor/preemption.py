@@ -100,23 +100,23 @@ def _finding(rule: Rule, config: ClusterConfig) -> Finding:
             check="preemption", level="ok", found=f"PreemptMode is OFF in {rule.of}: a run there is not preempted"
         )
     if not rule.by:
-        found = f"PreemptMode is {rule.mode} in {rule.of}, but there is nothing of a higher rank whose jobs would preempt a run there"
+        found = f"PreemptMode is {rule.mode} in {rule.of}, but no partition or QOS has a higher rank, so no job would preempt a run there"
         return Finding(check="preemption", level="ok", found=found)
     by = f"PreemptMode is {rule.mode}, GraceTime {rule.grace_s} s, by {rule.of}; jobs of {', '.join(rule.by)} may preempt a run there"
     if rule.mode == "SUSPEND":
-        found = f"{by}: Slurm stops its processes, without a signal before, until those jobs end"
-        to_do = "its GPUs' memory stays in use meanwhile; choose another partition or QOS if that must not be"
+        found = f"{by}: Slurm suspends the run without a warning signal until those jobs end"
+        to_do = "the run's GPU memory stays in use meanwhile; to avoid this, choose another partition or QOS"
         return Finding(check="preemption", level="warn", found=found, to_do=to_do)
     kill_wait = "KillWait" if config.kill_wait_s is None else f"{config.kill_wait_s} s (KillWait)"
     asked = f"the run's own signal, SIG{STOP_SIGNAL}," if config.sends_user_signal else "SIGTERM"
     if rule.grace_s:
-        found = f"{by}: {asked} comes at once, SIGKILL {rule.grace_s} s and {kill_wait} later"
+        found = f"{by}: {asked} comes at once, SIGKILL after {rule.grace_s} s and {kill_wait} more"
     else:
         found = f"{by}: SIGTERM comes at once, SIGKILL {kill_wait} later"
     if rule.mode == "CANCEL":
-        to_do = "Slurm does not start a cancelled job again: where the run has not put itself back into the queue by then, submit it again"
+        to_do = "Slurm does not start a cancelled job again: if the run has not requeued itself in that time, submit it again"
         return Finding(check="preemption", level="warn", found=found, to_do=to_do)
     if not rule.grace_s:
-        to_do = f"a checkpoint that takes longer than {kill_wait} is lost, with the steps since the one before: lower `checkpoint.every_steps`"
+        to_do = f"a checkpoint that takes longer than {kill_wait} is lost, with the steps since the previous one: lower `checkpoint.every_steps`"
         return Finding(check="preemption", level="warn", found=found, to_do=to_do)
     return Finding(check="preemption", level="ok", found=found)

@@ -103,14 +103,18 @@ def _limit(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
 def findings_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Finding]:
     """Yield what is left."""
     if quotas is None:
-        found = f"how much this user may still write is not known: {why_not}"
+        found = f"how much you may still write is not known: {why_not}"
         yield Finding(check="quota", level="unknown", found=found, to_do=_TO_DO)
     elif not quotas:
-        yield Finding(check="quota", level="ok", found="this user has no limit of bytes or files there")
+        yield Finding(check="quota", level="ok", found="you have no limit of bytes or files on this file system")
     for one in quotas or ():
         level = _level(one)
         over = "; the use is above the soft limit, so writing fails after the grace time" if one.is_over_soft else ""
-        to_do = "" if level == "ok" else "remove what is not needed: `ddp-hpc delete RUN`; or ask for a higher quota"
+        to_do = (
+            ""
+            if level == "ok"
+            else "delete runs that you no longer need (`ddp-hpc delete RUN`), or ask for a higher quota"
+        )
         yield Finding(check="quota", level=level, found=f"{_words(one)}{over}", to_do=to_do)
 
 
