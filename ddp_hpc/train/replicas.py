@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,8 +95,9 @@ class Replicas:
         self._next_step = min(
             (step // self._every + 1) * self._every, *(one for one in self._open_steps if one > step), _NEVER
         )
-        self._note_left_out(state)
-        mine = digests.of_state(state)
+        compared, left_out = training_state.tensors_to_compare(state)
+        self._note_left_out(left_out)
+        mine = digests.of_named(compared)
         rank_info = self._group.rank_info
         slots = torch.zeros(rank_info.world_size, dtype=torch.int64)
         slots[rank_info.rank] = digests.as_number(digests.of_all(mine))
@@ -117,10 +118,11 @@ class Replicas:
 
     # --- rank zero ---
 
-    def _note_left_out(self, state: TrainingState) -> None:
+    def _note_left_out(self, left_out: Mapping[str, str]) -> None:
         """Log once which tensors are not compared."""
-        new = {} if not self._group.rank_info.is_rank_zero else training_state.not_compared(state)
-        new = {name: why for name, why in new.items() if name not in self._left_out}
+        if not self._group.rank_info.is_rank_zero:
+            return
+        new = {name: why for name, why in left_out.items() if name not in self._left_out}
         self._left_out.update(new)
         for name, why in [*new.items()][:_MOST_NAMED]:
             log.warning("`%s` is not compared between the ranks (`integrity.every_steps`): it is %s", name, why)

@@ -73,31 +73,34 @@ def tensors_of_all(state: TrainingState) -> list[NamedTensor]:
 
     The weights have the names that their module gives them: its `state_dict` may rename, copy or leave out what it holds.
     """
-    return [one for one in _all_of_all(state) if not _why_not_compared(one.tensor)]
+    return tensors_to_compare(state)[0]
 
 
-def not_compared(state: TrainingState) -> dict[str, str]:
-    """Return the tensors that all ranks must have equal, and that cannot be compared, by name, with the reason."""
-    names = _parameter_names(state)
-    trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-    outside = {
-        f"optimizer/parameter {number} of shape {[*one.shape]}": "not in the model"
-        for number, one in enumerate(trained)
-        if one not in names
-    }
-    return outside | {one.name: why for one in _all_of_all(state) if (why := _why_not_compared(one.tensor))}
+def tensors_to_compare(state: TrainingState) -> tuple[list[NamedTensor], dict[str, str]]:
+    """Return `tensors_of_all`, and by name the tensors that all ranks must have equal but that cannot be compared, with the reason."""
+    compared, left_out = list[NamedTensor](), dict[str, str]()
 
+    def add(name: str, tensor: Tensor) -> None:
+        if why := _why_not_compared(tensor):
+            left_out[name] = why
+        else:
+            compared.append(NamedTensor(name, tensor, None))
 
-def _all_of_all(state: TrainingState) -> Iterator[NamedTensor]:
-    modules = {"model": state.model} | ({} if state.ema is None else {"ema": state.ema.module})
-    for prefix, module in modules.items():
-        for name, one in module.named_parameters(remove_duplicate=False):  # type: ignore[union-attr]  # a Module
-            yield NamedTensor(f"{prefix}/{name}", one.detach(), None)
-    names = _parameter_names(state)
+    names: dict[Tensor, str] = {}
+    for name, one in state.model.named_parameters(remove_duplicate=False):
+        names.setdefault(one, name)
+        add(f"model/{name}", one.detach())
+    for name, one in () if state.ema is None else state.ema.module.named_parameters(remove_duplicate=False):  # type: ignore[union-attr]  # a Module
+        add(f"ema/{name}", one.detach())
     for parameter, entry in state.optimizer.state.items():
         for key, value in entry.items() if parameter in names else ():
             if isinstance(value, Tensor):
-                yield NamedTensor(f"optimizer/{names[parameter]}/{key}", value, None)
+                add(f"optimizer/{names[parameter]}/{key}", value)
+    trained = (parameter for group in state.optimizer.param_groups for parameter in group["params"])
+    for number, one in enumerate(trained):
+        if one not in names:
+            left_out[f"optimizer/parameter {number} of shape {[*one.shape]}"] = "not in the model"
+    return compared, left_out
 
 
 def _why_not_compared(tensor: Tensor) -> str:
