@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import traceback
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import tee
+from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,10 @@ class SeededFetch(Dataset[Any]):
         (wanted,) = micro_batch
         if self._collate is None and type(self._dataset) is TensorDataset:
             # Exactly TensorDataset, so no code of the user runs and no random number is drawn: take all rows at once.
-            return Fetched(wanted.indices, self._dataset[torch.tensor(wanted.indices)])
+            rows = torch.frombuffer(
+                array("q", wanted.indices), dtype=torch.int64
+            )  # `torch.tensor` takes four times as long
+            return Fetched(wanted.indices, self._dataset[rows])
         generators = HostGenerators() if get_worker_info() is None else None
         samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
         batch = (self._collate or default_collate)(samples)
@@ -185,7 +189,7 @@ def load_global_batches(
         # What a DataLoader without processes does, without its overhead.
         fetched = map(fetch.fetched, micro_batches)
     for plan in plans:
-        yield LoadedGlobalBatch(plan, (next(fetched) for _ in plan.micro_batches))
+        yield LoadedGlobalBatch(plan, islice(fetched, len(plan.micro_batches)))
 
 
 def make_loader(

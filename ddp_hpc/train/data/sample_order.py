@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -85,8 +86,7 @@ class SampleOrder:
         return position.step + self.steps_left(position) + (epochs - position.epoch - 1) * self.steps_per_epoch
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """One rank's samples of one micro step."""
 
     epoch: int
@@ -96,8 +96,7 @@ class MicroBatch:
     """How many of them count: all or none."""
 
 
-@dataclass(frozen=True)
-class GlobalBatch:
+class GlobalBatch(NamedTuple):
     """The samples of one optimizer step, as one rank sees them."""
 
     num_samples: int
