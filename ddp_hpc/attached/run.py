@@ -152,7 +152,7 @@ class AttachedRun:
             return True
         # Counted here, not by `step`: a script may begin its steps anew in each epoch.
         self._num_calls += 1
-        if not self._consensus.is_due(self._num_calls):
+        if self._num_calls < self._consensus.next_step:
             return False
         try:
             self._is_stopping = self._consensus.agree_to_stop(self._num_calls)

@@ -67,7 +67,8 @@ class Replicas:
         self._attempt = attempt
         self._every = every_steps
         self._wait_for_save = wait_for_save
-        self._next_step = _NEVER if every_steps is None else 0
+        self.next_step = _NEVER if every_steps is None else 0
+        """After this step, or the first one behind it, the ranks compare."""
         self._compared: int | None = None
         self._open: list[Difference] | None = None
         """Earlier differences whose steps no attempt has computed again; only rank zero knows more than their steps."""
@@ -75,10 +76,6 @@ class Replicas:
         self._left_out: set[str] = set()
         """Tensors that are not compared, as the log says."""
         self._is_losing = False
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether to compare after this step."""
-        return step >= self._next_step
 
     def compare(self, state: TrainingState) -> None:
         """Compare the state of all ranks after this step, if that is switched on, and record its digest.
@@ -92,7 +89,7 @@ class Replicas:
         if self._open is None:
             self._read_open()
         self._compared = step
-        self._next_step = min(
+        self.next_step = min(
             (step // self._every + 1) * self._every, *(one for one in self._open_steps if one > step), _NEVER
         )
         compared, left_out = training_state.tensors_to_compare(state)

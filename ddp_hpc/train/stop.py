@@ -129,11 +129,9 @@ class StopConsensus:
         self._flag = flag
         self._is_fenced = is_fenced
         self._news = news
-        self._next_step = 0
+        self.next_step = 0
+        """After this step, or the first one behind it, the ranks exchange their flags."""
         self._exchanged_at: tuple[int, float] | None = None
-
-    def is_due(self, step: int) -> bool:
-        return step >= self._next_step
 
     def agree_before_first_step(self, step: int) -> bool:
         """Exchange the flags after a restore, as `agree_to_stop` does."""
@@ -162,7 +160,7 @@ class StopConsensus:
             raise FencedError(
                 f"A newer start of the run has replaced this one, which stops at step {step} without a checkpoint. You need do nothing."
             )
-        self._next_step = step + pause_sum
+        self.next_step = step + pause_sum
         if self._news is not None:
             self._news.announced(told)
         return bool(stop_votes > 0)

@@ -16,6 +16,8 @@ class SampleRecorder:
     """Writes one line a step, `{"step": 7, "epoch": 1, "samples": [...]}`; without a path it does nothing."""
 
     def __init__(self, path: Path | None) -> None:
+        self.is_on = path is not None
+        """Whether the loop has to note and record."""
         self._file: IO[bytes] | None = None
         self._used: list[int] = []
         if path is not None:

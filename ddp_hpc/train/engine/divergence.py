@@ -151,7 +151,7 @@ class UpdateGuard:
         self._checkpointer = checkpointer
         self._buffers = [one for one in model.buffers() if one.is_floating_point()] if is_active else []
         self._kept = [one.clone() for one in self._buffers]
-        self._is_active = is_active
+        self.is_active = is_active
         self._num_skipped = 0
         self._num_in_a_row = 0
 
@@ -168,7 +168,7 @@ class UpdateGuard:
         """
         # DDP has all-reduced the gradients, so they and the answer are the same on all ranks. If one rank skipped
         # alone, its weights would differ from then on.
-        if not self._is_active or _are_finite(optimizer):
+        if not self.is_active or _are_finite(optimizer):
             self._num_in_a_row = 0
             return False
         self._num_skipped += 1

@@ -24,8 +24,6 @@ from ddp_hpc.train.state.initial_weights import take_initial_weights
 
 log = logging.getLogger(__name__)
 
-_AS_USUAL = nullcontext()
-
 
 def train(t: Training) -> bool:
     """Train from the newest checkpoint to the last step; return whether it was reached (if not, the run was stopped).
@@ -42,27 +40,28 @@ def train(t: Training) -> bool:
     for global_batch in warmed_up(t, t.global_batches()):
         accumulate_gradients(t, global_batch)
         update_weights(t)
-        t.state.position = global_batch.plan.after
+        position = t.state.position = global_batch.plan.after
         t.recorder.count(global_batch.plan.num_samples)
 
-        step, is_last = t.state.position.step, t.state.position.step == t.total_steps
+        step, is_last = position.step, position.step == t.total_steps
         if is_last or step % t.spec.log.every_steps == 0:
             log_loss(t)
         if t.after_step is not None and t.after_step():
-            t.recorder.progress(t.state.position, now=True)
+            t.recorder.progress(position, now=True)
             return True
-        metrics = evaluate(t) if is_last or is_evaluation_due(t) else {}
+        ends_epoch = position.samples_in_epoch == 0
+        metrics = evaluate(t) if is_last or (ends_epoch and position.epoch % t.spec.eval.every_epochs == 0) else {}
         if is_last:
             break
         if t.save_plan.is_due(step) or (metrics and t.spec.checkpoint.keep_best):
             save(t, metrics)
-        if t.replicas.is_due(step):
+        if step >= t.replicas.next_step:
             t.replicas.compare(t.state)
-        if t.stop_consensus.is_due(step):
+        if step >= t.stop_consensus.next_step:
             t.losses.check()
             if t.stop_consensus.agree_to_stop(step):
                 break
-            t.recorder.progress(t.state.position)
+            t.recorder.progress(position)
             t.watchdog.feed()
         t.phases.enter("data")
     return finish(t, metrics)
@@ -110,47 +109,53 @@ def finish(t: Training, metrics: Mapping[str, float]) -> bool:
 
 
 def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Iterator[LoadedGlobalBatch]:
-    """Yield the global batches, after one backward pass on the first micro batch that changes nothing (`ddp_warmup`)."""
-    if t.group.rank_info.world_size > 1:
-        for global_batch in global_batches:
-            first, plan = next(global_batch.fetched), global_batch.plan
-            warm_up_ddp(
-                t.state.model,
-                t.group.device,
-                lambda: backward(t, copied(first), plan.micro_batches[0], plan),  # noqa: B023
-            )
-            yield LoadedGlobalBatch(plan, chain([first], global_batch.fetched))
-            break
-    yield from global_batches
+    """Return the global batches, after one backward pass on the first micro batch that changes nothing (`ddp_warmup`)."""
+    whole = next(global_batches, None) if t.group.rank_info.world_size > 1 else None
+    if whole is None:
+        return global_batches
+    first, plan = next(whole.fetched), whole.plan
+    warm_up_ddp(t.state.model, t.group.device, lambda: backward(t, copied(first), plan.micro_batches[0], plan))
+    t.phases.enter("data")
+    return chain([LoadedGlobalBatch(plan, chain([first], whole.fetched))], global_batches)
 
 
 def accumulate_gradients(t: Training, global_batch: LoadedGlobalBatch) -> None:
     """Add up the gradients of the mean loss of a global batch; DDP all-reduces them once, in the last micro step."""
-    last = global_batch.plan.micro_batches[-1]
-    t.guard.keep_buffers()
-    for plan, fetched in zip(global_batch.plan.micro_batches, global_batch.fetched, strict=True):
-        with _AS_USUAL if plan is last else without_sync(t):
-            loss = backward(t, fetched, plan, global_batch.plan)
-        t.state.loss_meter.add_(loss, alpha=plan.num_real / global_batch.plan.num_samples)
-        t.losses.note(t.state.position.step + 1, loss)
-        t.samples.note(plan, fetched.indices)
+    whole, state = global_batch.plan, t.state
+    last = whole.micro_batches[-1]
+    if t.guard.is_active:
+        t.guard.keep_buffers()
+    for plan, fetched in zip(whole.micro_batches, global_batch.fetched, strict=True):
+        if plan is last:
+            loss = backward(t, fetched, plan, whole)
+        else:
+            with without_sync(t):
+                loss = backward(t, fetched, plan, whole)
+            t.phases.enter("data")
+        state.loss_meter.add_(loss, alpha=plan.num_real / whole.num_samples)
+        t.losses.note(whole.after.step, loss)
+        if t.samples.is_on:
+            t.samples.note(plan, fetched.indices)
         if t.numbers.count_tokens is not None and plan.num_real:
             t.numbers.note_tokens(fetched.batch)
-    t.state.loss_steps += 1
-    t.samples.record(global_batch.plan)
+    state.loss_steps += 1
+    if t.samples.is_on:
+        t.samples.record(whole)
 
 
 def without_sync(t: Training) -> AbstractContextManager[Any]:
     """Accumulate gradients without the all-reduce."""
     # Each backward of DDP all-reduces all gradients. In `no_sync` it only adds them up locally; the first backward outside
     # of it all-reduces the sum: https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
-    return t.model.no_sync() if t.group.rank_info.world_size > 1 else _AS_USUAL  # type: ignore[operator]  # DDP's
+    return t.model.no_sync() if t.group.rank_info.world_size > 1 else nullcontext()  # type: ignore[operator]  # DDP's
 
 
 def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: GlobalBatch) -> Tensor:
     """Run forward and backward on one micro batch, weighted by its share of the global batch; return its mean loss."""
-    t.phases.enter("host to device")
-    batch = to_device(fetched.batch, t.group.device, channels_last=t.spec.train.channels_last)
+    batch = fetched.batch
+    if t.moves_batches:
+        t.phases.enter("host to device")
+        batch = to_device(batch, t.group.device, channels_last=t.spec.train.channels_last)
     t.phases.enter("forward")
     inputs, targets = t.recipe.inputs_and_targets(batch)
     try:
@@ -166,7 +171,6 @@ def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: Glob
     weighted = loss if weight == 1 else loss * weight
     t.phases.enter("backward")
     (weighted if t.state.scaler is None else t.state.scaler.scale(weighted)).backward()
-    t.phases.enter("data")
     return loss.detach()
 
 
@@ -189,7 +193,7 @@ def update_weights(t: Training) -> None:
     # change them before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     t.checkpointer.wait_for_copy()
     if scaler is None:
-        if t.guard.skips(optimizer, t.state.position.step + 1):
+        if t.guard.is_active and t.guard.skips(optimizer, t.state.position.step + 1):
             t.numbers.note_skipped(1)
         else:
             optimizer.step()
@@ -198,18 +202,13 @@ def update_weights(t: Training) -> None:
         for was_skipped in skipped_by(scaler, optimizer):
             t.numbers.note_skipped(was_skipped)
         scaler.update()
-    drop_gradients(t)
+    optimizer.zero_grad()
+    for parameter in t.untrained:
+        parameter.grad = None
     if t.state.ema is not None:
         t.state.ema.update_parameters(t.state.model)  # type: ignore[operator]  # AveragedModel's
     t.phases.num_steps += 1
     t.phases.enter("other")
-
-
-def drop_gradients(t: Training) -> None:
-    """Set all gradients of the model to None, also of parameters that the optimizer does not have."""
-    t.state.optimizer.zero_grad()
-    for parameter in t.untrained:
-        parameter.grad = None
 
 
 def log_loss(t: Training) -> None:
@@ -232,12 +231,6 @@ def log_loss(t: Training) -> None:
 def is_logged(t: Training, step: int) -> bool:
     """Tell whether the metrics get a line after `step`."""
     return step % t.spec.log.every_steps == 0 or step == t.total_steps
-
-
-def is_evaluation_due(t: Training) -> bool:
-    """Tell whether an evaluation is due after the last step."""
-    position = t.state.position
-    return position.samples_in_epoch == 0 and position.epoch % t.spec.eval.every_epochs == 0
 
 
 def save(t: Training, metrics: Mapping[str, float]) -> None:

@@ -179,6 +179,7 @@ class _NotedSamples(SampleRecorder):
         end_backward: Callable[[], None],
     ) -> None:
         super().__init__(None)
+        self.is_on = True
         self._recorder = recorder
         self._end_pass = end_pass
         self._end_backward = end_backward

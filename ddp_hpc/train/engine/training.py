@@ -79,6 +79,8 @@ class Training:
     numbers: StepNumbers
     save_plan: SavePlan
     phases: PhaseTimes = field(default_factory=PhaseTimes)
+    moves_batches: bool = True
+    """Whether a batch of the loader has to be moved to the device, or changed."""
     after_step: Callable[[], bool] | None = None
     """In a replay: called after each step; returns whether the replay ends there."""
 
@@ -199,6 +201,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
         replicas=replicas,
+        moves_batches=group.device.type != "cpu" or spec.train.channels_last,
         save_plan=save_plan,
     )
 

@@ -184,6 +184,7 @@ class Checkpointer:
         self._num_moves = 0
         """How often this rank's writer thread, or one that it waits for, has made progress."""
         self._staging = Staging(group.device)
+        self.wait_for_copy = self._staging.wait_for_copy
         # One thread for all saves, not one for each: a process that is forked (as data loader workers are) while a thread starts
         # or ends can hang in CPython's fork.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
@@ -303,10 +304,6 @@ class Checkpointer:
                 self._on_progress()
         self._writing.result()
         self._writing = None
-
-    def wait_for_copy(self) -> None:
-        """See `Staging.wait_for_copy`."""
-        self._staging.wait_for_copy()
 
     # --- the writer's thread ---
 
