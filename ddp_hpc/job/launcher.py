@@ -38,7 +38,7 @@ def agent_argv(launch: Launch) -> list[str]:
     """Return the command of the node agent on this machine."""
     teardown_s = launch.workload.teardown_s
     limit = [] if teardown_s is None else ["--teardown-s", f"{teardown_s:g}"]
-    worker = ["--worker", launch.workload.worker, *_stop_signal(launch), *limit]
+    worker = ["--worker", launch.workload.worker, *_stop_signal(launch), *_nsys(launch), *limit]
     return [*launch.wrapper.command, "-m", "ddp_hpc.job.node.agent", str(launch.run.path), *worker, *_crew(launch)]
 
 
@@ -77,7 +77,7 @@ def _step(launch: Launch, *, tasks_per_node: int) -> list[str]:
 
 
 def _task(start: Start) -> list[str]:
-    options = ["--worker", start.launch.workload.worker, "--attempt", str(start.attempt)]
+    options = ["--worker", start.launch.workload.worker, "--attempt", str(start.attempt), *_nsys(start.launch)]
     return ["-m", "ddp_hpc.job.node.task", str(start.launch.run.path), *options]
 
 
@@ -94,6 +94,11 @@ def _gpus(launch: Launch) -> list[str]:
 
 def _stop_signal(launch: Launch) -> list[str]:
     return ["--stop-signal", launch.workload.stop_signal]
+
+
+def _nsys(launch: Launch) -> list[str]:
+    profiler = launch.workload.nsys
+    return [f"--nsys={profiler}"] if profiler else []
 
 
 STEPS: Mapping[str, Callable[[Start], list[str]]] = {

@@ -328,7 +328,7 @@ class RunDir:
 
     @property
     def profile(self) -> Path:
-        """What PyTorch's profiler has recorded of some steps (`profile.kind`)."""
+        """What a profiler has recorded of some steps (`profile.kind`)."""
         return self.path / "profile"
 
     def profile_trace(self, attempt: int, rank: int) -> Path:
@@ -342,6 +342,23 @@ class RunDir:
     def profile_traces(self) -> list[Path]:
         """All traces, of all attempts."""
         return sorted(self.profile.glob("attempt-*.rank-*.trace.json.gz"))
+
+    def nsys_report(self, attempt: int, rank: int) -> Path:
+        """What Nsight Systems has recorded of a rank; where nsys lacks its importer, `.qdstrm` stands in the place of `.nsys-rep`."""
+        return self.profile / f"attempt-{attempt}.rank-{rank}.nsys-rep"
+
+    def nsys_log(self, attempt: int, rank: int) -> Path:
+        """What nsys has printed."""
+        return self.profile / f"attempt-{attempt}.rank-{rank}.nsys.txt"
+
+    def nsys_written(self, attempt: int, rank: int) -> Path | None:
+        """The report that nsys has left of a rank, if any."""
+        report = self.nsys_report(attempt, rank)
+        return next((path for path in (report, report.with_suffix(".qdstrm")) if path.exists()), None)
+
+    def nsys_reports(self) -> list[Path]:
+        """All reports, of all attempts."""
+        return sorted(path for end in ("nsys-rep", "qdstrm") for path in self.profile.glob(f"attempt-*.rank-*.{end}"))
 
     @property
     def replay_request(self) -> Path:

@@ -279,12 +279,15 @@ class IntegritySpec(Checked, section="integrity"):
 class ProfileSpec(Checked, section="profile"):
     """A record of some steps, operator by operator."""
 
-    kind: Literal["off", "torch"] = "off"
-    """`torch`: record with PyTorch's profiler; each of the ranks writes a trace and a table of operators into `profile/` (docs/profile.md)."""
+    kind: Literal["off", "torch", "nsys"] = "off"
+    """`torch`: record with PyTorch's profiler; each of the ranks writes a trace and a table of operators into `profile/`. `nsys`: run these ranks
+    under Nsight Systems, which writes its report there (docs/profile.md)."""
     steps: tuple[int, int] = (11, 15)
     """The first and the last step to record, counted from 1. Steps that lie before a resume are not repeated for it."""
     ranks: tuple[int, ...] = (0,)
     """The ranks that record."""
+    command: str = "nsys"
+    """With `kind=nsys`: the name of Nsight Systems' program on the nodes' PATH, or its path there."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,6 +300,7 @@ class ProfileSpec(Checked, section="profile"):
             bool(self.ranks) and min(self.ranks) >= 0,
             f"`profile.ranks` is {list(self.ranks)}, but it must name one rank or more, from 0 on.",
         )
+        require(bool(self.command), "`profile.command` is empty, but it must name a program, such as `nsys`.")
 
 
 @dataclass(frozen=True, kw_only=True)

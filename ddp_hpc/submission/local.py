@@ -29,6 +29,7 @@ from ddp_hpc.submission.run_dir_setup import (
     make_run_dir,
     note_on_parents,
     refuse_file_in_the_way,
+    refuse_missing_nsys,
     refuse_missing_recorders,
     submitting_alone,
 )
@@ -83,6 +84,7 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     """
     refuse_several_nodes(spec)
     refuse_missing_recorders(spec)
+    refuse_missing_nsys(spec, environ)
     run = RunDir(spec.path)
     notes = [*note_on_parents(run.path)]
     if spec.container.image is not None or spec.stage.archive is not None:

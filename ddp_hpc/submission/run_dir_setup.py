@@ -9,7 +9,7 @@ import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -63,6 +63,21 @@ def refuse_missing_recorders(spec: RunSpec) -> None:
     may_differ = spec.container.image or spec.stage.archive or spec.slurm.modules or spec.slurm.setup
     if not may_differ and "PYTHONPATH" not in spec.env:
         spec.log.require_recorders()
+
+
+def refuse_missing_nsys(spec: RunSpec, environ: Mapping[str, str]) -> None:
+    """Refuse a profile by Nsight Systems where this machine, on which the workers run, has no such program.
+
+    Raises:
+        ConfigError: where that is so; nothing is known of an image.
+    """
+    asked = spec.profile
+    path = spec.env.get("PATH", environ.get("PATH"))
+    if asked.kind == "nsys" and not spec.container.image and shutil.which(asked.command, path=path) is None:
+        raise ConfigError(
+            f"`profile.kind` is 'nsys', but there is no program {asked.command!r} on this machine's PATH. Install Nsight Systems, set "
+            "`profile.command` to its path, or use `profile.kind=torch`."
+        )
 
 
 def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:

@@ -17,6 +17,7 @@ from ddp_hpc.base.processes import host_name, unclaimed_stop_signals
 from ddp_hpc.config import load_resolved
 from ddp_hpc.errors import ConfigError, exit_code_of
 from ddp_hpc.exit_codes import FINISHED, STOPPED
+from ddp_hpc.nsys import capture_from
 from ddp_hpc.rank_probe.client import RankProbe
 from ddp_hpc.rank_probe.deadlines import Deadline, HangCollector, deadline_file
 from ddp_hpc.rank_probe.folder import socket_of
@@ -66,7 +67,7 @@ def preload(run_path: str) -> str:
             getattr(sys.modules[builder.__module__], "import_early", lambda _: None)(spec.recipe.args)
         if spec.train.compile or spec.train.deterministic:
             importlib.import_module(DYNAMO)  # every worker would import it
-        if spec.profile.kind != "off" and hasattr(torch, INDUCTOR):
+        if spec.profile.kind == "torch" and hasattr(torch, INDUCTOR):
             importlib.import_module(f"torch.{INDUCTOR}.config")  # PyTorch's profiler would, amid the training
         import_compiler_late()
         # What an optimizer imports is imported here once. Without a step or a backward pass: with GPUs, these start CUDA or
@@ -102,7 +103,9 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         group.barrier_through_store("built", silence_s=spec.restart.build_timeout_s)
         watchdog.feed()
         phase = "training"
-        training = prepare(spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog)
+        training = prepare(
+            spec, recipe, run, group, attempt=attempt, stop=flag, watchdog=watchdog, nsys=capture_from(environ)
+        )
         if rank_info.is_rank_zero:
             _record_environment(run, attempt, environ)
             _record_inputs(run, attempt, environ, rank_info.world_size)

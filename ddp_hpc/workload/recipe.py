@@ -12,6 +12,7 @@ from typing import Any
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import UnreadableError
+from ddp_hpc.nsys import Profiler
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import newest_committed
@@ -52,6 +53,12 @@ class RecipeWorkload:
     def ends_at_nan(self) -> bool:
         """Not with fp16, whose loss scaler skips such updates while it looks for its scale."""
         return self.spec.train.on_nonfinite == "stop" and self.spec.train.precision != "fp16"
+
+    @property
+    def nsys(self) -> Profiler | None:
+        """Return the ranks of `profile.ranks`, where nsys is to record them."""
+        asked = self.spec.profile
+        return Profiler(frozenset(asked.ranks), asked.command) if asked.kind == "nsys" else None
 
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return the step of the newest checkpoint, 0 without one; if the file system does not answer, what the records say."""

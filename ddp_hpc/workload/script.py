@@ -52,6 +52,10 @@ class ScriptWorkload:
         """What a script does with NaN is not known."""
         return False
 
+    @property
+    def nsys(self) -> None:
+        """`profile.kind` is refused for a script."""
+
     def progress(self, run: RunDir, ledger: Ledger, *, is_patient: bool = True) -> int:
         """Return how often the files of `script.progress` have changed, plus the newest step that the script has committed."""
         # Each of them only grows, so their sum does.

@@ -38,6 +38,10 @@ class CountingWorkload:
         return {"count": self.spec.recipe.args["to"]}
 
     @property
+    def nsys(self) -> None:
+        return None
+
+    @property
     def ends_at_nan(self) -> bool:
         return False
 

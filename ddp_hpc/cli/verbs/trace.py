@@ -41,4 +41,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     print(output)
     for profile in chosen.profile_traces():
         print(f"note: what PyTorch's profiler recorded is in a file of its own: {profile}", file=sys.stderr)
+    for report in chosen.nsys_reports():
+        print(f"note: what Nsight Systems recorded is in a file of its own: {report}", file=sys.stderr)
     return 0

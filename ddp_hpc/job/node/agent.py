@@ -40,8 +40,10 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
 )
+from ddp_hpc.job.node.under_nsys import Worker, run_under
 from ddp_hpc.job.wire.control_channel import Line
 from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting, PortTakenError, listen
+from ddp_hpc.nsys import Profiler
 from ddp_hpc.rank_probe.beside import in_child, in_thread
 from ddp_hpc.rank_probe.deadlines import HangCollector
 from ddp_hpc.rank_probe.folder import make_folder
@@ -92,6 +94,9 @@ class NodeWorkers:
     num_nodes: int = 1
     probe_folder: Path | None = None
     """Where the workers open their sockets for questions."""
+    nsys: Profiler | None = None
+    python: Mapping[str, str] = field(default_factory=dict)
+    """Variables that decide where a new process of a worker imports from."""
 
 
 @dataclass
@@ -217,6 +222,8 @@ class Agent:
             node_rank=self._node_rank,
             num_nodes=self._num_nodes,
             probe_folder=self._probes.path if self._probes else None,
+            nsys=self._arguments.nsys,
+            python=self._python,
         )
 
     def _obey(self, order: Mapping[str, Any], failure: BaseException | None) -> None:
@@ -243,7 +250,7 @@ class Agent:
                 if self._must_not_fork:
                     ranks = self._spawn(node_workers, meeting_point)
                 else:
-                    ranks = _fork(node_workers, self._worker, meeting_point)
+                    ranks = _fork(node_workers, self._arguments.worker, self._worker, meeting_point)
                 self._group = WorkerGroup(node_workers, ranks, collector=collector)
             if self._is_stop_pending:
                 self._ask_workers_to_stop()
@@ -266,6 +273,7 @@ class Agent:
                 f"--agent={os.getpid()}",
             ]
             options.append(f"--cpus={cpus}")
+            options += [f"--nsys={node_workers.nsys}"] if node_workers.nsys else []
             if meeting_point and rank == 0:
                 meeting_point.set_inheritable(True)
                 options.append(f"--listen-fd={meeting_point.fileno()}")
@@ -365,10 +373,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cpus-per-worker", type=int)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--in-step", action="store_true")
+    parser.add_argument("--nsys", type=Profiler.parse)
     return parser.parse_args(argv)
 
 
-def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket.socket | None) -> dict[int, int]:
+def _fork(
+    node_workers: NodeWorkers, name: str, worker: WorkerModule, meeting_point: socket.socket | None
+) -> dict[int, int]:
     """Fork the workers; return their ranks by pid."""
     gc.freeze()  # the workers share these pages: a garbage collection in one of them would write to them, and so copy them
     sys.stdout.flush()  # fork copies the buffer too, and each worker would print it again
@@ -393,7 +404,15 @@ def _fork(node_workers: NodeWorkers, worker: WorkerModule, meeting_point: socket
             ) from error
         if pid == 0:
             os.environ.update({**environ, **for_probe(node_workers.probe_folder)})
-            _become_worker(node_workers, worker, rank, meeting_point, agent_pid)
+            itself = Worker(
+                run=node_workers.run,
+                module=name,
+                attempt=node_workers.attempt,
+                rank=rank,
+                environ={**os.environ, **node_workers.python},
+                listen_fd=os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None,
+            )
+            _become_worker(node_workers, worker, itself, meeting_point, agent_pid)
         ranks[pid] = rank
     return ranks
 
@@ -413,19 +432,27 @@ def _collector(node_workers: NodeWorkers, *, may_fork: bool) -> HangCollector | 
 
 
 def _become_worker(
-    node_workers: NodeWorkers, worker: WorkerModule, rank: int, meeting_point: socket.socket | None, agent_pid: int
+    node_workers: NodeWorkers,
+    worker: WorkerModule,
+    itself: Worker,
+    meeting_point: socket.socket | None,
+    agent_pid: int,
 ) -> None:
     """Run one worker in this forked process; never return. Exits without Python's shutdown, in which torch can abort."""
     code = exit_codes.FAILED
     try:
         processes.die_with_parent(agent_pid)
-        os.sched_setaffinity(0, node_workers.share.cpu_sets[rank % node_workers.num_workers])
-        listen_fd = os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None
+        os.sched_setaffinity(0, node_workers.share.cpu_sets[itself.rank % node_workers.num_workers])
         if meeting_point:
             # Each worker has inherited the socket. The port stays bound while any process holds it, so all but rank zero
             # close it, and rank zero keeps the duplicate that its store listens on.
             meeting_point.close()
-        code = worker.main(str(node_workers.run.path), os.environ, attempt=node_workers.attempt, listen_fd=listen_fd)
+        under_nsys = run_under(node_workers.nsys, itself, os.environ)
+        if under_nsys is None:
+            fd = itself.listen_fd
+            code = worker.main(str(itself.run.path), os.environ, attempt=itself.attempt, listen_fd=fd)
+        else:
+            code = under_nsys
     except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
         traceback.print_exc()
     finally:

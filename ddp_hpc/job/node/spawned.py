@@ -17,6 +17,8 @@ from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.errors import exit_code_of
 from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
+from ddp_hpc.job.node.under_nsys import Worker, run_under, settle
+from ddp_hpc.nsys import CONTROL, Profiler
 from ddp_hpc.run_dir.failure_reports import report
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.workload.protocol import load_worker
@@ -28,17 +30,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--agent", type=int, required=True, help="its process id")
-    parser.add_argument("--cpus", required=True)
+    started_by = parser.add_mutually_exclusive_group(required=True)
+    started_by.add_argument("--agent", type=int, help="its process id")
+    started_by.add_argument("--under-nsys", metavar="FDS", help="nsys has started it: see `under_nsys.settle`")
+    parser.add_argument("--cpus")
+    parser.add_argument("--nsys", type=Profiler.parse)
     parser.add_argument("--listen-fd", type=int)
     arguments = parser.parse_args(argv)
-    processes.die_with_parent(arguments.agent)
+    if arguments.under_nsys:
+        os.environ[CONTROL] = str(settle(arguments.under_nsys))
+    else:
+        processes.die_with_parent(arguments.agent)
     # Until the worker has installed its handlers: what comes earlier stays pending.
     processes.block_awaited_signals()
     processes.block_interruptions()
-    os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
-    make_users_code_importable(os.environ)
+    if arguments.cpus:
+        os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
     run, rank = RunDir(arguments.run), int(os.environ["RANK"])
+    itself = Worker(
+        run=run,
+        module=arguments.worker,
+        attempt=arguments.attempt,
+        rank=rank,
+        environ={**os.environ},
+        listen_fd=arguments.listen_fd,
+    )
+    code = run_under(arguments.nsys, itself, os.environ)
+    if code is not None:
+        return code
+    make_users_code_importable(os.environ)
     try:
         with imports_for_good():
             worker = load_worker(arguments.worker)

@@ -27,7 +27,9 @@ from ddp_hpc.job.node.python_environ import (
     make_users_code_importable,
     python_environ,
 )
+from ddp_hpc.job.node.under_nsys import Worker, run_under
 from ddp_hpc.job.wire.endpoint import Meeting, PortTakenError, listen
+from ddp_hpc.nsys import Profiler
 from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import (
@@ -57,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--meet", type=Meeting.parse, metavar="'ADDRESS PORT'")
     parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--nsys", type=Profiler.parse)
     arguments = parser.parse_args(argv)
     # A signal that comes during the imports stays pending until the worker has handlers.
     processes.block_awaited_signals()
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torchrun's node samples for all its workers, and of srun's tasks on a node, the first one does.
     sampler = _sampler(run, arguments, {**os.environ, **python}) if meeting is not None else None
     try:
-        code = _work(run, arguments.worker, arguments.attempt, meeting)
+        code = _work(run, arguments, python)
     finally:
         if probes:
             probes.close()
@@ -118,15 +121,26 @@ def _by_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
     return launched("torchrun", made, environ, import_paths)
 
 
-def _work(run: RunDir, worker_module: str, attempt: int, meeting: Meeting | None) -> int:
-    rank = int(os.environ["RANK"])
+def _work(run: RunDir, arguments: argparse.Namespace, python: Mapping[str, str]) -> int:
+    meeting, attempt, rank = arguments.meet, arguments.attempt, int(os.environ["RANK"])
     try:
         with ExitStack() as resources:
             listen_fd = None
             if meeting is not None and rank == 0:
                 listen_fd = os.dup(resources.enter_context(listen(meeting)).fileno())
+            itself = Worker(
+                run=run,
+                module=arguments.worker,
+                attempt=attempt,
+                rank=rank,
+                environ={**os.environ, **python},
+                listen_fd=listen_fd,
+            )
+            under_nsys = run_under(arguments.nsys, itself, os.environ)
+            if under_nsys is not None:
+                return under_nsys
             with imports_for_good():
-                worker = load_worker(worker_module)
+                worker = load_worker(arguments.worker)
                 worker.preload(str(run.path))
         code = worker.main(str(run.path), os.environ, attempt=attempt, listen_fd=listen_fd)
     except PortTakenError:

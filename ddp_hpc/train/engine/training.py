@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_hpc.checkpoints.save_interval import Bounds
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.nsys import Capture
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
@@ -134,8 +135,9 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     attempt: int,
     stop: StopFlag,
     watchdog: Watchdog | None = None,
+    nsys: Capture | str = "",
 ) -> Training:
-    """Assemble the parts; nothing is restored yet.
+    """Assemble the parts; nothing is restored yet. `nsys` is how this rank records with Nsight Systems, or why it cannot.
 
     Raises:
         ConfigError: if the recipe and the spec do not fit together.
@@ -149,7 +151,9 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     log.info("precision %s; %s", precision.name, describe())
     state = _initial_state(spec, recipe, group, order, precision)
     bare, optimizer = state.model, state.optimizer
-    phases = phase_timer(spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1)
+    phases = phase_timer(
+        spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1, nsys=nsys
+    )
     world_size = group.rank_info.world_size
     num_gpus = world_size if group.device.type == "cuda" else 0
     is_rank_zero = group.rank_info.is_rank_zero

@@ -1,0 +1,123 @@
+"""Has Nsight Systems record some steps of a rank that runs under it, with a range for each step and phase."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ddp_hpc.nsys import Capture
+from ddp_hpc.train.recording.phase_times import PhaseTimes
+
+log = logging.getLogger(__name__)
+
+
+class Ranges(Protocol):
+    """What opens and closes nested ranges, as `torch.cuda.nvtx` does."""
+
+    def range_push(self, msg: str) -> object:
+        """Open a range."""
+
+    def range_pop(self) -> object:
+        """Close the range that was opened last."""
+
+
+class NsysProfile(PhaseTimes):
+    """Times the phases, and has the chosen steps recorded. Where that fails, the training goes on without."""
+
+    def __init__(  # noqa: PLR0913  as `StepProfile`
+        self,
+        steps: tuple[int, int],
+        capture: Capture | str,
+        report: Path,
+        device: torch.device,
+        next_step: Callable[[], int],
+        *,
+        ranges: Ranges | None = None,
+    ) -> None:
+        super().__init__()
+        self._first, self._last = steps
+        self._capture = capture
+        self._report = report
+        self._device = device
+        self._next_step = next_step
+        # PyTorch has NVTX where it is built with CUDA.
+        self._ranges = ranges or (torch.cuda.nvtx if device.type == "cuda" else None)
+        self._num_open = 0
+        self._is_recording = False
+        self._step = 0
+        self._is_over = isinstance(capture, str)
+        if isinstance(capture, str):
+            self._warn(capture)
+
+    def enter(self, phase: str) -> None:
+        """End the phase before, and begin this one, and whatever begins or ends with it."""
+        super().enter(phase)
+        if self._is_over:
+            return
+        step = self._next_step()
+        if step > self._last:
+            self.close()
+        elif step >= self._first:
+            self._guarded(lambda: self._follow(step, phase))
+
+    def close(self) -> None:
+        """End the record; nsys writes its report meanwhile."""
+        if not self._is_over:
+            self._is_over = True
+            self._guarded(self._finish)
+
+    def _follow(self, step: int, phase: str) -> None:
+        assert isinstance(self._capture, Capture)  # noqa: S101  else it is over
+        if not self._is_recording:
+            if why_not := self._capture.begin():
+                self._is_over = True
+                self._warn(why_not)
+                return
+            self._is_recording = True
+        if step != self._step:
+            self._leave(0)
+            self._step = step
+            self._begin(f"step {step}")
+        self._leave(1)
+        self._begin(phase)
+
+    def _finish(self) -> None:
+        assert isinstance(self._capture, Capture)  # noqa: S101  else it is over
+        if not self._is_recording:
+            return
+        self._leave(0)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # else kernels that still run would be missing
+        self._capture.end()
+        log.info(
+            "nsys writes the profile of steps %d to %d: %s", self._first, min(self._step, self._last), self._report
+        )
+
+    def _begin(self, name: str) -> None:
+        if self._ranges:
+            self._ranges.range_push(name)
+            self._num_open += 1
+
+    def _leave(self, num_kept: int) -> None:
+        while self._num_open > num_kept and self._ranges:
+            self._ranges.range_pop()
+            self._num_open -= 1
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  the training matters more
+            self._is_over = True
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, why_not: str) -> None:
+        log.warning(
+            "the profile of steps %d to %d cannot be recorded: %s. The training goes on without it.",
+            self._first,
+            self._last,
+            why_not,
+        )
