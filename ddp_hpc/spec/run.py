@@ -36,7 +36,7 @@ class RunSpec(TrainingSpec, ScriptedSpec, LaunchSpec):
         require(
             self.profile.kind == "off" or not self.script.is_set,
             f"`profile.kind` is {self.profile.kind!r}, but a script's steps are its own, so ddp-hpc cannot record them. Unset it, and use "
-            "`torch.profiler` in the script, or start the script by `nsys profile`.",
+            "`torch.profiler` in the script.",
         )
         world_size = self.resources.world_size
         absent = [rank for rank in self.profile.ranks if rank >= world_size]
