@@ -1,4 +1,4 @@
-"""Measure how long a report on 10 attempts with 64 ranks takes, how large it is, and the same for a million log lines.
+"""Measure how long a report on 10 attempts with 64 ranks takes, how large it is, and the same for a million log lines and a sweep of 1,000 points.
 
 .venv/bin/python -m benchmarks.run_page docs/results/report.json
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.report.made import Plan, large_run, line_of, made_run
+from tests.report.made import Plan, large_run, large_sweep, line_of, made_run
 
 REPEATS = 3
 
@@ -41,9 +41,14 @@ def main() -> None:
                 line_of(kind="train", step=step, loss=1e5 / step, samples_per_s=5e3, at=step)
                 for step in range(200, 1_000_200)
             )
-        for name, run in {"10 attempts x 64 ranks": large, "a million log lines": long}.items():
+        sweep = large_sweep(Path(folder, "sweep"))
+        for name, path in {
+            "10 attempts x 64 ranks": large.path,
+            "a million log lines": long.path,
+            "a sweep of 1,000 points": sweep,
+        }.items():
             output = Path(folder, "page.html")
-            times = cpu_seconds_of(run.path, output)
+            times = cpu_seconds_of(path, output)
             results[name] = {
                 "median_cpu_s": round(statistics.median(times), 2),
                 "worst_cpu_s": round(times[-1], 2),

@@ -265,6 +265,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def json_line(raw: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line of a file, or None if it holds none; NUL bytes around it are removed."""
+    return json_object(raw.decode("utf-8", errors="replace").strip("\0 \t\r\n"))
+
+
 def json_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object that a text is, or None if it is something else."""
     try:

@@ -56,14 +56,17 @@ class Chart:
     """Step and value of the main curve, for the pointer."""
 
 
-def loss_chart(series: Series, starts: Mapping[int, int]) -> Chart | None:
-    """Return the chart of the loss; None without one. `starts`: attempt -> the step at which it began."""
+def loss_chart(series: Series, starts: Mapping[int, int], axes: tuple[Axis, Axis] | None = None) -> Chart | None:
+    """Return the chart of the loss; None without one.
+
+    `starts`: attempt -> the step at which it began. `axes`: those that several charts share.
+    """
     lost = [point for part in series.superseded for point in part]
     evaluated = series.evaluations.get("loss", [])
     points = [*series.loss, *lost, *(point for point in evaluated if _is_finite(point.value))]
     if not points and not series.not_finite:
         return None
-    x, y = _steps_axis(series), _value_axis([point.value for point in points])
+    x, y = axes or (_steps_axis(series), value_axis([point.value for point in points]))
     curves = [
         Curve("lost", path(part, x, y), f"steps that were repeated later: {part[0].step:g} to {part[-1].step:g}")
         for part in series.superseded
@@ -90,6 +93,14 @@ def loss_chart(series: Series, starts: Mapping[int, int]) -> Chart | None:
     )
 
 
+def shared_axes(runs: Sequence[Series]) -> tuple[Axis, Axis]:
+    """Return axes for the losses of several runs; a run that diverges does not flatten the others, but leaves the box."""
+    highest = sorted(max(point.value for point in one.loss) for one in runs if one.loss)
+    lowest = min((point.value for one in runs for point in one.loss), default=0.0)
+    steps = linear(0.0, max([1.0, *(one.loss[-1].step for one in runs if one.loss)]), count=3)
+    return steps, value_axis([lowest, highest[len(highest) // 2]] if highest else [])
+
+
 def _broken(steps: Sequence[int], x: Axis, what: str) -> list[Dot]:
     return [Dot("broken", x.place(step) * BOX, 0, f"step {step}: {what} is NaN or infinite") for step in steps]
 
@@ -112,7 +123,7 @@ def metric_charts(series: Series, starts: Mapping[int, int]) -> list[Chart]:
         finite = [point for point in points if _is_finite(point.value)]
         if name == "loss" or not finite:
             continue
-        x, y = _steps_axis(series), _value_axis([point.value for point in finite], may_be_log=False)
+        x, y = _steps_axis(series), value_axis([point.value for point in finite], may_be_log=False)
         dots = [
             _dot("evaluation", point, x, y, f"step {point.step:g}: {name} {compact(point.value)}") for point in finite
         ]
@@ -142,7 +153,8 @@ def _steps_axis(series: Series) -> Axis:
     return linear(0.0, max([1.0, *ends, *series.not_finite, *broken]))
 
 
-def _value_axis(values: Sequence[float], *, may_be_log: bool = True) -> Axis:
+def value_axis(values: Sequence[float], *, may_be_log: bool = True) -> Axis:
+    """Return an axis that holds all these values; logarithmic where they are above zero, and far from each other."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if may_be_log and low > 0 and high / low > _LOG_FROM:
         return logarithmic(low / 1.15, high * 1.15)

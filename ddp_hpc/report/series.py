@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -11,13 +11,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_object, open_record
+from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_line, open_record
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.rereading import Tail
 from ddp_hpc.watch.metrics import not_finite_in, numbers_of
 
 NUM_BINS = 400
 """How many parts of the x axis keep their first, last, lowest and highest point: about as many as a screen has columns."""
 MOST_EVALUATIONS = 2000
+OTHERS = ("tokens_per_s", "grad_norm", "loss_scale", "skipped_updates")
+"""Numbers of logged steps besides the loss and samples a second, which only some runs have."""
+_MOST_BYTES_OF_SMALL = 256 << 10
+"""Of the log of a run that has a small chart among many."""
 
 
 class Point(NamedTuple):
@@ -40,6 +45,8 @@ class Series:
     """Whether the newest loss is not finite."""
     rate: Sequence[Point] = ()
     """Samples a second."""
+    others: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    """The numbers of `OTHERS` that the run has, by their names."""
     superseded: Sequence[Sequence[Point]] = ()
     """The losses of steps that a later attempt has repeated: one sequence for each attempt."""
     evaluations: dict[str, list[Point]] = field(default_factory=dict)
@@ -60,8 +67,13 @@ class _Line(msgspec.Struct):
     at: float | None = None
     loss: float | None = None
     samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped_updates: float | None = None
 
 
+_NUMBERS = tuple(name for name in _Line.__struct_fields__ if name not in {"kind", "step", "at"})
 _DECODER = msgspec.json.Decoder(_Line)
 
 
@@ -93,6 +105,7 @@ def read_series(run: RunDir) -> Series:
         num_not_finite=len(broken),
         ends_not_finite=bool(trained) and not _is_finite(trained[-1].loss),
         rate=thinned(_finite((line.step, line.samples_per_s) for line in trained)),
+        others={name: points for name in OTHERS if (points := _of_steps(trained, name))},
         superseded=[thinned(part) for part in _parts(line for line, _ in _lines(run.superseded_metrics))],
         evaluations={name: _some(points, MOST_EVALUATIONS) for name, points in evaluated.items()},
         broken_evaluations={name: _some(steps) for name, steps in unevaluated.items()},
@@ -102,25 +115,47 @@ def read_series(run: RunDir) -> Series:
     )
 
 
+def read_losses(run: RunDir, *, num_bins: int) -> Series:
+    """Read the losses of a run for a small chart; of a long log, its end and evenly spaced parts.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    raws = Tail(run.metrics, most_bytes=_MOST_BYTES_OF_SMALL).new_raw_lines()
+    trained = [line for line in map(_line, raws) if line is not None and line.kind == "train"]
+    broken = [line.step for line in trained if not _is_finite(line.loss)]
+    return Series(
+        loss=thinned(_finite((line.step, line.loss) for line in trained), num_bins), not_finite=_some(broken, num_bins)
+    )
+
+
+def _of_steps(lines: Sequence[_Line], name: str) -> list[Point]:
+    return thinned(_finite((line.step, getattr(line, name)) for line in lines))
+
+
 def _lines(path: Path) -> Iterator[tuple[_Line, bytes]]:
     try:
         file = open_record(path, most_bytes=MOST_BYTES_OF_LINES)
     except FileNotFoundError:
         return
     with file:
-        for raw in file:
-            try:
-                yield _DECODER.decode(raw), raw
-            except msgspec.MsgspecError:  # half written, edited by hand, or with NaN, which is not JSON
-                record = _as_dict(raw)
-                kind, step, at = record.get("kind"), record.get("step"), _number(record.get("at"))
-                if isinstance(kind, str) and isinstance(step, int):
-                    loss, rate = _number(record.get("loss")), _number(record.get("samples_per_s"))
-                    yield _Line(kind=kind, step=step, at=at, loss=loss, samples_per_s=rate), raw
+        yield from ((line, raw) for raw in file if (line := _line(raw)) is not None)
+
+
+def _line(raw: bytes) -> _Line | None:
+    try:
+        return _DECODER.decode(raw)
+    except msgspec.MsgspecError:  # half written, edited by hand, or with NaN, which is not JSON
+        record = _as_dict(raw)
+        kind, step, at = record.get("kind"), record.get("step"), _number(record.get("at"))
+        if not isinstance(kind, str) or not isinstance(step, int):
+            return None
+        numbers = {name: _number(record.get(name)) for name in _NUMBERS}
+        return _Line(kind=kind, step=step, at=at, **numbers)
 
 
 def _as_dict(raw: bytes) -> dict[str, Any]:
-    return json_object(raw.decode("utf-8", errors="replace").strip("\0 \t\r\n")) or {}
+    return json_line(raw) or {}
 
 
 def _number(value: object) -> float | None:

@@ -1,104 +1,171 @@
-"""The report on a sweep: one page with the points side by side, and what each sets."""
+"""The report on a sweep: one page with the points side by side, the best first, and what each key changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddp_hpc.errors import UnreadableError
 from ddp_hpc.report import charts
 from ddp_hpc.report.axes import compact
 from ddp_hpc.report.page import render_page
-from ddp_hpc.report.series import Series, read_series
+from ddp_hpc.report.scatter import key_chart
+from ddp_hpc.report.series import Series, read_losses
+from ddp_hpc.report.sweep_points import Goal, Settings, SweptRun, best_first, goal_of, read_points
 from ddp_hpc.report.words import hours, plural, share
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.watch.attempt_times import read_times
-from ddp_hpc.watch.goodput import Goodput, goodput_of
-from ddp_hpc.watch.status import RunStatus, read_status
 
 MOST_CHARTS = 60
+"""So many points have a chart of their loss."""
+_MOST_KEYS = 12
+_MOST_FAILURES = 5
+_BINS_OF_SMALL = 100
+_FAILED = ("failed", "refused", "interrupted")
+NOT_BEGUN = "not begun"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweptRun:
-    """One point of a sweep."""
+class Cell(NamedTuple):
+    """A number of the table."""
 
-    name: str
-    sets: Mapping[str, object]
-    status: RunStatus
-    goodput: Goodput
-    series: Series
+    text: str
+    value: float | str
+    """By what the table is sorted; empty where it is not known."""
 
 
-def sweep_page(name: str, runs: Sequence[tuple[RunDir, Mapping[str, object]]], *, now: float) -> str:
-    """Return the page of a sweep, by the runs of its points and what each sets."""
-    found, unreadable = [], []
-    for run, sets in runs:
-        if not run.config.is_file():
-            continue
-        try:
-            found.append(_read(run, sets, now))
-        except (OSError, UnreadableError) as error:
-            unreadable.append(f"{run.name} cannot be read: {error}")
+@dataclass(frozen=True)
+class Failure:
+    """Points that have failed in the same way."""
+
+    count: str
+    reason: str
+    names: str
+
+
+def sweep_page(
+    name: str,
+    runs: Sequence[tuple[RunDir, Settings]],
+    *,
+    now: float,
+    on_read: Callable[[int], object] = lambda _: None,
+) -> str:
+    """Return the page of a sweep, by the runs of its points and what each sets; `on_read` hears how many are read."""
+    found, unreadable = read_points(runs, now=now, on_read=on_read)
+    goal = goal_of(found)
+    points = best_first(found, goal)
+    losses = [_losses(one.run) for one in points[:MOST_CHARTS]]
     return render_page(
         "sweep.html.j2",
-        _view(name, found, unreadable, num_points=len(runs)),
+        _view(name, points, goal, losses, unreadable, num_points=len(runs)),
         title=f"{name}: report",
         path=runs[0][0].path.parent if runs else name,
         now=now,
     )
 
 
-def _read(run: RunDir, sets: Mapping[str, object], now: float) -> SweptRun:
-    status = read_status(run, now=now)
-    times = read_times(run, now=now, is_alive=status.is_alive)
-    return SweptRun(name=run.name, sets=sets, status=status, goodput=goodput_of(times), series=read_series(run))
+def _losses(run: RunDir) -> Series:
+    try:
+        return read_losses(run, num_bins=_BINS_OF_SMALL)
+    except OSError:  # its row is there
+        return Series()
 
 
-def _view(name: str, runs: Sequence[SweptRun], unreadable: Sequence[str], *, num_points: int) -> dict[str, Any]:
-    keys = list(dict.fromkeys(key for run in runs for key in run.sets))
-    metrics = list(dict.fromkeys(metric for run in runs for metric in run.status.metrics))
-    ends = [run.series.loss[-1].value for run in runs if run.series.loss]
-    highest = max((point.value for run in runs for point in run.series.loss), default=1.0)
-    small = []
-    for run in runs[:MOST_CHARTS]:
-        chart = charts.loss_chart(run.series, {})
-        if chart is not None:
-            small.append(
-                (run.name, ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in run.sets.items()), chart)
-            )
-    states = [*(run.status.state for run in runs), *["not begun"] * (num_points - len(runs) - len(unreadable))]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
+    name: str,
+    points: Sequence[SweptRun],
+    goal: Goal,
+    losses: Sequence[Series],
+    unreadable: Sequence[str],
+    num_points: int,
+) -> dict[str, Any]:
+    keys = list(dict.fromkeys(key for one in points for key in one.sets))
+    metrics = list(dict.fromkeys(metric for one in points for metric in one.status.metrics))
+    states = [*(one.status.state for one in points), *[NOT_BEGUN] * (num_points - len(points) - len(unreadable))]
+    counts = Counter(states).most_common()
+    by_key = [chart for key in keys[:_MOST_KEYS] if (chart := _key_chart(key, points, goal)) is not None]
+    axes = charts.shared_axes(losses)
+    small = [
+        (_sets(one), chart)
+        for one, series in zip(points, losses, strict=False)
+        if (chart := charts.loss_chart(series, {}, axes)) is not None
+    ]
+    missing = [*unreadable]
+    if len(points) > MOST_CHARTS:
+        missing.append(f"Only the best {MOST_CHARTS} points have a chart of their loss; the table has all.")
+    if len(keys) > _MOST_KEYS:
+        missing.append(f"Only the first {_MOST_KEYS} of {len(keys)} keys have a chart; the table has all.")
     return {
         "name": name,
-        "lead": f"{plural(num_points, 'point')}: {counts}.",
-        "missing": [
-            *unreadable,
-            *(
-                [f"Only the first {MOST_CHARTS} points have a chart; the table has all."]
-                if len(runs) > MOST_CHARTS
-                else []
-            ),
-        ],
+        "lead": f"{plural(num_points, 'point')}: {', '.join(f'{count} {state}' for state, count in counts)}.",
+        "missing": missing,
+        "states": [(state, count, count / num_points) for state, count in counts],
+        "failures": _failures(points),
+        "goal": goal,
+        "best": _best(points, goal),
         "keys": keys,
         "metrics": metrics,
-        "rows": [_row(run, keys, metrics) for run in runs],
+        "rows": [_row(one, keys, metrics) for one in points],
+        "by_key": by_key,
         "small": small,
-        "best": min(ends, default=None),
-        "highest": highest,
     }
 
 
-def _row(run: SweptRun, keys: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
-    status = run.status
+def _best(points: Sequence[SweptRun], goal: Goal) -> str:
+    value = goal.value(points[0]) if points else None
+    if value is None:
+        return ""
+    return f"Best {goal.words}: {compact(value)}, {points[0].name} ({_sets(points[0])})."
+
+
+def _sets(point: SweptRun) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.sets.items()) or point.name
+
+
+def _key_chart(key: str, points: Sequence[SweptRun], goal: Goal) -> charts.Chart | None:
+    measured = [
+        (one.sets[key], value, one.name)
+        for one in points
+        if key in one.sets and (value := goal.value(one)) is not None and math.isfinite(value)
+    ]
+    return key_chart(key, goal.metric, measured, is_highest=goal.is_highest)
+
+
+def _failures(points: Sequence[SweptRun]) -> list[Failure]:
+    """Put points together that failed in the same way, the most frequent way first."""
+    alike: Mapping[str, list[SweptRun]] = defaultdict(list)
+    for one in points:
+        if one.status.state in _FAILED:
+            alike[one.status.fingerprint or one.status.reason].append(one)
+    ordered = sorted(alike.values(), key=len, reverse=True)[:_MOST_FAILURES]
+    return [
+        Failure(
+            count=plural(len(same), "point"),
+            reason=same[0].status.reason or same[0].status.state,
+            names=", ".join(one.name for one in same[:3]) + (" ..." if len(same) > 3 else ""),
+        )
+        for same in ordered
+    ]
+
+
+def _row(point: SweptRun, keys: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
+    status, goodput = point.status, point.goodput
+    node_hours = sum(value for kind, value in goodput.node_hours.items() if kind != "queued")
     return {
-        "name": run.name,
+        "name": point.name,
         "state": status.state,
-        "sets": [str(run.sets.get(key, "")) for key in keys],
-        "step": f"{status.step:,}",
-        "loss": "-" if status.loss is None else compact(status.loss),
-        "metrics": ["-" if (value := status.metrics.get(metric)) is None else compact(value) for metric in metrics],
-        "goodput": share(run.goodput.goodput),
-        "hours": hours(sum(value for kind, value in run.goodput.node_hours.items() if kind != "queued")),
+        "sets": [str(point.sets.get(key, "")) for key in keys],
+        "numbers": [
+            Cell(f"{status.step:,}", status.step),
+            _cell(status.loss, compact),
+            *(_cell(status.metrics.get(metric), compact) for metric in metrics),
+            _cell(goodput.goodput, share),
+            Cell(hours(node_hours), round(node_hours, 5)),
+        ],
     }
+
+
+def _cell(value: float | None, text: Callable[[float], str]) -> Cell:
+    if value is None or not math.isfinite(value):
+        return Cell("-", "")
+    return Cell(text(value), float(f"{value:.6g}"))

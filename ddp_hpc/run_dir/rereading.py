@@ -5,17 +5,15 @@ A command that follows a run opens its files every `LOOK_INTERVAL_S`, and reads 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.durable import open_record
+from ddp_hpc.base.durable import json_line, open_record
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run_dir.paths import RunDir
@@ -123,6 +121,14 @@ class Tail:
         Raises:
             OSError: if something else than a file is there, or the file system does not answer.
         """
+        return [record for line in self.new_raw_lines() if (record := json_line(line)) is not None]
+
+    def new_raw_lines(self) -> list[bytes]:
+        """Return these lines as they stand in the file, empty ones among them.
+
+        Raises:
+            OSError: if something else than a file is there, or the file system does not answer.
+        """
         try:
             stream = open_record(self._path)
         except FileNotFoundError:
@@ -147,13 +153,7 @@ class Tail:
         self._last = (self._last + whole)[-_NUM_COMPARED:]
         if parts:
             whole = b"\n".join([*parts, whole.partition(b"\n")[2]])
-        records = []
-        for line in whole.split(b"\n"):
-            with suppress(ValueError, RecursionError):  # not JSON
-                record = json.loads(line.strip(b"\0 \t\r").decode(errors="replace"))
-                if isinstance(record, dict):
-                    records.append(record)
-        return records
+        return whole.split(b"\n")
 
 
 def _spread(stream: BinaryIO, end: int, num_bytes: int) -> list[bytes]:

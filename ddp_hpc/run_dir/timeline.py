@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
-from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_object, open_record, read_json_lines
+from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_line, open_record, read_json_lines
 from ddp_hpc.run_dir.paths import RunDir
 
 Kind = Literal["begin", "phases", "save", "evaluation", "interval"]
@@ -75,6 +77,40 @@ def read_marks(run: RunDir) -> list[Mark]:
     return [mark for line in read_json_lines(run.timeline) if (mark := _mark(line)) is not None]
 
 
+def read_many_marks(run: RunDir) -> list[Mark]:
+    """Return the same as `read_marks`, several times as fast, after an import of 10 ms: for who reads many runs.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    decode = _decoder()
+    found = []
+    for line in _lines(run.timeline):
+        try:
+            mark = decode(line)
+        except (ValueError, RecursionError):
+            mark = None
+        if mark is None or not _is_sound(mark):  # half written, or written by hand: as `read_marks` takes it
+            record = json_line(line)
+            mark = None if record is None else _mark(record)
+        if mark is not None:
+            found.append(mark)
+    return found
+
+
+@cache
+def _decoder() -> Callable[[bytes], Mark | None]:
+    import msgspec  # late: `status` of one run does without it
+
+    return msgspec.json.Decoder(Mark).decode
+
+
+def _is_sound(mark: Mark) -> bool:
+    whole = (mark.attempt, mark.step, mark.world_size or 0, mark.num_gpus or 0, mark.num_steps or 0)
+    numbers = (mark.at, mark.seconds or 0.0, *whole, *mark.phases.values(), *mark.interval.values())
+    return -_LARGEST <= min(numbers) <= max(numbers) <= _LARGEST
+
+
 def read_looks(run: RunDir) -> list[Look]:
     """Return the comparisons of all ranks, oldest first; empty where none was made. Of very many, some are left out.
 
@@ -83,8 +119,8 @@ def read_looks(run: RunDir) -> list[Look]:
     Raises:
         OSError: if something else than a file is there, or the file system does not answer.
     """
-    every = 1 + sum(1 for _ in _lines_of_looks(run)) // MOST_LOOKS
-    chosen = (line for number, line in enumerate(_lines_of_looks(run)) if number % every == 0 or _OF_FIRST in line)
+    every = 1 + sum(1 for _ in _lines(run.waits)) // MOST_LOOKS
+    chosen = (line for number, line in enumerate(_lines(run.waits)) if number % every == 0 or _OF_FIRST in line)
     return [look for line in chosen if (look := _look_in(line)) is not None]
 
 
@@ -94,13 +130,13 @@ def read_nodes(run: RunDir, attempt: int) -> Mapping[int, str]:
     Raises:
         OSError: if something else than a file is there, or the file system does not answer.
     """
-    firsts = (_look_in(line) for line in _lines_of_looks(run) if _OF_FIRST in line)
+    firsts = (_look_in(line) for line in _lines(run.waits) if _OF_FIRST in line)
     return next((one.nodes for one in firsts if one is not None and one.attempt == attempt), {})
 
 
-def _lines_of_looks(run: RunDir) -> Iterator[bytes]:
+def _lines(path: Path) -> Iterator[bytes]:
     try:
-        file = open_record(run.waits, most_bytes=MOST_BYTES_OF_LINES)
+        file = open_record(path, most_bytes=MOST_BYTES_OF_LINES)
     except FileNotFoundError:
         return
     with file:
@@ -108,7 +144,7 @@ def _lines_of_looks(run: RunDir) -> Iterator[bytes]:
 
 
 def _look_in(line: bytes) -> Look | None:
-    record = json_object(line.decode("utf-8", errors="replace").strip("\0 \t\r\n"))
+    record = json_line(line)
     return None if record is None else look_of(record)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
+from ddp_hpc.base.durable import json_line
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, QueuedJob, read_progress, read_queued_job
@@ -61,6 +64,11 @@ class AttemptTime:
         return self.ended_at - self.attempt.started_at
 
     @property
+    def is_all_kept(self) -> bool:
+        """Whether it lost nothing: then logged steps change none of its seconds."""
+        return (self.is_open or self.attempt.ending in _COMMITS) and self.kept_step == self.reached_step
+
+    @property
     def is_failure(self) -> bool:
         """Whether it ended otherwise than by its own commit."""
         return not self.is_open and self.attempt.ending not in _COMMITS and self.attempt.ending != Ending.CANCELLED
@@ -77,7 +85,7 @@ class _Points:
     def begin(self) -> Mark | None:
         return next((one for one in self.marks if one.kind == "begin"), None)
 
-    @property
+    @cached_property
     def steps(self) -> list[tuple[float, float]]:
         """Time and step, both growing. A save is noted when it is committed; its step was made before it began."""
         found: list[tuple[float, float]] = []
@@ -117,17 +125,21 @@ def read_times(run: RunDir, *, now: float, is_alive: bool, marks: Sequence[Mark]
         progress=read_progress(run),
         queued=read_queued_job(run),
         now=now if is_alive else None,
-        logged=_logged(run),
+        logged=logged_steps(run),
     )
 
 
-def _logged(run: RunDir) -> list[tuple[float, int]]:
-    """Return time and step of logged steps, the newest and some before them: a worker that is killed notes no end, but has logged."""
+def logged_steps(run: RunDir, read_line: Callable[[bytes], Any] = json_line) -> list[tuple[float, int]]:
+    """Return time and step of logged steps, the newest and some before them: a worker that is killed notes no end, but has logged.
+
+    `read_line` returns the value that a line holds, or None.
+    """
     found = []
     for path in (run.superseded_metrics, run.metrics):
         with suppress(OSError):  # then they prove nothing
-            lines = Tail(path, most_bytes=_MOST_BYTES).new_lines()
-            numbers = [(line.get("at"), line.get("step")) for line in lines if line.get("kind") == "train"]
+            lines = [read_line(raw) for raw in Tail(path, most_bytes=_MOST_BYTES).new_raw_lines()]
+            records = (line for line in lines if isinstance(line, dict) and line.get("kind") == "train")
+            numbers = [(line.get("at"), line.get("step")) for line in records]
             found += [(at, step) for at, step in numbers if isinstance(at, float) and isinstance(step, int)]
     return found
 

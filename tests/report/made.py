@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,3 +145,35 @@ def large_run(folder: Path) -> RunDir:
         for number in range(10)
     ]
     return made_run(folder, plans, ranks=64, nodes=8)
+
+
+def large_sweep(folder: Path, *, num_points: int = 1000, reached: int = 2000) -> Path:
+    """Write a sweep of two keys: of eight points five finish at once, two after a failure, and one fails for good."""
+    finished = Plan(first=0, reached=reached, ending="finished", cause="finished")
+    broken = Plan(first=0, reached=reached // 2 + 50, reason="rank 1 on node00: OutOfMemoryError: out of GPU memory")
+    again = replace(finished, first=reached // 2)
+    plans = [[finished]] * 5 + [[broken, again]] * 2 + [[replace(broken, next="")]]
+    every = max(1, reached // 10)
+    models = [made_run(folder / f"made-{number}", one, every=every).path for number, one in enumerate(plans)]
+    points = []
+    for number in range(num_points):
+        name = f"{number:04}-point"
+        shutil.copytree(models[number % 8], folder / name, copy_function=os.link)
+        lr, seed = 0.1 / 2 ** (number % 20), number // 20
+        progress = RunDir(folder / name).progress
+        progress.unlink()
+        loss = 0.2 + (number % 20 - 7) ** 2 / 50 + seed % 7 / 100
+        progress.write_text(_progress_with(models[number % 8], loss))
+        points.append({"point": number, "name": name, "set": {"train.lr": lr, "seed": seed}})
+    for path in models:
+        shutil.rmtree(path)
+    header = {"sweep": folder.name, "num_points": num_points, "backend": "local", "import_paths": [], "work_dir": "."}
+    lines = [{**header, "at_most": None, "stop_after_failures": None}, *points]
+    (folder / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def _progress_with(model: Path, loss: float) -> str:
+    """Return a run's progress, with another loss and an accuracy that follows it."""
+    progress = json.loads(RunDir(model).progress.read_text())
+    return json.dumps({**progress, "loss": loss, "metrics": {"loss": loss * 1.1, "accuracy": 1 - loss / 3}})

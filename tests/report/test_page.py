@@ -258,7 +258,7 @@ def test_a_sweep_has_a_page_with_its_points(
     assert main(["report", "grid"]) == 0
 
     found = Outline(Path(capsys.readouterr().out.strip()).read_text())
-    assert found.headings == ["Points", "Losses"]
+    assert found.headings == ["What each key changes", "Points", "Losses"]
     assert "4 points: 3 finished, 1 not begun." in found.text
 
 

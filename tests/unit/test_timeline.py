@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.timeline import MOST_LOOKS, Look, Mark, encode, read_looks, read_marks, read_nodes
+from ddp_hpc.run_dir.timeline import (
+    MOST_LOOKS,
+    Look,
+    Mark,
+    encode,
+    read_looks,
+    read_many_marks,
+    read_marks,
+    read_nodes,
+)
 
 MARK = Mark(kind="phases", attempt=0, at=5.0, step=3, num_steps=3, phases={"data": 0.5})
 LOOK = Look(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.02})
@@ -25,7 +34,7 @@ def test_a_line_whose_number_is_none_is_skipped(name: str, value: str, tmp_path:
     )
     run.timeline.write_bytes(odd + encode(MARK))
 
-    assert read_marks(run) == [MARK]
+    assert read_marks(run) == read_many_marks(run) == [MARK]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400"])
@@ -41,6 +50,7 @@ def test_a_value_that_is_not_a_number_is_not_known(value: str, tmp_path: Path) -
     (mark,), (look,) = read_marks(run), read_looks(run)
 
     assert (mark.num_steps, mark.phases) == (None, {})
+    assert read_many_marks(run) == [mark]
     assert (look.step, look.lost_s) == (None, {0: 0.0})
 
 
@@ -55,3 +65,24 @@ def test_of_very_many_comparisons_evenly_spaced_ones_are_read_and_the_first_of_e
     assert steps == sorted({*range(0, 3 * MOST_LOOKS, 4), 1001})
     assert read_nodes(run, 1) == {0: "n0", 1: "n1"}
     assert read_nodes(run, 0) == {}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"",
+        b"\0\0",
+        b'{"kind": "phases"',
+        b"[1]",
+        b'{"kind": "other", "attempt": 0, "at": 1.0, "step": 1}',
+        b"[" * 99_999,
+        b"\xff\xfe",
+    ],
+)
+def test_the_quick_reader_finds_what_the_plain_one_finds_among_odd_lines(odd: bytes, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    by_hand = b'\0{"kind": "save", "attempt": 1.0, "at": 7, "step": 9, "seconds": 1, "phases": null, "more": 1}'
+    run.timeline.write_bytes(b"\n".join([encode(MARK).strip(), odd, by_hand, odd]))
+
+    assert read_many_marks(run) == read_marks(run)
+    assert [(one.kind, one.attempt, one.step) for one in read_marks(run)] == [("phases", 0, 3), ("save", 1, 9)]

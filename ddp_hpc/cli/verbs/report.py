@@ -8,8 +8,9 @@ ddp-hpc report SWEEP
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ddp_hpc.base.durable import output_at
@@ -21,6 +22,8 @@ from ddp_hpc.report.reading import read_run
 from ddp_hpc.report.sweep import sweep_page
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.find import find_run
+
+_SAY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if args.against:
             raise ConfigError("`--against` compares two runs, and this is a sweep. Name a point of it as SWEEP/POINT.")
         name, runs = points
-        text = sweep_page(name, runs, now=now)
+        text = sweep_page(name, runs, now=now, on_read=_progress(name, len(runs)))
     else:
         chosen = chosen_run(args, environment)
         against = find_run(args.against, runs_dir) if args.against else None
@@ -56,6 +59,20 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         path.write_text(text, encoding="utf-8")
     print(output)
     return 0
+
+
+def _progress(name: str, total: int, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
+    """Return what says on stderr every `_SAY_S` how many points of a sweep are read; of a sweep that is read sooner, nothing."""
+    said_at = clock()
+
+    def on_read(number: int) -> None:
+        nonlocal said_at
+        at = clock()
+        if at - said_at >= _SAY_S and number < total:
+            said_at = at
+            print(f"{name}: {number:,} of {total:,} points read", file=sys.stderr, flush=True)
+
+    return on_read
 
 
 def _points(text: str | None, runs_dir: Path) -> tuple[str, list[tuple[RunDir, Mapping[str, object]]]] | None:

@@ -16,3 +16,23 @@ for (const plot of document.querySelectorAll(".plot[data-readings]")) {
   svg.addEventListener("pointermove", show);
   svg.addEventListener("pointerleave", () => { cross.setAttribute("d", ""); output.textContent = ""; });
 }
+// Sorts a table by the column whose heading is clicked; values that are not known stay at the end.
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+  const value = (row, column) => row.cells[column].dataset.v ?? row.cells[column].textContent;
+  heads.forEach((head, column) => {
+    const button = document.createElement("button");
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => {
+      const way = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+      heads.forEach((one) => one.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", way === 1 ? "ascending" : "descending");
+      const keyed = [...body.rows].map((row) => [value(row, column), row]);
+      const known = keyed.filter(([text]) => text !== ""), unknown = keyed.filter(([text]) => text === "");
+      const areNumbers = known.every(([text]) => !isNaN(text));
+      known.sort(([a], [b]) => way * (areNumbers ? a - b : a.localeCompare(b, undefined, {numeric: true})));
+      body.append(...[...known, ...unknown].map(([, row]) => row));
+    });
+  });
+}
