@@ -116,6 +116,39 @@ def rate_chart(series: Series, starts: Mapping[int, int]) -> Chart | None:
     )
 
 
+_OTHERS: Mapping[str, tuple[str, str, bool]] = {
+    "tokens_per_s": ("Tokens", "tokens/s", False),
+    "grad_norm": ("Gradient norm", "before clipping", True),
+    "loss_scale": ("Loss scale", "", True),
+    "skipped_updates": ("Skipped updates", "of each log interval", False),
+}
+"""A number of logged steps -> its title, its unit, and whether its axis may be logarithmic."""
+
+
+def other_charts(series: Series, starts: Mapping[int, int]) -> list[Chart]:
+    """Return a chart of each further number that the run has; none of skipped updates where none was."""
+    charts = []
+    for name, points in series.others.items():
+        title, unit, may_be_log = _OTHERS[name]
+        values = [point.value for point in points]
+        if name == "skipped_updates" and not any(values):
+            continue
+        x = _steps_axis(series)
+        y = value_axis(values) if may_be_log else linear(0.0, 1.08 * max(values), count=4)
+        charts.append(
+            Chart(
+                title=title,
+                unit=", ".join(filter(None, (unit, "logarithmic" if y.is_log else ""))),
+                x=x,
+                y=y,
+                curves=[Curve("main", path(points, x, y), title)],
+                rules=_rules(starts, x),
+                readings=points,
+            )
+        )
+    return charts
+
+
 def metric_charts(series: Series, starts: Mapping[int, int]) -> list[Chart]:
     """Return a chart of each metric of the evaluations besides the loss."""
     charts = []

@@ -80,6 +80,8 @@ class Facts:
     """Log lines whose loss was NaN or infinite."""
     not_finite_at_end: float = math.nan
     """1 if the newest of them all is one, else 0."""
+    skipped_share: float = math.nan
+    """Share of the updates that were skipped, as their gradients were NaN or infinite."""
     data_workers: float = math.nan
     """The key `data.num_workers`."""
     workers: float = math.nan
@@ -135,6 +137,11 @@ RULES: Sequence[Rule] = (
         when="not_finite > 0 and not_finite_at_end == 0",
         text="The loss was NaN or infinite in {not_finite:.0f} log lines, and finite again later.",
         key="train.grad_clip_norm=1.0, or a lower train.lr",
+    ),
+    Rule(
+        when="skipped_share >= 0.05",
+        text="{skipped_share:.0%} of the updates were skipped, because gradients were NaN or infinite: these steps trained nothing. With fp16, a few at the start are usual.",
+        key="train.precision=bf16, or a lower train.lr",
     ),
     Rule(
         when="slow_rank_share >= 0.10",
@@ -271,6 +278,7 @@ def facts_of(run: RunData) -> Facts:
         slow_rank_share=rank_share,
         not_finite=run.series.num_not_finite,
         not_finite_at_end=float(run.series.ends_not_finite),
+        skipped_share=_ratio(_or_nan(run.series.num_skipped), float(run.status.step)),
         data_workers=_or_nan(run.values.get("data.num_workers")),
         workers=max((mark.world_size or 0 for mark in run.marks), default=0) or math.nan,
         **facts_of_machines(run),

@@ -74,6 +74,7 @@ def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
     """Return what the page of one run shows: texts and shapes."""
     rows, time_ticks = rows_of(run.times, run.marks)
     loss, rate = charts.loss_chart(run.series, run.starts), charts.rate_chart(run.series, run.starts)
+    others = charts.other_charts(run.series, run.starts)
     seconds, num_steps = run.phases
     phases = charts.phase_shares(seconds, num_steps, run.looks)
     waits = charts.wait_map(run.looks)
@@ -87,7 +88,9 @@ def view_of(run: RunData, rules: Sequence[Rule]) -> dict[str, Any]:
         "num_hidden": len(run.times) - len(rows),
         "time_ticks": time_ticks,
         "kinds": kinds(run),
-        "charts": [one for one in (loss, *charts.metric_charts(run.series, run.starts), rate) if one is not None],
+        "charts": [
+            one for one in (loss, *charts.metric_charts(run.series, run.starts), rate, *others) if one is not None
+        ],
         "has_rules": len(run.starts) > 1,
         "has_lost": bool(run.series.superseded),
         "has_evaluations": bool(run.series.evaluations),

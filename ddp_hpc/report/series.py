@@ -47,6 +47,8 @@ class Series:
     """Samples a second."""
     others: Mapping[str, Sequence[Point]] = field(default_factory=dict)
     """The numbers of `OTHERS` that the run has, by their names."""
+    num_skipped: int | None = None
+    """Updates that were skipped, before thinning; None where that was not recorded."""
     superseded: Sequence[Sequence[Point]] = ()
     """The losses of steps that a later attempt has repeated: one sequence for each attempt."""
     evaluations: dict[str, list[Point]] = field(default_factory=dict)
@@ -98,6 +100,7 @@ def read_series(run: RunDir) -> Series:
             for name in not_finite_in(record):
                 unevaluated.setdefault(name, []).append(line.step)
     broken = [line.step for line in trained if not _is_finite(line.loss)]
+    skipped = [line.skipped_updates for line in trained if line.skipped_updates is not None]
     times = [line.at for line in (trained[:1] + trained[-1:]) if line.at is not None]
     return Series(
         loss=thinned(_finite((line.step, line.loss) for line in trained)),
@@ -106,6 +109,7 @@ def read_series(run: RunDir) -> Series:
         ends_not_finite=bool(trained) and not _is_finite(trained[-1].loss),
         rate=thinned(_finite((line.step, line.samples_per_s) for line in trained)),
         others={name: points for name in OTHERS if (points := _of_steps(trained, name))},
+        num_skipped=int(sum(skipped)) if skipped else None,
         superseded=[thinned(part) for part in _parts(line for line, _ in _lines(run.superseded_metrics))],
         evaluations={name: _some(points, MOST_EVALUATIONS) for name, points in evaluated.items()},
         broken_evaluations={name: _some(steps) for name, steps in unevaluated.items()},

@@ -139,6 +139,17 @@ def test_all_losses_that_are_not_finite_are_counted_and_weights_given_up_only_if
     assert said in notes_of(facts, RULES)[0].text
 
 
+def test_updates_that_were_skipped_are_counted_before_lines_are_thinned_out(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", [Plan(first=0, reached=5000)])
+    lines = [line_of(kind="train", step=step, loss=0.5, skipped_updates=step % 2, at=1.0) for step in range(1, 4001)]
+    run.metrics.write_text("".join([line_of(kind="train", step=0, loss=0.5, skipped_updates=None, at=1.0), *lines]))
+
+    facts = facts_of(read_run(run, now=BEGIN))
+
+    assert facts.skipped_share == pytest.approx(2000 / 5000)
+    assert notes_of(facts, RULES)[0].text.startswith("40% of the updates were skipped")
+
+
 def test_an_odd_line_of_a_slow_rank_is_skipped(tmp_path: Path) -> None:
     run = large_run(tmp_path / "run")
     alarm = Alarm(attempt=0, rank=5, node="n", lost_s=0.05, share=0.2, num_waiting=63, cause="", at=1.0, since_step=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.report.charts import loss_chart, metric_charts, wait_map
+from ddp_hpc.report.charts import loss_chart, metric_charts, other_charts, wait_map
 from ddp_hpc.report.series import NUM_BINS, Point, read_series, thinned
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.timeline import Look
@@ -56,6 +56,37 @@ def test_losses_that_are_not_finite_are_marked_and_not_drawn(tmp_path: Path) -> 
     chart = loss_chart(series, {})
     assert chart is not None
     assert chart.curves[0].path.count("M") == 2  # no line over the steps between
+
+
+def test_each_further_number_that_the_run_has_gets_a_chart(tmp_path: Path) -> None:
+    lines = [
+        line(
+            step,
+            1.0,
+            grad_norm=50.0 / step,
+            loss_scale=65536.0 / step,
+            skipped_updates=int(step == 2),
+            tokens_per_s=rate,
+        )
+        for step, rate in [(1, None), (2, 1e5), (4, 2e5), (8, 1.5e5), (50, 1e5)]
+    ]
+
+    charts = other_charts(read_series(run_with(tmp_path, "".join(lines))), {0: 0, 1: 4})
+
+    shown = [(chart.title, chart.unit, len(chart.readings)) for chart in charts]
+    assert shown == [
+        ("Tokens", "tokens/s", 4),
+        ("Gradient norm", "before clipping, logarithmic", 5),
+        ("Loss scale", "logarithmic", 5),
+        ("Skipped updates", "of each log interval", 5),
+    ]
+    assert all(len(chart.rules) == 1 for chart in charts)
+
+
+def test_numbers_that_a_run_does_not_have_and_updates_that_were_never_skipped_get_none(tmp_path: Path) -> None:
+    lines = [line(step, 1.0, grad_norm=None, skipped_updates=0) for step in range(1, 9)]
+
+    assert other_charts(read_series(run_with(tmp_path, "".join(lines))), {}) == []
 
 
 def test_a_cell_of_the_map_is_the_mean_of_its_comparisons() -> None:
