@@ -9,8 +9,10 @@ import pytest
 
 from ddp_hpc.report.page import page_of
 from ddp_hpc.report.reading import read_run
+from ddp_hpc.report.sweep import sweep_page
 from tests.report.browser import framed, visit
-from tests.report.made import BEGIN, large_run
+from tests.report.made import BEGIN, large_run, large_sweep
+from tests.report.test_sweep_page import runs_of
 
 MEASURE = """<script>
 addEventListener("load", () => {
@@ -37,6 +39,37 @@ def test_the_page_has_no_error_and_asks_for_nothing_but_itself(page: Path) -> No
 
     assert found.console == []
     assert [address for address in found.addresses if not address.startswith("data:")] in ([], [page.as_uri()])
+
+
+SORT = """<script>
+addEventListener("load", () => {
+  const heads = [...document.querySelectorAll("table.sortable th")], seen = [];
+  const first = () => [...document.querySelectorAll("table.sortable tbody tr")].map((row) => row.cells[0].textContent);
+  for (const name of ["accuracy, evaluation", "accuracy, evaluation", "state"]) {
+    const head = heads.find((one) => one.textContent === name);
+    head.querySelector("button").click();
+    seen.push(`${head.getAttribute("aria-sort")} ${first()[0]} ${first().length}`);
+  }
+  const wider = document.documentElement.scrollWidth - innerWidth;
+  parent.postMessage(`${innerWidth}: ${seen.join(", ")} | ${wider}`, "*");
+});
+</script>"""
+
+
+@pytest.mark.parametrize("width", [360, 1100])
+def test_the_points_of_a_sweep_can_be_sorted_and_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
+    folder = large_sweep(tmp_path / "grid", num_points=40, reached=300)
+    page = tmp_path / "sweep.html"
+    page.write_text(sweep_page("grid", runs_of(folder), now=BEGIN + 5000).replace("</body>", SORT + "</body>"))
+
+    found = visit(framed(page, width, 900), "--window-size=1200,1000")
+
+    assert found.console == []
+    title = re.search(r"<title>(.*?)</title>", found.document)
+    assert title is not None
+    worst, best = "0039-point", "0007-point"  # by the accuracy
+    ways = rf"ascending ({worst}|0019-point) 40, descending {best} 40, ascending {best} 40"
+    assert re.fullmatch(rf"{width}: {ways} \| 0", title[1]), title[1]
 
 
 def test_the_check_sees_an_error_and_a_request(page: Path) -> None:
