@@ -44,7 +44,7 @@ def guarded_terminal() -> Iterator[None]:
 
 
 def open_closed_streams() -> None:
-    """Have standard input, output and errors be /dev/null where whoever started this process has closed them."""
+    """Have standard input, output and errors be /dev/null where the parent process has closed them."""
     # Else Python has None for them, and the next file that is opened gets their numbers: what a child prints would go into it.
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:

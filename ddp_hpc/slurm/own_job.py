@@ -69,7 +69,7 @@ def standing(
 def _by_nodes(job_id: str, said: str, claimed: AbstractSet[str] | None, nodes: str) -> tuple[Standing, str]:
     """Tell a job that runs from one that has got other nodes since, or another user's that has its number."""
     if claimed is None:
-        return "unknown", f"{said}, but SLURM_JOB_NODELIST does not name its nodes"
+        return "unknown", f"{said}, but SLURM_JOB_NODELIST does not name the job's nodes"
     if nodes and claimed != frozenset(expand_hostlist(nodes)):
-        return "gone", f"{said}, which runs on {nodes}; they name {', '.join(sorted(claimed))}"
+        return "gone", f"{said}, which runs on {nodes}, but SLURM_JOB_NODELIST names {', '.join(sorted(claimed))}"
     return "runs", f"job {job_id} runs on {nodes or ', '.join(sorted(claimed))}"

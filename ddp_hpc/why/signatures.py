@@ -177,7 +177,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="dns",
         title="a host name cannot be resolved",
-        means="This node does not find the address of another node's name.",
+        means="This node cannot resolve the name of another node to an address.",
         to_do="Try `getent hosts NAME` on that node; set `network.interfaces` or ask the administrators about DNS.",
         patterns=[
             _raised(
@@ -231,7 +231,7 @@ REGISTRY: Sequence[Failure] = (
         name="wrong-device",
         title="wrong device",
         means="A rank uses a GPU that it does not have, that another rank uses, or tensors on different devices.",
-        to_do="Use `cuda:LOCAL_RANK` and no fixed number; compare `resources.gpus_per_node` with `nvidia-smi -L` on the node, and do not set CUDA_VISIBLE_DEVICES.",
+        to_do="Have each rank use `cuda:LOCAL_RANK`, not a fixed number; compare `resources.gpus_per_node` with `nvidia-smi -L` on the node, and do not set CUDA_VISIBLE_DEVICES.",
         patterns=[
             _raised(
                 _ERROR + r"CUDA error: invalid device ordinal",
@@ -255,7 +255,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="device-assert",
         title="an index or a label is out of range on the GPU",
-        means="A kernel checked its input and stopped. Mostly an index of an embedding, or a label of a loss, is not smaller than the number of classes.",
+        means="A CUDA kernel checked its input and stopped. Mostly an index of an embedding, or a label of a loss, is not smaller than the number of classes.",
         to_do="Run again with CUDA_LAUNCH_BLOCKING=1: the traceback then names the line. Compare the labels and the indexes there with the sizes.",
         patterns=[
             _raised(
@@ -344,7 +344,7 @@ REGISTRY: Sequence[Failure] = (
         name="stale-mount",
         title="a file system does not answer, or its mount is stale",
         means="The file server was restarted or is unreachable, or the file was replaced on another node.",
-        to_do="Try `ls` there on the node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
+        to_do="Run `ls` on that path, on the node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
         patterns=[
             _raised(
                 _SYSTEM.format(116, "Stale file handle"),
@@ -375,8 +375,8 @@ REGISTRY: Sequence[Failure] = (
         title="the ranks do not have equal weights",
         means="All ranks of a training by DDP have the same weights, to the bit. Where they do not, a processor or its memory was wrong, or the "
         "code does not do the same on each rank.",
-        to_do="Nothing, where a rank is named: the run went on from its newest checkpoint, without that node where there is another; tell the "
-        "site's administrators. Where the same difference came twice, see docs/integrity.md for what to look for in the code.",
+        to_do="If a rank is named, the run has continued from its newest checkpoint, on another node if there was one: report the named node "
+        "to the site's administrators. Where the same difference came twice, see docs/integrity.md for what to look for in the code.",
         patterns=[
             _raised(
                 r"(?:RanksDifferError: )?the ranks differ after step \d+",
@@ -388,7 +388,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="import",
         title="a module cannot be imported",
-        means="Python does not find a module or a library there, or the module itself fails while it is imported.",
+        means="Python on that node does not find a module or a library, or the module itself fails while it is imported.",
         to_do="Try `python -c 'import MODULE'` in the same environment, on a node; install what is missing, or name the right environment.",
         patterns=[
             _raised(r"(?:ModuleNotFoundError|ImportError): ", "ModuleNotFoundError: No module named 'timm'"),
@@ -406,7 +406,7 @@ REGISTRY: Sequence[Failure] = (
         name="data",
         title="a sample cannot be read",
         means="The data set raised an error for this sample or file.",
-        to_do="Read that sample alone, on the same node; mend or leave out the file that the evidence names.",
+        to_do="Load that sample alone, on the same node; repair the file that the evidence names, or leave it out of the data set.",
         patterns=[
             _raised(r"(?:[\w.]*\.)?SampleError: ", "SampleError: `train_data[17]` raised ValueError: bad label."),
             _raised(
@@ -422,7 +422,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="peer-gone",
         title="a rank lost its connection to another rank",
-        means="Another process ended first; this is what follows, and not the cause.",
+        means="Another rank's process ended first; this error follows from that, and is not the cause.",
         to_do="Find the rank that ended first: `ddp-hpc logs {run} --attempt {attempt} --all`, and `dmesg` on its node.",
         patterns=[
             _raised(
@@ -462,7 +462,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="ranks-missing",
         title="not all ranks joined",
-        means="Some ranks did not come to the place where all meet within the time allowed.",
+        means="Some ranks did not join the process group within its timeout.",
         to_do="Read the logs of the ranks that are missing: `ddp-hpc logs {run} --attempt {attempt} --all`.",
         patterns=[
             _raised(
@@ -481,7 +481,7 @@ REGISTRY: Sequence[Failure] = (
         name="collective-timeout",
         title="a collective operation timed out (NCCL or gloo)",
         means="Some rank did not take part in a collective operation in time: it is slow, it waits for something else, or the network fails.",
-        to_do="Find the rank that did not come: it has no such message, or another SeqNum. Compare `ddp-hpc logs {run} --attempt {attempt} --all`.",
+        to_do="Find the rank that did not come: its log has no such message, or another SeqNum. Compare `ddp-hpc logs {run} --attempt {attempt} --all`.",
         patterns=[
             _printed(
                 r"\[E.*ProcessGroupNCCL\.cpp.*Watchdog caught collective operation timeout",
@@ -511,7 +511,7 @@ REGISTRY: Sequence[Failure] = (
         name="image",
         title="the container's image cannot be used",
         means="The container runtime could not open, pull or mount the image.",
-        to_do="Check it with `ddp-hpc container check`, and that every node sees the file of `container.image`.",
+        to_do="Check the image with `ddp-hpc container check`, and that every node sees the file of `container.image`.",
         patterns=[
             _printed(
                 r"FATAL: +(?:could not open image|container creation failed|while (?:extracting|loading|making image)|[Uu]nable to (?:pull|handle))",
@@ -556,7 +556,7 @@ REGISTRY: Sequence[Failure] = (
         name="preempted",
         title="Slurm preempted the job",
         means="A job of higher priority took the nodes.",
-        to_do="Nothing, if the run was started again; else submit it again: it continues from what it has saved.",
+        to_do="If the run was not started again, submit it: it continues from what it has saved.",
         patterns=[
             _printed(
                 _DAEMON + _STEPD + r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO PREEMPTION",
@@ -582,7 +582,7 @@ REGISTRY: Sequence[Failure] = (
         name="node-failed",
         title="a node failed",
         means="A node is down by Slurm's records, or stopped answering.",
-        to_do="Nothing, if the run was started again on other nodes; else exclude the node (`slurm.exclude`) and submit again.",
+        to_do="If the run was not started again on other nodes, exclude the node (`slurm.exclude`) and submit again.",
         patterns=[
             _printed(
                 _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*(?:DUE TO NODE FAILURE|[Nn]ode failure on)",
@@ -602,7 +602,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="cancelled",
         title="the user cancelled the run",
-        means="`ddp-hpc cancel` or `scancel` ended it.",
+        means="`ddp-hpc cancel` or `scancel` ended the run.",
         to_do="Submit it again if it should continue.",
     ),
     Failure(
@@ -672,7 +672,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="killed",
         title="killed by SIGKILL, and no record says by whom",
-        means="The kernel kills so when memory runs out, but so may a user, Slurm or another program. Nothing here proves which.",
+        means="The kernel sends SIGKILL when memory runs out; a user, Slurm or another program may send it, too. No record shows which.",
         to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, raise `resources.mem_gb`.",
         patterns=[
             _raised(
@@ -688,7 +688,7 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="signal",
         title="ended by a signal",
-        means="A signal that asks a process to end, or another that no crash causes, ended it.",
+        means="A signal that no crash causes, such as SIGTERM, ended the process.",
         to_do="Find out who sent it: a user, Slurm, or the program itself.",
     ),
     Failure(
@@ -707,7 +707,7 @@ REGISTRY: Sequence[Failure] = (
         name="user-exception",
         title="an exception in the user's code",
         means="The code of the model, the recipe or the script raised an exception that nothing caught.",
-        to_do="Mend the code at that line, and submit the run again: it continues from what it has saved.",
+        to_do="Correct the code at the line that the evidence names, and submit the run again: it continues from what it has saved.",
         patterns=[
             _raised(
                 r"(?:ConfigError: )?`[^`]+` was called with `recipe\.args` .* and raised ",
