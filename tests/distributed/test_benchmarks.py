@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -26,14 +27,20 @@ def test_two_workers_start_meet_and_leave(
     assert 0 < measured[launch.FIRST] < measured[launch.GONE]
 
 
-@pytest.mark.parametrize("own_loader", [False, True], ids=["batches made beforehand", "its own loader"])
-def test_the_loop_trains_to_the_bits_of_the_plain_one(own_loader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which `loop.ours` looks at itself."""
+@pytest.mark.parametrize(
+    "walk",
+    [partial(loop.ours, own_loader=False), partial(loop.ours, own_loader=True), loop.by_hand],
+    ids=["batches made beforehand", "its own loader", "its duties by hand"],
+)
+def test_the_loop_trains_to_the_bits_of_the_plain_one(
+    walk: Callable[[], Mapping[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which each of them looks at itself."""
     monkeypatch.setattr(loop, "STEPS", 60)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert loop.ours(own_loader=own_loader)[loop.US] > 0
+        assert walk()[loop.US] > 0
     finally:
         torch.set_num_threads(num_threads)
         for made in (loop.dataset, loop.walk, loop.fetched, loop.batches, loop.raw_weights):
