@@ -206,12 +206,15 @@ def verdicts(samples: Samples) -> list[Verdict]:
     stall = samples.ratios(STALL, over=OURS, under=COPY)
     share = samples.ratios(BANDWIDTH, over=OURS, under=WRITE)
     early_share = samples.ratios(BANDWIDTH, over=OURS, under=WRITE_EARLY)
+    ours, copies, writes = (samples.by_row[row] for row in (OURS, COPY, WRITE_EARLY))
+    apart = [(copy + write) / whole for copy, write, whole in zip(copies[STALL], writes[DISK], ours[DISK], strict=True)]
     less_stall = samples.ratios(STALL, over=DCP, under=OURS)
     faster = samples.ratios(BANDWIDTH, over=OURS, under=TORCH)
     return [
         judge("stall, by a copy's", stall, limit=STALL_LIMIT, wanted="at most"),
         judge("bandwidth to the disk, by that of write and fsync", share, limit=DISK_LIMIT),
         judge("bandwidth to the disk, by that of a write begun early", early_share, limit=EARLY_LIMIT),
+        judge("time of a copy, then a write begun early, by ours", apart),
         judge("stall of DCP's thread, by ours", less_stall),
         judge("bandwidth to the disk, by that of torch.save and fsync", faster),
     ]
