@@ -7,7 +7,6 @@ record covers chosen steps with a GPU and without, and the process stays the sam
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,9 +103,13 @@ class Capture:
         """
         self._control.sendall(END)
 
+    def close(self) -> None:
+        """Ask for nothing more."""
+        self._control.close()
+
 
 def capture_from(environ: Mapping[str, str]) -> Capture | str:
     """Return this process's way to begin and end a record, or why it does not run under nsys."""
     if CONTROL in environ:
-        return Capture(socket.socket(fileno=os.dup(int(environ[CONTROL]))))
+        return Capture(socket.socket(fileno=int(environ[CONTROL])))
     return environ.get(WHY_NOT, "this rank was not started by nsys")

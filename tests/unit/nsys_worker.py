@@ -27,6 +27,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     if what == "record" and isinstance(capture, Capture):
         said = capture.begin() or "begun"
         capture.end()
+        capture.close()
     sys.stdout.write(f"worker: {said}\n")
     sys.stdout.flush()
     Path(run_path, "worker.pid").write_text(str(os.getpid()), encoding="utf-8")

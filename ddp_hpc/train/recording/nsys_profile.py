@@ -69,6 +69,8 @@ class NsysProfile(PhaseTimes):
         if not self._is_over:
             self._is_over = True
             self._guarded(self._finish)
+        if isinstance(self._capture, Capture):
+            self._capture.close()
 
     def _follow(self, step: int, phase: str) -> None:
         assert isinstance(self._capture, Capture)  # noqa: S101  else it is over
@@ -94,7 +96,7 @@ class NsysProfile(PhaseTimes):
             torch.cuda.synchronize(self._device)  # else kernels that still run would be missing
         self._capture.end()
         log.info(
-            "nsys writes the profile of steps %d to %d: %s", self._first, min(self._step, self._last), self._report
+            "nsys has recorded what there was of steps %d to %d, and writes %s", self._first, self._last, self._report
         )
 
     def _begin(self, name: str) -> None:
