@@ -8,6 +8,7 @@ from typing import Any
 
 from ddp_hpc.node_checks.answers import listed
 from ddp_hpc.node_checks.of_network import slow_nodes, slow_ways
+from ddp_hpc.rendezvous.links.rounds import rounds_of
 from ddp_hpc.run_dir.network import Pace
 from ddp_hpc.run_dir.preflight import Finding
 
@@ -37,7 +38,9 @@ class NodeReport:
     whole: Exchange | None = None
     """Of all nodes together."""
     pairs: Mapping[str, Exchange] = field(default_factory=dict)
-    """Of this node with each other one that it was paired with."""
+    """Of this node with each other one that it was paired with, as far as they came to an end."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """The other node of an exchange that came to no end, or "" where that was the one of all nodes -> why."""
     ready_s: float = 0.0
     """After how long it was ready to join: mostly, importing PyTorch."""
 
@@ -67,12 +70,15 @@ def findings_of(nodes: Sequence[str], reports: Mapping[str, NodeReport], *, prob
         return
     wrong = {node: found for node, report in reports.items() if (found := _num_wrong(report))}
     broken = {node: report for node, report in reports.items() if report.error or report.stage != DONE}
+    failed = {node: report for node, report in reports.items() if report.failed}
     silent = [node for node in nodes if node not in reports]
     if wrong:
         yield _wrong(wrong, reports)
     if broken or silent:
-        yield _unfinished(nodes, broken, silent, problem)
-    if not (wrong or broken or silent):
+        yield _unfinished(nodes, reports, broken, silent, problem)
+    elif failed:
+        yield _failed(nodes, reports)
+    elif not wrong:
         yield _speed(nodes, reports)
 
 
@@ -102,7 +108,59 @@ def _wrong(wrong: Mapping[str, int], reports: Mapping[str, NodeReport]) -> Findi
     return Finding(check=CHECK, level="fail", found=found, to_do=to_do, nodes=named)
 
 
-def _unfinished(nodes: Sequence[str], broken: Mapping[str, NodeReport], silent: Sequence[str], problem: str) -> Finding:
+def _measured(reports: Mapping[str, NodeReport]) -> dict[frozenset[str], float]:
+    """Return the speed of each pair that came to an end, in MB/s."""
+    return {
+        frozenset({node, other}): one.mb_per_s
+        for node, report in reports.items()
+        for other, one in report.pairs.items()
+    }
+
+
+def _partly(nodes: Sequence[str], reports: Mapping[str, NodeReport]) -> str:
+    """Say which pairs were measured, and which were not."""
+    measured = _measured(reports)
+    pairs = [frozenset({nodes[low], nodes[high]}) for of_round in rounds_of(len(nodes)) for low, high in of_round]
+    missing = [pair for pair in pairs if pair not in measured]
+    if not measured:
+        return "no pair of nodes was measured"
+    slowest = min(measured, key=lambda pair: measured[pair])
+    rates = f"{min(measured.values()):.4g} to {max(measured.values()):.4g} MB/s"
+    said = f"measured: {len(measured)} of {len(pairs)} pairs, {rates}, the slowest is {_named(slowest)}"
+    few = "; ".join(map(_named, missing[:_MOST_SHOWN]))
+    more = f"; and {len(missing) - _MOST_SHOWN} more" if len(missing) > _MOST_SHOWN else ""
+    return f"{said}; not measured: {few or 'none'}{more}"
+
+
+_MOST_SHOWN = 8
+
+
+def _named(pair: frozenset[str]) -> str:
+    return " - ".join(sorted(pair))
+
+
+def _failed(nodes: Sequence[str], reports: Mapping[str, NodeReport]) -> Finding:
+    """Name a node that is in all pairs that came to no end, where it is one only, and others came to theirs."""
+    bad = {frozenset({node, other}) for node, report in reports.items() for other in report.failed if other}
+    measured = _measured(reports)
+    own = {node: {pair for pair in {*bad, *measured} if node in pair} for node in nodes}
+    odd = [node for node in nodes if len(own[node]) > 1 and own[node] == bad]
+    why = next(why for report in reports.values() for why in report.failed.values())
+    which = (
+        "; ".join(map(_named, sorted(bad, key=sorted)[:_MOST_SHOWN])) or "that of all nodes together, but each pair did"
+    )
+    found = f"came to no end: {which} ({why}); {_partly(nodes, reports)}"
+    to_do = "a training there hangs, or is very slow: leave the node out, or have the switch between them examined"
+    return Finding(check=CHECK, level="fail", found=found, to_do=to_do, nodes=tuple(odd) if len(odd) == 1 else ())
+
+
+def _unfinished(
+    nodes: Sequence[str],
+    reports: Mapping[str, NodeReport],
+    broken: Mapping[str, NodeReport],
+    silent: Sequence[str],
+    problem: str,
+) -> Finding:
     """Name the nodes that did not come to the exchange, where they are fewer than half: the others only wait for them.
 
     Without the node that all meet at, the others stay behind, too, when they join.
@@ -110,6 +168,7 @@ def _unfinished(nodes: Sequence[str], broken: Mapping[str, NodeReport], silent: 
     said = [f"{node}: {report.error or f'was not done in time with {report.stage}'}" for node, report in broken.items()]
     if silent:
         said.append(f"no report from {listed(silent)}{f' ({problem})' if problem else ''}")
+    said.append(_partly(nodes, reports))
     absent = [*silent, *(node for node, report in broken.items() if report.stage == IMPORTING)]
     late = absent or [node for node, report in broken.items() if report.stage == JOINING]
     named = tuple(node for node in nodes if node in late) if len(late) * 2 < len(nodes) else ()

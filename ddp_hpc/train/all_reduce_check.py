@@ -3,7 +3,8 @@
     srun --ntasks-per-node=1 python -m ddp_hpc.train.all_reduce_check --node NAME ... --address A --port P --backend gloo --mark MARK
 
 All nodes together first; then each two that `rendezvous.links.rounds` pairs. The result is known by value, so a wrong one is
-found. What does not end in time is reported with the stage that it was at, and the process ends.
+found. Over a slow link, less is sent. By gloo, an exchange that does not end is given up after `GLOO_S`, and the next one follows.
+At the time limit, each node reports what it has measured until then and the stage that it is at, and the process ends.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -32,7 +34,15 @@ if TYPE_CHECKING:
 
 NUM_ELEMENTS = {"gloo": 1 << 20, "nccl": 1 << 22}
 """Of 4 bytes each: 4 MiB, and for a back end that is made for fast networks 16 MiB."""
+NUM_FIRST = 1 << 14
+"""Elements of the first round, 64 KiB: over a slow link, its time says how much more can be sent."""
 NUM_ROUNDS = 5
+ROUND_S = 1.0
+"""About how long one round may take, and all rounds after which no other follows."""
+GLOO_S = 10.0
+"""How long gloo may take for an exchange between two nodes that both are ready for it."""
+GLOO_WHOLE_S = 30.0
+"""The same for all nodes together: each connects to each other one."""
 _BACKLOG = 1024
 _PERIOD = 1021
 """The numbers repeat after so many: a prime, so that no block of a network or of memory has the same ones as the next."""
@@ -49,6 +59,7 @@ class Check:
     stage: str = IMPORTING
     whole: Exchange | None = None
     pairs: dict[str, Exchange] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     ready_s: float = 0.0
 
     @property
@@ -63,6 +74,7 @@ class Check:
             error=error,
             whole=self.whole,
             pairs=dict(self.pairs),
+            failed=dict(self.failed),
             ready_s=self.ready_s,
         )
 
@@ -90,18 +102,42 @@ class Check:
             **listening,  # type: ignore[arg-type]  # one option
         )
         self.stage = ALL
-        self.whole = self._with([*range(size)], dist.PrefixStore("all", store), timeout, device)
+        until = self.began + limit_s
+        self.whole = self._tried([*range(size)], store, "all", until, device)
         for partner in partners(size, self.rank):
             if partner is not None:
                 self.stage = f"the all-reduce with {self.nodes[partner]}"
                 both = sorted((self.rank, partner))
-                place = dist.PrefixStore(f"{both[0]}-{both[1]}", store)
-                self.pairs[self.nodes[partner]] = self._with(both, place, timeout, device)
+                found = self._tried(both, store, f"{both[0]}-{both[1]}", until, device)
+                if found is not None:
+                    self.pairs[self.nodes[partner]] = found
         self.stage = "the end of the others"
         store.set(f"end/{self.rank}", "")
         if self.rank == 0:  # it serves the store
             store.wait([f"end/{rank}" for rank in range(size)], timeout)
         self.stage = DONE
+
+    def _tried(
+        self, ranks: Sequence[int], store: dist.Store, name: str, until: float, device: torch.device
+    ) -> Exchange | None:
+        """Make an exchange with these ranks; note why, and return None, where gloo does not end it. NCCL's errors end the process."""
+        import torch.distributed as dist
+
+        left = timedelta(seconds=max(until - time.monotonic(), 1.0))
+        store.set(f"ready/{name}/{self.rank}", "")
+        store.wait([f"ready/{name}/{rank}" for rank in ranks], left)  # one of them may still be at another exchange
+        most = timedelta(seconds=GLOO_S if len(ranks) == 2 and name != "all" else GLOO_WHOLE_S)
+        if self.backend != "gloo":
+            return self._with(ranks, dist.PrefixStore(name, store), left, device)
+        try:
+            return self._with(ranks, dist.PrefixStore(name, store), min(left, most), device)
+        except RuntimeError as error:
+            others = "" if name == "all" else next(self.nodes[rank] for rank in ranks if rank != self.rank)
+            self.failed[others] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            with suppress(RuntimeError):
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            return None
 
     def _with(self, ranks: Sequence[int], store: dist.Store, timeout: timedelta, device: torch.device) -> Exchange:
         """Make an exchange with these ranks, in a group of their own.
@@ -125,25 +161,40 @@ def _listening(address: str, port: int) -> int:
 
 
 def exchange(ranks: Sequence[int], rank: int, device: torch.device, num_elements: int) -> Exchange:
-    """Add up known numbers over the ranks a few times; return how fast the fastest time was on the slowest rank, and how many sums were wrong."""
+    """Add up known numbers over the ranks a few times; return how fast the fastest time was on the slowest rank, and how many sums were wrong.
+
+    The first time with few numbers. All ranks know how long it took on the slowest, so all choose the same number for the next times.
+    """
+    spent_s = 0.0
+    best_s, num_wrong = _added_up(ranks, rank, device, min(NUM_FIRST, num_elements))
+    affordable = int(NUM_FIRST * ROUND_S / max(best_s, 1e-9))
+    count = max(min(NUM_FIRST, num_elements), min(num_elements, affordable))
+    if count > NUM_FIRST:
+        best_s = float("inf")
+        for _ in range(NUM_ROUNDS):
+            seconds, wrong = _added_up(ranks, rank, device, count)
+            best_s, num_wrong, spent_s = min(best_s, seconds), num_wrong + wrong, spent_s + seconds
+            if spent_s > ROUND_S:
+                break
+    return Exchange(mb_per_s=round(4 * count / max(best_s, 1e-9) / 1e6, 3), num_wrong=num_wrong)
+
+
+def _added_up(ranks: Sequence[int], rank: int, device: torch.device, count: int) -> tuple[float, int]:
+    """Add up so many known numbers once; return how long it took on the slowest rank, and how many sums are wrong on this one."""
     import torch
     import torch.distributed as dist
 
-    best, num_wrong = float("inf"), 0
-    base = torch.arange(num_elements, device=device).remainder_(_PERIOD)
+    base = torch.arange(count, device=device).remainder_(_PERIOD)
     expected = (base * len(ranks) + sum(ranks)).to(torch.float32)  # below 2^24, so each sum is exact
-    for _ in range(NUM_ROUNDS):
-        numbers = (base + rank).to(torch.float32)
-        dist.all_reduce(torch.zeros(1, device=device))  # all begin together
-        _wait_for(device)
-        began = time.monotonic()
-        dist.all_reduce(numbers)
-        _wait_for(device)
-        best = min(best, time.monotonic() - began)
-        num_wrong += int((numbers != expected).sum().item())
-    slowest = torch.tensor([best], dtype=torch.float64, device=device)
+    numbers = (base + rank).to(torch.float32)
+    dist.all_reduce(torch.zeros(1, device=device))  # all begin together
+    _wait_for(device)
+    began = time.monotonic()
+    dist.all_reduce(numbers)
+    _wait_for(device)
+    slowest = torch.tensor([time.monotonic() - began], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return Exchange(mb_per_s=round(4 * num_elements / max(float(slowest.item()), 1e-9) / 1e6, 1), num_wrong=num_wrong)
+    return float(slowest.item()), int((numbers != expected).sum().item())
 
 
 def _wait_for(device: torch.device) -> None:

@@ -27,6 +27,10 @@ class Nodes:
     def ip(self, node: str, *words: str) -> None:
         call("ip", "-n", self.namespaces[node], *words)
 
+    def tc(self, node: str, *words: str) -> None:
+        """Shape what a node sends (tc(8))."""
+        call("tc", "-n", self.namespaces[node], *words)
+
     def drop_from(self, node: str, sender: str, *more: str) -> None:
         """Have a node drop what another one sends."""
         source = f"10.213.0.{list(self.namespaces).index(sender) + 1}"

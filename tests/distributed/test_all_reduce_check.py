@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 
 import pytest
@@ -13,6 +13,8 @@ import pytest
 from ddp_hpc.node_checks.collectives import ALL, DONE, NodeReport, findings_of, report_of
 from ddp_hpc.run_dir.preflight import Finding
 from ddp_hpc.slurm.answers import read_answers
+from tests.distributed.node_networks import Nodes, why_not
+from tests.distributed.node_networks import made as networks
 
 MODULE = "ddp_hpc.train.all_reduce_check"
 SPOILED = f"""
@@ -99,3 +101,56 @@ def test_a_node_that_does_not_come_is_named_and_the_others_end() -> None:
 
     assert {report.stage for report in reports.values()} == {ALL}
     assert found(nodes, reports).nodes == ("n1",)
+
+
+HURRIED = f"""
+import sys
+import {MODULE} as check
+check.GLOO_WHOLE_S = 10.0
+sys.exit(check.main())
+"""
+
+
+def made_in(nodes: Nodes) -> dict[str, NodeReport]:
+    """Run one process in each namespace, and return their reports."""
+    words = [*(f"--node={name}" for name in nodes.namespaces), "--address=10.213.0.1", "--port=29512"]
+    argv = [sys.executable, "-c", HURRIED, *words, "--backend=gloo", "--mark=m", "--limit=120"]
+    started = [
+        subprocess.Popen(["ip", "netns", "exec", own, *argv, f"--name={name}"], stdout=subprocess.PIPE, text=True)
+        for name, own in nodes.namespaces.items()
+    ]
+    printed = "".join(process.communicate(timeout=200)[0] for process in started)
+    return {node: report for node, plain in read_answers(printed, "m").items() if (report := report_of(plain))}
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with networks(4) as made_up:
+        yield made_up
+
+
+@pytest.mark.long
+def test_over_a_slow_link_less_is_sent_and_its_node_is_named(nodes: Nodes) -> None:
+    """The full tensors would take minutes."""
+    shape = ("qdisc", "add", "dev", "fab0", "root", "tbf", "rate", "2mbit", "burst", "16kb", "latency", "5s")
+    nodes.tc("node3", *shape)
+
+    finding = found([*nodes.namespaces], made_in(nodes))
+
+    assert (finding.level, finding.nodes) == ("warn", ("node3",)), finding
+    assert "the slowest node node3" in finding.found
+
+
+@pytest.mark.long
+def test_an_exchange_that_does_not_end_leaves_the_others_their_time(nodes: Nodes) -> None:
+    nodes.drop_from("node2", "node4")
+    nodes.drop_from("node4", "node2")
+
+    finding = found([*nodes.namespaces], made_in(nodes))
+
+    assert (finding.level, finding.nodes) == ("fail", ()), finding
+    assert "measured: 5 of 6 pairs" in finding.found
+    assert "not measured: node2 - node4" in finding.found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -114,3 +115,34 @@ def test_a_report_survives_the_way_through_json() -> None:
 @pytest.mark.parametrize("plain", [None, {}, {"pairs": 1}, {"pairs": {}, "whole": {"x": 1}, "stage": "done"}])
 def test_what_is_no_report_is_not_taken_for_one(plain: Any) -> None:
     assert report_of(plain) is None
+
+
+def test_exchanges_of_one_node_that_came_to_no_end_name_it_with_what_was_measured() -> None:
+    kept = {
+        node: replace(
+            report,
+            pairs={other: one for other, one in report.pairs.items() if "n2" not in (node, other)},
+            failed={other: "RuntimeError: Timed out" for other in report.pairs if "n2" in (node, other)},
+        )
+        for node, report in reports().items()
+    }
+
+    found = finding(kept)
+
+    assert (found.level, found.nodes) == ("fail", ("n2",))
+    assert "came to no end: n0 - n2; n1 - n2; n2 - n3 (RuntimeError: Timed out)" in found.found
+    assert "measured: 3 of 6 pairs, 1000 to 1000 MB/s, the slowest is n0 - n1" in found.found
+
+
+def test_what_was_measured_before_the_time_was_over_is_told() -> None:
+    late = replace(reports()["n0"], stage="the all-reduce with n1", pairs={"n2": Exchange(mb_per_s=0.2)})
+    whole = {
+        **{node: replace(one, stage="the all-reduce with n0", pairs={}) for node, one in reports().items()},
+        "n0": late,
+    }
+
+    found = finding(whole)
+
+    assert (found.level, found.nodes) == ("fail", ())
+    assert "n0: did not end in time at the all-reduce with n1" in found.found
+    assert "measured: 1 of 6 pairs, 0.2 to 0.2 MB/s, the slowest is n0 - n2; not measured: " in found.found

@@ -13,6 +13,7 @@ from tests.slurm.lab.tools import attempt, sh
 PACKAGES = (
     *("slurmctld", "slurmd", "slurmdbd", "slurm-client"),
     *("munge", "mariadb-server", "iproute2", "util-linux"),
+    "iptables",  # breaks networks, here and in tests/distributed
     "strace",  # makes the errors of a file system for tests/strange
 )
 POLICY = Path("/usr/sbin/policy-rc.d")
