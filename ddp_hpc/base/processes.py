@@ -8,6 +8,7 @@ import fcntl
 import os
 import select
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -105,6 +106,27 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Have SIGINT, SIGTERM and SIGHUP take effect only at the end of the `with` block, such as one that starts a process.
+
+    Else a KeyboardInterrupt may come between the process's start and the assignment by which the caller knows it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python runs no handler in another thread
+        return
+    came: list[int] = []
+    awaited = [one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(one))]
+    before = {each: signal.signal(each, lambda number, _: came.append(number)) for each in awaited}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 class StopSignalled(BaseException):

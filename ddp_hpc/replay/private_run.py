@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
+from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
@@ -145,22 +146,23 @@ def _run_supervised(
     Raises:
         NotComputedError: if the attempt did not finish.
     """
-    with open_private(run.console, "ab") as console:
-        guardian = subprocess.Popen(
-            [*local.supervisor_argv(run), *(f"--import-path={path}" for path in import_paths)],
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=console,
-            env=dict(environ),
-            cwd=place,
-            start_new_session=True,
-        )
+    guardian: subprocess.Popen[bytes] | None = None
     try:
+        with open_private(run.console, "ab") as console, processes.signals_held_back():
+            guardian = subprocess.Popen(
+                [*local.supervisor_argv(run), *(f"--import-path={path}" for path in import_paths)],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env=dict(environ),
+                cwd=place,
+                start_new_session=True,
+            )
         while guardian.poll() is None:
             if ended.wait(_POLL_S):
                 raise KeyboardInterrupt  # noqa: TRY301  it is one, of another thread
     except BaseException:
-        while guardian.poll() is None:
+        while guardian is not None and guardian.poll() is None:
             with suppress(ConfigError):  # the supervisor has not started yet
                 local.cancel(run, environ)
             with suppress(subprocess.TimeoutExpired):

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_hpc.base import processes
 from ddp_hpc.base.processes import is_listening, is_locked, kill, send, start_ticks, take_lock
 
 
@@ -348,3 +349,14 @@ def test_a_process_is_known_by_its_number_and_start_and_a_dead_one_is_gone() -> 
     while start_ticks(child.pid) is not None:  # though nobody has reaped it
         assert time.monotonic() < until
     child.wait()
+
+
+def test_a_signal_that_is_held_back_takes_effect_at_the_end_of_the_block() -> None:
+    """Else it may come between a process's start and the assignment by which its caller knows it."""
+    was_done = False
+
+    with pytest.raises(KeyboardInterrupt), processes.ended_by_signals(), processes.signals_held_back():  # noqa: PT012
+        signal.raise_signal(signal.SIGTERM)
+        was_done = True
+
+    assert was_done
