@@ -60,7 +60,6 @@ def gather(
         "names": lambda: {"names": _names(nodes)},
         "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
         "networks": lambda: {"networks": networks(local_interfaces())},
-        "limits": lambda: {"limits": limits(), "num_cpus": len(os.sched_getaffinity(0)), "has_rdma": _has_rdma()},
         "disks": lambda: {"disks": {label: disk(Path(path)) for label, path in disks.items()}},
         "shared": lambda: {"shared": shared(folder, own, nodes)},
         **{f"path {path}": lambda path=path: {f"path {path}": _looked_at(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
@@ -72,6 +71,8 @@ def gather(
         late = [*late, f"{len({*nodes}) - len(names)} of {len({*nodes})} names"]
     mounts = {path: (mount.point, mount.fs_type, mount.source) for path, (_, mount) in told.items() if mount}
     states = {path: state for path, (state, _) in told.items()}
+    # Of no thread: they are known also where none can be started.
+    found |= {"limits": limits(), "num_cpus": len(os.sched_getaffinity(0)), "has_rdma": _has_rdma()}
     return NodeFacts(**found, paths=states, mounts=mounts, late=tuple(late))
 
 
@@ -97,9 +98,10 @@ def _in_time(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[st
 
     threads = {name: threading.Thread(target=one, args=(name,), daemon=True) for name in parts}
     for thread in threads.values():
-        thread.start()
+        with suppress(RuntimeError):  # too many run already (`ulimit -u`): its part is late
+            thread.start()
     until = time.monotonic() + PATIENCE_S
-    for thread in threads.values():
+    for thread in (thread for thread in threads.values() if thread.ident is not None):
         thread.join(max(until - time.monotonic(), 0.0))
     late = [name for name in parts if name not in found]
     return {key: value for name in parts if name in found for key, value in found[name].items()}, late

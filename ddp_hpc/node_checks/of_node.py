@@ -14,6 +14,10 @@ FEW_OPEN_FILES = 1024
 """Loader processes pass tensors by file descriptors, and each rank holds connections to others."""
 
 
+FEW_PROCESSES = 256
+"""Each worker has tens of threads, and loader processes; all of a user on the node count, in all jobs."""
+
+
 SLOW_LOOKUP_S = 1.0
 
 
@@ -189,6 +193,11 @@ def limits(answers: Answers) -> Iterator[Finding]:
         found = f"a process may open only {min(told[node]['nofile'] for node in few)} files on {listed(few)}"
         to_do = f"raise the limit: `slurm.setup=['ulimit -n {FEW_OPEN_FILES * 64}']`"
         yield judged("limits", few, answers, found, "", level="warn", to_do=to_do)
+    crowded = [node for node, one in told.items() if UNLIMITED < one.get("nproc", UNLIMITED) < FEW_PROCESSES]
+    if crowded:
+        found = f"a user may have only {min(told[node]['nproc'] for node in crowded)} processes and threads on {listed(crowded)}"
+        to_do = "raise the limit: `slurm.setup=['ulimit -u $(ulimit -Hu)']`, or ask your cluster's support"
+        yield judged("limits", crowded, answers, found, "", level="warn", to_do=to_do)
     locked = [node for node in rdma if told.get(node, {}).get("memlock", UNLIMITED) != UNLIMITED]
     if locked:
         found = f"the memory that a process may lock is limited on {listed(locked)}, which InfiniBand needs"
@@ -201,5 +210,5 @@ def limits(answers: Answers) -> Iterator[Finding]:
             level="warn",
             to_do="raise the limit: `slurm.setup=['ulimit -l unlimited']`",
         )
-    if told and not few and not locked:
-        yield Finding(check="limits", level="ok", found="open files and locked memory suffice on all nodes")
+    if told and not few and not crowded and not locked:
+        yield Finding(check="limits", level="ok", found="open files, processes and locked memory suffice on all nodes")

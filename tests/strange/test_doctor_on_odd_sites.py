@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ddp_hpc.node_checks.node import gather
 from ddp_hpc.node_checks.verdict import findings_of
 from ddp_hpc.run_dir.network import NetworkFindings, Pace
 from ddp_hpc.run_dir.preflight import Finding, Preflight
+from tests.unit.test_doctor import a_slurm, found_by
 from tests.unit.test_node_verdict import GOOD, network
 
 
@@ -168,3 +170,70 @@ def test_more_cpus_are_asked_for_than_one_node_has() -> None:
     assert [(one.check, one.level, one.nodes) for one in findings_of(whole) if one.level != "ok"] == [
         ("CPUs", "warn", ("n2",))
     ]
+
+
+def site(folder: Path, **programs: str) -> dict[str, list[Finding]]:
+    """Return what the doctor says on a login node some of whose programs answer otherwise."""
+    environ = a_slurm(folder)
+    for name, text in programs.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    return found_by(environ, folder=folder)
+
+
+def test_a_site_that_hides_its_nodes_from_users_is_not_one_without_nodes(tmp_path: Path) -> None:
+    (found,) = site(tmp_path, sinfo="exit 0")["nodes"]
+
+    assert (found.level, "PrivateData" in found.to_do) == ("unknown", True)
+
+
+def test_what_a_policy_denies_is_not_asked_for_again(tmp_path: Path) -> None:
+    denied = "echo 'slurm_load_partitions error: Access/permission denied' >&2; exit 1"
+
+    found = site(tmp_path, scontrol=f'[ "$1" = ping ] && echo "Slurmctld(primary) at head is UP" || {{ {denied}; }}')
+
+    assert {one.level for check in ("Slurm", "partition", "requeue") for one in found[check]} == {"unknown"}
+    assert "a policy of the site" in found["partition"][0].to_do
+
+
+def test_of_five_thousand_nodes_those_that_are_down_for_one_reason_are_one_line(tmp_path: Path) -> None:
+    rows = (
+        rf"n{number}.site.example\x1f{'down*' if number % 2 else 'idle'}\x1freason {number % 40}\x1e"
+        for number in range(5000)
+    )
+    (tmp_path / "rows").write_text("\n".join(rows).encode().decode("unicode_escape"), encoding="utf-8")
+
+    whole, *groups, rest = site(tmp_path, sinfo=f"cat {tmp_path}/rows")["nodes"]
+
+    assert whole.found == "2500 of 5000 nodes take jobs; the run asks for 1"
+    assert len(groups) == 8
+    assert groups[0].found.startswith("n1.site.example, n41.site.example, ")
+    assert "and 121 more are down*: reason 1" in groups[0].found
+    assert rest.found == "1500 more nodes are out of service, for 12 other reasons"
+
+
+def test_few_processes_of_a_user_are_a_warning() -> None:
+    facts = many(3)
+    facts["n1"] = replace(facts["n1"], limits={"nofile": 65536, "memlock": -1, "nproc": 50})
+
+    (found,) = not_good(facts)
+
+    assert (found.check, found.level, found.nodes) == ("limits", "warn", ("n1",))
+    assert "only 50 processes and threads" in found.found
+
+
+def test_where_no_more_threads_may_be_started_what_is_known_without_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit such as `ulimit -u 50`, with a user's other processes, has Python raise this."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+    here = site(tmp_path)["runs directory"][0]
+    node = gather("a", ["a"], folder=tmp_path, paths=[], environ={})
+
+    assert (here.level, "ulimit -u" in here.found) == ("unknown", True)
+    assert node.limits is not None
+    assert "disks" in node.late

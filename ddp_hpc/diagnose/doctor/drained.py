@@ -35,6 +35,14 @@ def out_of_service(nodes: Sequence[NodeState]) -> list[OutOfService]:
     ]
 
 
+def groups(bad: Sequence[OutOfService]) -> list[list[OutOfService]]:
+    """Return the nodes by state and reason, the largest group first: of a site of 5,000 nodes, hundreds are down for one reason."""
+    found: dict[tuple[str, str], list[OutOfService]] = {}
+    for one in bad:
+        found.setdefault((one.state, one.reason), []).append(one)
+    return sorted(found.values(), key=len, reverse=True)
+
+
 def meaning(reason: str, state: str = "") -> str:
     """Return what a reason means; without one, what the state does. Empty where neither says anything."""
     if not reason:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ddp_hpc.config.resolve import Resolved
 from ddp_hpc.diagnose.doctor import preemption, quota
-from ddp_hpc.diagnose.doctor.drained import out_of_service
+from ddp_hpc.diagnose.doctor.drained import groups, out_of_service
 from ddp_hpc.diagnose.doctor.questions import Answers, ask, has_commands
 from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
 from ddp_hpc.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
@@ -325,6 +325,10 @@ def _nodes(site: Site) -> Iterator[Finding]:
     if nodes is None:
         yield _unanswered(site, "nodes", "nodes")
         return
+    if not nodes:
+        to_do = "a policy of the site may hide the nodes (PrivateData): `sinfo` shows what you may see; Slurm's estimate below counts"
+        yield Finding(check="nodes", level="unknown", found="Slurm shows this user no node", to_do=to_do)
+        return
     bad = out_of_service(nodes)
     num_good = len(nodes) - len(bad)
     where = f" of partition {site.spec.slurm.partition}" if site.spec.slurm.partition else ""
@@ -335,15 +339,29 @@ def _nodes(site: Site) -> Iterator[Finding]:
         found=f"{num_good} of {len(nodes)} nodes{where} take jobs; the run asks for {needed}",
         to_do="" if num_good >= needed else "ask for fewer nodes, or for another partition",
     )
-    for one in bad:
+    for of_one in groups(bad)[:_MOST_GROUPS]:
+        one, names = of_one[0], tuple(each.node for each in of_one)
         reason = f": {one.reason}" if one.reason else ", without a reason"
-        yield Finding(
-            check="nodes", level="warn", found=f"{one.node} is {one.state}{reason}", to_do=one.means, nodes=(one.node,)
-        )
+        shown = f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more are"
+        who = f"{one.node} is" if len(names) == 1 else shown if len(names) > _MOST_NAMES else f"{', '.join(names)} are"
+        yield Finding(check="nodes", level="warn", found=f"{who} {one.state}{reason}", to_do=one.means, nodes=names)
+    if rest := groups(bad)[_MOST_GROUPS:]:
+        names = tuple(each.node for of_one in rest for each in of_one)
+        found = f"{len(names)} more nodes are out of service, for {len(rest)} other reasons"
+        yield Finding(check="nodes", level="warn", found=found, to_do="`sinfo --list-reasons` lists them", nodes=names)
+
+
+_MOST_NAMES = 4
+_MOST_GROUPS = 8
+"""How many reasons are shown, of most nodes first, and how many of the nodes that have one."""
 
 
 def _unanswered(site: Site, check: str, question: str) -> Finding:
     to_do = _OF_DATABASE if question == "associations" else "try again; `scontrol ping` says more"
+    if "denied" in site.told.why_not(question).lower():
+        to_do = (
+            "a policy of the site keeps this from its users (PrivateData, or an access list): ask your administrators"
+        )
     return Finding(check=check, level="unknown", found=site.told.why_not(question), to_do=to_do)
 
 

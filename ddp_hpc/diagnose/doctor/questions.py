@@ -29,6 +29,7 @@ from ddp_hpc.spec import RunSpec
 
 ANSWER_S = 20.0
 """How long Slurm may take to answer all questions. Its own commands give up on a controller after 10 s (MessageTimeout), or ask again."""
+_NO_THREAD = "this host lets you start no more processes and threads (`ulimit -u`)"
 _LAST_S = 2.0
 """How much longer the threads may take to end the commands that did not answer."""
 
@@ -121,11 +122,14 @@ def answers_of(questions: Mapping[str, Callable[..., Any]], *, seconds: float) -
         except Exception as error:  # noqa: BLE001  an answer that cannot be read is none, and the others are told all the same
             problems[name] = f"the answer cannot be read: {error}"
 
-    threads = [threading.Thread(target=one, args=(name,), daemon=True) for name in questions]
-    for thread in threads:
-        thread.start()
+    threads = {name: threading.Thread(target=one, args=(name,), daemon=True) for name in questions}
+    for name, thread in threads.items():
+        try:
+            thread.start()
+        except RuntimeError:
+            problems[name] = _NO_THREAD
     until = time.monotonic() + seconds + _LAST_S
-    for thread in threads:
+    for thread in (thread for thread in threads.values() if thread.ident is not None):
         thread.join(max(until - time.monotonic(), 0.0))
     told, why = dict(found), dict(problems)  # a late thread may still write into the others
     for name in questions.keys() - told.keys() - why.keys():
