@@ -2,7 +2,7 @@
 
     srun --ntasks-per-node=1 python -m ddp_hpc.train.all_reduce_check --node NAME ... --address A --port P --backend gloo --mark MARK
 
-All nodes together first; then each two that `rendezvous.links.rounds` pairs. The result is known by value, so a wrong one is
+Each two that `rendezvous.links.rounds` pairs; then all nodes together. The result is known by value, so a wrong one is
 found. Over a slow link, less is sent. By gloo, an exchange that does not end is given up after `GLOO_S`, and the next one follows.
 At the time limit, each node reports what it has measured until then and the stage that it is at, and the process ends.
 """
@@ -103,7 +103,8 @@ class Check:
         )
         self.stage = ALL
         until = self.began + limit_s
-        self.whole = self._tried([*range(size)], store, "all", until, device)
+        self._gathered([*range(size)], store, "start", until)
+        # Two by two first: an exchange of all nodes takes all of the time where one pair does not come to an end.
         for partner in partners(size, self.rank):
             if partner is not None:
                 self.stage = f"the all-reduce with {self.nodes[partner]}"
@@ -111,11 +112,19 @@ class Check:
                 found = self._tried(both, store, f"{both[0]}-{both[1]}", until, device)
                 if found is not None:
                     self.pairs[self.nodes[partner]] = found
+        self.stage = ALL
+        self.whole = self._tried([*range(size)], store, "all", until, device)
         self.stage = "the end of the others"
         store.set(f"end/{self.rank}", "")
         if self.rank == 0:  # it serves the store
             store.wait([f"end/{rank}" for rank in range(size)], timeout)
         self.stage = DONE
+
+    def _gathered(self, ranks: Sequence[int], store: dist.Store, name: str, until: float) -> timedelta:
+        """Wait until all of these ranks are here; return how much of the time is left then."""
+        store.set(f"ready/{name}/{self.rank}", "")
+        store.wait([f"ready/{name}/{rank}" for rank in ranks], timedelta(seconds=max(until - time.monotonic(), 1.0)))
+        return timedelta(seconds=max(until - time.monotonic(), 1.0))
 
     def _tried(
         self, ranks: Sequence[int], store: dist.Store, name: str, until: float, device: torch.device
@@ -123,9 +132,7 @@ class Check:
         """Make an exchange with these ranks; note why, and return None, where gloo does not end it. NCCL's errors end the process."""
         import torch.distributed as dist
 
-        left = timedelta(seconds=max(until - time.monotonic(), 1.0))
-        store.set(f"ready/{name}/{self.rank}", "")
-        store.wait([f"ready/{name}/{rank}" for rank in ranks], left)  # one of them may still be at another exchange
+        left = self._gathered(ranks, store, name, until)  # one of them may still be at another exchange
         most = timedelta(seconds=GLOO_S if len(ranks) == 2 and name != "all" else GLOO_WHOLE_S)
         if self.backend != "gloo":
             return self._with(ranks, dist.PrefixStore(name, store), left, device)

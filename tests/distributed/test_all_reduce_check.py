@@ -114,7 +114,7 @@ sys.exit(check.main())
 def made_in(nodes: Nodes) -> dict[str, NodeReport]:
     """Run one process in each namespace, and return their reports."""
     words = [*(f"--node={name}" for name in nodes.namespaces), "--address=10.213.0.1", "--port=29512"]
-    argv = [sys.executable, "-c", HURRIED, *words, "--backend=gloo", "--mark=m", "--limit=120"]
+    argv = [sys.executable, "-c", HURRIED, *words, "--backend=gloo", "--mark=m", "--limit=85"]
     started = [
         subprocess.Popen(["ip", "netns", "exec", own, *argv, f"--name={name}"], stdout=subprocess.PIPE, text=True)
         for name, own in nodes.namespaces.items()
