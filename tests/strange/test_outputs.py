@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.cli import main
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from tests.made_run import add_attempt, make_run
@@ -61,21 +60,6 @@ def test_a_command_that_is_started_without_any_stream_does_its_work(tmp_path: Pa
 
     assert done.returncode == 0
     assert page.stat().st_size > 1000
-
-
-def test_metrics_that_a_full_disk_does_not_take_are_written_once_there_is_room(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    records = [{"kind": "train", "step": step, "loss": 0.5} for step in range(1, 9)]
-    file = MetricsFile(run)
-    file.open(0)
-
-    with no_file_larger_than(100):
-        refused = [step for step, record in enumerate(records[:-1], 1) if not is_written(file, record)]
-    assert is_written(file, records[-1])
-
-    assert refused == [3, 4, 5, 6, 7]
-    assert list(read_json_lines(run.metrics)) == records
-    assert file.close() == 0
 
 
 def test_how_many_lines_of_metrics_a_full_disk_has_cost_is_said_at_the_end(tmp_path: Path) -> None:
