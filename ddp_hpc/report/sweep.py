@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ddp_hpc.report import charts
@@ -86,7 +86,7 @@ def _view(  # noqa: PLR0913, PLR0917  what was read, part by part
     by_key = [chart for key in keys[:_MOST_KEYS] if (chart := _key_chart(key, points, goal)) is not None]
     axes = charts.shared_axes(losses)
     small = [
-        (_sets(one), chart)
+        replace(chart, title=_sets(one))
         for one, series in zip(points, losses, strict=False)
         if (chart := charts.loss_chart(series, {}, axes)) is not None
     ]
@@ -115,7 +115,8 @@ def _best(points: Sequence[SweptRun], goal: Goal) -> str:
     value = goal.value(points[0]) if points else None
     if value is None:
         return ""
-    return f"Best {goal.words}: {compact(value)}, {points[0].name} ({_sets(points[0])})."
+    state = points[0].status.state
+    return f"Best {goal.words}: {compact(value)}, {points[0].name} ({'' if state == 'finished' else f'{state}; '}{_sets(points[0])})."
 
 
 def _sets(point: SweptRun) -> str:

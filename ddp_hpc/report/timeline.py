@@ -78,6 +78,8 @@ def parts_of(time: AttemptTime) -> list[tuple[str, float, float]]:
 
 
 def _steps(time: AttemptTime) -> str:
+    if time.reached_step <= time.first_step:
+        return "none"
     text = f"{time.first_step} to {time.reached_step}"
     if time.kept_step >= time.reached_step:
         return text

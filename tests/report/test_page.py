@@ -124,15 +124,20 @@ def test_a_run_that_died_before_its_first_step_says_why(tmp_path: Path) -> None:
     assert "No loss was logged" in found.text
 
 
-def test_a_script_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saves", "said"),
+    [(3, "The script has saved its state 3 times."), (0, "The script has reported no save of its state.")],
+)
+def test_a_script_says_what_is_missing_and_how_to_get_it(saves: int, said: str, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="1")
     record_end(run, attempt=0, ending=Ending.FINISHED, exit_code=0)
-    write_progress(run, Progress(attempt=0, saves=3, at=NOW))
+    write_progress(run, Progress(attempt=0, saves=saves, at=NOW))
 
     found = page(run)
 
-    assert "The script has saved its state 3 times." in found.text
+    assert said in found.text
+    assert "0 to 0" not in found.text  # its steps are not known
     assert "ddp_hpc.attach" in found.text
 
 
