@@ -144,9 +144,16 @@ def test_how_busy_each_node_was_is_counted_and_what_is_not_known_any_more_is_sai
             gpus = () if busy is None else (GpuUse(name="0", busy=busy, memory_gib=20.0, total_gib=80.0),)
             problem = "the driver does not answer" if busy is None else ""
             at = BEGIN + 55 + 15 * number
-            cpus = {"num_cpus": 4.0, "cpus_used": 1.0, "memory_gib": 3.5}
             use = MachineUse(
-                node_rank=node, node=f"n{node}", at=at, seconds=15.0, gpus=gpus, gpu_problem=problem, **cpus
+                node_rank=node,
+                node=f"n{node}",
+                at=at,
+                seconds=15.0,
+                gpus=gpus,
+                gpu_problem=problem,
+                num_cpus=4.0,
+                cpus_used=1.0,
+                memory_gib=3.5,
             )
             append_use(run, 0, use)
 
