@@ -56,7 +56,7 @@ def train(t: Training) -> bool:
         if t.save_plan.is_due(step) or (metrics and t.spec.checkpoint.keep_best):
             save(t, metrics)
         if step >= t.replicas.next_step:
-            t.replicas.compare(t.state)
+            t.replicas.compare_due(t.state)
         if step >= t.stop_consensus.next_step:
             t.losses.check()
             if t.stop_consensus.agree_to_stop(step):

@@ -20,8 +20,10 @@ def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
             module.named_buffers(recurse=False), module.named_parameters(recurse=False) if with_parameters else ()
         )
     ]
-    yield
-    with torch.no_grad():
-        for module, name, tensor, before in named:
-            setattr(module, name, tensor)  # the forward may have assigned another tensor
-            tensor.copy_(before)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, tensor, before in named:
+                setattr(module, name, tensor)  # the forward may have assigned another tensor
+                tensor.copy_(before)

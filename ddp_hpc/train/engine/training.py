@@ -29,6 +29,7 @@ from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.optimizer import build_optimizer, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
+from ddp_hpc.train.engine.recomputation import Computed, Recomputation
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, nearest_names
@@ -76,7 +77,7 @@ class Training:
     recorder: RunRecorder
     samples: SampleRecorder
     watchdog: Watchdog
-    replicas: Replicas
+    replicas: Replicas | Recomputation
     numbers: StepNumbers
     save_plan: SavePlan
     phases: PhaseTimes = field(default_factory=PhaseTimes)
@@ -94,13 +95,14 @@ class Training:
             rank=self.group.rank_info.rank,
         )
         pin_memory = self.group.device.type == "cuda"
-        return load_global_batches(
+        loaded = load_global_batches(
             self.recipe.train_data,
             sampler,
             data=self.spec.data,
             pin_memory=pin_memory,
             collate=self.recipe.collate_fn,
         )
+        return self.replicas.following(loaded) if isinstance(self.replicas, Recomputation) else loaded
 
     def plan_steps(self) -> None:
         """Compute the last step again from the restored position.
@@ -177,6 +179,8 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     checkpointer.check(state)
     policy, every_steps = spec.train.on_nonfinite, spec.integrity.every_steps
     replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
+    every = spec.integrity.recompute_every_steps
+    computed = Computed(recipe=recipe, precision=precision, channels_last=spec.train.channels_last, feed=watchdog.feed)
     compare = partial(replicas.compare, state)
     tries_again = policy == "stop" and every_steps is not None
     lone = LoneLosses(run, group, attempt=attempt, tries_again=tries_again, compare=compare)
@@ -204,7 +208,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         phases=phases,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
         watchdog=watchdog,
-        replicas=replicas,
+        replicas=replicas if every is None or world_size == 1 else Recomputation(replicas, computed, every_steps=every),
         moves_batches=group.device.type != "cpu" or spec.train.channels_last,
         save_plan=save_plan,
     )
