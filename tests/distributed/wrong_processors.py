@@ -84,7 +84,7 @@ class _Product(torch.autograd.Function):
         return PROCESSOR.worked(rows @ weight.T, "product")
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # of one output
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         rows, weight = ctx.saved_tensors
         return gradient @ weight, PROCESSOR.worked(gradient.T @ rows, "gradient")
 
@@ -93,7 +93,7 @@ class OnProcessor(nn.Linear):
     """A layer that computes on `PROCESSOR`."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        return _Product.apply(rows, self.weight) + self.bias  # type: ignore[no-any-return, no-untyped-call]  # torch's
+        return _Product.apply(rows, self.weight) + self.bias  # type: ignore[no-any-return]  # a Tensor
 
 
 def recipe() -> Recipe:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +79,8 @@ def _of_container(value: Any, into: Taken, place: str, above: tuple[int, ...]) -
             raise NotSendableError(f"{place} has a key of the type {type(odd).__name__}")
         items = [[key, _shape(one, into, f"{place}[{key!r}]", above)] for key, one in value.items()]
         return [kind.__name__, items]
+    if kind is deque:
+        return ["deque", value.maxlen, _of_container([*value], into, place, above)[1]]
     if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         items = [_shape(one, into, f"{place}[{number}]", above) for number, one in enumerate(value)]
         return [kind.__name__, items] if kind in (list, tuple) else ["named tuple", _class(value, into), items]
@@ -146,6 +148,7 @@ class _Reader:
             "OrderedDict": lambda items: OrderedDict(self._items(items)),
             "list": self._list,
             "tuple": lambda shapes: tuple(self._list(shapes)),
+            "deque": lambda most, shapes: deque(self._list(shapes), most),
             "named tuple": lambda name, shapes: self._class(name)(*self._list(shapes)),
             "object": self._object,
         }

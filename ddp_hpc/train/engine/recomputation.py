@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,9 @@ from ddp_hpc.train.comparable import processor_of
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sent_values import NotSendableError, Taken, as_bytes, from_bytes, taken_apart
 from ddp_hpc.train.engine.precision import Precision
-from ddp_hpc.train.engine.set_aside import generators, set_aside, set_state, state_of
+from ddp_hpc.train.engine.set_aside import rank_state, set_aside, take_over
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.replicas import Replicas, message_of
 from ddp_hpc.train.state import digests, rng
 from ddp_hpc.train.state.training_state import TrainingState
@@ -37,7 +38,9 @@ NUM_RESULTS = 4
 """How many times each rank computes the same before a rank is blamed."""
 _STRAGGLING_S = 120.0
 """How long a rank that could not compute waits for the others, which may wait for it in a collective of the user's code."""
+_PAUSE_S = 0.01
 _MOST_NAMED = 20
+"""How many of the tensors that differ are recorded by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Computed:
     recipe: Recipe
     precision: Precision
     channels_last: bool
+    phases: PhaseTimes
     feed: Callable[[], object] = lambda: None
     """Tells that this rank is at work."""
 
@@ -69,18 +73,14 @@ class Computed:
             scaled = loss if state.scaler is None else state.scaler.scale(loss)
             # Not `backward`, which would add to `.grad` and call what DDP and the user have hooked to that.
             found = torch.autograd.grad(scaled, [*named.values()], allow_unused=True)
-            gradients = {
-                f"the gradient of `{name}`": one for name, one in zip(named, found, strict=True) if one is not None
-            }
-            return {"the loss": loss.detach(), **_dense(gradients)}
+            return {"the loss": loss.detach(), **_plain(dict(zip(named, found, strict=True)))}
 
     @staticmethod
     def _take_over(model: nn.Module, called: Sequence[object], received: dict[str, Any]) -> None:
         with torch.no_grad():
             for name, one in model.named_buffers():
                 one.copy_(received["buffers"][name])
-        for one, sent in zip(generators(model, called), received["generators"], strict=True):
-            set_state(one, sent)
+        take_over(model, called, received["own"])
 
     def to_send(self, state: TrainingState, batch: Taken) -> Tensor:
         """Return what all ranks need to compute the same as this one.
@@ -88,11 +88,11 @@ class Computed:
         Raises:
             NotSendableError: if it cannot be sent.
         """
-        own = generators(state.model, (self.recipe.loss, self.recipe.inputs_and_targets))
+        called = (self.recipe.loss, self.recipe.inputs_and_targets)
         beside = taken_apart(
             {
                 "random": rng.capture(state.device),
-                "generators": [state_of(one) for one in own],
+                "own": rank_state(state.model, called),
                 "buffers": dict(state.model.named_buffers()),
             }
         )
@@ -100,14 +100,16 @@ class Computed:
         return as_bytes(Taken(["dict", items], [*batch.tensors, *beside.tensors]))
 
 
-def _dense(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def _plain(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return gradients by the names of their parameters, those that are sparse as two tensors."""
     found: dict[str, Tensor] = {}
     for name, one in gradients.items():
-        if one.is_sparse:
+        if one is not None and one.is_sparse:
             whole = one.coalesce()
-            found |= {f"{name} (places)": whole.indices(), name: whole.values()}
-        else:
-            found[name] = one
+            found |= {f"the places of the gradient of `{name}`": whole.indices()}
+            found |= {f"the gradient of `{name}`": whole.values()}
+        elif one is not None:
+            found[f"the gradient of `{name}`"] = one
     return found
 
 
@@ -160,7 +162,9 @@ class Recomputation:
             RanksDifferError: with the same text on all ranks, if they are not equal.
         """
         if state.position.step % self._every == 0:
+            self._computed.phases.enter("integrity")
             self.compare(state)
+            self._computed.phases.enter("other")
         else:
             self._replicas.compare(state)
 
@@ -244,14 +248,15 @@ class Recomputation:
         """
         self._num_exchanges += 1
         store, number = self._group.store, str(self._num_exchanges)
-        store.set(f"recomputation/{self._group.rank_info.rank}", number)
+        store.set(_arrival(self._group.rank_info.rank), number)
+        if error is None:
+            return
         deadline = time.monotonic() + _STRAGGLING_S
-        missing = [] if error is None else [*range(self._group.rank_info.world_size)]
-        while missing:
-            missing = [rank for rank in missing if store.try_get(f"recomputation/{rank}") != number]
-            if missing and time.monotonic() > deadline and error is not None:
-                raise error
-            time.sleep(0.01 if missing else 0)
+        for rank in range(self._group.rank_info.world_size):
+            while store.try_get(_arrival(rank)) != number:
+                if time.monotonic() > deadline:
+                    raise error
+                time.sleep(_PAUSE_S)
 
     def _sent(self, state: TrainingState, sender: int) -> Tensor | str:
         """Return what `sender` sends to all, or why it cannot."""
@@ -321,3 +326,7 @@ class Recomputation:
                 log.warning("the difference cannot be recorded: %s", error)
             text = message_of(self._replicas.run, difference)
         raise RanksDifferError(self._group.last_word(f"recomputation/{state.position.step}/message", text))
+
+
+def _arrival(rank: int) -> str:
+    return f"recomputation/arrived/{rank}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -16,12 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_hpc.train.data.sent_values import NotSendableError, taken_apart
 from ddp_hpc.train.engine.traces import put_back
 from ddp_hpc.train.state import rng
 
 Restore = Callable[[], object]
 _OF_PYTORCH = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of a module whose tensors `put_back` restores."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+_MOST_ELEMENTS = 10_000
+"""Of a value that another rank takes over."""
 _DEEPEST = 8
 """How deep containers in containers are kept."""
 _HOOKS = "_backward_hooks"
@@ -55,12 +60,50 @@ def set_aside(model: nn.Module, others: Iterable[object], device: torch.device) 
             restore()
 
 
-def generators(model: nn.Module, others: Iterable[object]) -> list[Any]:
-    """Return the random generators that are attributes of the model's modules and of `others`; in the same order on each rank."""
-    found: list[Any] = []
-    for holder in _holders(model, others):
-        found += [one for one in vars(holder).values() if isinstance(one, _GENERATORS)]
-    return found
+def rank_state(model: nn.Module, others: Iterable[object]) -> list[dict[str, Any]]:
+    """Return what each rank may have of its own in the attributes of modules and of `others`: small values, and generators' states.
+
+    It has tensors, arrays and numbers in lists, tuples, dicts and queues, by name, for each holder; holders come in the same order on each rank.
+    """
+    return [
+        {
+            key: state_of(one) if isinstance(one, _GENERATORS) else one
+            for key, one in vars(holder).items()
+            if _is_own(key, one)
+        }
+        for holder in _holders(model, others)
+    ]
+
+
+def take_over(model: nn.Module, others: Iterable[object], states: Sequence[dict[str, Any]]) -> None:
+    """Set what `rank_state` has returned on another rank.
+
+    Raises:
+        ValueError: if this rank has another number of holders.
+    """
+    for holder, state in zip(_holders(model, others), states, strict=True):
+        own = vars(holder)
+        for key, value in state.items():
+            if isinstance(own.get(key), _GENERATORS):
+                set_state(own[key], value)
+            elif isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
+                own[key] = value.to(own[key].device)
+            else:
+                own[key] = value
+
+
+def _is_own(key: str, value: Any) -> bool:
+    if isinstance(value, _GENERATORS):
+        return True
+    if key in _OF_MODULES or not isinstance(value, (bool, int, float, Tensor, np.ndarray, list, tuple, dict, deque)):
+        return False
+    size = value.numel() if isinstance(value, Tensor) else value.size if isinstance(value, np.ndarray) else 0
+    if size > _MOST_ELEMENTS or (isinstance(value, Sized) and len(value) > _MOST_ELEMENTS):
+        return False
+    try:
+        return not taken_apart(value).classes and not isinstance(value, nn.Parameter)
+    except NotSendableError:
+        return False
 
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -180,7 +180,13 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     policy, every_steps = spec.train.on_nonfinite, spec.integrity.every_steps
     replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
     every = spec.integrity.recompute_every_steps
-    computed = Computed(recipe=recipe, precision=precision, channels_last=spec.train.channels_last, feed=watchdog.feed)
+    computed = Computed(
+        recipe=recipe,
+        precision=precision,
+        channels_last=spec.train.channels_last,
+        phases=phases,
+        feed=watchdog.feed,
+    )
     compare = partial(replicas.compare, state)
     tries_again = policy == "stop" and every_steps is not None
     lone = LoneLosses(run, group, attempt=attempt, tries_again=tries_again, compare=compare)
