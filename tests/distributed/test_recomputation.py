@@ -40,16 +40,36 @@ def outcomes(world_size: int, folder: Path, faults: list[Fault]) -> list[Outcome
 
 
 @pytest.mark.parametrize(
-    "world_size", [3, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+    ("world_size", "faults"),
+    [
+        (3, FAULTS[1:2]),
+        *(pytest.param(world_size, FAULTS, marks=pytest.mark.long) for world_size in (2, 3, 4)),
+    ],
 )
 def test_a_rank_that_computes_wrongly_is_found_named_if_clear_and_the_run_ends_with_the_same_bits(
-    tmp_path: Path, world_size: int
+    tmp_path: Path, world_size: int, faults: list[Fault]
 ) -> None:
-    for one in outcomes(world_size, tmp_path, FAULTS):
+    for one in outcomes(world_size, tmp_path, faults):
         assert (one.end, one.is_same) == ("ranks differ", True)
         assert one.found_at is not None
         assert 0 < one.found_at - one.fault.after <= EVERY
         assert (one.told_by, one.named) == (("vote", (one.fault.rank,)) if world_size > 2 else ("", ()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_is_wrong_now_and_then_is_named_where_it_differs_from_itself(
+    tmp_path: Path, world_size: int
+) -> None:
+    found = [
+        one
+        for one in outcomes(world_size, tmp_path, [Fault(kind="one call in four", rank=1, after=2)] * 4)
+        if one.end == "ranks differ"
+    ]
+
+    assert found, "nothing was wrong in any comparison"
+    for one in found:
+        assert one.named == (1,) or (one.told_by == "" and world_size == 2)
 
 
 # --- what is as it was without it ------------------------------------------------------------------------------------
@@ -173,3 +193,30 @@ def test_recomputing_changes_nothing_of_a_training(tmp_path: Path, precision: st
         assert found[0][1:] == found[1][1:]
 
     in_group(2, walk, tmp_path / "ranks")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_thousand_comparisons_of_ranks_that_are_right_find_no_difference(tmp_path: Path, world_size: int) -> None:
+    case = Case(
+        recipe=recipe,
+        train={
+            "epochs": 500,
+            "max_steps": 1000,
+            "global_batch_size": 16,
+            "micro_batch_size": 2,
+            "precision": "fp16",
+            "record_samples": False,
+        },
+        data={"drop_last": True},
+        save_every=500,
+        log_every=500,
+        recompute_every=1,
+    )
+
+    def walk(group: Group) -> int:
+        _, t = walk_of(case, group, tmp_path / "run", [])
+        assert isinstance(t.replicas, Recomputation)
+        return t.replicas.num_equal
+
+    assert in_group(world_size, walk, tmp_path / "ranks") == [1000] * world_size

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,30 +36,44 @@ log = logging.getLogger(__name__)
 
 NUM_RESULTS = 4
 """How many times each rank computes the same before a rank is blamed."""
-_STRAGGLING_S = 120.0
-"""How long a rank that could not compute waits for the others, which may wait for it in a collective of the user's code."""
 _PAUSE_S = 0.01
 _MOST_NAMED = 20
 """How many of the tensors that differ are recorded by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Computed:
     """The parts with which ranks compute gradients."""
 
     recipe: Recipe
     precision: Precision
     channels_last: bool
+    may_be_unused: bool
+    """Whether a step may leave parameters without a gradient."""
     phases: PhaseTimes
     feed: Callable[[], object] = lambda: None
     """Tells that this rank is at work."""
+    patience_s: float = 120.0
+    """How long a rank that could not compute waits for the others, which may wait for it in a collective of the user's code."""
+    num_threads: int = field(default_factory=torch.get_num_threads)
+    """Of a CPU; another number may round differently."""
+    goes_backward: bool = False
+    """Whether gradients are added up in `.grad`."""
 
-    def of(self, state: TrainingState, received: dict[str, Any]) -> dict[str, Tensor]:
+    def of(self, state: TrainingState, sent: Tensor, classes: Mapping[str, type]) -> dict[str, Tensor]:
         """Return loss and gradients of what a rank has sent, by name; all else is as before.
 
         Raises:
             Exception: whatever the user's code raises.
         """
+        loss, gradients = self._passed(state, from_bytes(sent, classes))
+        if None in gradients.values() and not (self.may_be_unused or self.goes_backward):
+            # A part of the model goes backward by itself, as `torch.utils.checkpoint` with `use_reentrant=True`.
+            self.goes_backward = True
+            loss, gradients = self._passed(state, from_bytes(sent, classes))
+        return {"the loss": loss, **_plain(gradients)}
+
+    def _passed(self, state: TrainingState, received: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
         model, recipe = state.model, self.recipe
         called = (recipe.loss, recipe.inputs_and_targets)
         with set_aside(model, called, state.device), torch.enable_grad():
@@ -71,9 +85,12 @@ class Computed:
                 loss = recipe.loss(model(inputs), targets)
             named = {name: one for name, one in model.named_parameters() if one.requires_grad}
             scaled = loss if state.scaler is None else state.scaler.scale(loss)
-            # Not `backward`, which would add to `.grad` and call what DDP and the user have hooked to that.
+            if self.goes_backward:
+                scaled.backward()
+                return loss.detach(), {name: one.grad for name, one in named.items()}
+            # Not `backward`, which calls what DDP and the user have hooked to `.grad`.
             found = torch.autograd.grad(scaled, [*named.values()], allow_unused=True)
-            return {"the loss": loss.detach(), **_plain(dict(zip(named, found, strict=True)))}
+            return loss.detach(), dict(zip(named, found, strict=True))
 
     @staticmethod
     def _take_over(model: nn.Module, called: Sequence[object], received: dict[str, Any]) -> None:
@@ -225,7 +242,7 @@ class Recomputation:
             for number in range(num):
                 self._computed.feed()
                 classes = {} if self._batch is None else self._batch.classes
-                mine.append(digests.of_tensors(self._computed.of(state, from_bytes(sent, classes))))
+                mine.append(digests.of_tensors(self._computed.of(state, sent, classes)))
                 own[number] = digests.as_number(digests.of_all(mine[-1]))
         except Exception as raised:  # noqa: BLE001  the training has computed the same without an error, so it goes on
             error = raised
@@ -251,7 +268,7 @@ class Recomputation:
         store.set(_arrival(self._group.rank_info.rank), number)
         if error is None:
             return
-        deadline = time.monotonic() + _STRAGGLING_S
+        deadline = time.monotonic() + self._computed.patience_s
         for rank in range(self._group.rank_info.world_size):
             while store.try_get(_arrival(rank)) != number:
                 if time.monotonic() > deadline:
@@ -280,7 +297,7 @@ class Recomputation:
     def _check_processors(self) -> None:
         """Switch it off where the ranks' processors, threads or versions of PyTorch may round differently."""
         self._is_checked = True
-        threads = "" if self._group.device.type == "cuda" else f" with {torch.get_num_threads()} threads"
+        threads = "" if self._group.device.type == "cuda" else f" with {self._computed.num_threads} threads"
         own = f"{processor_of(self._group.device)}{threads}, PyTorch {torch.__version__}"
         found = sorted(set(self._group.gathered_by_rank_zero(own)))
         kinds = self._group.broadcast_through_store("recomputation/processors", found)

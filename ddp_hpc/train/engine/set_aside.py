@@ -29,7 +29,7 @@ _MOST_ELEMENTS = 10_000
 """Of a value that another rank takes over."""
 _DEEPEST = 8
 """How deep containers in containers are kept."""
-_HOOKS = "_backward_hooks"
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextmanager
@@ -44,16 +44,19 @@ def set_aside(model: nn.Module, others: Iterable[object], device: torch.device) 
         one for module in holders if isinstance(module, nn.Module) for one in module.parameters(recurse=False)
     ]
     gradients = [(one, one.grad) for one in parameters]
-    hooks = [(one, getattr(one, _HOOKS)) for one in parameters]
+    hooks = [found for one in parameters for name in _HOOKS if (found := getattr(one, name))]
+    kept = [dict(found) for found in hooks]
     modules = [one for one in others if isinstance(one, nn.Module)]
     try:
         with rng.preserved(device), put_back(nn.ModuleList([model, *modules]), with_parameters=True):
-            for one, _ in hooks:
-                setattr(one, _HOOKS, None)  # they may count, or keep what they see
+            for found in hooks:
+                found.clear()  # they may count, keep what they see, or step the optimizer
+            for one in parameters:
+                one.grad = None
             yield
     finally:
-        for one, found in hooks:
-            setattr(one, _HOOKS, found)
+        for found, before in zip(hooks, kept, strict=True):
+            found.update(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for restore in restores:

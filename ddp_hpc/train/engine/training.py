@@ -184,6 +184,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         recipe=recipe,
         precision=precision,
         channels_last=spec.train.channels_last,
+        may_be_unused=spec.train.find_unused_parameters,
         phases=phases,
         feed=watchdog.feed,
     )
