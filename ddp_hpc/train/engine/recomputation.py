@@ -139,6 +139,7 @@ class Recomputation:
         self._group = replicas.group
         self._computed = computed
         self._every = every_steps
+        self._next_step = 0
         self._batch: Taken | None = None
         self._why_no_batch = ""
         self._recomputed: int | None = None
@@ -168,9 +169,10 @@ class Recomputation:
         yield first
         yield from fetched
 
-    def is_due(self, step: int) -> bool:
-        """Tell whether to compare after this step."""
-        return self._replicas.is_due(step) or step % self._every == 0
+    @property
+    def next_step(self) -> int:
+        """After this step, or the first one behind it, the ranks compare."""
+        return min(self._replicas.next_step, self._next_step)
 
     def compare_due(self, state: TrainingState) -> None:
         """Compare what is due after this step.
@@ -178,7 +180,7 @@ class Recomputation:
         Raises:
             RanksDifferError: with the same text on all ranks, if they are not equal.
         """
-        if state.position.step % self._every == 0:
+        if state.position.step >= self._next_step:
             self._computed.phases.enter("integrity")
             self.compare(state)
             self._computed.phases.enter("other")
@@ -193,6 +195,7 @@ class Recomputation:
         """
         self._replicas.compare(state)
         step = state.position.step
+        self._next_step = (step // self._every + 1) * self._every
         if self._is_off or step == self._recomputed or not (self._batch or self._why_no_batch):
             return
         self._recomputed = step
