@@ -8,7 +8,6 @@ import fcntl
 import os
 import select
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -114,6 +113,8 @@ def signals_held_back() -> Iterator[None]:
 
     Else a KeyboardInterrupt may come between the process's start and the assignment by which the caller knows it.
     """
+    import threading  # late: no command needs it that only reads (cli/quick_start.py)
+
     if threading.current_thread() is not threading.main_thread():
         yield  # Python runs no handler in another thread
         return
