@@ -144,5 +144,5 @@ def test_what_was_measured_before_the_time_was_over_is_told() -> None:
     found = finding(whole)
 
     assert (found.level, found.nodes) == ("fail", ())
-    assert "n0: did not end in time at the all-reduce with n1" in found.found
+    assert "n0: was not done in time with the all-reduce with n1" in found.found
     assert "measured: 1 of 6 pairs, 0.2 to 0.2 MB/s, the slowest is n0 - n2; not measured: " in found.found
