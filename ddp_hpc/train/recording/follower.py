@@ -38,6 +38,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0
 """After an error, the next try."""
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
 """These libraries report to their makers unless a variable says no; a user's own value stays."""
+FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+"""MLflow's own client tries seven times, and sleeps for up to a minute in between: it would miss that its server is back when the
+attempt ends. The tries here do the same, and end their pause then; a user's own value stays."""
 
 Await = Callable[[float], Ending | None]
 """Wait so many seconds for how the attempt ends; None while it goes on."""
@@ -145,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     spec = load_resolved(run.config, is_patient=True)
     if arguments.parent is None:
         os.environ.update(spec.environ | {"TMPDIR": tempfile.gettempdir()})  # rank zero's process has them by itself
-    for name, value in QUIET.items():
+    for name, value in (QUIET | FEW_TRIES).items():
         os.environ.setdefault(name, value)
     os.umask(0o077 & ~readers(run.path))  # what a library writes can be read by those who may read the run's directory
     values = flat(spec)
