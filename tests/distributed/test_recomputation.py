@@ -202,6 +202,7 @@ def test_a_thousand_comparisons_of_ranks_that_are_right_find_no_difference(tmp_p
         recipe=recipe,
         train={
             "epochs": 500,
+            "find_unused_parameters": True,
             "max_steps": 1000,
             "global_batch_size": 16,
             "micro_batch_size": 2,
