@@ -144,7 +144,6 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     Raises:
         ConfigError: if the recipe and the spec do not fit together.
     """
-    watchdog = watchdog or Watchdog(None)
     _check_best(spec, recipe)
     _refuse_lazy(recipe)
     order = _order(spec, recipe, group)
@@ -152,45 +151,16 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     precision = Precision(spec.train.precision, group.device)
     log.info("precision %s; %s", precision.name, describe())
     state = _initial_state(spec, recipe, group, order, precision)
-    bare, optimizer = state.model, state.optimizer
+    bare, optimizer, on_nonfinite = state.model, state.optimizer, spec.train.on_nonfinite
+    skips = on_nonfinite == "skip" and state.scaler is None
     phases = phase_timer(
         spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1, nsys=nsys
     )
-    world_size = group.rank_info.world_size
-    num_gpus = world_size if group.device.type == "cuda" else 0
-    is_rank_zero = group.rank_info.is_rank_zero
-    timeline = Timeline(run, attempt, World(world_size, num_gpus), phases) if is_rank_zero else None
-    recorder = RunRecorder(
-        run, spec, is_writer=is_rank_zero, attempt=attempt, total_steps=total_steps, timeline=timeline
-    )
-    job = partial(read_job, run, attempt, max(1, world_size // group.rank_info.local_world_size))
-    save_plan = SavePlan(
-        spec.checkpoint.every_steps, None if timeline is None else _auto_interval(spec, group, job, phases, timeline)
-    )
-    checkpointer = Checkpointer(
-        run,
-        group,
-        attempt=attempt,
-        keep=spec.checkpoint,
-        on_result=partial(_saved, recorder, save_plan),
-        on_progress=watchdog.feed,
-        is_stop_asked=partial(stop.is_set, look_at_file=group.rank_info.is_rank_zero),
-    )
+    rank = _Rank(spec, recipe, run, group, attempt, stop, watchdog or Watchdog(None), precision, state, phases)
+    recorder, save_plan = _recording(rank, total_steps)
+    checkpointer = _checkpointer(rank, recorder, save_plan)
     checkpointer.check(state)
-    policy, every_steps = spec.train.on_nonfinite, spec.integrity.every_steps
-    replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
-    every = spec.integrity.recompute_every_steps
-    computed = Computed(
-        recipe=recipe,
-        precision=precision,
-        channels_last=spec.train.channels_last,
-        may_be_unused=spec.train.find_unused_parameters,
-        phases=phases,
-        feed=watchdog.feed,
-    )
-    compare = partial(replicas.compare, state)
-    tries_again = policy == "stop" and every_steps is not None
-    lone = LoneLosses(run, group, attempt=attempt, tries_again=tries_again, compare=compare)
+    replicas, lone_losses = _comparing(rank, checkpointer)
     return Training(
         spec=spec,
         run=run,
@@ -205,20 +175,85 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         untrained=_untrained(bare, optimizer),
         stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt), news=save_plan),
         checkpointer=checkpointer,
-        losses=LossWatch(run, group, checkpointer, policy=policy, lone=lone),
-        guard=UpdateGuard(
-            run, bare, checkpointer, is_active=policy == "skip" and state.scaler is None, before_end=lone.end
-        ),
-        evaluator=Evaluator(recipe, spec, group, precision, on_batch=watchdog.feed),
+        losses=LossWatch(run, group, checkpointer, policy=on_nonfinite, lone=lone_losses),
+        guard=UpdateGuard(run, bare, checkpointer, is_active=skips, before_end=lone_losses.end),
+        evaluator=Evaluator(recipe, spec, group, precision, on_batch=rank.watchdog.feed),
         recorder=recorder,
         numbers=StepNumbers(recipe.tokens, computes_norm=spec.log.grad_norm),
         phases=phases,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
-        watchdog=watchdog,
-        replicas=replicas if every is None or world_size == 1 else Recomputation(replicas, computed, every_steps=every),
+        watchdog=rank.watchdog,
+        replicas=replicas,
         moves_batches=group.device.type != "cpu" or spec.train.channels_last,
         save_plan=save_plan,
     )
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank is given, and what it computes with: several parts of a training are made of most of it."""
+
+    spec: RunSpec
+    recipe: Recipe
+    run: RunDir
+    group: Group
+    attempt: int
+    stop: StopFlag
+    watchdog: Watchdog
+    precision: Precision
+    state: TrainingState
+    phases: PhaseTimes
+
+
+def _recording(rank: _Rank, total_steps: int) -> tuple[RunRecorder, SavePlan]:
+    """Return what writes the metrics, and what says when to save: rank zero measures for both."""
+    spec, run, group = rank.spec, rank.run, rank.group
+    world_size, is_rank_zero = group.rank_info.world_size, group.rank_info.is_rank_zero
+    num_gpus = world_size if group.device.type == "cuda" else 0
+    timeline = Timeline(run, rank.attempt, World(world_size, num_gpus), rank.phases) if is_rank_zero else None
+    recorder = RunRecorder(
+        run, spec, is_writer=is_rank_zero, attempt=rank.attempt, total_steps=total_steps, timeline=timeline
+    )
+    job = partial(read_job, run, rank.attempt, max(1, world_size // group.rank_info.local_world_size))
+    interval = None if timeline is None else _auto_interval(spec, group, job, rank.phases, timeline)
+    return recorder, SavePlan(spec.checkpoint.every_steps, interval)
+
+
+def _checkpointer(rank: _Rank, recorder: RunRecorder, save_plan: SavePlan) -> Checkpointer:
+    return Checkpointer(
+        rank.run,
+        rank.group,
+        attempt=rank.attempt,
+        keep=rank.spec.checkpoint,
+        on_result=partial(_saved, recorder, save_plan),
+        on_progress=rank.watchdog.feed,
+        is_stop_asked=partial(rank.stop.is_set, look_at_file=rank.group.rank_info.is_rank_zero),
+    )
+
+
+def _comparing(rank: _Rank, checkpointer: Checkpointer) -> tuple[Replicas | Recomputation, LoneLosses]:
+    """Return what compares the ranks' weights (and what they compute), and what does it after a loss that is not finite."""
+    spec, run, group, attempt = rank.spec, rank.run, rank.group, rank.attempt
+    every_steps, recompute_every_steps = spec.integrity.every_steps, spec.integrity.recompute_every_steps
+    replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
+    lone_losses = LoneLosses(
+        run,
+        group,
+        attempt=attempt,
+        tries_again=spec.train.on_nonfinite == "stop" and every_steps is not None,
+        compare=partial(replicas.compare, rank.state),
+    )
+    if recompute_every_steps is None or group.rank_info.world_size == 1:
+        return replicas, lone_losses
+    computed = Computed(
+        recipe=rank.recipe,
+        precision=rank.precision,
+        channels_last=spec.train.channels_last,
+        may_be_unused=spec.train.find_unused_parameters,
+        phases=rank.phases,
+        feed=rank.watchdog.feed,
+    )
+    return Recomputation(replicas, computed, every_steps=recompute_every_steps), lone_losses
 
 
 def _auto_interval(
