@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,53 @@ class ByRank(Layers):
         return super().forward(rows) * (1 + dist.get_rank() / 1000)
 
 
+class Held:
+    """An object of the user's, which is no module."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.average = torch.zeros(1)
+
+
+class Counting(Layers):
+    """Keeps its state in an object, and a buffer that is None in every second pass."""
+
+    maybe: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Held()
+        self.register_buffer("maybe", None, persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.held.calls += 1
+        self.held.average += 0.1
+        self.maybe = torch.ones(1) if self.maybe is None else None
+        return super().forward(rows) * (self.held.average / self.held.calls**2 + (self.maybe is None))
+
+
+class Iterating(Layers):
+    """Takes one number after the other from an iterator, which nobody can put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = count(1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) / next(self.numbers)
+
+
+class Hiding(Layers):
+    """Holds a layer that PyTorch does not know of, with averages of this rank's own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = (nn.BatchNorm1d(4, affine=False),)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.hidden[0](rows)) + self.hidden[0].running_mean.sum()  # type: ignore[union-attr]  # a Tensor
+
+
 class Failing(Layers):
     """Raises on rank 1 when it computes outside of a step."""
 
@@ -128,6 +176,9 @@ GOES_ON: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a reentrant one": (partial(Checkpointed, is_reentrant=True), {}, ""),
     "collectives in the forward": (Contrastive, {}, ""),
     "sparse gradients": (Words, {}, ""),
+    "state in an object, and a buffer that comes and goes": (Counting, {}, ""),
+    "an iterator": (Iterating, {}, "`model.numbers` is of the type count"),
+    "a layer that is not registered": (Hiding, {}, "`model.hidden[0]` is a module of the type BatchNorm1d that is not"),
     "not deterministic": (Irregular, {}, "several ranks do not find the same"),
     "an error outside of steps": (Failing, {}, "rank 1 could not compute its micro batch"),
 }

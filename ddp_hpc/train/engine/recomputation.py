@@ -24,8 +24,9 @@ from ddp_hpc.run_dir.recomputed import by_recomputation, is_nondeterministic
 from ddp_hpc.train.comparable import processor_of
 from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sent_values import NotSendableError, Taken, as_bytes, from_bytes, taken_apart
+from ddp_hpc.train.engine.kept_values import NotKeptError
 from ddp_hpc.train.engine.precision import Precision
-from ddp_hpc.train.engine.set_aside import rank_state, set_aside, take_over
+from ddp_hpc.train.engine.set_aside import rank_state, set_aside, take_over, to_keep
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.replicas import Replicas, message_of
@@ -75,7 +76,7 @@ class Computed:
 
     def _passed(self, state: TrainingState, received: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
         model, recipe = state.model, self.recipe
-        called = (recipe.loss, recipe.inputs_and_targets)
+        called = self._called()
         with set_aside(model, called, state.device), torch.enable_grad():
             self._take_over(model, called, received)
             rng.restore(received["random"], state.device)
@@ -99,13 +100,26 @@ class Computed:
                 one.copy_(received["buffers"][name])
         take_over(model, called, received["own"])
 
+    def _called(self) -> tuple[object, ...]:
+        return self.recipe.loss, self.recipe.inputs_and_targets
+
+    def why_not_kept(self, model: nn.Module) -> str:
+        """Return what of the model or the recipe's functions cannot be put back after a pass, or an empty text."""
+        try:
+            to_keep(model, self._called())
+        except NotKeptError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001  code of the user's values; the other ranks wait for this one
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     def to_send(self, state: TrainingState, batch: Taken) -> Tensor:
         """Return what all ranks need to compute the same as this one.
 
         Raises:
             NotSendableError: if it cannot be sent.
         """
-        called = (self.recipe.loss, self.recipe.inputs_and_targets)
+        called = self._called()
         beside = taken_apart(
             {
                 "random": rng.capture(state.device),
@@ -202,6 +216,8 @@ class Recomputation:
         if not self._is_checked:
             self._check_processors()
         if not self._is_off:
+            self._check_values(state)
+        if not self._is_off:
             self._compare_gradients(state)
 
     # --- one comparison ---
@@ -287,6 +303,11 @@ class Recomputation:
                 row = self._computed.to_send(state, self._batch)
             except NotSendableError as error:
                 why = str(error)
+        return self._broadcast(sender, row, why)
+
+    def _broadcast(self, sender: int, row: Tensor, why: str) -> Tensor | str:
+        """Return what `sender` has: a text if it has one, else its row of bytes."""
+        is_sender = self._group.rank_info.rank == sender
         if is_sender and why:
             row = torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8)
         head = torch.tensor([row.numel(), bool(why)])
@@ -296,6 +317,16 @@ class Recomputation:
             row = torch.empty(length, dtype=torch.uint8)
         dist.broadcast(row, sender)
         return row.numpy().tobytes().decode() if is_refusal else row
+
+    def _check_values(self, state: TrainingState) -> None:
+        """Switch it off, before anything has changed, where some rank has values that cannot be put back."""
+        why = self._computed.why_not_kept(state.model)
+        flags = torch.zeros(self._group.rank_info.world_size, dtype=torch.int64)
+        flags[self._group.rank_info.rank] = bool(why)
+        refusing = self._group.sum(flags).nonzero().flatten().tolist()
+        if refusing:
+            text = self._broadcast(refusing[0], torch.zeros(0, dtype=torch.uint8), why)
+            self._switch_off(f"what a pass changes could not all be put back on rank {refusing[0]}: {text}")
 
     def _check_processors(self) -> None:
         """Switch it off where the ranks' processors, threads or versions of PyTorch may round differently."""

@@ -5,11 +5,10 @@ What lies outside of the model and of the recipe's functions (globals, closures,
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.train.data.sent_values import NotSendableError, taken_apart
+from ddp_hpc.train.engine.kept_values import GENERATORS, ToKeep, refilled, set_state, state_of
 from ddp_hpc.train.engine.traces import put_back
 from ddp_hpc.train.state import rng
 
-Restore = Callable[[], object]
-_OF_PYTORCH = frozenset({"_parameters", "_buffers", "_modules"})
+_OF_PYTORCH = ("_parameters", "_buffers", "_modules")
 """Attributes of a module whose tensors `put_back` restores."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _MOST_ELEMENTS = 10_000
 """Of a value that another rank takes over."""
-_DEEPEST = 8
-"""How deep containers in containers are kept."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -37,18 +34,23 @@ def set_aside(model: nn.Module, others: Iterable[object], device: torch.device) 
     """Take hooks off the parameters; afterwards restore the model, the `others` (a loss, say) and all generators.
 
     Needs memory for a copy of the model's weights and buffers.
+
+    Raises:
+        NotKeptError: before anything has changed, if there is something that cannot be put back.
     """
+    others = [*others]
     holders = _holders(model, others)
-    restores = [_kept_attributes(one) for one in holders]
+    restores = to_keep(model, others).restores()
+    registered = [refilled(vars(one)[name]) for one in holders if isinstance(one, nn.Module) for name in _OF_PYTORCH]
     parameters = [
         one for module in holders if isinstance(module, nn.Module) for one in module.parameters(recurse=False)
     ]
     gradients = [(one, one.grad) for one in parameters]
     hooks = [found for one in parameters for name in _HOOKS if (found := getattr(one, name))]
     kept = [dict(found) for found in hooks]
-    modules = [one for one in others if isinstance(one, nn.Module)]
+    modules = [one for one in holders if isinstance(one, nn.Module)]
     try:
-        with rng.preserved(device), put_back(nn.ModuleList([model, *modules]), with_parameters=True):
+        with rng.preserved(device), put_back(nn.ModuleList(modules), with_parameters=True):
             for found in hooks:
                 found.clear()  # they may count, keep what they see, or step the optimizer
             for one in parameters:
@@ -59,8 +61,28 @@ def set_aside(model: nn.Module, others: Iterable[object], device: torch.device) 
             found.update(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for restore in restores:
+        for restore in (*restores, *registered):
             restore()
+
+
+def to_keep(model: nn.Module, others: Iterable[object]) -> ToKeep:
+    """Return what is to be kept of the attributes of all modules, and of the `others`.
+
+    Raises:
+        NotKeptError: if there is something that cannot be put back.
+    """
+    others = [*others]
+    holders = _holders(model, others)
+    modules = [one for one in holders if isinstance(one, nn.Module)]
+    tensors = [one for of in modules for name in _OF_PYTORCH for one in getattr(of, name).values() if one is not None]
+    found = ToKeep([*modules, *tensors])
+    names = {id(one): f"model.{name}" if name else "model" for name, one in model.named_modules()}
+    for holder in holders:
+        if isinstance(holder, (nn.Module, FunctionType)):
+            found.add_holder(holder, names.get(id(holder), type(holder).__name__), without=_OF_PYTORCH)
+    for one in others:
+        found.add(one, getattr(one, "__name__", type(one).__name__))
+    return found
 
 
 def rank_state(model: nn.Module, others: Iterable[object]) -> list[dict[str, Any]]:
@@ -70,7 +92,7 @@ def rank_state(model: nn.Module, others: Iterable[object]) -> list[dict[str, Any
     """
     return [
         {
-            key: state_of(one) if isinstance(one, _GENERATORS) else one
+            key: state_of(one) if isinstance(one, GENERATORS) else one
             for key, one in vars(holder).items()
             if _is_own(key, one)
         }
@@ -87,7 +109,7 @@ def take_over(model: nn.Module, others: Iterable[object], states: Sequence[dict[
     for holder, state in zip(_holders(model, others), states, strict=True):
         own = vars(holder)
         for key, value in state.items():
-            if isinstance(own.get(key), _GENERATORS):
+            if isinstance(own.get(key), GENERATORS):
                 set_state(own[key], value)
             elif isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
                 own[key] = value.to(own[key].device)
@@ -96,7 +118,7 @@ def take_over(model: nn.Module, others: Iterable[object], states: Sequence[dict[
 
 
 def _is_own(key: str, value: Any) -> bool:
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, GENERATORS):
         return True
     if key in _OF_MODULES or not isinstance(value, (bool, int, float, Tensor, np.ndarray, list, tuple, dict, deque)):
         return False
@@ -109,28 +131,6 @@ def _is_own(key: str, value: Any) -> bool:
         return False
 
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
-def state_of(generator: Any) -> Any:
-    """Return the state of a generator: tensors, arrays, numbers and texts in tuples and dicts."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Set what `state_of` returned."""
-    if isinstance(generator, (torch.Generator, np.random.RandomState)):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.setstate(state)
-
-
 def _holders(model: nn.Module, others: Iterable[object]) -> list[Any]:
     """Return the objects whose attributes are kept: all modules, and objects that are called."""
     found: list[Any] = [*model.modules()]
@@ -138,40 +138,3 @@ def _holders(model: nn.Module, others: Iterable[object]) -> list[Any]:
         of = getattr(one, "__self__", one)  # of a method, its object
         found += of.modules() if isinstance(of, nn.Module) else [of] if hasattr(of, "__dict__") else []
     return [*{id(one): one for one in found if not isinstance(one, (type, ModuleType))}.values()]
-
-
-def _kept_attributes(holder: Any) -> Restore:
-    own = vars(holder)
-    before = {key: value for key, value in own.items() if key not in _OF_PYTORCH}
-    restores = [_kept(value, 0) for value in before.values()]
-
-    def restore() -> None:
-        for key in [key for key in own if key not in before and key not in _OF_PYTORCH]:
-            del own[key]
-        own.update(before)
-        for one in restores:
-            one()
-
-    return restore
-
-
-def _kept(value: Any, depth: int) -> Restore:
-    """Return what gives a value that can change its content of now again."""
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        copied = value.detach().clone()
-        return lambda: value.detach().copy_(copied)
-    if isinstance(value, _GENERATORS):
-        state = state_of(value)
-        return lambda: set_state(value, state)
-    if isinstance(value, (dict, list, set, deque)) and depth < _DEEPEST:
-        content: Any = type(value)(value) if type(value) in (dict, list, set) else value.copy()
-        inner = [_kept(one, depth + 1) for one in (content.values() if isinstance(content, dict) else content)]
-
-        def refill() -> None:
-            value.clear()
-            (value.extend if isinstance(value, (list, deque)) else value.update)(content)
-            for one in inner:
-                one()
-
-        return refill
-    return lambda: None

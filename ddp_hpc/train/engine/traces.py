@@ -14,10 +14,11 @@ from torch import nn
 def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
     """Restore the buffers afterwards, and with `with_parameters` the parameters; keeps a copy of them meanwhile."""
     named = [
-        (module, name, tensor, tensor.detach().clone())
+        (module, name, tensor, None if tensor is None else tensor.detach().clone())
         for module in model.modules()
         for name, tensor in chain(
-            module.named_buffers(recurse=False), module.named_parameters(recurse=False) if with_parameters else ()
+            module._buffers.items(),  # noqa: SLF001  `named_buffers` leaves out those that are None
+            module.named_parameters(recurse=False) if with_parameters else (),
         )
     ]
     try:
@@ -26,4 +27,5 @@ def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
         with torch.no_grad():
             for module, name, tensor, before in named:
                 setattr(module, name, tensor)  # the forward may have assigned another tensor
-                tensor.copy_(before)
+                if tensor is not None and before is not None:
+                    tensor.copy_(before)
