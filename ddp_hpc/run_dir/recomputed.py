@@ -9,8 +9,12 @@ from ddp_hpc.run_dir.differences import Difference, by_vote
 
 
 def is_nondeterministic(results: Sequence[Sequence[str]]) -> bool:
-    """Tell whether several ranks do not find the same each time, so that their results prove nothing; `results` are by rank."""
-    return len(_unsteady(results)) > 1
+    """Tell whether the results, by rank, prove nothing.
+
+    So it is where several ranks do not find the same each time, or one, while the others do not agree.
+    """
+    unsteady = _unsteady(results)
+    return bool(unsteady) and (len(unsteady) > 1 or len(_others(results, unsteady)) > 1)
 
 
 def by_recomputation(difference: Difference, results: Sequence[Sequence[str]]) -> Difference:
@@ -22,10 +26,13 @@ def by_recomputation(difference: Difference, results: Sequence[Sequence[str]]) -
     unsteady = _unsteady(results)
     if not unsteady:
         return by_vote(difference)
-    others = {tuple(of_rank) for rank, of_rank in enumerate(results) if rank not in unsteady}
-    if len(others) != 1 or len(unsteady) > 1:
+    if is_nondeterministic(results):
         return difference
     return replace(difference, odd_ranks=unsteady, told_by="itself", told_in=difference.attempt)
+
+
+def _others(results: Sequence[Sequence[str]], unsteady: Sequence[int]) -> set[tuple[str, ...]]:
+    return {tuple(of_rank) for rank, of_rank in enumerate(results) if rank not in unsteady}
 
 
 def _unsteady(results: Sequence[Sequence[str]]) -> tuple[int, ...]:

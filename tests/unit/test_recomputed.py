@@ -69,6 +69,12 @@ def test_a_rank_that_alone_differs_from_itself_was_wrong(results: tuple[str, ...
 def test_several_ranks_that_differ_from_themselves_prove_that_the_model_is_not_deterministic() -> None:
     assert is_nondeterministic(["ab", "ba", "aa"])
     assert not is_nondeterministic(["ab", "aa", "aa"])
+    assert not is_nondeterministic(["ab", "bb"])
+
+
+def test_one_rank_that_differs_from_itself_while_the_others_disagree_proves_nothing_either() -> None:
+    assert is_nondeterministic(["ab", "aa", "bb"])
+    assert not is_nondeterministic(["aa", "aa", "bb"])
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------

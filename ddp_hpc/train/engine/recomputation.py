@@ -35,8 +35,8 @@ from ddp_hpc.train.state.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
-NUM_RESULTS = 4
-"""How many times each rank computes the same before a rank is blamed."""
+NUM_RESULTS = 13
+"""How many times each rank computes the same before a rank is blamed: a model that seldom repeats itself must show that it does not."""
 _PAUSE_S = 0.01
 _MOST_NAMED = 20
 """How many of the tensors that differ are recorded by name."""
