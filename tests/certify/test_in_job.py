@@ -120,17 +120,17 @@ def test_several_nodes_are_refused_and_the_drill_is_named(cluster: str, capsys: 
     assert "`resources.nodes` is 2, but certify runs the script on one node" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("slurm")
 def test_a_shell_in_a_job_is_asked_to_certify_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = {"JOB_ID": "5", "JOB_NODELIST": "node1", "TASKS_PER_NODE": "2"}
+    slurm.knows_job()
+    job = {"JOB_ID": "7", "JOB_NODELIST": "node[1-2]", "TASKS_PER_NODE": "2(x2)"}
     for name, value in {**{f"SLURM_{key}": value for key, value in job.items()}, "SLURMD_NODENAME": "node1"}.items():
         monkeypatch.setenv(name, value)
 
     assert main(["certify", "--cluster", "slurm", *SCRIPT]) == 2
 
-    assert "runs on a node of job 5 already" in capsys.readouterr().err
+    assert "runs on a node of job 7 already" in capsys.readouterr().err
 
 
 def test_the_runs_in_the_job_get_what_the_site_sets_for_its_partition(slurm: FakeSlurm, tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def entities(job: Job) -> list[tuple[str, bool]]:
 def test_a_sample_that_cannot_be_decoded_ends_the_run_after_two_attempts_with_its_name(
     job: Job, ranks: int, num_workers: int
 ) -> None:
-    code = trains(job, {"9": "damaged"}, data={"num_workers": num_workers}, resources={"workers_per_node": ranks})
+    # Without a save: one that a failure comes before in the first attempt alone would be progress of the second one.
+    more: dict[str, Any] = {"data": {"num_workers": num_workers}, "resources": {"workers_per_node": ranks}}
+    code = trains(job, {"9": "damaged"}, every_steps=100, **more)
 
     first, second = job.attempts
     assert code == exit_codes.FAILED
