@@ -63,8 +63,10 @@ class Login:
     """The login node with a script and a file of points; each submission makes a sweep of another name."""
 
     def __init__(self, cluster: Cluster) -> None:
-        folder = Path(tempfile.mkdtemp(dir=cluster.shared))
-        shutil.chown(folder, USER, USER)
+        # submitit's files lie elsewhere: `ddp-hpc submit` copies the directory of the user's code.
+        folder, self._pickles = (Path(tempfile.mkdtemp(dir=cluster.shared)) for _ in range(2))
+        for each in (folder, self._pickles):
+            shutil.chown(each, USER, USER)
         self._login, self._numbers = LoginNode(cluster, folder), itertools.count()
         points = "".join(f"- {{lr: {number / 1000}, seed: {number % 5}}}\n" for number in range(NUM_POINTS))
         for name, text in (("train.py", "print('trained')\n"), ("points.yaml", points)):
@@ -88,8 +90,8 @@ class Login:
         return figures
 
     def submitit(self, num_points: int) -> Mapping[str, float]:
-        folder = f"submitit-{next(self._numbers)}"
-        figures = self._timed(sys.executable, "-c", SUBMITIT_CODE, folder, str(num_points))
+        folder = self._pickles / str(next(self._numbers))
+        figures = self._timed(sys.executable, "-c", SUBMITIT_CODE, str(folder), str(num_points))
         self._login.cluster.cancel_all()
         return figures
 
