@@ -200,7 +200,7 @@ def limits(answers: Answers) -> Iterator[Finding]:
         yield judged("limits", crowded, answers, found, "", level="warn", to_do=to_do)
     locked = [node for node in rdma if told.get(node, {}).get("memlock", UNLIMITED) != UNLIMITED]
     if locked:
-        found = f"the memory that a process may lock is limited on {listed(locked)}, which InfiniBand needs"
+        found = f"the memory that a process may lock is limited on {listed(locked)}, but InfiniBand needs it unlimited"
         yield judged(
             "limits",
             locked,

@@ -101,7 +101,7 @@ def _free(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
     """
     if run.path.is_symlink():
         raise ConfigError(
-            f"{run.path} is a symbolic link to {run.path.readlink()}. Name that directory, or remove the link."
+            f"{run.path} is a symbolic link to {run.path.readlink()}, so it was left as it is. Give that directory's path, or remove the link."
         )
     newest = Ledger.read(run).newest
     is_over = newest is not None and newest.ending is not None

@@ -34,7 +34,7 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
     """
     if sweep_dir.path.is_symlink():
         raise ConfigError(
-            f"{sweep_dir.path} is a symbolic link. Name the directory that it leads to, or remove the link."
+            f"{sweep_dir.path} is a symbolic link, so nothing was deleted. Give the path of its target directory, or remove the link."
         )
     with sending_alone(sweep_dir) as is_alone:
         problem = next(_reasons(sweep_dir, environ), None) if is_alone else "another process is submitting its points"

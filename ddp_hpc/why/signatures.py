@@ -177,8 +177,8 @@ REGISTRY: Sequence[Failure] = (
     Failure(
         name="dns",
         title="a host name cannot be resolved",
-        means="This node cannot resolve the name of another node to an address.",
-        to_do="Try `getent hosts NAME` on that node; set `network.interfaces` or ask the administrators about DNS.",
+        means="This node cannot resolve a host name to an address.",
+        to_do="Try `getent hosts NAME` on that node. If it prints nothing, use an IP address, or ask the administrators about DNS.",
         patterns=[
             _raised(
                 r"(?:socket\.)?gaierror: \[Errno -\d+\]",

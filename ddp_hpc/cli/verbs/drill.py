@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="FAIL when a run makes no progress for this long (default: 600)",
+        help="FAIL when a run makes no progress for so many seconds (default: 600)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_site(parser)
