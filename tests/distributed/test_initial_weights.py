@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.spec import RunSpec, TrainSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 from tests.distributed.processes import in_group
-from tests.unit.made_state import make_state
+from tests.unit.made_state import alone, make_state
 
 ODD = {
     "halves": torch.arange(5).bfloat16(),
@@ -65,3 +67,33 @@ def test_all_ranks_refuse_weights_that_do_not_fit_with_the_same_words(tmp_path: 
     assert isinstance(first, str)
     assert "halves (6,) instead of (5,)" in first
     assert second == first
+
+
+def test_complex_weights_that_are_conjugated_or_negated_by_a_mark_arrive(tmp_path: Path) -> None:
+    marked = {"complexes": torch.tensor([1 + 2j]).conj(), "turned": torch.full((3, 2), 4j).conj().imag}
+    torch.save({**ODD, **marked}, tmp_path / "weights.pt")
+
+    for weights in in_group(2, partial(taken, runs=tmp_path), tmp_path / "ours"):
+        assert isinstance(weights, dict), weights
+        assert weights["complexes"].tolist() == [1 - 2j]
+        assert weights["turned"].tolist() == [[-4.0, -4.0]] * 3
+
+
+UNPLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse,
+    "quantised": lambda values: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8),
+    "without values": lambda values: values.to("meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch deprecates what makes and reads such tensors
+@pytest.mark.parametrize("made_of", UNPLAIN.values(), ids=UNPLAIN)
+def test_a_weight_that_cannot_be_sent_is_refused_before_anything_is_sent(
+    made_of: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    torch.save({**ODD, "halves": made_of(torch.ones(5))}, tmp_path / "weights.pt")
+
+    refused = taken(alone(), tmp_path)
+
+    assert isinstance(refused, str)
+    assert "its weight 'halves' is sparse, nested, quantised, distributed or without values" in refused

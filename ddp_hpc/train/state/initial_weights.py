@@ -94,10 +94,21 @@ def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tup
     """Return the weights in a file or checkpoint that fit the model, and how the others differ.
 
     Raises:
-        ConfigError: where none fits, or, with `is_strict`, not all do.
+        ConfigError: where none fits, or, with `is_strict`, not all do; where one cannot be sent to other ranks.
     """
     found = _unwrapped(_read(source))
-    fitting = {name: found[name] for name in own if name in found and own[name].shape == found[name].shape}
+    for name in own:
+        if name in found and not _has_plain_values(found[name]):
+            raise ConfigError(
+                f"`train.init_from` is {str(source)!r}, but its weight {name!r} is sparse, nested, quantised, distributed or without values. "
+                "Write it as a plain dense tensor: `to_dense()`, `dequantize()` or `full_tensor()` make one."
+            )
+    # PyTorch cannot view a tensor as bytes while it is conjugated or negated by a mark alone.
+    fitting = {
+        name: found[name].detach().resolve_conj().resolve_neg()
+        for name in own
+        if name in found and own[name].shape == found[name].shape
+    }
     misfits = differences(own, found)
     if misfits and is_strict:
         raise ConfigError(
@@ -109,6 +120,11 @@ def _fitting(source: Path, own: Mapping[str, Tensor], *, is_strict: bool) -> tup
             f"`train.init_from` is {str(source)!r}, but none of its weights fits the model: {misfits}. Name a file or run with weights of this model."
         )
     return fitting, misfits
+
+
+def _has_plain_values(one: Tensor) -> bool:
+    is_dense = one.layout == torch.strided and not one.is_nested and not one.is_quantized and not one.is_meta
+    return is_dense and type(one) in (Tensor, nn.Parameter)
 
 
 def _received(read: Mapping[str, Tensor], offer: _Offer, group: Group) -> dict[str, Tensor]:
