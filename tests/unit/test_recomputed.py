@@ -100,6 +100,12 @@ def rows(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(6).reshape(2, 3).to(dtype)
 
 
+def read_only() -> np.ndarray[Any, Any]:
+    made = np.arange(3)
+    made.flags.writeable = False
+    return made
+
+
 VALUES = [
     rows(),
     rows().T,
@@ -115,6 +121,11 @@ VALUES = [
     Pair(rows(), {}),
     deque([1, 2], maxlen=2),
     np.arange(4.0).reshape(2, 2),
+    np.arange(4.0).reshape(2, 2).T,
+    np.arange(4)[::-1],
+    np.array(3.0),
+    np.zeros((0, 2)),
+    read_only(),
 ]
 
 
@@ -164,6 +175,10 @@ UNSENDABLE = {
     "a key of the type tuple": {(1, 2): rows()},
     "the type Generator": torch.Generator(),
     "the type type": Plain,
+    "the type MaskedArray": np.ma.masked_equal([1, 2], 2),
+    "an array of '>f4'": np.ones(2, ">f4"),
+    f"an array of {np.dtype(np.longdouble).str!r}": np.ones(2, np.longdouble),
+    r"an array of '\|O'": np.array([None]),
 }
 
 

@@ -55,11 +55,21 @@ def _shape(value: Any, into: Taken, place: str, above: tuple[int, ...]) -> list[
         return ["plain", value]
     if id(value) in above:
         raise NotSendableError(f"{place} contains itself")
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return ["array", *_of_tensor(torch.from_numpy(np.ascontiguousarray(value)), into, place)[1:]]
+    if type(value) is np.ndarray:  # no subclass: a masked array has a mask besides
+        return ["array", *_of_tensor(_as_tensor(value, place), into, place)[1:]]
     if isinstance(value, Tensor):
         return _of_tensor(value, into, place)
     return _of_container(value, into, place, (*above, id(value)))
+
+
+def _as_tensor(value: np.ndarray[Any, Any], place: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # of objects, texts or times, longer than a double, or of the other byte order
+        raise NotSendableError(f"{place} is an array of {value.dtype.str!r}, which PyTorch cannot hold") from error
 
 
 def _of_tensor(value: Tensor, into: Taken, place: str) -> list[Any]:
