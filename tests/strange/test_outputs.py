@@ -75,6 +75,31 @@ def test_how_many_lines_of_metrics_a_full_disk_has_cost_is_said_at_the_end(tmp_p
     assert num_lost == 2
 
 
+def test_metrics_that_a_full_disk_has_not_taken_are_counted_once_and_closing_again_is_no_error(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    file = MetricsFile(run)
+    file.open(0)
+
+    with no_file_larger_than(1):
+        assert not is_written(file, {"kind": "train", "step": 1})
+        counts = [file.close(), file.close()]
+
+    assert counts == [1, 0]
+
+
+def test_an_error_of_closing_the_metrics_does_not_reach_what_is_closed_after_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    file = MetricsFile(run)
+    file.open(0)
+    descriptor = next(
+        int(one.name) for one in Path("/proc/self/fd").iterdir() if one.resolve() == run.metrics.resolve()
+    )
+
+    os.close(descriptor)  # so that close(2) fails
+
+    assert file.close() == 0
+
+
 @contextmanager
 def no_file_larger_than(num_bytes: int) -> Iterator[None]:
     """Have the kernel write files up to a size, and refuse the rest, as a full disk does; Python ignores SIGXFSZ."""

@@ -53,12 +53,16 @@ class MetricsFile:
         self._write()
 
     def close(self) -> int:
-        """Write what waits; return how many lines the disk has not taken."""
+        """Write what waits; return how many lines the disk has not taken. No error is raised, and a second call does nothing."""
         if self._file is None:
             return 0
         with suppress(OSError):
             self._write()
-        self._file.close()
+        file, self._file = self._file, None
+        with suppress(
+            OSError
+        ):  # NFS may say only here that the disk is full: https://man7.org/linux/man-pages/man2/close.2.html
+            file.close()
         return self._num_lost + self._waiting.count(b"\n")
 
     def _write(self) -> None:
