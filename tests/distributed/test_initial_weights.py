@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.spec import RunSpec, TrainSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.initial_weights import take_initial_weights
@@ -45,7 +45,7 @@ def taken(group: Group, runs: Path) -> dict[str, Any] | str:
     state = replace(make_state(rank=group.rank_info.rank, world_size=group.rank_info.world_size), model=Odd())
     try:
         take_initial_weights(spec, state, group)
-    except ConfigError as error:
+    except (ConfigError, UnreadableError) as error:
         return str(error)
     return dict(state.model.state_dict())
 
@@ -97,3 +97,31 @@ def test_a_weight_that_cannot_be_sent_is_refused_before_anything_is_sent(
 
     assert isinstance(refused, str)
     assert "its weight 'halves' is sparse, nested, quantised, distributed or without values" in refused
+
+
+@pytest.mark.parametrize(
+    "text", ["train: 1\n", "seed: 3\n", "Job 7 wrote this\n", "Good weights\n", "U\x05abc\xff\xff\n"]
+)
+def test_a_text_file_is_refused_whatever_it_begins_with(text: str, tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_text(text, encoding="latin-1")
+
+    refused = taken(alone(), tmp_path)
+
+    assert isinstance(refused, str)
+    assert "PyTorch cannot read weights from it" in refused
+
+
+def test_a_name_that_the_file_system_does_not_answer_for_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").symlink_to("weights.pt")
+
+    refused = taken(alone(), tmp_path)
+
+    assert isinstance(refused, str)
+    assert "but that cannot be read: [Errno 40] Too many levels of symbolic links" in refused
+
+
+def test_a_name_that_no_path_can_have_is_refused(tmp_path: Path) -> None:
+    refused = taken(alone(), tmp_path / "zero\0byte")
+
+    assert isinstance(refused, str)
+    assert "but that cannot be read: embedded null byte" in refused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_hpc.base.patience import is_there
 from ddp_hpc.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.run_dir.paths import RunDir
@@ -67,6 +69,8 @@ def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
             offer = _Offer(found=f"{source}{f' ({misfits})' if misfits else ''}", tensors=tensors)
         except (ConfigError, UnreadableError) as error:
             offer = _Offer(refusal=(type(error).__name__, str(error)))
+        except (OSError, ValueError) as error:  # of the search for the file; a name with a zero byte is a ValueError
+            offer = _Offer(refusal=(UnreadableError.__name__, _unreadable(spec.train.init_from, error)))
     offer = _Offer(**group.broadcast_through_store("init_from", None if offer is None else asdict(offer)))
     if offer.refusal is not None:
         kind, text = offer.refusal
@@ -142,12 +146,17 @@ def _received(read: Mapping[str, Tensor], offer: _Offer, group: Group) -> dict[s
 
 
 def _find(text: str, *, runs_dir: Path) -> Path:
-    """Return the file, or the directory of a checkpoint, that `text` names."""
+    """Return the file, or the directory of a checkpoint, that `text` names.
+
+    Raises:
+        ConfigError: if there is none.
+        OSError: if the file system does not say.
+    """
     candidates = [Path(os.path.expanduser(text)).absolute(), runs_dir / text]  # noqa: PTH111  a Path raises an error for `~nobody`
     for path in candidates:
-        if path.is_file() or (path / checkpoint_names.MANIFEST).is_file():
+        if (is_there(path) and path.is_file()) or is_there(path / checkpoint_names.MANIFEST):
             return path
-        if (path / "config.yaml").is_file():
+        if is_there(path / "config.yaml"):
             run = RunDir(path)
             steps = checkpoint_names.committed_steps(run)
             if not steps:
@@ -175,16 +184,21 @@ def _read(source: Path) -> dict[str, Tensor]:
             "with `safetensors.torch.save_file`), or name another file or run."
         ) from error
     except OSError as error:
-        raise UnreadableError(
-            f"`train.init_from` is {str(source)!r}, but that cannot be read: {error}. Check that the file system answers and "
-            "that you may read it, and submit again."
-        ) from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        raise UnreadableError(_unreadable(source, error)) from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error) as error:
+        # Most of these are of a file that is no pickle: which one depends on its first bytes.
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"`train.init_from` is {str(source)!r}, but PyTorch cannot read weights from it: {first} "
             "Only tensors are read, never code. Write the file with `torch.save(model.state_dict(), PATH)`, or as safetensors."
         ) from error
+
+
+def _unreadable(source: Path | str | None, error: Exception) -> str:
+    return (
+        f"`train.init_from` is {str(source)!r}, but that cannot be read: {error}. Check that the file system answers and "
+        "that you may read it, and submit again."
+    )
 
 
 def _weights_in(content: Any, source: Path) -> dict[str, Tensor]:
