@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import subprocess
@@ -85,6 +86,31 @@ def test_metrics_that_a_full_disk_has_not_taken_are_counted_once_and_closing_aga
         counts = [file.close(), file.close()]
 
     assert counts == [1, 0]
+
+
+class TakesNothing(io.RawIOBase):
+    """A file of which each write takes no byte and is no error, as of some file systems in user space."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def write(self, _: Any) -> int:
+        self.num_calls += 1
+        if self.num_calls > 2:
+            raise AssertionError("it is tried for ever")
+        return 0
+
+
+def test_a_file_system_that_takes_no_byte_without_an_error_does_not_hold_the_training(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    file = MetricsFile(run)
+    file.open(0)
+    assert file._file is not None
+    file._file.close()
+    file._file = TakesNothing()  # type: ignore[assignment]  # a file of bytes
+
+    assert not is_written(file, {"kind": "train", "step": 1})
+    assert file.close() == 1
 
 
 def test_an_error_of_closing_the_metrics_does_not_reach_what_is_closed_after_them(tmp_path: Path) -> None:

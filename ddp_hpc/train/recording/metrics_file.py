@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -70,7 +71,10 @@ class MetricsFile:
         # On a full disk, write(2) may write only a part, or fail: https://man7.org/linux/man-pages/man2/write.2.html
         # The rest waits, so that the next write goes on where this one has ended, amid a line.
         while self._waiting:
-            del self._waiting[: self._file.write(self._waiting)]
+            num_written = self._file.write(self._waiting)
+            if not num_written:  # a file system in user space may answer so, again and again
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.metrics))
+            del self._waiting[:num_written]
 
     def _read(self) -> str:
         try:
