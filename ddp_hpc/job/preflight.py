@@ -30,7 +30,7 @@ from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.node_question import Question, without
-from ddp_hpc.job.unreached import are_all_reached, unreached
+from ddp_hpc.job.unreached import Reach, are_all_reached, reach_of
 from ddp_hpc.job.wire.subprocesses import NodesAnswers, ask_nodes
 from ddp_hpc.node_checks import collectives
 from ddp_hpc.node_checks.answers import Answers, Asked
@@ -62,9 +62,20 @@ def examine(question: Question) -> Preflight:
     if question.all_reduce:
         summed, lost = _all_reduce_without(question, network, lost)
     rest = [node for node in nodes if node not in lost and node in facts]
+    last = Reach()
     if rest and not processes.is_stop_pending() and not are_all_reached(rest, question.environ):
-        lost = [*lost, *unreached(rest, question.environ)]  # one whose processes go on, such as without its slurmd
-    answers = Answers(nodes=nodes, facts=facts, lost=lost, problem=problem, network=network, asked=question.asked)
+        last = reach_of(
+            rest, question.environ, job_nodes=rest
+        )  # finds one whose processes go on, such as without its slurmd
+    answers = Answers(
+        nodes=nodes,
+        facts=facts,
+        lost=[*lost, *last.lost],
+        unsure=last.unsure,
+        problem=problem,
+        network=network,
+        asked=question.asked,
+    )
     findings = [*findings_of(answers), *summed]
     return Preflight(at=at, seconds=round(time.monotonic() - began, 1), nodes=nodes, findings=tuple(findings))
 
@@ -75,12 +86,20 @@ def _asked(question: Question) -> tuple[Mapping[str, Any], str, list[str]]:
     Where there are such nodes, srun may have ended the step on the others, too, so these are asked once more without them.
     """
     first = _answers_to(question)
-    lost = unreached(first.silent, question.environ) if first.silent else []
+    lost = _lost(question, first.silent)
     rest = [node for node in first.silent if node not in lost]
     if not lost or not rest or processes.is_stop_pending():
         return first.by_node, first.last_error, lost
     again = _answers_to(question, rest)
     return {**first.by_node, **again.by_node}, first.last_error or again.last_error, lost
+
+
+def _lost(question: Question, silent: Sequence[str], *, before: Sequence[str] = ()) -> list[str]:
+    """Return those of the silent nodes on which Slurm starts no command; `before` are lost already."""
+    if not silent or processes.is_stop_pending():
+        return []
+    job_nodes = [node for node in question.allocation.node_names if node not in before]
+    return [*reach_of(silent, question.environ, job_nodes=job_nodes).lost]
 
 
 def _answers_to(question: Question, rest: Sequence[str] = ()) -> NodesAnswers:
@@ -103,7 +122,7 @@ def _network_without(question: Question, lost: Sequence[str]) -> tuple[NetworkFi
     """Probe the network between the nodes that are not lost; return also which are, with those that are lost meanwhile."""
     found = _network(without(question, lost))
     silent = found.silent if found is not None else ()
-    newly = unreached(silent, question.environ) if silent and not processes.is_stop_pending() else []
+    newly = _lost(question, silent, before=lost)
     if not newly:
         return found, [*lost]
     all_lost = [*lost, *newly]
@@ -117,7 +136,7 @@ def _all_reduce_without(
     """Have the nodes that are not lost add up numbers; return also which are, with those that are lost meanwhile."""
     rest = without(question, lost)
     findings, silent = _all_reduce(rest, network)
-    newly = unreached(silent, question.environ) if silent and not processes.is_stop_pending() else []
+    newly = _lost(question, silent, before=lost)
     all_lost = [*lost, *newly]
     if newly and len(silent) == len(rest.allocation.node_names) and not processes.is_stop_pending():
         findings, _ = _all_reduce(without(question, all_lost), network)  # the step did not start for the lost ones
