@@ -21,6 +21,9 @@ ASK_S = 5.0
 """How long a command waits for Slurm's answer."""
 TO_DO = "open a new shell, or in bash `unset ${!SLURM_@}`: ddp-hpc ignores these variables here, but srun and sbatch read them"
 
+_BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
+"""States of a job that has its nodes, such as one of `salloc` that shows its shell before they are up."""
+
 
 def without_ended_job(environ: Mapping[str, str]) -> tuple[Mapping[str, str], str]:
     """Return the environment without the variables of a job that has ended, and a note that says so; else the same one, and no note.
@@ -62,7 +65,8 @@ def standing(
         return "gone", f"{said}, but Slurm knows no such job"
     state = parse_state(job.state)
     if state not in {"running", "suspended", "ending"}:
-        return "unknown" if state == "unknown" else "gone", f"{said}, which {phrase(job.state)}"
+        is_unknown = state == "unknown" or job.state in _BOOTING
+        return "unknown" if is_unknown else "gone", f"{said}, which {phrase(job.state)}"
     return _by_nodes(job_id, said, claimed_nodes(environ), job.nodes)
 
 
@@ -70,6 +74,7 @@ def _by_nodes(job_id: str, said: str, claimed: AbstractSet[str] | None, nodes: s
     """Tell a job that runs from one that has got other nodes since, or another user's that has its number."""
     if claimed is None:
         return "unknown", f"{said}, but SLURM_JOB_NODELIST does not name the job's nodes"
-    if nodes and claimed != frozenset(expand_hostlist(nodes)):
+    # Slurm takes a failed node out of a job (`--no-kill`), and a user may give some back: the shell keeps the whole list.
+    if nodes and not claimed.issuperset(expand_hostlist(nodes)):
         return "gone", f"{said}, which runs on {nodes}, but SLURM_JOB_NODELIST names {', '.join(sorted(claimed))}"
     return "runs", f"job {job_id} runs on {nodes or ', '.join(sorted(claimed))}"

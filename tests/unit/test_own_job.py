@@ -37,6 +37,11 @@ def slurm(folder: Path, answer: str, cluster: str = "lab") -> dict[str, str]:
     [
         (JOB.format(state="RUNNING", nodes="node[1-2]"), "lab", ""),
         (JOB.format(state="COMPLETED", nodes="node[1-2]"), "lab", "name job 7, which completed"),
+        (JOB.format(state="RUNNING", nodes="node1"), "lab", ""),  # it lost node2 (`--no-kill`), or gave it back
+        (JOB.format(state="CONFIGURING", nodes="node[1-2]"), "lab", ""),  # its nodes boot
+        (JOB.format(state="CONFIGURING", nodes=""), "lab", ""),
+        (JOB.format(state="PENDING", nodes=""), "lab", "name job 7, which waits"),
+        (JOB.format(state="RUNNING", nodes="node[2-3]"), "lab", "name job 7, which runs on node[2-3]"),
         (JOB.format(state="RUNNING", nodes="node[3-4]"), "lab", "name job 7, which runs on node[3-4]"),
         (NO_JOB, "lab", "name job 7, but Slurm knows no such job"),
         (NO_JOB, "other", ""),  # another cluster of the site answers here
