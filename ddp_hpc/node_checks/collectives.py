@@ -51,6 +51,8 @@ class NodeReport:
 
 
 DONE, IMPORTING, JOINING, ALL = "done", "importing PyTorch", "joining", "the all-reduce of all nodes"
+ENDING = "the end of the others"
+"""Its own exchanges are over."""
 
 
 def report_of(plain: Any) -> NodeReport | None:
@@ -104,12 +106,13 @@ def _wrong(wrong: Mapping[str, int], reports: Mapping[str, NodeReport]) -> Findi
         or "no pair alone, only all nodes together"
     )
     found = f"the sum is wrong on {listed([*wrong])} ({sum(wrong.values())} elements); pairs with wrong sums: {shown}"
-    to_do = "a training on these nodes would get wrong gradients: leave out the node that is named, and tell your cluster's support"
+    leave = f"leave out {listed(named)}, and " if named else ""
+    to_do = f"a training on these nodes would get wrong gradients: {leave}tell your cluster's support"
     return Finding(check=CHECK, level="fail", found=found, to_do=to_do, nodes=named)
 
 
 def _measured(reports: Mapping[str, NodeReport]) -> dict[frozenset[str], float]:
-    """Return the speed of each pair that came to an end, in MB/s."""
+    """Return the speed of each pair that came to an end on one side at least, in MB/s."""
     return {
         frozenset({node, other}): one.mb_per_s
         for node, report in reports.items()
@@ -117,9 +120,15 @@ def _measured(reports: Mapping[str, NodeReport]) -> dict[frozenset[str], float]:
     }
 
 
+def _failed_pairs(reports: Mapping[str, NodeReport]) -> set[frozenset[str]]:
+    """Return the pairs that came to no end on one side at least."""
+    return {frozenset({node, other}) for node, report in reports.items() for other in report.failed if other}
+
+
 def _partly(nodes: Sequence[str], reports: Mapping[str, NodeReport]) -> str:
     """Say which pairs were measured, and which were not."""
-    measured = _measured(reports)
+    failed = _failed_pairs(reports)
+    measured = {pair: rate for pair, rate in _measured(reports).items() if pair not in failed}  # one side may end
     pairs = [frozenset({nodes[low], nodes[high]}) for of_round in rounds_of(len(nodes)) for low, high in of_round]
     missing = [pair for pair in pairs if pair not in measured]
     if not measured:
@@ -141,17 +150,26 @@ def _named(pair: frozenset[str]) -> str:
 
 def _failed(nodes: Sequence[str], reports: Mapping[str, NodeReport]) -> Finding:
     """Name a node that is in all pairs that came to no end, where it is one only, and others came to theirs."""
-    bad = {frozenset({node, other}) for node, report in reports.items() for other in report.failed if other}
-    measured = _measured(reports)
-    own = {node: {pair for pair in {*bad, *measured} if node in pair} for node in nodes}
+    bad = _failed_pairs(reports)
+    own = {node: {pair for pair in {*bad, *_measured(reports)} if node in pair} for node in nodes}
     odd = [node for node in nodes if len(own[node]) > 1 and own[node] == bad]
+    named = tuple(odd) if len(odd) == 1 else ()
     why = next(why for report in reports.values() for why in report.failed.values())
+    shown = "; ".join(map(_named, sorted(bad, key=sorted)[:_MOST_SHOWN]))
+    # All pairs are done before the exchange of all nodes.
     which = (
-        "; ".join(map(_named, sorted(bad, key=sorted)[:_MOST_SHOWN])) or "that of all nodes together, but each pair did"
+        f"came to no end: {shown}"
+        if bad
+        else "the all-reduce of all nodes together did not end, though that of each pair did"
     )
-    found = f"came to no end: {which} ({why}); {_partly(nodes, reports)}"
-    to_do = "a training there hangs, or is very slow: leave the node out, or have the switch between them examined"
-    return Finding(check=CHECK, level="fail", found=found, to_do=to_do, nodes=tuple(odd) if len(odd) == 1 else ())
+    leave = f"leave out {listed(named)}, or " if named else ""
+    return Finding(
+        check=CHECK,
+        level="fail",
+        found=f"{which} ({why}); {_partly(nodes, reports)}",
+        to_do=f"a training there hangs, or is very slow: {leave}have the switch between the nodes examined",
+        nodes=named,
+    )
 
 
 def _unfinished(
@@ -165,17 +183,22 @@ def _unfinished(
 
     Without the node that all meet at, the others stay behind, too, when they join.
     """
-    said = [f"{node}: {report.error or f'was not done in time with {report.stage}'}" for node, report in broken.items()]
+    said = [f"{node}: {report.error or _late(report.stage)}" for node, report in broken.items()]
     if silent:
         said.append(f"no report from {listed(silent)}{f' ({problem})' if problem else ''}")
     said.append(_partly(nodes, reports))
     absent = [*silent, *(node for node, report in broken.items() if report.stage == IMPORTING)]
     late = absent or [node for node, report in broken.items() if report.stage == JOINING]
     named = tuple(node for node in nodes if node in late) if len(late) * 2 < len(nodes) else ()
-    to_do = (
-        "leave out these nodes, or ask your cluster's support; with `debug.nccl=info`, a run logs which network it uses"
-    )
+    leave = f"leave out {listed(named)}, or " if named else ""
+    to_do = f"{leave}ask your cluster's support; with `debug.nccl=info`, a run logs which network it uses"
     return Finding(check=CHECK, level="fail", found="; ".join(said), to_do=to_do, nodes=named)
+
+
+def _late(stage: str) -> str:
+    if stage == ENDING:
+        return "did all of its own exchanges, but did not learn in time that the other nodes had done theirs"
+    return f"was not done in time with {stage}"
 
 
 def _speed(nodes: Sequence[str], reports: Mapping[str, NodeReport]) -> Finding:

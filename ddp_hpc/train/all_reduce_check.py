@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ddp_hpc.node_checks.collectives import ALL, DONE, IMPORTING, JOINING, LIMIT_S, Exchange, NodeReport
+from ddp_hpc.node_checks.collectives import ALL, DONE, ENDING, IMPORTING, JOINING, LIMIT_S, Exchange, NodeReport
 from ddp_hpc.rendezvous.interfaces import local_interfaces
 from ddp_hpc.rendezvous.links.node import own_place
 from ddp_hpc.rendezvous.links.rounds import partners
@@ -114,7 +114,7 @@ class Check:
                     self.pairs[self.nodes[partner]] = found
         self.stage = ALL
         self.whole = self._tried([*range(size)], store, "all", until, device)
-        self.stage = "the end of the others"
+        self.stage = ENDING
         store.set(f"end/{self.rank}", "")
         if self.rank == 0:  # it serves the store
             store.wait([f"end/{rank}" for rank in range(size)], timeout)

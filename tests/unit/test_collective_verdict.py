@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.node_checks.collectives import ALL, DONE, IMPORTING, JOINING, Exchange, NodeReport, findings_of, report_of
+from ddp_hpc.node_checks.collectives import (
+    ALL,
+    DONE,
+    ENDING,
+    IMPORTING,
+    JOINING,
+    Exchange,
+    NodeReport,
+    findings_of,
+    report_of,
+)
 from ddp_hpc.run_dir.preflight import Finding
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -146,3 +156,49 @@ def test_what_was_measured_before_the_time_was_over_is_told() -> None:
     assert (found.level, found.nodes) == ("fail", ())
     assert "n0: was not done in time with the all-reduce with n1" in found.found
     assert "measured: 1 of 6 pairs, 0.2 to 0.2 MB/s, the slowest is n0 - n2; not measured: " in found.found
+
+
+def test_the_exchange_of_all_nodes_alone_came_to_no_end() -> None:
+    found = finding(
+        {node: replace(one, whole=None, failed={"": "RuntimeError: late"}) for node, one in reports().items()}
+    )
+
+    assert (found.level, found.nodes) == ("fail", ())
+    assert found.found.startswith(
+        "the all-reduce of all nodes together did not end, though that of each pair did (RuntimeError: late); measured: 6 of 6"
+    )
+    assert "leave out" not in found.to_do
+
+
+def test_a_pair_that_ended_on_one_side_only_is_not_a_measured_one() -> None:
+    """The last message reached one of them, and the confirmation did not reach the other."""
+    whole = reports()
+    rest = {node: one for node, one in whole["n1"].pairs.items() if node != "n0"}
+    found = finding({**whole, "n1": replace(whole["n1"], pairs=rest, failed={"n0": "RuntimeError: late"})})
+
+    assert "came to no end: n0 - n1 (RuntimeError: late); measured: 5 of 6 pairs" in found.found
+    assert "not measured: n0 - n1" in found.found
+
+
+@pytest.mark.parametrize(("late", "told"), [(("n2",), "leave out n2, or ask"), (NODES, "ask your cluster's support")])
+def test_only_nodes_that_are_named_are_to_be_left_out(late: tuple[str, ...], told: str) -> None:
+    stages = {node: IMPORTING if node in late else JOINING for node in NODES}
+
+    found = finding({node: NodeReport(backend="gloo", stage=stage) for node, stage in stages.items()})
+
+    assert found.to_do.startswith(told)
+
+
+def test_wrong_sums_of_no_single_node_have_none_left_out() -> None:
+    assert "leave out" not in finding(reports(wrong=frozenset({("n0", "n2"), ("n1", "n3")}))).to_do
+    every = frozenset({("n0", "n2"), ("n1", "n2"), ("n2", "n3")})
+    assert "leave out n2, and tell" in finding(reports(wrong=every)).to_do
+
+
+def test_nodes_that_wait_for_the_end_of_the_others_say_so() -> None:
+    found = finding({node: replace(one, stage=ENDING) for node, one in reports().items()})
+
+    assert (
+        "n0: did all of its own exchanges, but did not learn in time that the other nodes had done theirs"
+        in found.found
+    )
