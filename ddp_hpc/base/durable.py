@@ -85,13 +85,16 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
     """Replace the file at `path` with `text`, atomically.
 
     With `durable`, wait until the text is on disk. With `is_secret`, only the owner may read it.
+
+    Raises:
+        OSError: if it cannot be written, with a `filename`.
     """
     # Write beside, then rename: rename(2) replaces the old file in one step, so a reader never sees half of the new text.
     # fsync before the rename, else a crash may leave an empty file under the new name; fsync of the directory after it,
     # else the rename itself may be lost. The pid in the name keeps the leftover of a killed writer out of our way.
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open_private(beside, "w") as file:
+        with _named(path), open_private(beside, "w") as file:
             if is_secret:
                 with suppress(OSError):  # a file system without permissions
                     os.fchmod(file.fileno(), 0o600)
@@ -103,7 +106,8 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
     finally:
         beside.unlink(missing_ok=True)
     if durable:
-        fsync_path(path.parent)
+        with _named(path.parent):
+            fsync_path(path.parent)
 
 
 def delete_directory(path: Path) -> None:
@@ -158,10 +162,14 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Add one line in one write. With `durable`, wait until it is on disk."""
+    """Add one line in one write. With `durable`, wait until it is on disk.
+
+    Raises:
+        OSError: if it cannot be written, with a `filename`.
+    """
     # A writer that was killed may have left the last line incomplete. End it first, so that ours is a line of its own.
     line = json.dumps(record, separators=(",", ":")) + "\n"
-    with open_private(path, "ab+") as file:
+    with _named(path), open_private(path, "ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":

@@ -92,12 +92,7 @@ def _main(words: list[str]) -> int:
         return BROKEN_PIPE
     except OSError as error:
         if error.filename is None and error.errno in _NO_ROOM:  # write(2) knows no name
-            drop_output()
-            print(
-                f"error: the output of this command could not be written: {error.strerror}. Free some space, or send the output "
-                "elsewhere. The command may have done its work all the same: a run that it has submitted goes on, and `ddp-hpc list` shows it.",
-                file=sys.stderr,
-            )
+            print(f"error: {_on_no_room(error)}", file=sys.stderr)
             return FAILED
         if error.filename is None:
             raise  # it concerns no file of the user's, so it is an error in ddp-hpc
@@ -107,6 +102,19 @@ def _main(words: list[str]) -> int:
         )
         return FAILED
     return code
+
+
+def _on_no_room(error: OSError) -> str:
+    """Return what to tell where something could not be written; drop the output if it was that."""
+    try:
+        print(flush=True)  # a flush alone has nothing to write where the output is not buffered
+    except OSError:
+        drop_output()
+        return (
+            f"the output of this command could not be written: {error.strerror}. Free some space, or send the output elsewhere. "
+            "The command may have done its work all the same: a run that it has submitted goes on, and `ddp-hpc list` shows it."
+        )
+    return f"a file that this command writes could not be written: {error.strerror}. Free some space, and repeat the command."
 
 
 def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:

@@ -13,11 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.base.patience import known, patiently
-from ddp_hpc.errors import ConfigError, RunBusyError, WorkerError
+from ddp_hpc.errors import ConfigError, DdpHpcError, RunBusyError, WorkerError
 from ddp_hpc.run_dir import ownership, rereading
 from ddp_hpc.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run_dir.paths import RunDir
@@ -341,12 +343,31 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
             f"{run.name} cannot be cancelled from {here}: it runs on {attempt.host} (process {attempt.pid}). Cancel it "
             f"there, or have it write a checkpoint and stop: `ddp-hpc stop {run.word}`."
         )
-    if attempt.ending is None or attempt.next:
-        end = End(cause=Cause.CANCELLED, last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)
-        code, reason = -signal.SIGKILL, "cancelled by the user"
-        record_end(run, attempt=attempt.attempt, ending=Ending.CANCELLED, exit_code=code, reason=reason, end=end)
+    try:
+        if attempt.ending is None or attempt.next:
+            end = End(cause=Cause.CANCELLED, last_step=attempt.last_step, failed_nodes=attempt.failed_nodes)
+            code, reason = -signal.SIGKILL, "cancelled by the user"
+            record_end(run, attempt=attempt.attempt, ending=Ending.CANCELLED, exit_code=code, reason=reason, end=end)
+    except OSError as error:  # such as a full disk, which may be why the user cancels
+        if not attempt.lives(here):
+            raise
+        # The guardian goes by what is written down, so it would start another supervisor.
+        processes.kill([*_guardian_of(attempt.pid), attempt.pid])
+        raise DdpHpcError(
+            f"{run.name} was killed, but that the user cancelled it could not be written to {run.attempts}: {error.strerror}. "
+            "`ddp-hpc status` shows another reason for its end. Free some space there before you submit it again."
+        ) from error
     if attempt.lives(here):
         processes.kill([attempt.pid])
+
+
+def _guardian_of(pid: int) -> list[int]:
+    """Return the process that would start the supervisor `pid` again; none where its parent is something else."""
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid).parent()
+        if parent is not None and "ddp_hpc.job.guardian" in parent.cmdline():
+            return [parent.pid]
+    return []
 
 
 def _newest_since(run: RunDir, attempt: int) -> Attempt | None:

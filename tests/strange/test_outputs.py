@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddp_hpc.base.durable import replace_text
 from ddp_hpc.cli import main
 from ddp_hpc.train.recording.metrics_file import MetricsFile
+from tests.full_disk import no_file_larger_than
 from tests.made_run import add_attempt, make_run
 
 FULL = Path("/dev/full")
@@ -41,6 +40,35 @@ def test_a_full_disk_behind_the_output_is_one_line_that_says_so(unbuffered: str,
     assert done.returncode == 1
     assert done.stderr.startswith("error: the output of this command could not be written: No space left on device.")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_full_disk_behind_a_file_is_not_said_of_the_output(
+    named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record"
+
+    def write(*_: object) -> int:
+        sys.stdout.write("done\n")
+        with no_file_larger_than(0):
+            if named:
+                replace_text(path, "text")
+            with path.open("w") as file:
+                file.write("text")
+        return 0
+
+    monkeypatch.setattr("ddp_hpc.cli.verbs.status.run", write)
+
+    assert main(["status", "a"]) == 1
+
+    said = capsys.readouterr()
+    assert said.out.startswith("done")
+    told = (
+        f"{path} cannot be used: File too large."
+        if named
+        else "a file that this command writes could not be written: F"
+    )
+    assert said.err.startswith(f"error: {told}")
 
 
 def test_a_page_that_does_not_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,17 +152,6 @@ def test_an_error_of_closing_the_metrics_does_not_reach_what_is_closed_after_the
     os.close(descriptor)  # so that close(2) fails
 
     assert file.close() == 0
-
-
-@contextmanager
-def no_file_larger_than(num_bytes: int) -> Iterator[None]:
-    """Have the kernel write files up to a size, and refuse the rest, as a full disk does; Python ignores SIGXFSZ."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def is_written(file: MetricsFile, record: dict[str, Any]) -> bool:

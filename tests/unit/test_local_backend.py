@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,14 +11,17 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
+from ddp_hpc.cli import main
 from ddp_hpc.errors import ConfigError, WorkerError
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.submission import local
+from tests.full_disk import no_file_larger_than
 from tests.made_run import add_progress, make_run
 
 
@@ -67,6 +71,40 @@ def test_a_process_that_has_the_number_of_a_dead_supervisor_is_not_killed(
 
     assert stranger.poll() is None
     assert Ledger.read(held).attempts[0].ending == "cancelled"
+
+
+@pytest.fixture
+def guarded() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yield what looks like a guardian, and the pid of its child."""
+    sleep = "import time; time.sleep(600)"
+    program = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleep!r}]).pid, flush=True); {sleep}"
+    )
+    argv = [sys.executable, "-c", program, "ddp_hpc.job.guardian"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as guardian:
+        assert guardian.stdout is not None
+        pid = int(guardian.stdout.readline())
+        yield guardian, pid
+        processes.kill([pid])
+        guardian.kill()
+
+
+def test_on_a_full_disk_a_cancelled_run_is_killed_with_what_would_start_it_again(
+    held: RunDir, guarded: tuple[subprocess.Popen[str], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    guardian, pid = guarded
+    add(held, host=socket.gethostname(), pid=pid, pid_start=processes.start_ticks(pid))
+    supervisor = psutil.Process(pid)
+
+    with no_file_larger_than(0):
+        code = main(["cancel", str(held.path)])
+
+    assert code == 1
+    said = capsys.readouterr().err
+    assert "was killed, but that the user cancelled it could not be written to" in said
+    assert "File too large" in said
+    assert guardian.wait(30) == -signal.SIGKILL
+    supervisor.wait(30)
 
 
 def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: Path) -> None:
