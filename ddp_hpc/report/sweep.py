@@ -125,9 +125,7 @@ def _sets(point: SweptRun) -> str:
 
 def _key_chart(key: str, points: Sequence[SweptRun], goal: Goal) -> charts.Chart | None:
     measured = [
-        (one.sets[key], value, one.name)
-        for one in points
-        if key in one.sets and (value := goal.value(one)) is not None and math.isfinite(value)
+        (one.sets[key], value, one.name) for one in points if key in one.sets and (value := goal.value(one)) is not None
     ]
     return key_chart(key, goal.metric, measured, is_highest=goal.is_highest)
 

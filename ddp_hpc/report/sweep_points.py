@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,8 +49,9 @@ class Goal:
     """Whether it is a metric of evaluations; else it is the loss of the training."""
 
     def value(self, point: SweptRun) -> float | None:
-        """Return the newest value of a point; None where it has none."""
-        return point.status.metrics.get(self.metric) if self.is_evaluated else point.status.loss
+        """Return the newest value of a point; None where it has none, or one that is not finite."""
+        value = point.status.metrics.get(self.metric) if self.is_evaluated else point.status.loss
+        return value if value is not None and math.isfinite(value) else None
 
     @property
     def words(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from ddp_hpc.report.scatter import key_chart
 from ddp_hpc.report.sweep import sweep_page
 from ddp_hpc.report.sweep_points import Goal, best_first, goal_of, read_points
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import read_progress, write_progress
 from ddp_hpc.sweep.sweep_dir import SweepDir, read_sweep
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.goodput import goodput_of
@@ -45,6 +48,25 @@ def test_the_points_are_sorted_by_the_loss_and_by_the_metric_that_the_configurat
     assert goal_of(by_accuracy) == Goal(metric="accuracy", is_highest=True)
     scores = [one.status.metrics["accuracy"] for one in best_first(by_accuracy, goal_of(by_accuracy))]
     assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("is_highest", [False, True])
+def test_points_that_have_diverged_come_last_and_the_best_is_the_best_of_the_others(
+    is_highest: bool, tmp_path: Path
+) -> None:
+    losses = [math.nan, 2.0, math.inf, 1.0, -math.inf, 0.5, math.nan, 3.0]
+    runs = runs_of(large_sweep(tmp_path / "grid", num_points=len(losses), reached=300))
+    for (run, _), loss in zip(runs, losses, strict=True):
+        progress = read_progress(run)
+        assert progress is not None
+        write_progress(run, replace(progress, loss=loss, metrics={}))
+    points, _ = read_points(runs, now=NOW)
+    goal = Goal(metric="loss", is_highest=is_highest, is_evaluated=False)
+
+    values = [goal.value(one) for one in best_first(points, goal)]
+
+    assert values == [*sorted([0.5, 1.0, 2.0, 3.0], reverse=is_highest), *[None] * 4]
+    assert "Best loss of the training: 0.5, 0005-point" in Outline(sweep_page("grid", runs, now=NOW)).text
 
 
 def test_the_goodput_of_each_point_is_that_of_its_own_page(tmp_path: Path) -> None:
