@@ -494,6 +494,20 @@ _STARTED_AGAIN_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
 """Threads that their library starts again in a forked process: those of jemalloc, which pyarrow (and so pandas) loads."""
 
 
+_NOT_FATAL = frozenset(
+    {
+        signal.SIGCHLD,
+        signal.SIGCONT,
+        signal.SIGURG,
+        signal.SIGWINCH,
+        signal.SIGSTOP,
+        signal.SIGTSTP,
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+    }
+)
+"""Signals that are ignored or stop a process where it has no handler (signal(7))."""
+
 _F_SETSIG = 10
 """Of fcntl(2), for Linux; Python's `fcntl` does not have it."""
 
@@ -521,6 +535,15 @@ def block_no_news() -> None:
 def forget_input() -> None:
     """Drop a signal of `wake_on_input` that has come and was not taken: once it is unblocked, it would kill this process."""
     signal.sigtimedwait({signal.SIGIO}, 0)
+
+
+def of_shell(code: int) -> int:
+    """Return a shell's `$?` as a process's exit code: -N where it stands for the signal N, which is 128 + N.
+
+    No signal that would not end a process: such a number is an exit code, as is one above all signals (`exit(-1)` is 255).
+    """
+    ends = code - 128 in signal.valid_signals() and code - 128 not in _NOT_FATAL
+    return 128 - code if ends else code
 
 
 def die_of(number: int) -> None:

@@ -115,6 +115,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         pytest.param("exit 0", "other_code", 0, marks=pytest.mark.long),
         pytest.param("exit 1", "", 1, marks=pytest.mark.long),
         ("exit 99", "dies", 99),
+        ("exit 255", "", 255),
         pytest.param("signal 9", "", -9, marks=pytest.mark.long),
         ("signal 11", "other_code", -11),
     ],

@@ -216,8 +216,7 @@ class Front:
             for line in os.read(self._codes, 4096).decode().split():
                 self._was_started = True
                 if line != "started":
-                    code = int(line)
-                    self._code = 128 - code if code > 128 else code  # as shells say that a signal has ended a process
+                    self._code = processes.of_shell(int(line))
         with suppress(OSError):
             while message := self._control.recv(4096):
                 if message in {BEGIN, END}:
