@@ -290,6 +290,41 @@ os.fork = fork_once_only
 """
 
 
+NO_DESCRIPTORS = """
+import errno, os
+agent, dup = os.getpid(), os.dup
+
+def dup_in_agent_only(fd):
+    if os.getpid() != agent:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return dup(fd)
+
+os.dup = dup_in_agent_only
+"""
+
+
+def agent_process() -> psutil.Process:
+    """Return the agent that this process has started."""
+    # Of a process that has ended and is not reaped, it gives no command line.
+    every = psutil.process_iter(["ppid", "cmdline"])
+    ours = [process for process in every if process.info["ppid"] == os.getpid()]
+    (agent,) = [process for process in ours if "ddp_hpc.job.node.agent" in (process.info["cmdline"] or [])]
+    return agent
+
+
+def test_a_worker_that_can_open_no_more_files_leaves_and_does_not_go_on_as_a_second_agent(
+    run: RunDir, workers: ByAgents
+) -> None:
+    (run.path.parent / "counting_worker.py").write_text(WORKER + NO_DESCRIPTORS)
+    plan(run, 0, 0, 0)
+
+    workers.begin(0, None)
+
+    assert await_news(workers) == exit_codes.FAILED
+    assert not agent_process().children()
+    assert not run.agent_error(0, 0).exists(), "the agent itself has not failed"
+
+
 def test_where_the_kernel_refuses_to_fork_a_worker_no_other_worker_is_left_and_the_report_names_the_limit(
     run: RunDir, workers: ByAgents
 ) -> None:
@@ -299,12 +334,7 @@ def test_where_the_kernel_refuses_to_fork_a_worker_no_other_worker_is_left_and_t
     workers.begin(0, None)
     await_news(workers)
 
-    every = psutil.process_iter(
-        ["ppid", "cmdline"]
-    )  # of a process that has ended and is not reaped, it gives no command line
-    ours = [process for process in every if process.info["ppid"] == os.getpid()]
-    (agent,) = [process for process in ours if "ddp_hpc.job.node.agent" in (process.info["cmdline"] or [])]
-    assert not agent.children()
+    assert not agent_process().children()
     failure = first_failure(run, 0)
     assert failure is not None
     assert "the worker of rank 1" in failure.exception

@@ -403,16 +403,7 @@ def _fork(
                 "user or the job has too many processes: raise `ulimit -u`, or the limit of the job's cgroup (pids.max)",
             ) from error
         if pid == 0:
-            os.environ.update({**environ, **for_probe(node_workers.probe_folder)})
-            itself = Worker(
-                run=node_workers.run,
-                module=name,
-                attempt=node_workers.attempt,
-                rank=rank,
-                environ={**os.environ, **node_workers.python},
-                listen_fd=os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None,
-            )
-            _become_worker(node_workers, worker, itself, meeting_point, agent_pid)
+            _become_worker(node_workers, name, worker, rank, environ, meeting_point, agent_pid)
         ranks[pid] = rank
     return ranks
 
@@ -431,10 +422,12 @@ def _collector(node_workers: NodeWorkers, *, may_fork: bool) -> HangCollector | 
     return collector
 
 
-def _become_worker(
+def _become_worker(  # noqa: PLR0913, PLR0917  what the fork has copied
     node_workers: NodeWorkers,
+    name: str,
     worker: WorkerModule,
-    itself: Worker,
+    rank: int,
+    environ: Mapping[str, str],
     meeting_point: socket.socket | None,
     agent_pid: int,
 ) -> None:
@@ -442,7 +435,16 @@ def _become_worker(
     code = exit_codes.FAILED
     try:
         processes.die_with_parent(agent_pid)
-        os.sched_setaffinity(0, node_workers.share.cpu_sets[itself.rank % node_workers.num_workers])
+        os.environ.update({**environ, **for_probe(node_workers.probe_folder)})
+        itself = Worker(
+            run=node_workers.run,
+            module=name,
+            attempt=node_workers.attempt,
+            rank=rank,
+            environ={**os.environ, **node_workers.python},
+            listen_fd=os.dup(meeting_point.fileno()) if meeting_point and rank == 0 else None,
+        )
+        os.sched_setaffinity(0, node_workers.share.cpu_sets[rank % node_workers.num_workers])
         if meeting_point:
             # Each worker has inherited the socket. The port stays bound while any process holds it, so all but rank zero
             # close it, and rank zero keeps the duplicate that its store listens on.
