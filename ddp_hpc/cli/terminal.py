@@ -49,8 +49,10 @@ def open_closed_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, number, inheritable=True)
-            if null != number:
+            if null == number:
+                os.set_inheritable(number, True)  # dup2(2) of a descriptor to itself does nothing
+            else:
+                os.dup2(null, number, inheritable=True)
                 os.close(null)
             setattr(sys, name, os.fdopen(number, mode))
 

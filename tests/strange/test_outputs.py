@@ -91,6 +91,20 @@ def test_a_command_that_is_started_without_any_stream_does_its_work(tmp_path: Pa
     assert page.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+def test_what_a_command_starts_has_open_streams_where_its_own_were_closed(closed: str, tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    child = f'for n in 0 1 2; do readlink /proc/$$/fd/$n || echo closed; done > "{found}"'
+    program = (
+        f"import subprocess; from ddp_hpc.cli.terminal import open_closed_streams; "
+        f"open_closed_streams(); subprocess.run(['sh', '-c', {child!r}])"
+    )
+
+    subprocess.run(["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", program], check=True)
+
+    assert "closed" not in found.read_text().split()
+
+
 def test_how_many_lines_of_metrics_a_full_disk_has_cost_is_said_at_the_end(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     file = MetricsFile(run)
