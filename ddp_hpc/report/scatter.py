@@ -54,7 +54,8 @@ def key_chart(
         (1 - y.place(measure)) * BOX,
         f"the best, {name}: {key} {_text(value)}, {metric} {compact(measure)}",
     )
-    return Chart(title=key, unit="logarithmic" if x.is_log else "", x=x, y=y, curves=curves, dots=[first])
+    scales = [f"{name} axis logarithmic" for name, axis in (("x", x), ("y", y)) if axis.is_log]
+    return Chart(title=key, unit=", ".join(scales), x=x, y=y, curves=curves, dots=[first])
 
 
 def _is_number(value: Any) -> bool:

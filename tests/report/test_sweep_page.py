@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,22 @@ def test_a_key_with_few_values_has_them_side_by_side_and_a_line_through_the_best
     assert dots.path.count("M") == 3
     assert line.path.count("L") == 1
     assert chart.dots[0].title == "the best, b: train.lr 0.01, loss 1"
+
+
+def test_the_chart_of_a_key_is_named_by_the_metric_and_the_key(tmp_path: Path) -> None:
+    page = sweep_page("grid", runs_of(large_sweep(tmp_path / "grid", num_points=4, reached=300)), now=NOW)
+
+    assert re.findall(r'aria-label="([^"]* over (?!steps)[^",]*)', page) == ["loss over train.lr"]
+
+
+def test_each_axis_of_a_key_that_is_logarithmic_is_named() -> None:
+    y_only = key_chart("lr", "loss", [(0.1, 3000.0, "a"), (0.01, 1.0, "b")])
+    both = key_chart("lr", "loss", [(2.0**-number, 3.0**number, "") for number in range(20)])
+
+    assert y_only is not None
+    assert both is not None
+    assert y_only.unit == "y axis logarithmic"
+    assert both.unit == "x axis logarithmic, y axis logarithmic"
 
 
 def test_a_key_with_many_numbers_has_an_axis_and_one_with_one_value_no_chart() -> None:
