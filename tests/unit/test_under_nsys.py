@@ -199,8 +199,9 @@ def test_a_stop_signal_reaches_the_worker_and_not_nsys(place: Place) -> None:
     assert place.left() == []
 
 
-def test_a_worker_dies_with_the_process_that_stands_for_it(place: Place) -> None:
-    front = place.start("sleep")
+@pytest.mark.parametrize("how", [pytest.param("", marks=pytest.mark.long), "never_ends"])
+def test_a_worker_and_all_of_nsys_die_with_the_process_that_stands_for_it(how: str, place: Place) -> None:
+    front = place.start("sleep", how)
     worker = psutil.Process(place.worker_pid)
 
     front.kill()

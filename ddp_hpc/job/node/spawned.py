@@ -17,7 +17,7 @@ from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.errors import exit_code_of
 from ddp_hpc.job.node.python_environ import imports_for_good, leave_at_once, make_users_code_importable
-from ddp_hpc.job.node.under_nsys import Worker, run_under, settle
+from ddp_hpc.job.node.under_nsys import MARK, Worker, run_under, settle
 from ddp_hpc.nsys import CONTROL, Profiler
 from ddp_hpc.run_dir.failure_reports import report
 from ddp_hpc.run_dir.paths import RunDir
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.under_nsys:
         os.environ[CONTROL] = str(settle(arguments.under_nsys))
+        os.environ.pop(MARK, None)  # what the user's code starts is not of nsys
     else:
         processes.die_with_parent(arguments.agent)
     # Until the worker has installed its handlers: what comes earlier stays pending.

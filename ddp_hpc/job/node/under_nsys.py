@@ -3,7 +3,7 @@
 The agent's child (or srun's task) becomes this process. The worker itself is a new process, which nsys starts, so its parent is
 a part of nsys. Nothing of what decides on a run passes through nsys: this process signals the worker by its process id, learns the exit code by
 a pipe, and the kernel kills the worker when this process is gone. nsys may die, hang, or change exit codes: the training goes on, and
-what nsys has left running at its end is killed. Where nsys cannot start a worker, the worker runs without it.
+what nsys has left running at its end is killed, by this process or, where it is killed itself, by a child of it. Where nsys cannot start a worker, the worker runs without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ REPORT_S = {exit_codes.FINISHED: 50.0, exit_codes.STOPPED: 15.0}
 run that has stopped may soon lose its node. After a failure not at all: the others must learn of it."""
 _CODE_S = 2.0
 """How long to wait for the exit code of a worker that is gone, in seconds."""
+_SWEEP_S = 10.0
+"""How long to kill what nsys has left, in seconds."""
 _POLL_S = 1.0
+MARK = "_DDP_HPC_NSYS_FRONT"
+"""Name of a variable that all processes of nsys inherit. Once their front is gone, nothing else tells whose they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +136,8 @@ class Front:
         self._log_path = self.worker.run.nsys_log(self.worker.attempt, self.worker.rank)
         self._log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         lifeline, self._life = os.pipe()
+        self._mark = f"{os.getpid()} {self.session.report}"
+        _fork_sweeper(lifeline, self._mark)
         self._codes, codes = os.pipe()
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         passed = [lifeline, control.fileno(), os.dup(1), os.dup(2)]
@@ -188,7 +194,7 @@ class Front:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env=self.worker.environ,
+            env={**self.worker.environ, MARK: self._mark},
             pass_fds=pass_fds,
             preexec_fn=processes.block_no_news,  # noqa: PLW1509  there are no threads here
         )
@@ -277,6 +283,28 @@ class Front:
             if lines:
                 return f". Its last line: {lines[-1].strip()!r} ({self._log_path})"
         return ""
+
+
+def _fork_sweeper(lifeline: int, mark: str) -> None:
+    """Fork a process that waits until its front is gone, and then kills the processes with this mark."""
+    # A killed front kills nothing. The agent of nsys has no parent of its own, so it would stay, with the sockets that it has inherited.
+    if os.fork() != 0:
+        return
+    try:
+        os.closerange(0, lifeline)
+        os.closerange(lifeline + 1, os.sysconf("SC_OPEN_MAX"))
+        os.read(lifeline, 1)  # nothing is ever written: it returns when the front is gone
+        deadline = time.monotonic() + _SWEEP_S
+        while (marked := _marked(mark)) and time.monotonic() < deadline:
+            processes.kill(marked)
+            time.sleep(0.05)  # one of them may just have forked
+    finally:
+        os._exit(0)
+
+
+def _marked(mark: str) -> list[int]:
+    every = psutil.process_iter(["environ"])
+    return [process.pid for process in every if (process.info["environ"] or {}).get(MARK) == mark]
 
 
 def _command_of(worker: Worker, fds: Sequence[int]) -> list[str]:
