@@ -75,6 +75,6 @@ def _by_nodes(job_id: str, said: str, claimed: AbstractSet[str] | None, nodes: s
     if claimed is None:
         return "unknown", f"{said}, but SLURM_JOB_NODELIST does not name the job's nodes"
     # Slurm takes a failed node out of a job (`--no-kill`), and a user may give some back: the shell keeps the whole list.
-    if nodes and not claimed.issuperset(expand_hostlist(nodes)):
+    if nodes and not claimed >= frozenset(expand_hostlist(nodes)):
         return "gone", f"{said}, which runs on {nodes}, but SLURM_JOB_NODELIST names {', '.join(sorted(claimed))}"
     return "runs", f"job {job_id} runs on {nodes or ', '.join(sorted(claimed))}"
