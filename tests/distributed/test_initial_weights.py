@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_hpc.errors import ConfigError, UnreadableError
 from ddp_hpc.spec import RunSpec, TrainSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 from tests.distributed.processes import in_group
-from tests.unit.made_state import alone, make_state
+from tests.unit.made_state import alone, make_group, make_state
 
 ODD = {
     "halves": torch.arange(5).bfloat16(),
@@ -125,3 +128,17 @@ def test_a_name_that_no_path_can_have_is_refused(tmp_path: Path) -> None:
 
     assert isinstance(refused, str)
     assert "but that cannot be read: embedded null byte" in refused
+
+
+def test_rank_zero_does_not_hold_a_second_copy_of_what_it_has_read(tmp_path: Path) -> None:
+    torch.save(ODD, tmp_path / "weights.pt")
+    # What is on the device "meta" cannot come back from there, so this shows that rank zero asks for nothing back.
+    rank_zero = make_group(HashStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        weights = taken(replace(rank_zero, device=torch.device("meta")), tmp_path)
+    finally:
+        dist.destroy_process_group()
+
+    assert isinstance(weights, dict)
+    assert all(torch.equal(weights[name], one) for name, one in ODD.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import struct
@@ -137,11 +138,15 @@ def _received(read: Mapping[str, Tensor], offer: _Offer, group: Group) -> dict[s
         return dict(read)
     received = {}
     for name, (dtype, shape) in offer.tensors.items():
-        one = read[name].contiguous() if read else torch.empty(shape, dtype=getattr(torch, dtype))
         # As bytes: gloo and NCCL do not know all of PyTorch's dtypes.
-        sent = one.reshape(-1).view(torch.uint8).to(group.device)
-        dist.broadcast(sent, 0)
-        received[name] = sent.cpu().view(one.dtype).reshape(one.shape)
+        if read:
+            dist.broadcast(read[name].contiguous().reshape(-1).view(torch.uint8).to(group.device), 0)
+            received[name] = read[name]  # not a second copy of the model
+        else:
+            kind: torch.dtype = getattr(torch, dtype)
+            sent = torch.empty(math.prod(shape) * kind.itemsize, dtype=torch.uint8, device=group.device)
+            dist.broadcast(sent, 0)
+            received[name] = sent.cpu().view(kind).reshape(shape)
     return received
 
 
