@@ -211,6 +211,23 @@ def test_of_five_thousand_nodes_those_that_are_down_for_one_reason_are_one_line(
     assert rest.found == "1500 more nodes are out of service, for 12 other reasons"
 
 
+@pytest.mark.parametrize(
+    ("num_reasons", "last"),
+    [
+        (8, "n7 is down: reason 7"),
+        (9, "n8 is down: reason 8"),
+        (10, "2 more nodes are out of service, for 2 other reasons"),
+    ],
+)
+def test_a_last_reason_is_shown_itself(tmp_path: Path, num_reasons: int, last: str) -> None:
+    rows = "".join(f"n{number}\x1fdown\x1freason {number}\x1e\n" for number in range(num_reasons))
+    (tmp_path / "rows").write_text(rows, encoding="utf-8")
+
+    _, *lines = site(tmp_path, sinfo=f"cat {tmp_path}/rows")["nodes"]
+
+    assert lines[-1].found == last
+
+
 def test_few_processes_of_a_user_are_a_warning() -> None:
     facts = many(3)
     facts["n1"] = replace(facts["n1"], limits={"nofile": 65536, "memlock": -1, "nproc": 50})

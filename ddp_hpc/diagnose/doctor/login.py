@@ -339,13 +339,16 @@ def _nodes(site: Site) -> Iterator[Finding]:
         found=f"{num_good} of {len(nodes)} nodes{where} take jobs; the run asks for {needed}",
         to_do="" if num_good >= needed else "ask for fewer nodes, or for another partition",
     )
-    for of_one in groups(bad)[:_MOST_GROUPS]:
+    reasons = groups(bad)
+    # A line that says that there is one more is no shorter than that one's own.
+    num_shown = _MOST_GROUPS if len(reasons) > _MOST_GROUPS + 1 else len(reasons)
+    for of_one in reasons[:num_shown]:
         one, names = of_one[0], tuple(each.node for each in of_one)
         reason = f": {one.reason}" if one.reason else ", without a reason"
         shown = f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more are"
         who = f"{one.node} is" if len(names) == 1 else shown if len(names) > _MOST_NAMES else f"{', '.join(names)} are"
         yield Finding(check="nodes", level="warn", found=f"{who} {one.state}{reason}", to_do=one.means, nodes=names)
-    if rest := groups(bad)[_MOST_GROUPS:]:
+    if rest := reasons[num_shown:]:
         names = tuple(each.node for of_one in rest for each in of_one)
         found = f"{len(names)} more nodes are out of service, for {len(rest)} other reasons"
         yield Finding(check="nodes", level="warn", found=found, to_do="`sinfo --list-reasons` lists them", nodes=names)
