@@ -3,7 +3,8 @@
 The agent's child (or srun's task) becomes this process. The worker itself is a new process, which nsys starts, so its parent is
 a part of nsys. Nothing of what decides on a run passes through nsys: this process signals the worker by its process id, learns the exit code by
 a pipe, and the kernel kills the worker when this process is gone. nsys may die, hang, or change exit codes: the training goes on, and
-what nsys has left running at its end is killed, by this process or, where it is killed itself, by a child of it. Where nsys cannot start a worker, the worker runs without it.
+what nsys has left running at its end is killed, by this process or, where it is killed itself, by a child of it. Where nsys cannot start
+a worker, the worker runs without it.
 """
 
 from __future__ import annotations
