@@ -107,6 +107,21 @@ def test_on_a_full_disk_a_cancelled_run_is_killed_with_what_would_start_it_again
     supervisor.wait(30)
 
 
+def test_on_a_full_disk_the_other_runs_are_cancelled_too(
+    held: RunDir, guarded: tuple[subprocess.Popen[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, pid = guarded
+    add(held, host=socket.gethostname(), pid=pid, pid_start=processes.start_ticks(pid))
+    other = make_run(tmp_path / "other")
+
+    with no_file_larger_than(0):
+        main(["cancel", str(held.path), str(other.path)])
+
+    first, second = capsys.readouterr().err.splitlines()
+    assert "was killed, but" in first
+    assert "is not running" in second
+
+
 def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     dead = subprocess.Popen([sys.executable, "-c", ""])

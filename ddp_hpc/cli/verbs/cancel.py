@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
-from ddp_hpc.errors import ConfigError
+from ddp_hpc.errors import DdpHpcError
 from ddp_hpc.watch.find import find_run
 
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     for run_dir in before:
         try:
             print(backend_of(run_dir).cancel(run_dir, environment), flush=True)
-        except ConfigError as error:  # of a few runs, some may have ended
+        except DdpHpcError as error:  # of a few runs, some may have ended
             print(f"error: {error}", file=sys.stderr)
             code = error.exit_code
     print(backend_of(last).cancel(last, environment))
