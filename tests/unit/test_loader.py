@@ -150,6 +150,18 @@ def test_each_global_batch_is_computed_once_and_comes_with_all_its_micro_batches
     assert all([one.indices for one in plan.micro_batches] == indices for plan, indices in seen)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_fn_that_raises_stop_iteration_is_not_taken_for_the_end_of_the_batches(num_workers: int) -> None:
+    data = TensorDataset(torch.zeros(NUM_SAMPLES))
+    order = SampleOrder(num_samples=NUM_SAMPLES, seed=5, global_batch_size=4, micro_batch_size=2, world_size=1)
+    walk = RankSampler(order=order, start=Position(), total_steps=2, rank=0)
+    how = DataSpec(num_workers=num_workers)
+    loaded = load_global_batches(data, walk, data=how, pin_memory=False, collate=lambda _: next(iter(())))
+
+    with pytest.raises(RuntimeError, match="`collate_fn` raised StopIteration"):
+        list(next(loaded).fetched)
+
+
 def test_loader_processes_leave_stop_signals_to_their_parent() -> None:
     others = set(psutil.Process().children())
     loaded = load(NoisyImages(NUM_SAMPLES, 0.0), num_workers=2)

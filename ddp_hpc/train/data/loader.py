@@ -56,6 +56,7 @@ class SeededFetch(Dataset[Any]):
 
         Raises:
             SampleError: where a sample cannot be read.
+            RuntimeError: where `collate_fn` raises StopIteration.
         """
         (wanted,) = micro_batch
         if self._collate is None and type(self._dataset) is TensorDataset:
@@ -66,7 +67,14 @@ class SeededFetch(Dataset[Any]):
             return Fetched(wanted.indices, self._dataset[rows])
         generators = HostGenerators() if get_worker_info() is None else None
         samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
-        batch = (self._collate or default_collate)(samples)
+        try:
+            batch = (self._collate or default_collate)(samples)
+        except (
+            StopIteration
+        ) as error:  # raised through the loader's iterator, it would mean that there are no more batches
+            raise RuntimeError(
+                "`collate_fn` raised StopIteration. Check each `next` in it: the iterator had nothing left."
+            ) from error
         if generators is not None:
             generators.put_back()
         return Fetched(wanted.indices, batch)
