@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hpc.config import Overlay, Resolved, render_resolved
-from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.pipeline.resolving import ResolvedStep
 from ddp_hpc.pipeline.steps import After
 from ddp_hpc.run_dir.records import Awaited, read_awaited, write_awaited
@@ -194,6 +194,6 @@ def _cancel_outdated(step: ResolvedStep, awaited: Sequence[Awaited], target: Tar
     if any(jobs.get(one.path, one.job_id) != one.job_id for one in known):
         try:
             target.backend.cancel(step.run, target.environ)
-        except ConfigError:
+        except DdpHpcError:  # also where it was cancelled, and a full disk does not take that down
             if target.backend.find_job(step.run, target.environ) is not None:
                 raise

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
+import psutil
+
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, open_private, replace_text
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.config import Resolved, flat, load_resolved, render_resolved
-from ddp_hpc.errors import ConfigError, NotComputedError, UnreadableError
+from ddp_hpc.errors import ConfigError, DdpHpcError, NotComputedError, UnreadableError
 from ddp_hpc.replay.history import Stretch, edited_files, environ_of
 from ddp_hpc.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run_dir.paths import RunDir
@@ -162,11 +164,8 @@ def _run_supervised(
             if ended.wait(_POLL_S):
                 raise KeyboardInterrupt  # noqa: TRY301  it is one, of another thread
     except BaseException:
-        while guardian is not None and guardian.poll() is None:
-            with suppress(ConfigError):  # the supervisor has not started yet
-                local.cancel(run, environ)
-            with suppress(subprocess.TimeoutExpired):
-                guardian.wait(_POLL_S)
+        if guardian is not None:
+            _end(guardian, run, environ)
         raise
     newest = Ledger.read(run).newest
     if newest is None or newest.ending != Ending.FINISHED:
@@ -175,6 +174,21 @@ def _run_supervised(
             f"The steps could not be computed again: {reason or 'the attempt did not finish'}\n"
             f"The replay's log is {run.console}.\n{run.path.parent} is kept, so that you can read it; delete it afterwards."
         )
+
+
+def _end(guardian: subprocess.Popen[bytes], run: RunDir, environ: Mapping[str, str]) -> None:
+    """Cancel the private run; where its records cannot be read or written, such as on a full disk, kill its guardian and supervisor."""
+    while guardian.poll() is None:
+        try:
+            local.cancel(run, environ)
+        except ConfigError:
+            pass  # the supervisor has not started yet
+        except (DdpHpcError, OSError):
+            with suppress(psutil.Error):
+                supervisors = [child.pid for child in psutil.Process(guardian.pid).children()]
+                processes.kill([guardian.pid, *supervisors])  # in this order: a guardian starts another supervisor
+        with suppress(subprocess.TimeoutExpired):
+            guardian.wait(_POLL_S)
 
 
 def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus: int) -> RunSpec:

@@ -14,7 +14,7 @@ from typing import Literal
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.containers import PACKAGE_DIR
-from ddp_hpc.errors import ConfigError, SlurmUnavailableError, WorkerError
+from ddp_hpc.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
 from ddp_hpc.render import JobScript, render
 from ddp_hpc.run_dir import ownership, rereading
 from ddp_hpc.run_dir.ledger import Attempt, Ending, Ledger, Next, record_end
@@ -367,22 +367,39 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
 
     Raises:
         ConfigError: where it has no job.
+        DdpHpcError: where the job was cancelled, but that could not be written down.
     """
     job = read_queued_job(run)
     if job is None or not is_alive(job.job_id, environ):
         raise ConfigError(
             f"{run.name} has no job in the queue, so there is nothing to cancel. Start it with `ddp-hpc submit`."
         )
-    write_queued_job(run, replace(job, cancelled_at=time.time()))  # first: a job that ends reads it
+    try:
+        write_queued_job(run, replace(job, cancelled_at=time.time()))  # first: a job that ends reads it
+    except OSError as error:  # such as a full disk, which may be why the user cancels
+        client.cancel(job.job_id, environ)
+        raise _unwritten(run, job, error) from error
     try:
         client.cancel(job.job_id, environ)
     except BaseException:
-        write_queued_job(run, job)
+        with contextlib.suppress(OSError):
+            write_queued_job(run, job)
         raise
-    newest = Ledger.read(run).newest
-    if newest is not None and newest.job_id == job.job_id and newest.ending is None:
-        record_end(run, attempt=newest.attempt, ending=Ending.CANCELLED, exit_code=-9, reason="cancelled by the user")
+    try:
+        newest = Ledger.read(run).newest
+        if newest is not None and newest.job_id == job.job_id and newest.ending is None:
+            number, reason = newest.attempt, "cancelled by the user"
+            record_end(run, attempt=number, ending=Ending.CANCELLED, exit_code=-9, reason=reason)
+    except OSError as error:
+        raise _unwritten(run, job, error) from error
     return f"Job {job.job_id} of {run.name} was cancelled. Its checkpoints stay; submit it again to continue from the newest."
+
+
+def _unwritten(run: RunDir, job: QueuedJob, error: OSError) -> DdpHpcError:
+    return DdpHpcError(
+        f"Job {job.job_id} of {run.name} was cancelled, but that the user did so could not be written to {error.filename or run.path}: "
+        f"{error.strerror}. `ddp-hpc status` may show another reason for its end. Free some space there before you submit it again."
+    )
 
 
 def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "requeue"] = "end") -> str:

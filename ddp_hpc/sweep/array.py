@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -341,7 +341,8 @@ def _send_array(
     try:
         job_id = allocate_array(script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=arguments)
     except ConfigError:
-        record_refusal(sweep_dir, sending)
+        with suppress(OSError):  # a full disk; what Slurm has said is worth more
+            record_refusal(sweep_dir, sending)
         raise
     except SlurmBusyError:
         # sbatch was ended while it waited or while it asked again, so Slurm may have accepted the array.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.config import Resolved
-from ddp_hpc.errors import ConfigError, RunBusyError, SlurmUnavailableError
+from ddp_hpc.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.slurm import client
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.submission.preflight.capacity import Questions
@@ -51,13 +51,18 @@ def start_sweep(
 
     Raises:
         ConfigError: where a point or the sweep's name cannot be used; nothing is left then.
+        OSError: where the sweep's records cannot be written; nothing is left of a sweep that Slurm cannot know.
         SlurmUnavailableError: where Slurm does not answer.
     """
     sweep_dir, numbers = SweepDir(base.spec.path), [point.number for point in sweep.points]
     if not backend.HAS_QUEUE:
         check_points(base, sweep.points, environ, is_array=False)
         local.make_for_this_machine(base, replace(sweep, import_paths=tuple(import_paths)))
-        local.start_runner(sweep_dir, numbers, environ)
+        try:
+            local.start_runner(sweep_dir, numbers, environ)
+        except OSError:  # such as a full disk: nothing runs, so the user may submit it again elsewhere
+            shutil.rmtree(sweep_dir.path, ignore_errors=True)
+            raise
         return Started(sweep_dir=sweep_dir, num_points=len(numbers), sent=None)
     questions = Questions(environ)  # Slurm answers while this process checks the points
     check_points(base, sweep.points, environ, is_array=True)
@@ -65,10 +70,12 @@ def start_sweep(
         made = array.make_for_slurm(base, sweep, import_paths, questions, until_sent=until_sent)
         try:
             sent = array.send_first(made, environ)
-        except ConfigError:
-            if not read_sweep(sweep_dir).arrays:
+        except (ConfigError, OSError) as error:
+            there = read_sweep(sweep_dir)
+            if not there.arrays and (isinstance(error, ConfigError) or not there.unanswered):
                 # No job knows it, so the user may correct and submit it again.
-                record_cancelled(sweep_dir, is_cancelled=True)  # who follows it already sends nothing
+                with suppress(OSError):  # a full disk
+                    record_cancelled(sweep_dir, is_cancelled=True)  # who follows it already sends nothing
                 until_sent.close()  # NFS keeps a directory with an open file
                 shutil.rmtree(sweep_dir.path, ignore_errors=True)
             raise
@@ -78,49 +85,93 @@ def start_sweep(
 def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     """Cancel the points that run or wait again, and then those that have not begun; return how many had begun.
 
+    What one point's end, or its record, has against it does not keep the others from being cancelled: a full disk may be why the user cancels.
+
     Raises:
         ConfigError: where Slurm refuses, or another process goes on sending points.
+        DdpHpcError: where something could not be written down; what could be cancelled is.
         SlurmUnavailableError: where Slurm does not answer.
     """
     sweep = read_sweep(sweep_dir)
     backend = load_backend(sweep.backend)
-    record_cancelled(sweep_dir, is_cancelled=True)  # first: who follows the sweep sends no point any more
+    troubles: list[DdpHpcError | OSError] = []
+    with _kept_in(troubles):
+        record_cancelled(sweep_dir, is_cancelled=True)  # first: who follows the sweep sends no point any more
     if not backend.HAS_QUEUE:
-        local.end_runner(sweep_dir)
-        return _cancel_begun(sweep_dir, sweep, backend, environ)
+        with _kept_in(troubles):
+            local.end_runner(sweep_dir)
+        num_cancelled = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+        _raise_first(troubles, sweep_dir)
+        return num_cancelled
     with sending_alone(sweep_dir, patience_s=_SENDING_PATIENCE_S) as is_alone:
         if not is_alone:
             raise RunBusyError(
                 f"No other point of {sweep_dir.name} starts, but another process has been submitting its points for {_SENDING_PATIENCE_S:.0f} s, "
                 f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.name}` again when that process has ended."
             )
-        sweep = array.settled(sweep_dir, environ)  # what was being sent is to be cancelled, too
+        with _kept_in(troubles):
+            sweep = array.settled(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
-    num_cancelled = _cancel_begun(sweep_dir, sweep, backend, environ)
-    array.cancel_waiting(sweep, environ)
-    return num_cancelled + _cancel_begun(sweep_dir, sweep, backend, environ)  # those that began meanwhile
+    num_cancelled = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+    with _kept_in(troubles):
+        array.cancel_waiting(sweep, environ)
+    num_cancelled += _cancel_begun(sweep_dir, sweep, backend, environ, troubles)  # those that began meanwhile
+    _raise_first(troubles, sweep_dir)
+    return num_cancelled
 
 
-def _cancel_begun(sweep_dir: SweepDir, sweep: Sweep, backend: Backend, environ: Mapping[str, str]) -> int:
-    """Cancel the runs that wait again or run; return how many there were.
+@contextmanager
+def _kept_in(troubles: list[DdpHpcError | OSError]) -> Iterator[None]:
+    """Keep an error of the block for later, unless Slurm does not answer: it will not answer the next question either."""
+    try:
+        yield
+    except SlurmUnavailableError:
+        raise
+    except (DdpHpcError, OSError) as error:
+        troubles.append(error)
+
+
+def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir) -> None:
+    """Say what was against a cancellation, if anything was.
 
     Raises:
-        ConfigError: for the first that could not be cancelled and still runs; the others are cancelled.
+        ConfigError: for the first that was refused.
+        DdpHpcError: for the first that could not be written down.
     """
+    if not troubles:
+        return
+    refusal = next((one for one in troubles if isinstance(one, ConfigError)), None)
+    if refusal is not None:
+        raise refusal
+    first = troubles[0]
+    what = f"{first.filename}: {first.strerror}." if isinstance(first, OSError) else str(first)
+    raise DdpHpcError(
+        f"{sweep_dir.name} was cancelled, but not all of it could be written down, so points that have not begun may still start. {what} "
+        f"Free some space there, and give the command again: ddp-hpc sweep cancel {sweep_dir.name}"
+    ) from first
+
+
+def _cancel_begun(
+    sweep_dir: SweepDir,
+    sweep: Sweep,
+    backend: Backend,
+    environ: Mapping[str, str],
+    troubles: list[DdpHpcError | OSError],
+) -> int:
+    """Cancel the runs that wait again or run; return how many there were. Add to `troubles` what was against it."""
     live = [
         run
         for run in map(sweep_dir.run, sweep.points)
         if has_begun(run) and not has_ended(run) and backend.find_job(run, environ) is not None
     ]
-    refusals = []
     for run in live:
-        try:
+        met: list[DdpHpcError | OSError] = []
+        with _kept_in(met):
             backend.cancel(run, environ)
-        except ConfigError as error:
-            if backend.find_job(run, environ) is not None:  # else it has ended meanwhile
-                refusals.append(error)
-    if refusals:
-        raise refusals[0]
+        # A point that has ended meanwhile cannot be cancelled, and need not be.
+        troubles += [
+            one for one in met if not isinstance(one, ConfigError) or backend.find_job(run, environ) is not None
+        ]
     return len(live)
 
 

@@ -17,6 +17,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, write_queued_job
 from ddp_hpc.submission.preflight import capacity
+from tests.full_disk import no_file_larger_than
 from tests.made_run import add_progress, make_run
 from tests.unit.fake_slurm import JOB
 from tests.unit.made_repository import git
@@ -315,3 +316,19 @@ def test_a_job_that_waits_is_cancelled_by_its_number(slurm: Path, capsys: pytest
     assert (slurm / "cancelled").read_text() == "17\n"
     assert main(["status", "wanted", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "cancelled"
+
+
+def test_on_a_full_disk_a_job_is_cancelled_all_the_same_and_what_is_not_written_down_is_said(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_job(make_run(slurm / "runs", "wanted"), queued="17")
+    install(slurm, scontrol=WAITS, scancel=f"mkdir {slurm}/cancelled-$1")  # `mkdir` writes to no file
+
+    with no_file_larger_than(0):
+        code = main(["cancel", "17"])
+
+    assert code == 1
+    assert (slurm / "cancelled-17").is_dir()
+    said = capsys.readouterr().err
+    assert said.startswith("error: Job 17 of wanted was cancelled, but that the user did so could not be written to ")
+    assert "File too large" in said

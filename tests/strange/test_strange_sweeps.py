@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
+import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddp_hpc.base.durable import append_json_line
+from ddp_hpc.base.processes import host_name, take_lock
 from ddp_hpc.cli import main
 from ddp_hpc.config import resolve
 from ddp_hpc.errors import ConfigError
@@ -22,6 +28,7 @@ from ddp_hpc.sweep.resolving import Points
 from ddp_hpc.sweep.states import unbegun_points
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, load_base, make_sweep, read_sweep, record_limits
 from ddp_hpc.sweep.values import parse_axis
+from tests.full_disk import no_file_larger_than
 from tests.made_run import add_attempt
 
 HOSTILE = 'it\'s "q" $HOME `id` %d {a} {point} ${a} \\ * é日本\nline 2'
@@ -371,3 +378,40 @@ def test_a_point_that_cannot_be_cancelled_from_here_is_not_said_to_be_cancelled(
     assert "it runs on another host" in captured.err
     assert "were cancelled" not in captured.out
     assert cancelled == [runs[1].name]  # the others all the same
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Yield two processes that sleep."""
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_on_a_full_disk_all_points_of_a_sweep_are_cancelled_and_what_is_not_written_down_is_said(
+    sleepers: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_dir = made_sweep(("a=1,2",))
+    locks = []
+    for point, process in zip(read_sweep(sweep_dir).points, sleepers, strict=True):
+        run = sweep_dir.run(point)
+        run.attempts.unlink(missing_ok=True)
+        run.path.mkdir(exist_ok=True)
+        run.config.write_text(f"name: {run.name}\n")
+        known = {"attempt": 0, "job_id": "1", "host": host_name(), "pid": process.pid, "started_at": 1.0}
+        append_json_line(run.attempts, known)
+        locks.append(take_lock(run.lock))
+
+    with no_file_larger_than(0):
+        code = main(["sweep", "cancel", "grid"])
+
+    assert code == 1
+    assert [process.wait(30) for process in sleepers] == [-signal.SIGKILL] * 2
+    said = capsys.readouterr().err
+    assert "grid was cancelled, but not all of it could be written down" in said
+    assert "sweep.jsonl: File too large." in said
+    for lock_fd in locks:
+        assert lock_fd is not None
+        os.close(lock_fd)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 
+from ddp_hpc.base.processes import take_lock
 from ddp_hpc.cli import main
 from ddp_hpc.cli.formatting import as_json, spelled
 from ddp_hpc.cli.replay_text import audit_text, replay_text
@@ -20,7 +27,7 @@ from ddp_hpc.replay.auditing import AuditReport, Segment, audit, chosen, judged,
 from ddp_hpc.replay.comparison import compare
 from ddp_hpc.replay.history import History, Stretch, environ_of, read_history
 from ddp_hpc.replay.known_states import narrowed
-from ddp_hpc.replay.private_run import Wanted, compute_again, num_gpus_here, replay_spec
+from ddp_hpc.replay.private_run import Wanted, _run_supervised, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.replay.record import Record, State
 from ddp_hpc.replay.replaying import Asked, Report, check_range
 from ddp_hpc.run_dir.environment import capture, write_environment
@@ -29,6 +36,7 @@ from ddp_hpc.run_dir.ledger import Ending, record_start
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.replay_request import ReplayRequest, read_request, write_request
 from ddp_hpc.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
+from ddp_hpc.submission import local
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.engine.replayed import follow_request
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, make_run
@@ -380,3 +388,42 @@ def test_an_audit_goes_on_where_a_checkpoint_was_pruned_meanwhile(
 
     assert [one.verdict for one in found.segments] == ["unreadable", "the same"]
     assert (found.verdict, found.num_steps) == ("UNKNOWN", 20)
+
+
+def test_a_replay_whose_records_cannot_be_read_or_written_is_ended_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that leads to itself stands for a disk that is broken: each use of the ledger is an error."""
+    sleep = "import time; time.sleep(600)"
+    guardian = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleep!r}]).pid, flush=True); {sleep}"
+    )
+    monkeypatch.setattr(local, "supervisor_argv", lambda _run: [sys.executable, "-c", guardian])
+    run = make_run(tmp_path)
+    run.console.parent.mkdir(exist_ok=True)
+    run.attempts.symlink_to(run.attempts)
+    lock_fd = take_lock(run.lock)
+    assert lock_fd is not None
+    ended = threading.Event()
+
+    def end_it_once_it_runs() -> None:
+        _await(lambda: run.console.exists() and run.console.read_text())
+        ended.set()
+
+    stops = threading.Thread(target=end_it_once_it_runs)
+    stops.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        _run_supervised(run, [], os.environ, None, ended)
+
+    stops.join()
+    os.close(lock_fd)
+    supervisor = int(run.console.read_text())
+    _await(lambda: not psutil.pid_exists(supervisor) or psutil.Process(supervisor).status() == psutil.STATUS_ZOMBIE)
+
+
+def _await(condition: Callable[[], object], *, patience_s: float = 60.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -39,6 +39,7 @@ from ddp_hpc.sweep.sweep_dir import (
 from ddp_hpc.sweep.task import main as task_main
 from ddp_hpc.sweep.task import prepare_task
 from ddp_hpc.sweep.values import parse_axis
+from tests.full_disk import no_file_larger_than
 from tests.unit.fake_slurm import FakeSlurm
 
 ACCEPTS = """
@@ -179,6 +180,20 @@ def test_a_script_that_slurm_would_refuse_is_named_before_the_sweeps_directory_h
     with pytest.raises(ConfigError, match="gpus"):
         start(lab, tmp_path, "seed=0..3")
 
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_disk_that_is_full_before_anything_is_sent_leaves_no_sweep(tmp_path: Path) -> None:
+    (tmp_path / "once").mkdir()
+    once = start(Lab(tmp_path / "once"), tmp_path / "once", "seed=0..999").sweep_dir.ledger.read_text()
+    shutil.rmtree(tmp_path / "once")  # else it is copied as code
+    num_bytes = len(once[: once.index('{"sending"')])
+    lab = Lab(tmp_path)
+
+    with no_file_larger_than(num_bytes + 20), pytest.raises(OSError, match=r"File too large: .*sweep\.jsonl"):
+        start(lab, tmp_path, "seed=0..999")
+
+    assert not lab.arrays
     assert not list((tmp_path / "runs").iterdir())
 
 
