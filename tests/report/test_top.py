@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli import main
+from ddp_hpc.cli.verbs.top import size_of
 from ddp_hpc.report.looking import Looker
 from ddp_hpc.report.series import Point
 from ddp_hpc.report.top import PLAIN_LEVELS, Seen, screen, sparkline
@@ -164,6 +165,54 @@ def test_ctrl_c_ends_the_watching_and_leaves_the_terminal_as_it_was(tmp_path: Pa
     # Nothing was set that would have to be put back: no hidden cursor, no other screen, no colours.
     assert b"\x1b[?" not in drawn
     assert b"m" not in {part[:1] for part in drawn.split(b"\x1b[")[1:]}
+    os.close(master)
+    os.close(slave)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "size"),
+    [
+        (None, {}, (100, 200)),
+        (None, {"COLUMNS": "60", "LINES": "20"}, (60, 20)),  # as watch(1) sets them
+        (None, {"COLUMNS": "abc", "LINES": "-4"}, (100, 200)),
+        (None, {"COLUMNS": "0", "LINES": "²"}, (100, 200)),
+        (None, {"COLUMNS": "9" * 5000}, (100, 200)),
+        ((80, 24), {}, (80, 24)),
+        ((0, 0), {}, (80, 24)),
+        ((80, 24), {"COLUMNS": "40"}, (40, 24)),
+        ((80, 24), {"COLUMNS": "200", "LINES": "100"}, (80, 24)),  # a window that was made smaller since
+    ],
+)
+def test_a_screen_has_the_columns_that_the_user_asks_for_and_no_more_than_the_terminal(
+    terminal: tuple[int, int] | None, environment: dict[str, str], size: tuple[int, int]
+) -> None:
+    assert size_of(terminal, environment) == size
+
+
+@pytest.mark.parametrize("columns", ["1", "50", "300"])
+def test_once_prints_no_line_that_is_longer_than_columns(
+    columns: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    assert main(["top", str(run.path), "--once"]) == 0
+
+    longest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert max(1, int(columns) - 20) <= longest <= int(columns)
+
+
+def test_a_terminal_without_commands_gets_one_screen_below_the_other(tmp_path: Path) -> None:
+    run = _alive(tmp_path / "runs" / "one")
+    master, slave = pty.openpty()
+    argv = [sys.executable, "-m", "ddp_hpc", "top", str(run.path)]
+    with subprocess.Popen(
+        argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "dumb"}
+    ) as process:
+        drawn = _read_until(master, b"\r\n\r\none  ")
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+    assert b"\x1b" not in drawn
     os.close(master)
     os.close(slave)
 
