@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -78,6 +79,48 @@ def test_a_page_that_does_not_fit_is_named(tmp_path: Path, capsys: pytest.Captur
     assert main(["report", str(run.path), "--output", str(FULL)]) == 1
 
     assert capsys.readouterr().err.startswith(f"error: {FULL} cannot be used: No space left on device.")
+
+
+@pytest.mark.parametrize(("verb", "begins"), [("report", "<!doctype html>"), ("trace", "{")])
+def test_a_dash_is_standard_output_in_utf_8_and_no_file(
+    verb: str, begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, "日本")
+    add_attempt(run, ending="failed", reason="RuntimeError: no")
+    argv = [sys.executable, "-m", "ddp_hpc", verb, str(run.path), "-o", "-"]
+    (tmp_path / "here").mkdir()
+
+    done = subprocess.run(
+        argv, env={**os.environ, "PYTHONIOENCODING": "ascii"}, cwd=tmp_path / "here", capture_output=True, check=True
+    )
+
+    text = done.stdout.decode("utf-8")
+    assert text.lower().startswith(begins)
+    assert "日本" in text or json.loads(text)
+    assert not list((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        ('"$@" > /dev/full', 1, "error: the output of this command could not be written: No space left on device."),
+        ('exec 3> >(:); wait $!; "$@" >&3', 141, ""),
+        ('"$@" >&-', 0, ""),
+    ],
+)
+def test_a_page_whose_reader_goes_away_or_is_full_ends_as_any_other_output(
+    shell: str, code: int, said: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path)
+    add_attempt(run, ending="failed", reason="RuntimeError: no")
+    argv = ["bash", "-c", shell, "bash", sys.executable, "-m", "ddp_hpc", "report", str(run.path), "-o", "-"]
+
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == code
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == bool(said)
+    assert not (tmp_path / "-").exists()
 
 
 def test_a_command_that_is_started_without_any_stream_does_its_work(tmp_path: Path) -> None:

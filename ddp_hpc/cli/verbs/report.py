@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ddp_hpc.base.durable import output_at
+from ddp_hpc.cli.output_file import write_output
 from ddp_hpc.cli.runs import add_run, add_site, chosen_run, chosen_runs_dir
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.report.notes import RULES, Rule, read_rules
@@ -31,14 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_run(parser, optional=True)
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where to write it; default: NAME-report.html, here"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write it, `-` for standard output; default: NAME-report.html, here",
     )
     parser.add_argument("--against", metavar="RUN2", help="show this other run beside it, and what differs")
     add_site(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Write the page, and print its path."""
+    """Write the page, and print its path; or print the page."""
     now, rules = time.time(), _rules(args.site, environment)
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     points = _points(args.run, runs_dir)
@@ -54,10 +58,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             chosen.name,
             page_of(read_run(chosen, now=now, against=against, environ=environment), now=now, rules=rules),
         )
-    output = args.output or Path(f"{name}-report.html")
-    with output_at(output) as path:
-        path.write_text(text, encoding="utf-8")
-    print(output)
+    write_output(args.output or Path(f"{name}-report.html"), text)
     return 0
 
 

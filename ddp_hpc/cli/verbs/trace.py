@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddp_hpc.base.durable import output_at
 from ddp_hpc.cli.formatting import finite
+from ddp_hpc.cli.output_file import write_output
 from ddp_hpc.cli.runs import add_run, chosen_run
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.report.reading import read_run
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="the file to write; default: NAME-trace.json in this directory",
+        help="the file to write, `-` for standard output; default: NAME-trace.json in this directory",
     )
 
 
@@ -35,10 +35,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     found = read_run(chosen, now=time.time(), environ=environment)
     if not found.times:
         raise ConfigError(f"Run {chosen.name!r} has not begun an attempt, so there is nothing to trace yet.")
-    output = args.output or Path(f"{chosen.name}-trace.json")
-    with output_at(output) as path:
-        path.write_text(json.dumps(finite(trace_of(found)), allow_nan=False), encoding="utf-8")
-    print(output)
+    text = json.dumps(finite(trace_of(found)), allow_nan=False)
+    write_output(args.output or Path(f"{chosen.name}-trace.json"), text)
     for profile in chosen.profile_traces():
         print(f"note: what PyTorch's profiler recorded is in a file of its own: {profile}", file=sys.stderr)
     for report in chosen.nsys_reports():
