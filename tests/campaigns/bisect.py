@@ -12,10 +12,12 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.durable import replace_text
+from tests.campaigns.command_line import folder_to_fill, parser_of
 from tests.campaigns.written import RESULTS, stamp
 from tests.distributed.planted import NUM_STEPS, PLANTED, Planted, bisected, is_right, train
 
@@ -89,9 +91,13 @@ def as_page(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run all of them, one after the other."""
-    folder, rows = Path(sys.argv[1]).absolute(), []
+    parser = parser_of("tests.campaigns.bisect", __doc__)
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=folder_to_fill, help="where the trainings and answers are kept"
+    )
+    folder, rows = parser.parse_args(argv).folder, []
     for planted in PLANTED:
         rows.append(row_of(planted, folder))
         print(json.dumps(rows[-1]), flush=True)  # noqa: T201  a campaign prints

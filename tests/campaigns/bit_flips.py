@@ -10,7 +10,6 @@ Each training has 2 or 3 real processes, joined by gloo. After a difference, the
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -31,6 +30,7 @@ from ddp_hpc.run_dir.digests import read_digests
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
+from tests.campaigns.command_line import parser_of
 from tests.campaigns.written import RESULTS, stamp
 from tests.distributed.bit_flips import (
     BEFORE_A_COMPARISON,
@@ -186,14 +186,14 @@ def healthy(group: Group, path: Path, num_steps: int) -> str:
     return end
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Try all; write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("tests.campaigns.bit_flips", __doc__)
     parser.add_argument("--flips", type=int, default=500)
     parser.add_argument("--others", type=int, default=50)
     parser.add_argument("--healthy", type=int, default=100_000)
     parser.add_argument("--persistent", type=int, default=0)
-    asked = parser.parse_args()
+    asked = parser.parse_args(argv)
     if asked.persistent:
         return persistent(asked.persistent)
     began, outcomes = time.monotonic(), []

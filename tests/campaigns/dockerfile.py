@@ -62,7 +62,7 @@ def surroundings(storage: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(storage), "BUILDAH_ISOLATION": "chroot"}
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Return 1 where it cannot be built, 2 where that cannot be tried here."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.dockerfile", description=__doc__)
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="where to put what it needs meanwhile")
@@ -129,4 +129,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

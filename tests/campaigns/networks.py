@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ddp_hpc.run_dir.network import NetworkFindings
+from tests.campaigns.command_line import parser_of
 from tests.campaigns.written import RESULTS, stamp
 from tests.distributed.node_networks import Nodes, call, made, pull, put_back, why_not
 
@@ -83,8 +84,9 @@ CASES: Sequence[tuple[str, str, Begin]] = (
 )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Try all cases; write the table."""
+    parser_of("tests.campaigns.networks", __doc__).parse_args(argv)
     reason = why_not()
     if reason:
         sys.stderr.write(f"{reason}\n")

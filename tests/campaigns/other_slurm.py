@@ -5,6 +5,7 @@ python -m tests.campaigns.other_slurm .slurm-lab/rootfs/trixie [pytest's argumen
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -15,23 +16,34 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from tests.campaigns.command_line import folder_that_exists, parser_of
 from tests.campaigns.written import RESULTS, ROOT, add_row, stamp
 
 RESULT = RESULTS / "other-slurm.json"
 NUM_SLOWEST = 20
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Return pytest's exit code; a run of all tests is written down, a choice of them is not."""
-    rootfs, *chosen = argv
+    parser = parser_of("tests.campaigns.other_slurm", __doc__)
+    parser.add_argument(
+        "rootfs", metavar="ROOTFS", type=folder_that_exists, help="the root directory of the other Debian"
+    )
+    parser.add_argument(
+        "chosen", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of pytest; without one, all tests run"
+    )
+    asked = parser.parse_args(argv)
+    rootfs, chosen = asked.rootfs, asked.chosen
+    if not (rootfs / "var/lib/dpkg").is_dir():
+        parser.error(f"{rootfs} is not the root directory of a Debian: it has no var/lib/dpkg.")
     began_at = stamp()
     with tempfile.TemporaryDirectory(prefix="ddp_hpc-other-slurm-") as folder:
         report = Path(folder) / "report.xml"
         words = ["-m", "not campaign", "tests/slurm", f"--junitxml={report}", *chosen]
-        environ = {**os.environ, "DDP_HPC_SLURM_ROOTFS": rootfs}
+        environ = {**os.environ, "DDP_HPC_SLURM_ROOTFS": str(rootfs)}
         code = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environ, check=False).returncode
         if not chosen:
-            add_row(RESULT, {"slurm": version(Path(rootfs)), **began_at, **read(report)}, key="slurm")
+            add_row(RESULT, {"slurm": version(rootfs), **began_at, **read(report)}, key="slurm")
     return code
 
 
@@ -68,4 +80,4 @@ def _end_of(case: ET.Element) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

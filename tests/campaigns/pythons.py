@@ -37,7 +37,7 @@ class CampaignError(Exception):
     """What could not be done, with the output of what failed."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Return 1 where a Python fails, or two of them come to other bits."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.pythons", description=__doc__)
     parser.add_argument("versions", nargs="*", default=supported(), metavar="VERSION", help="all that we support")
@@ -219,4 +219,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -6,12 +6,12 @@ interval. `python -m tests.campaigns.save_faults` adds to docs/results/save-inte
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.timeline import Mark, read_marks
 from ddp_hpc.watch.attempt_times import AttemptTime, read_times
+from tests.campaigns.command_line import parser_of
 from tests.campaigns.save_intervals import JSON, TABLE, as_text
 from tests.campaigns.written import stamp
 from tests.distributed.whole_runs import HERE, Workplace, live_processes
@@ -105,12 +106,12 @@ def newest_step(times: list[AttemptTime]) -> int:
     return max(one.kept_step for one in times)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Train by each interval, all at a time, and undisturbed; write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("tests.campaigns.save_faults", __doc__)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4000)
-    asked = parser.parse_args()
+    asked = parser.parse_args(argv)
     source = random.Random(14)
     lives = [round(source.expovariate(1 / MEAN_S), 2) for _ in range(asked.kills)]
     with tempfile.TemporaryDirectory() as folder:

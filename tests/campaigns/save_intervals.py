@@ -6,7 +6,6 @@ docs/results/save-intervals.json and .md.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import logging
@@ -25,6 +24,7 @@ from ddp_hpc.checkpoints.past_saves import PastAttempt, summary
 from ddp_hpc.checkpoints.save_interval import Bounds, SaveCosts, best_interval_s
 from ddp_hpc.slow_ranks.summary import Phases
 from ddp_hpc.train.auto_interval import AutoInterval, Job
+from tests.campaigns.command_line import parser_of
 from tests.campaigns.written import RESULTS, stamp
 
 JSON, TABLE = RESULTS / "save-intervals.json", RESULTS / "save-intervals.md"
@@ -316,11 +316,11 @@ def _real_text(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Try all; write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("tests.campaigns.save_intervals", __doc__)
     parser.add_argument("--histories", type=int, default=250, help="of each case and process")
-    asked = parser.parse_args()
+    asked = parser.parse_args(argv)
     logging.disable(logging.INFO)
     with ProcessPoolExecutor(2) as pool:
         found = []

@@ -26,6 +26,7 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.slow_ranks import read_alarms
 from ddp_hpc.slow_ranks.summary import read_summary
 from ddp_hpc.slow_ranks.verdict import judge
+from tests.campaigns.command_line import folder_to_fill, parser_of
 from tests.campaigns.written import RESULTS, stamp
 from tests.slow_ranks.cases import Case, train
 
@@ -177,8 +178,16 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    folder, at_once = Path(argv[0]), int(argv[1]) if len(argv) > 1 else 1
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of("tests.campaigns.stragglers", __doc__)
+    parser.add_argument("folder", metavar="FOLDER", type=folder_to_fill, help="where the trainings are made and kept")
+    parser.add_argument(
+        "at_once", metavar="NUM_AT_ONCE", type=int, nargs="?", default=1, help="trainings at a time (default: 1)"
+    )
+    asked = parser.parse_args(argv)
+    if asked.at_once < 1:
+        parser.error(f"NUM_AT_ONCE is {asked.at_once}, but it must be 1 or more.")
+    folder, at_once = asked.folder, asked.at_once
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(at_once) as pool:
         answers = [*pool.map(lambda case: answer_to(case, folder), SLOW)]
@@ -193,4 +202,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -24,6 +24,7 @@ from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.why.reading import chosen_attempt, read_facts
 from ddp_hpc.why.verdict import verdict_of
+from tests.campaigns.command_line import folder_that_exists, parser_of
 from tests.campaigns.deaths.blind import BLIND
 from tests.campaigns.deaths.on_machine import WHOLE
 from tests.campaigns.deaths.peer import MEANS, Peer, Said, one_log
@@ -193,14 +194,22 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str], peer: str) -
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Ask about all, and write the page."""
-    folder, when = Path(sys.argv[1]), stamp()
+    parser = parser_of("tests.campaigns.why", __doc__)
+    parser.add_argument("folder", metavar="FOLDER", type=folder_that_exists, help="where the deaths were made")
+    parser.add_argument("nvrx", metavar="OF-NVRX", nargs="*", help="its Python, its source and its commit")
+    asked = parser.parse_args(argv)
+    folder, when = asked.folder, stamp()
+    if len(asked.nvrx) not in {0, 3}:
+        parser.error("of NVRx, give its Python, its source and its commit, or nothing.")
     deaths = [one for one in (*ON_MACHINE, *ON_CLUSTER, *BLIND) if (folder / one.name / WHOLE).exists()]
+    if not deaths:
+        parser.error(f"{folder} holds no death. Make them first: python -m tests.campaigns.deaths.on_machine FOLDER")
     answers = [answer_to(death, folder / death.name) for death in deaths]
     commit = ""
-    if len(sys.argv) > 2:
-        python, source, commit = sys.argv[2:5]
+    if asked.nvrx:
+        python, source, commit = asked.nvrx
         logs = [
             one_log(one, folder / one.name / "runs" / "dying", folder / "logs" / f"{one.name}.log") for one in deaths
         ]

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.campaigns.command_line import folder_to_fill, parser_of
 from tests.campaigns.deaths.on_machine import HERE, SETTINGS, WHOLE, run_in
 from tests.campaigns.deaths.table import Death
 from tests.campaigns.written import stamp
@@ -139,9 +140,11 @@ def happen(death: Blind, folder: Path) -> None:
     (folder / WHOLE).write_text(stamp()["commit"])
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Make all."""
-    folder = Path(sys.argv[1]).resolve()
+    parser = parser_of("tests.campaigns.deaths.blind", __doc__)
+    parser.add_argument("folder", metavar="FOLDER", type=folder_to_fill, help="where the deaths are made and kept")
+    folder = parser.parse_args(argv).folder.resolve()
     with ThreadPoolExecutor(3) as pool:
         for death, _ in zip(BLIND, pool.map(lambda one: happen(one, folder / one.name), BLIND), strict=True):
             print(death.name, flush=True)  # noqa: T201  it is watched

@@ -7,18 +7,18 @@ What a death leaves is copied to FOLDER; one that is whole there is not made aga
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.paths import RunDir
+from tests.campaigns.command_line import asked_deaths
 from tests.campaigns.deaths.on_machine import WHOLE, prepare, words_of
 from tests.campaigns.deaths.table import ON_CLUSTER, Death
 from tests.campaigns.written import stamp
@@ -107,22 +107,21 @@ DEEDS: Mapping[str, Callable[[Cluster, RunDir, Path], object]] = {
 }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Make all, or those whose name fits a pattern."""
-    folder, pattern = (*sys.argv[1:], "*")[:2]
-    chosen = [death for death in ON_CLUSTER if fnmatch.fnmatch(death.name, pattern)]
-    missing = [death for death in chosen if not (Path(folder) / death.name / WHOLE).exists()]
+    folder, chosen = asked_deaths("tests.campaigns.deaths.on_cluster", __doc__, ON_CLUSTER, argv)
+    missing = [death for death in chosen if not (folder / death.name / WHOLE).exists()]
     alone = [death for death in missing if death.how in {"node-failure", "preempt"}]  # they take nodes away
     if not missing:
         return 0
     assert not why_not(), why_not()
     os.umask(0o022)
     with booted("why") as cluster, ThreadPoolExecutor(AT_ONCE) as pool:
-        said = [pool.submit(_said, cluster, death, Path(folder)) for death in missing if death not in alone]
+        said = [pool.submit(_said, cluster, death, folder) for death in missing if death not in alone]
         for one in as_completed(said):
             print(one.result(), flush=True)  # noqa: T201  it is watched
         for death in alone:
-            print(_said(cluster, death, Path(folder)), flush=True)  # noqa: T201
+            print(_said(cluster, death, folder), flush=True)  # noqa: T201
             cluster.mend()
     return 0
 

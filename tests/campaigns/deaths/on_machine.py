@@ -8,7 +8,6 @@ Needs root: a death by a full disk has a small tmpfs, one by memory a cgroup of 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from tests.campaigns.command_line import asked_deaths
 from tests.campaigns.deaths.table import NUM_RANKS, ON_MACHINE, Death
 from tests.campaigns.written import stamp
 
@@ -115,18 +115,17 @@ def _memory(death: Death) -> Iterator[list[str]]:
             group.rmdir()
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Make all, or those whose name fits a pattern."""
-    folder, pattern = (*sys.argv[1:], "*")[:2]
+    folder, chosen = asked_deaths("tests.campaigns.deaths.on_machine", __doc__, ON_MACHINE, argv)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell starts what it sends to the background without it
-    chosen = [death for death in ON_MACHINE if fnmatch.fnmatch(death.name, pattern)]
     hangs = [death for death in chosen if death.failure.startswith("hang")]
     others = [death for death in chosen if death not in hangs]
     with ThreadPoolExecutor(3) as busy, ThreadPoolExecutor(4) as idle:  # a hang is waited for, and computes nothing
         ways = ((idle, hangs), (busy, others))
-        said = [pool.submit(_said, death, Path(folder).resolve()) for pool, deaths in ways for death in deaths]
+        said = [pool.submit(_said, death, folder) for pool, deaths in ways for death in deaths]
         for one in as_completed(said):
             print(one.result(), flush=True)  # noqa: T201  it is watched
     return 0
