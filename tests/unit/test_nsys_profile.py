@@ -73,6 +73,26 @@ def test_a_training_that_ends_among_these_steps_ends_the_record() -> None:
     assert loop.depth == 0
 
 
+def test_a_save_after_a_step_begins_no_record_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    loop = Loop((3, 9), done=1)
+
+    loop.timer.enter("forward")
+    loop.done += 1
+    loop.timer.enter("checkpoint")
+    before = list(loop.ranges)
+    loop.timer.enter("data")
+    loop.timer.enter("forward")
+    loop.done += 1
+    loop.timer.enter("checkpoint")
+    loop.timer.close()
+
+    assert before == []
+    assert loop.ranges == ["step 3", "data", "forward", "checkpoint"]
+    assert "nsys has recorded steps 3 to 3, and writes report" in caplog.text
+    assert loop.asked() == [BEGIN, END]
+
+
 @pytest.mark.parametrize(("done", "num_steps"), [(4, 3), (0, 1)])
 def test_a_training_without_these_steps_asks_for_nothing(done: int, num_steps: int) -> None:
     loop = Loop((3, 4), done=done)

@@ -79,6 +79,32 @@ def test_a_stop_among_these_steps_leaves_what_there_is(tmp_path: Path) -> None:
     assert "step 5" not in loop.steps
 
 
+def test_the_steps_that_were_recorded_are_named_not_those_that_were_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    loop = Loop(tmp_path, (2, 9), done=3)
+
+    loop.run(3, has_more=False)  # the training stops after step 6, and saves
+    loop.timer.close()
+
+    assert f"profile of steps 4 to 6: {loop.trace}" in caplog.text
+    assert loop.table.read_text().startswith("steps 4 to 6\n")
+    assert loop.steps == ["step 4", "step 5", "step 6"]
+
+
+def test_a_save_belongs_to_the_step_before_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, (1, 9))
+
+    loop.run(1, has_more=False)
+    loop.run(2)
+    loop.timer.close()
+
+    names = [name for name in loop.names if name.startswith("step ") or name == "checkpoint"]
+    assert names.index("checkpoint") < names.index("step 2")
+    assert loop.steps == ["step 1", "step 2", "step 3", "step 4"]
+
+
 def test_a_run_that_resumes_behind_these_steps_records_nothing(tmp_path: Path) -> None:
     loop = Loop(tmp_path, (3, 4), done=4)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ddp_hpc.nsys import Capture
-from ddp_hpc.train.recording.phase_times import PhaseTimes
+from ddp_hpc.train.recording.phase_times import BEGIN_STEPS, PhaseTimes
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ class NsysProfile(PhaseTimes):
         self._ranges = ranges or (torch.cuda.nvtx if device.type == "cuda" else None)
         self._num_open = 0
         self._is_recording = False
-        self._step = 0
+        self._step = self._began_at = 0
+        """The newest step that is recorded, and the first one: a run may resume among the chosen steps."""
         self._is_over = isinstance(capture, str)
         if isinstance(capture, str):
             self._warn(capture)
@@ -75,13 +76,17 @@ class NsysProfile(PhaseTimes):
     def _follow(self, step: int, phase: str) -> None:
         assert isinstance(self._capture, Capture)  # noqa: S101  else it is over
         if not self._is_recording:
+            if phase not in BEGIN_STEPS:  # after a step that is not to be recorded
+                return
             if why_not := self._capture.begin():
                 self._is_over = True
                 self._warn(why_not)
                 return
             self._is_recording = True
-        if step != self._step:
+        # An evaluation and a save come after their step, and belong to it, though the next one is counted already.
+        if step != self._step and phase in BEGIN_STEPS:
             self._leave(0)
+            self._began_at = self._began_at or step
             self._step = step
             self._begin(f"step {step}")
         self._leave(1)
@@ -95,9 +100,7 @@ class NsysProfile(PhaseTimes):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else kernels that still run would be missing
         self._capture.end()
-        log.info(
-            "nsys has recorded what there was of steps %d to %d, and writes %s", self._first, self._last, self._report
-        )
+        log.info("nsys has recorded steps %d to %d, and writes %s", self._began_at, self._step, self._report)
 
     def _begin(self, name: str) -> None:
         if self._ranges:

@@ -20,6 +20,9 @@ PHASES = (
 )
 """The phases; the wait for other ranks is part of `backward`, and `integrity` is the recomputation of a micro batch (`integrity.recompute_every_steps`). On a GPU these are the times of the host, which runs ahead."""
 
+BEGIN_STEPS = frozenset({"data", "host to device", "forward"})
+"""The phases with which a step begins. An evaluation and a save come after a step."""
+
 
 class PhaseTimes:
     """The time spent in each phase since the beginning."""

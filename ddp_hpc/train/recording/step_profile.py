@@ -22,12 +22,10 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec.training import ProfileSpec
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recording.nsys_profile import NsysProfile
-from ddp_hpc.train.recording.phase_times import PhaseTimes
+from ddp_hpc.train.recording.phase_times import BEGIN_STEPS, PhaseTimes
 
 log = logging.getLogger(__name__)
 
-_BEGIN_STEPS = frozenset({"data", "host to device", "forward"})
-"""The phases with which a step begins."""
 _MOST_ROWS = 40
 """Rows of the table of operators."""
 
@@ -77,7 +75,8 @@ class StepProfile(PhaseTimes):
         """While it records, or is about to."""
         self._is_recording = False
         self._is_over = False
-        self._step = 0
+        self._step = self._began_at = 0
+        """The newest step that it records, and the first one: a run may resume among the chosen steps."""
         self._ranges: list[Any] = []
         """The ranges of the step and of the phase, in this order, while it records."""
 
@@ -112,13 +111,15 @@ class StepProfile(PhaseTimes):
         if step < self._first:
             return
         if not self._is_recording:
-            if phase not in _BEGIN_STEPS:  # after the last step of a training
+            if phase not in BEGIN_STEPS:  # after the last step of a training
                 return
             _refuse_second_profiler()
             self._profiler.start_trace()
             self._is_recording = True
-        if step != self._step:
+        # An evaluation and a save come after their step, and belong to it, though the next one is counted already.
+        if step != self._step and phase in BEGIN_STEPS:
             self._leave(0)
+            self._began_at = self._began_at or step
             self._step = step
             self._begin(f"step {step}")
         self._leave(1)
@@ -173,8 +174,8 @@ class StepProfile(PhaseTimes):
                 beside.unlink(missing_ok=True)
         by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         rows = profiler.key_averages().table(sort_by=by, row_limit=_MOST_ROWS, max_name_column_width=80)
-        replace_text(self._table, f"steps {self._first} to {min(self._step, self._last)}\n\n{rows}\n", durable=False)
-        log.info("profile of steps %d to %d: %s", self._first, min(self._step, self._last), self._trace)
+        replace_text(self._table, f"steps {self._began_at} to {self._step}\n\n{rows}\n", durable=False)
+        log.info("profile of steps %d to %d: %s", self._began_at, self._step, self._trace)
 
     def _guarded(self, work: Callable[[], object]) -> None:
         try:
