@@ -8,7 +8,14 @@ from ddp_hpc.watch.status import RunStatus
 
 
 def as_text(  # noqa: PLR0913  one argument for each line that is not of the status
-    status: RunStatus, *, now: float, word: str | None = None, node_time: str = "", saves: str = "", machine: str = ""
+    status: RunStatus,
+    *,
+    now: float,
+    word: str | None = None,
+    node_time: str = "",
+    saves: str = "",
+    machine: str = "",
+    profile: str = "",
 ) -> str:
     """Return the status, one line for each field: its name and its value. `word` names the run on the command line."""
     rows = {
@@ -31,6 +38,7 @@ def as_text(  # noqa: PLR0913  one argument for each line that is not of the sta
         "save error": save_error(status),
         "slow": "; ".join(one.sentence() for one in status.slow_ranks),
         "machines": machine,
+        "profile": profile,
         "node time": node_time,
         "attempt": "" if status.attempt is None else f"{status.attempt}{job(status)}",
         "job": "" if status.job_id is None or status.attempt is not None else status.job_id,

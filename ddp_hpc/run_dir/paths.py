@@ -339,6 +339,10 @@ class RunDir:
         """The operators of these steps by the time that they took, as text."""
         return self.profile / f"attempt-{attempt}.rank-{rank}.operators.txt"
 
+    def profile_note(self, attempt: int, rank: int) -> Path:
+        """That a rank was to record some steps, and why it has not."""
+        return self.profile / f"attempt-{attempt}.rank-{rank}.asked.json"
+
     def profile_traces(self) -> list[Path]:
         """All traces, of all attempts."""
         return sorted(self.profile.glob("attempt-*.rank-*.trace.json.gz"))

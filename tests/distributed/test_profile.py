@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ def test_a_run_with_a_profile_ends_with_the_same_bits_and_says_where_the_profile
 
     assert place.digest("plain") == place.digest("recorded")
     files = sorted(path.name for path in place.run("recorded").profile.iterdir())
-    assert files == [f"attempt-0.rank-{rank}.{what}" for rank in (0, 1) for what in ("operators.txt", "trace.json.gz")]
+    kinds = ("asked.json", "operators.txt", "trace.json.gz")
+    assert files == [f"attempt-0.rank-{rank}.{kind}" for rank in (0, 1) for kind in kinds]
+    shown = json.loads(place.command("status", "recorded", "--json").stdout)["profile"]
+    assert [(one["rank"], one["state"], one["why"]) for one in shown] == [(0, "found", ""), (1, "found", "")]
     assert "attempt-0.rank-1.trace.json.gz" in traced.stderr
     assert not place.run("plain").profile.exists()

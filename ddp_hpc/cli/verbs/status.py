@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.base.patience import known
 from ddp_hpc.cli.formatting import as_json
@@ -16,6 +16,9 @@ from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker, word_for
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, read_status
+
+if TYPE_CHECKING:
+    from ddp_hpc.run_dir.profile_notes import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +35,38 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     goodput = goodput_of_run(run_dir, status, now=now)
     interval = interval_of_run(run_dir, status, now=now)
     machines, in_words = _machines(run_dir, status, now)
+    profiles = _profiles(run_dir, status)
     if args.json:
         more = {
             "goodput": as_record(goodput),
             "save_interval": None if interval is None else asdict(interval),
             "machines": machines,
+            "profile": [asdict(one) for one in profiles],
         }
         print(as_json({**asdict(status), **more}))
         return 0
     saves = "" if interval is None else interval.sentence()
     word = word_for(run_dir, environment)
-    print(as_text(status, now=now, word=word, node_time=as_line(goodput), saves=saves, machine=in_words))
+    lines = {"node_time": as_line(goodput), "saves": saves, "machine": in_words, "profile": _in_words(profiles, word)}
+    print(as_text(status, now=now, word=word, **lines))
     return 0
+
+
+def _profiles(run_dir: RunDir, status: RunStatus) -> Sequence[Profile]:
+    """Return what became of the profiles that the run was asked for."""
+    if not known(run_dir.profile, run_dir.profile.is_dir, unknown=False):
+        return []
+    from ddp_hpc.run_dir.profile_notes import read_profiles  # late: most runs are asked for none
+
+    return known(run_dir.profile, lambda: read_profiles(run_dir, is_alive=status.is_alive), unknown=[])
+
+
+def _in_words(profiles: Sequence[Profile], word: str) -> str:
+    if not profiles:
+        return ""
+    from ddp_hpc.cli import profile_text  # late: as above
+
+    return profile_text.as_line(profiles, word=word)
 
 
 def _machines(run_dir: RunDir, status: RunStatus, now: float) -> tuple[Mapping[str, Any] | None, str]:

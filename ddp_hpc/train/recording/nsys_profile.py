@@ -15,6 +15,15 @@ from ddp_hpc.train.recording.phase_times import BEGIN_STEPS, PhaseTimes
 log = logging.getLogger(__name__)
 
 
+RESUMED_BEHIND = "the attempt began behind these steps; set `profile.steps` to later ones"
+"""Why an attempt records nothing."""
+
+
+def ends_before(step: int) -> str:
+    """Return why an attempt records nothing whose training ends before the first step that is to be recorded."""
+    return f"the attempt ended before step {step}; set `profile.steps` to steps that the run takes"
+
+
 class Ranges(Protocol):
     """What opens and closes nested ranges, as `torch.cuda.nvtx` does."""
 
@@ -37,13 +46,16 @@ class NsysProfile(PhaseTimes):
         next_step: Callable[[], int],
         *,
         ranges: Ranges | None = None,
+        note: Callable[[str], object] = lambda _: None,
     ) -> None:
+        """`note` is called with the reason where nothing is recorded."""
         super().__init__()
         self._first, self._last = steps
         self._capture = capture
         self._report = report
         self._device = device
         self._next_step = next_step
+        self._note = note
         # PyTorch has NVTX where it is built with CUDA.
         self._ranges = ranges or (torch.cuda.nvtx if device.type == "cuda" else None)
         self._num_open = 0
@@ -61,14 +73,20 @@ class NsysProfile(PhaseTimes):
             return
         step = self._next_step()
         if step > self._last:
-            self.close()
+            self._end(RESUMED_BEHIND)
         elif step >= self._first:
             self._guarded(lambda: self._follow(step, phase))
 
     def close(self) -> None:
         """End the record; nsys writes its report meanwhile."""
+        self._end(ends_before(self._first))
+
+    def _end(self, why_not: str) -> None:
+        """End the record, if there is one; else `why_not` is the reason."""
         if not self._is_over:
             self._is_over = True
+            if not self._is_recording:
+                self._note(why_not)
             self._guarded(self._finish)
         if isinstance(self._capture, Capture):
             self._capture.close()
@@ -120,6 +138,7 @@ class NsysProfile(PhaseTimes):
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, why_not: str) -> None:
+        self._note(why_not)
         log.warning(
             "the profile of steps %d to %d cannot be recorded: %s. The training goes on without it.",
             self._first,

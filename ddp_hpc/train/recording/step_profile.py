@@ -19,9 +19,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ddp_hpc.base.durable import make_directories, private_mode, replace_text
 from ddp_hpc.nsys import Capture
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.profile_notes import note_profile
 from ddp_hpc.spec.training import ProfileSpec
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.recording.nsys_profile import NsysProfile
+from ddp_hpc.train.recording.nsys_profile import RESUMED_BEHIND, NsysProfile, ends_before
 from ddp_hpc.train.recording.phase_times import BEGIN_STEPS, PhaseTimes
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,15 @@ def phase_timer(  # noqa: PLR0913  what each of the timers needs
     rank = group.rank_info.rank
     if spec.kind == "off" or rank not in spec.ranks:
         return PhaseTimes()
+
+    def note(why_not: str = "") -> None:
+        note_profile(run, attempt, rank, kind=spec.kind, steps=spec.steps, why_not=why_not)
+
+    note()
     if spec.kind == "nsys":
-        return NsysProfile(spec.steps, nsys, run.nsys_report(attempt, rank), group.device, next_step)
+        return NsysProfile(spec.steps, nsys, run.nsys_report(attempt, rank), group.device, next_step, note=note)
     trace = run.profile_trace(attempt, rank)
-    return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step)
+    return StepProfile(spec.steps, trace, run.profile_table(attempt, rank), group.device, next_step, note=note)
 
 
 class StepProfile(PhaseTimes):
@@ -58,19 +64,24 @@ class StepProfile(PhaseTimes):
     A profiler that fails is left alone, and the training goes on.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  where, when and what it records
         self,
         steps: tuple[int, int],
         trace: Path,
         table: Path,
         device: torch.device,
         next_step: Callable[[], int],
+        *,
+        note: Callable[[str], object] = lambda _: None,
     ) -> None:
+        """`note` is called with the reason where nothing is recorded."""
         super().__init__()
         self._first, self._last = steps
         self._trace, self._table = trace, table
         self._device = device
         self._next_step = next_step
+        self._note = note
+        self._why_not = ends_before(self._first)
         self._profiler: Any = None
         """While it records, or is about to."""
         self._is_recording = False
@@ -100,6 +111,7 @@ class StepProfile(PhaseTimes):
     def _follow(self, step: int, phase: str) -> None:
         if step > self._last:  # the run has resumed behind these steps
             self._is_over = True
+            self._note(RESUMED_BEHIND)
             return
         if self._profiler is None:
             # The step before the first one starts what PyTorch needs, which takes time and would stand in the trace.
@@ -133,7 +145,8 @@ class StepProfile(PhaseTimes):
         def prepare_other(other: AnyProfiler) -> None:
             AnyProfiler._prepare_trace = prepare  # type: ignore[method-assign]  # noqa: SLF001
             if not self._is_over:
-                log.warning("the profile ends at step %d, where a profiler of the recipe begins", self._step)
+                self._why_not = "a profiler of the recipe begins before the first of these steps"
+                log.warning("the profile ends before step %d, where a profiler of the recipe begins", self._next_step())
                 self.close()
             prepare(other)  # type: ignore[no-untyped-call]
 
@@ -150,6 +163,8 @@ class StepProfile(PhaseTimes):
 
     def _finish(self) -> None:
         profiler = self._profiler
+        if not self._is_recording:
+            self._note(self._why_not)
         if profiler is None:
             return
         self._leave(0)
@@ -183,6 +198,7 @@ class StepProfile(PhaseTimes):
         except Exception as error:  # noqa: BLE001  the training matters more
             self._is_over = True
             self._ranges = []
+            self._note(f"{type(error).__name__}: {error}")
             log.warning(
                 "the profile of steps %d to %d cannot be recorded: %s: %s. The training goes on without it.",
                 self._first,
