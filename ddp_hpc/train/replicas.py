@@ -78,8 +78,9 @@ class Replicas:
         self._is_losing = False
 
     def compare_due(self, state: TrainingState) -> None:
-        """Compare what is due after this step."""
-        self.compare(state)
+        """Compare, if that is due after this step."""
+        if state.position.step >= self.next_step:
+            self.compare(state)
 
     def compare(self, state: TrainingState) -> None:
         """Compare the state of all ranks after this step, if that is switched on, and record its digest.

@@ -37,6 +37,12 @@ class SavePlan:
             return step - self._saved_step >= self._announced
         return self._every is not None and step % self._every == 0
 
+    def next_step(self, step: int) -> int:
+        """Return the first step after `step` that is due, as far as is known."""
+        if self._every == "auto":
+            return self._saved_step + self._announced
+        return _NEVER if self._every is None else (step // self._every + 1) * self._every
+
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Count from this save, and measure how long training waits for it; the next one is due once rank zero has announced that.

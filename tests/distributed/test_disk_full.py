@@ -22,7 +22,7 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, read_progress
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission import local
-from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.recording.run_recorder import RunRecorder
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.made_run import make_run
@@ -31,6 +31,7 @@ DISK = "8m"
 LEFT_FREE = 128 << 10
 """Bytes: enough for logs and records, too few for a checkpoint of about 400 KiB."""
 NUM_STEPS = 16
+ORDER = SampleOrder(num_samples=4, seed=0, global_batch_size=1, micro_batch_size=1, world_size=1)
 FULL = "No space left on device"
 CONFIG = f"""
 recipe: {{target: "trial_recipe:build", args: {{num_samples: 48, width: 256}}}}
@@ -174,7 +175,7 @@ def test_records_that_cannot_be_written_are_told_of_once_and_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
-    journal = RunRecorder(run, RunSpec(name="full"), is_writer=True, attempt=0, total_steps=4)
+    journal = RunRecorder(run, RunSpec(name="full"), is_writer=True, attempt=0, total_steps=4, order=ORDER)
     journal.open(Position())
 
     with no_room_beyond(0):
@@ -200,7 +201,7 @@ def test_records_that_cannot_be_written_are_told_of_once_and_written_later(
 
 def test_a_line_torn_by_a_full_disk_is_completed_later(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    journal = RunRecorder(run, RunSpec(name="torn"), is_writer=True, attempt=0, total_steps=4)
+    journal = RunRecorder(run, RunSpec(name="torn"), is_writer=True, attempt=0, total_steps=4, order=ORDER)
     journal.open(Position())
     journal.train(Position(step=1), loss=1.0, lr=0.1)
 

@@ -184,7 +184,6 @@ def test_tokens_are_those_of_all_ranks_and_micro_batches(
 def test_tokens_a_second_are_in_the_metrics_and_in_the_progress(tmp_path: Path) -> None:
     def set_clock(training: Training) -> None:
         training.recorder._clock = lambda: float(training.state.position.step)
-        training.recorder._measured_at = (0.0, 0, 0)
 
     run = trained(tmp_path / "run", recipe(tokens=10), change=set_clock, train__max_steps=5)
 

@@ -46,7 +46,6 @@ def test_rates_are_those_of_the_training_however_long_an_evaluation_takes(tmp_pa
 
     def set_clock(training: Training) -> None:
         training.recorder._clock = clock
-        training.recorder._measured_at = (0.0, 0, 0)
 
     training = trained(
         tmp_path / "run",

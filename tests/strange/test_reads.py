@@ -28,7 +28,7 @@ from ddp_hpc.run_dir.ownership import claim, claim_path, has_claim, is_fenced
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_stop_request
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recording.run_recorder import RunRecorder
@@ -402,7 +402,8 @@ def test_a_supervisors_death_is_judged_by_the_configuration_though_that_cannot_b
 
 def test_metrics_of_steps_that_are_taken_again_are_kept_beside(run: RunDir) -> None:
     add_metrics(run, [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, 7)])
-    journal = RunRecorder(run, RunSpec(name="digits"), is_writer=True, attempt=1, total_steps=8)
+    order = SampleOrder(num_samples=8, seed=0, global_batch_size=1, micro_batch_size=1, world_size=1)
+    journal = RunRecorder(run, RunSpec(name="digits"), is_writer=True, attempt=1, total_steps=8, order=order)
 
     journal.open(Position(step=4))
     journal.close()

@@ -221,6 +221,17 @@ def test_a_number_means_its_multiples(every: int | None, due: list[int]) -> None
     assert [step for step in range(3, 14) if plan.is_due(step)] == due
 
 
+@pytest.mark.parametrize("every", [1, 4, None, "auto"])
+def test_the_next_step_is_the_first_that_is_due(every: int | None) -> None:
+    plan = SavePlan(every)
+    plan.begin(2)
+    plan.announced(6)
+
+    for step in range(2, 8):
+        due = [later for later in range(step + 1, 20) if plan.is_due(later)]
+        assert plan.next_step(step) == due[0] if due else plan.next_step(step) >= 20
+
+
 def test_an_announced_number_counts_from_the_newest_save_or_the_resume() -> None:
     plan, saved = SavePlan("auto"), []
     plan.begin(7)

@@ -199,6 +199,21 @@ def test_positions_count_steps_epochs_and_samples() -> None:
     ]
 
 
+@given(orders(), st.data())
+def test_samples_between_two_positions_are_those_of_the_steps_between(order: SampleOrder, data: st.DataObject) -> None:
+    """The walk may begin amid an epoch, where an attempt with another batch size has ended."""
+    if not order.steps_per_epoch:
+        return
+    start = Position(step=5, epoch=1, samples_in_epoch=data.draw(st.integers(0, order.num_samples + 3)))
+    steps = list(RankSampler(order=order, start=start, total_steps=5 + 3 * order.steps_per_epoch, rank=0))
+    begin, end = sorted((data.draw(st.integers(0, len(steps))), data.draw(st.integers(0, len(steps)))))
+    positions = [start, *(step.after for step in steps)]
+
+    num_samples = order.samples_between(positions[begin], positions[end])
+
+    assert num_samples == sum(step.num_samples for step in steps[begin:end])
+
+
 def test_a_walk_ends_at_its_last_step_even_amid_an_epoch() -> None:
     windows = RankSampler(order=an_order(), start=Position(), total_steps=3, rank=0)
 

@@ -81,6 +81,13 @@ class SampleOrder:
         epochs, steps = divmod(num_steps - in_this_epoch, self.steps_per_epoch)
         return Position(step=step, epoch=position.epoch + 1 + epochs, samples_in_epoch=steps * self.global_batch_size)
 
+    def samples_between(self, begin: Position, end: Position) -> int:
+        """Return how many samples the steps from one position to a later one use."""
+        if begin.epoch == end.epoch:
+            return end.samples_in_epoch - begin.samples_in_epoch
+        whole_epochs = end.epoch - begin.epoch - 1
+        return self.samples_left(begin) + whole_epochs * self.samples_per_epoch + end.samples_in_epoch
+
     def last_step(self, position: Position, *, epochs: int) -> int:
         """Return the last step of `epochs` epochs for a run that is at `position`."""
         return position.step + self.steps_left(position) + (epochs - position.epoch - 1) * self.steps_per_epoch

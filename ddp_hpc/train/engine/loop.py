@@ -37,32 +37,36 @@ def train(t: Training) -> bool:
         t.group.let_all_read("stopped")
         return False
     metrics: Mapping[str, float] = {}
+    due = 0
     for global_batch in warmed_up(t, t.global_batches()):
         accumulate_gradients(t, global_batch)
         update_weights(t)
         position = t.state.position = global_batch.plan.after
-        t.recorder.count(global_batch.plan.num_samples)
+        step, ends_epoch = position.step, position.samples_in_epoch == 0
+        if step < due and not ends_epoch:  # so most steps end
+            t.phases.enter("data")
+            continue
 
-        step, is_last = position.step, position.step == t.total_steps
+        t.phases.enter("other")
+        is_last = step == t.total_steps
         if is_last or step % t.spec.log.every_steps == 0:
             log_loss(t)
         if t.after_step is not None and t.after_step():
             t.recorder.progress(position, now=True)
             return True
-        ends_epoch = position.samples_in_epoch == 0
         metrics = evaluate(t) if is_last or (ends_epoch and position.epoch % t.spec.eval.every_epochs == 0) else {}
         if is_last:
             break
         if t.save_plan.is_due(step) or (metrics and t.spec.checkpoint.keep_best):
             save(t, metrics)
-        if step >= t.replicas.next_step:
-            t.replicas.compare_due(t.state)
+        t.replicas.compare_due(t.state)
         if step >= t.stop_consensus.next_step:
             t.losses.check()
             if t.stop_consensus.agree_to_stop(step):
                 break
             t.recorder.progress(position)
             t.watchdog.feed()
+        due = next_due(t, step)
         t.phases.enter("data")
     return finish(t, metrics)
 
@@ -93,6 +97,20 @@ def restore(t: Training) -> None:
     t.watchdog.feed()
     if t.stop_consensus.agree_before_first_step(t.state.position.step):
         raise StopAskedError("The ranks were asked to stop before the first step.")
+
+
+def next_due(t: Training, step: int) -> int:
+    """Return the first step after `step` at which more is due than to train; the end of an epoch may come before."""
+    if t.after_step is not None:
+        return step + 1
+    log_every = t.spec.log.every_steps
+    return min(
+        (step // log_every + 1) * log_every,
+        t.save_plan.next_step(step),
+        t.replicas.next_step,
+        t.stop_consensus.next_step,
+        t.total_steps,
+    )
 
 
 def finish(t: Training, metrics: Mapping[str, float]) -> bool:
@@ -208,7 +226,6 @@ def update_weights(t: Training) -> None:
     if t.state.ema is not None:
         t.state.ema.update_parameters(t.state.model)  # type: ignore[operator]  # AveragedModel's
     t.phases.num_steps += 1
-    t.phases.enter("other")
 
 
 def log_loss(t: Training) -> None:
@@ -224,7 +241,7 @@ def log_loss(t: Training) -> None:
         loss=loss,
         lr=t.state.optimizer.param_groups[0]["lr"],
         more=t.numbers.take(t.state.scaler, may_skip=t.spec.train.on_nonfinite == "skip"),
-        num_tokens=t.numbers.take_tokens(t.recorder.take_samples(), t.group.sum),
+        num_tokens=t.numbers.take_tokens(t.recorder.take_samples(t.state.position), t.group.sum),
     )
 
 

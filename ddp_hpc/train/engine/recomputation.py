@@ -189,7 +189,7 @@ class Recomputation:
         return min(self._replicas.next_step, self._next_step)
 
     def compare_due(self, state: TrainingState) -> None:
-        """Compare what is due after this step.
+        """Compare what is due after this step, if anything is.
 
         Raises:
             RanksDifferError: with the same text on all ranks, if they are not equal.
@@ -199,7 +199,7 @@ class Recomputation:
             self.compare(state)
             self._computed.phases.enter("other")
         else:
-            self._replicas.compare(state)
+            self._replicas.compare_due(state)
 
     def compare(self, state: TrainingState) -> None:
         """Compare weights and gradients after this step, as before a save.

@@ -157,7 +157,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1, nsys=nsys
     )
     rank = _Rank(spec, recipe, run, group, attempt, stop, watchdog or Watchdog(None), precision, state, phases)
-    recorder, save_plan = _recording(rank, total_steps)
+    recorder, save_plan = _recording(rank, order, total_steps)
     checkpointer = _checkpointer(rank, recorder, save_plan)
     checkpointer.check(state)
     replicas, lone_losses = _comparing(rank, checkpointer)
@@ -205,14 +205,20 @@ class _Rank:
     phases: PhaseTimes
 
 
-def _recording(rank: _Rank, total_steps: int) -> tuple[RunRecorder, SavePlan]:
+def _recording(rank: _Rank, order: SampleOrder, total_steps: int) -> tuple[RunRecorder, SavePlan]:
     """Return what writes the metrics, and what says when to save: rank zero measures for both."""
     spec, run, group = rank.spec, rank.run, rank.group
     world_size, is_rank_zero = group.rank_info.world_size, group.rank_info.is_rank_zero
     num_gpus = world_size if group.device.type == "cuda" else 0
     timeline = Timeline(run, rank.attempt, World(world_size, num_gpus), rank.phases) if is_rank_zero else None
     recorder = RunRecorder(
-        run, spec, is_writer=is_rank_zero, attempt=rank.attempt, total_steps=total_steps, timeline=timeline
+        run,
+        spec,
+        is_writer=is_rank_zero,
+        attempt=rank.attempt,
+        total_steps=total_steps,
+        order=order,
+        timeline=timeline,
     )
     job = partial(read_job, run, rank.attempt, max(1, world_size // group.rank_info.local_world_size))
     interval = None if timeline is None else _auto_interval(spec, group, job, rank.phases, timeline)

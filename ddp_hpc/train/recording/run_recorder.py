@@ -14,7 +14,7 @@ from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import Progress, write_progress
 from ddp_hpc.spec import RunSpec
-from ddp_hpc.train.data.sample_order import Position
+from ddp_hpc.train.data.sample_order import Position, SampleOrder
 from ddp_hpc.train.recording.beside import Followers
 from ddp_hpc.train.recording.metrics_file import MetricsFile
 from ddp_hpc.train.recording.recorders import Ending
@@ -41,6 +41,7 @@ class RunRecorder:
         is_writer: bool,
         attempt: int,
         total_steps: int,
+        order: SampleOrder,
         timeline: Timeline | None = None,
     ) -> None:
         if is_writer:
@@ -50,6 +51,7 @@ class RunRecorder:
         self._attempt = attempt
         self._timeline = timeline
         self._total_steps = total_steps
+        self._order = order
         self._epochs = spec.train.epochs
         self._file = MetricsFile(run)
         self._followers = Followers(run, attempt, spec.log.all_recorders)
@@ -60,18 +62,18 @@ class RunRecorder:
         self._saved_at: float | None = None
         self._rate: float | None = None
         self._token_rate: float | None = None
-        self._taken = self._num_taken = 0
+        self._taken_at = Position()
+        self._num_taken = 0
         self._steps_per_s: float | None = None
-        self._samples = 0
-        self._steps = 0
         self._clock = time.monotonic
-        self._measured_at = (self._clock(), 0, 0)
+        self._measured_at: tuple[float, Position] | None = None
         self._paused_s = self._newest_pause_s = 0.0
         self._written_at = 0.0
         self._failing: set[str] = set()
 
     def open(self, position: Position) -> None:
         """Open the records at `position`: where the run resumes, or step zero."""
+        self._taken_at = position
         if not self._is_writer:
             return
         self._recall(self._file.open(position.step))
@@ -93,16 +95,10 @@ class RunRecorder:
             elif line.get("kind") == "eval":
                 self._metrics = numbers
 
-    def count(self, num_samples: int) -> None:
-        """Count a step and its samples, for the rates; the first step, which is slower, is left out of them."""
-        self._samples += num_samples
-        self._steps += 1
-        if self._steps == 1:
-            self._measured_at = (self._clock() - self._paused_s, self._samples, self._steps)
-
-    def take_samples(self) -> int:
-        """Return how many samples were counted since the last call: those of the next line's interval."""
-        self._taken, self._num_taken = self._samples, self._samples - self._taken
+    def take_samples(self, position: Position) -> int:
+        """Return how many samples were used since the last call: those of the next line's interval."""
+        self._num_taken = self._order.samples_between(self._taken_at, position)
+        self._taken_at = position
         return self._num_taken
 
     @contextmanager
@@ -128,7 +124,7 @@ class RunRecorder:
         if not self._is_writer:
             return
         self._loss = loss
-        self._measure_rate()
+        self._measure_rate(position)
         rates = {"samples_per_s": self._rate}
         if num_tokens is not None:
             a_sample = num_tokens / self._num_taken if self._num_taken else math.nan
@@ -179,9 +175,13 @@ class RunRecorder:
             self._saved_at = manifest.stat().st_mtime
 
     def progress(self, position: Position, *, now: bool = False) -> None:
-        """Replace progress.json, at most about once a second."""
-        if self._is_writer and (now or time.monotonic() - self._written_at > PROGRESS_INTERVAL_S):
-            self._measure_rate()
+        """Replace progress.json, at most about once a second. The loop also calls this after its first step."""
+        if not self._is_writer:
+            return
+        if self._measured_at is None:
+            self._measure_rate(position)
+        if now or time.monotonic() - self._written_at > PROGRESS_INTERVAL_S:
+            self._measure_rate(position)
             if self._timeline is not None:
                 self._timeline.look(position.step, now=now)
             self._write_progress(position)
@@ -195,13 +195,16 @@ class RunRecorder:
         if self._timeline is not None:
             self._timeline.close()
 
-    def _measure_rate(self) -> None:
+    def _measure_rate(self, position: Position) -> None:
+        """Measure how fast the training is since the last measurement; the first call only begins, as the first step is slower."""
         now = self._clock() - self._paused_s
-        then, samples, steps = self._measured_at
-        if now - then >= PROGRESS_INTERVAL_S / 2 and self._steps > steps:
-            self._rate = (self._samples - samples) / (now - then)
-            self._steps_per_s = (self._steps - steps) / (now - then)
-            self._measured_at = (now, self._samples, self._steps)
+        if self._measured_at is None:
+            self._measured_at = now, position
+        seconds, before = now - self._measured_at[0], self._measured_at[1]
+        if seconds >= PROGRESS_INTERVAL_S / 2 and position.step > before.step:
+            self._rate = self._order.samples_between(before, position) / seconds
+            self._steps_per_s = (position.step - before.step) / seconds
+            self._measured_at = now, position
 
     def _write(self, kind: str, position: Position, numbers: Mapping[str, float | None]) -> None:
         record = {"kind": kind, "step": position.step, "epoch": _epoch_of(position), **numbers, "at": time.time()}
