@@ -135,6 +135,37 @@ class CountedSampler(RankSampler):
             yield global_batch
 
 
+IMAGES = torch.randn(NUM_SAMPLES, 3, 4, 4)
+ROWS = {
+    "numbers": torch.arange(NUM_SAMPLES),
+    "truths": torch.arange(NUM_SAMPLES) % 2 == 0,
+    "images": IMAGES,
+    "images, channels last": IMAGES.contiguous(memory_format=torch.channels_last),
+    "images of one channel, channels last": IMAGES[:, :1].contiguous(memory_format=torch.channels_last),
+    "images of one pixel, channels last": IMAGES[:, :, :1, :1].contiguous(memory_format=torch.channels_last),
+    "a part of each": IMAGES[:, 1],
+    "one row for all": torch.randn(1, 3).expand(NUM_SAMPLES, 3),
+    "rows without elements": torch.empty(NUM_SAMPLES, 0, 2),
+    "conjugates": torch.randn(NUM_SAMPLES, 2, dtype=torch.complex64).conj(),
+    "a parameter": torch.nn.Parameter(torch.randn(NUM_SAMPLES, 2)),
+    "half precision": torch.randn(NUM_SAMPLES, 3).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_rows_of_tensors_are_those_that_indexing_takes_with_their_strides(rows: Tensor) -> None:
+    fetched = next(next(load(TensorDataset(rows))).fetched)
+    (found,) = fetched.batch
+
+    expected = rows[torch.tensor(fetched.indices)]
+    assert torch.equal(found, expected)
+    assert (found.stride(), found.requires_grad, found.is_conj()) == (
+        expected.stride(),
+        expected.requires_grad,
+        expected.is_conj(),
+    )
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_each_global_batch_is_computed_once_and_comes_with_all_its_micro_batches(num_workers: int) -> None:
     order = SampleOrder(num_samples=10, seed=5, global_batch_size=4, micro_batch_size=2, world_size=1)
