@@ -14,11 +14,12 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from ddp_hpc.train.engine import loop as our_loop
 from ddp_hpc.train.engine.training import Training, prepare
 from ddp_hpc.train.process_group import RankInfo
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.recording.phase_times import PHASES
 from ddp_hpc.train.stop import StopFlag
 
 STEPS = 1500
@@ -44,12 +46,25 @@ BATCH = 32
 TARGET_US, LOADER_TARGET_US = 5.0, 100.0
 US, CPU_US, INSTRUCTIONS = "us_a_step", "cpu_us_a_step", "instructions_a_step"
 RAW, BY_HAND, OURS = "limit: raw loop", "limit: raw loop, our duties by hand", "ddp_hpc"
+ALL_BY_HAND = "limit: raw loop, all our duties by hand"
 FABRIC, ACCELERATE, LIGHTNING = "Lightning Fabric", "Accelerate", "Lightning Trainer"
 RAW_LOADING, OURS_LOADING = "raw loop, PyTorch's loader", "ddp_hpc, its loader"
 NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "accelerate")
 """Loggers of the peers; ours writes its lines to a file, as in a run."""
 
+NEVER = 10**9
+Without = Callable[[RunSpec], RunSpec]
+WITHOUT: dict[str, Without] = {
+    "comparisons": lambda spec: replace(spec, integrity=replace(spec.integrity, every_steps=None)),
+    "saves": lambda spec: replace(spec, checkpoint=replace(spec.checkpoint, every_steps=NEVER)),
+    "log lines": lambda spec: replace(spec, log=replace(spec.log, every_steps=NEVER)),
+    "checks of losses": lambda spec: replace(spec, train=replace(spec.train, on_nonfinite="ignore")),
+}
+"""What our loop does besides training, and how a spec leaves it out."""
+AT_INTERVALS = "comparisons, saves and log lines"
+
 Batch = tuple[Tensor, Tensor]
+T = TypeVar("T")
 
 
 @cache
@@ -156,6 +171,59 @@ def by_hand() -> Mapping[str, float]:
     return watch.a_step()
 
 
+def all_by_hand() -> Mapping[str, float]:
+    """Walk the raw loop with all of our duties, in straight code: what they cost however the loop is written.
+
+    What is done at intervals is done by our own parts, as a user would call a library for it.
+    """
+    with _prepared() as training:
+        our_loop.restore(training)
+        state, phases, clock, watch = training.state, dict.fromkeys(PHASES, 0.0), time.perf_counter, Watch()
+        network, optimizer, meter, note = training.model, state.optimizer, state.loss_meter, training.losses.note
+        due, begun = 0, clock()
+        for step, (inputs, targets) in enumerate(_watched(batches(), watch), start=1):
+            now = clock()
+            phases["data"] += now - begun
+            loss = nn.functional.cross_entropy(network(inputs), targets)
+            begun = clock()
+            phases["forward"] += begun - now
+            loss.backward()
+            now = clock()
+            phases["backward"] += now - begun
+            loss = loss.detach()
+            meter.add_(loss)
+            note(step, loss)
+            for options in optimizer.param_groups:
+                options["lr"] = 0.01
+            optimizer.step()
+            optimizer.zero_grad()
+            begun = clock()
+            phases["optimizer"] += begun - now
+            if step >= due:
+                state.position, state.loss_steps = Position(step=step, samples_in_epoch=step * BATCH), LOG_EVERY
+                due = _duties_at_intervals(training, step)
+                now = clock()
+                phases["other"] += now - begun
+                begun = now
+        training.checkpointer.wait()
+    assert all(map(torch.equal, network.parameters(), raw_weights())), "its weights differ from the raw loop's"
+    return watch.a_step(STEPS - 1)
+
+
+def _duties_at_intervals(training: Training, step: int) -> int:
+    """Do what is due after `step`, and return when more is due."""
+    if step % LOG_EVERY == 0:
+        our_loop.log_loss(training)
+    if training.save_plan.is_due(step):
+        our_loop.save(training, {})
+    training.replicas.compare_due(training.state)
+    if step >= training.stop_consensus.next_step:
+        training.losses.check()
+        assert not training.stop_consensus.agree_to_stop(step)
+        training.recorder.progress(training.state.position)
+    return our_loop.next_due(training, step)
+
+
 @cache
 def raw_weights() -> list[Tensor]:
     """Return what every loop should end with."""
@@ -168,32 +236,28 @@ def raw_loading() -> Mapping[str, float]:
     return raw(DataLoader(dataset(), batch_sampler=order))[0]
 
 
-def _watched(windows: Iterable[LoadedGlobalBatch], watch: Watch) -> Iterator[LoadedGlobalBatch]:
+def _watched(windows: Iterable[T], watch: Watch) -> Iterator[T]:
     """Pass windows on, timed from the first to the last: neither start nor final commit count."""
     source = iter(windows)
 
-    def first() -> Iterator[LoadedGlobalBatch]:
+    def first() -> Iterator[T]:
         watch.begin()
         yield next(source)
 
-    def last() -> Iterator[LoadedGlobalBatch]:
+    def last() -> Iterator[T]:
         watch.end()
         yield from source
 
     return chain(first(), islice(source, STEPS - 2), last())  # nothing of ours runs between the two
 
 
-def ours(*, own_loader: bool) -> Mapping[str, float]:
-    """Walk our loop with everything on, on its own loader or on the batches made beforehand."""
-    with tempfile.TemporaryDirectory() as folder:
-        training = _training(RunDir(Path(folder) / "run"))
+def ours(*, own_loader: bool = False, without: Sequence[str] = ()) -> Mapping[str, float]:
+    """Walk our loop with everything on, or `without` some of it, on its own loader or on the batches made beforehand."""
+    with _prepared(without) as training:
         watch, windows = Watch(), training.global_batches() if own_loader else _fed()
         training.global_batches = lambda: _watched(windows, watch)  # type: ignore[method-assign]
-        with _log_file(training.run):
-            assert our_loop.train(training)
-        training.recorder.close()
+        assert our_loop.train(training)
         weights = list(training.state.model.parameters())
-        process_group.leave()
     assert all(map(torch.equal, weights, raw_weights())), "our weights differ from the raw loop's"
     return watch.a_step(STEPS - 1)
 
@@ -216,7 +280,18 @@ def _log_file(run: RunDir) -> Iterator[None]:
         handler.close()
 
 
-def _training(run: RunDir) -> Training:
+@contextlib.contextmanager
+def _prepared(without: Sequence[str] = ()) -> Iterator[Training]:
+    """Prepare a training in a run directory of its own, and leave everything afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        training = _training(RunDir(Path(folder) / "run"), without)
+        with _log_file(training.run):
+            yield training
+        training.recorder.close()
+        process_group.leave()
+
+
+def _training(run: RunDir, without: Sequence[str] = ()) -> Training:
     run.path.mkdir(parents=True, exist_ok=True)
     run.config.touch()
     ownership.claim(run, 0)
@@ -228,6 +303,8 @@ def _training(run: RunDir) -> Training:
         log=LogSpec(every_steps=LOG_EVERY),
         checkpoint=CheckpointSpec(every_steps=500),
     )
+    for duty in without:
+        spec = WITHOUT[duty](spec)
     place = RankInfo(
         rank=0, local_rank=0, world_size=1, local_world_size=1, node_rank=0, master_addr="127.0.0.1", master_port=0
     )
@@ -336,7 +413,10 @@ def measure(rounds: int) -> Samples:
     rows = [
         Row(RAW, lambda: raw()[0]),
         Row(BY_HAND, by_hand),
-        Row(OURS, lambda: ours(own_loader=False)),
+        Row(ALL_BY_HAND, all_by_hand),
+        Row(OURS, ours),
+        *(Row(_without(duty), partial(ours, without=[duty])) for duty in WITHOUT),
+        Row(_without(AT_INTERVALS), partial(ours, without=["comparisons", "saves", "log lines"])),
         Row(FABRIC, _quietly(fabric)),
         Row(ACCELERATE, _quietly(accelerate)),
         Row(LIGHTNING, _quietly(lightning)),
@@ -344,6 +424,10 @@ def measure(rounds: int) -> Samples:
         Row(OURS_LOADING, lambda: ours(own_loader=True)),
     ]
     return run_rounds("loop", rows, rounds=rounds)
+
+
+def _without(duty: str) -> str:
+    return f"{OURS}, without {duty}"
 
 
 def verdicts(samples: Samples) -> list[Verdict]:
@@ -360,6 +444,16 @@ def verdicts(samples: Samples) -> list[Verdict]:
         judge("added to a step by our loop", over_raw(OURS), unit="us", limit=TARGET_US, wanted="at most"),
         judge("CPU time added to a step by our loop", over_raw(OURS, CPU_US), unit="us"),
         judge("CPU time added to a step by our duties by hand", over_raw(BY_HAND, CPU_US), unit="us"),
+        judge("added to a step by all our duties by hand", over_raw(ALL_BY_HAND), unit="us"),
+        judge(
+            "added to a step by our loop, over all its duties by hand",
+            samples.differences(US, of=OURS, less=ALL_BY_HAND),
+            unit="us",
+        ),
+        *(
+            judge(f"of what our loop adds: {duty}", samples.differences(US, of=OURS, less=_without(duty)), unit="us")
+            for duty in (*WITHOUT, AT_INTERVALS)
+        ),
         *(
             [judge("instructions added to a step by our loop", over_raw(OURS, INSTRUCTIONS), unit="instructions")]
             if samples.has(OURS, INSTRUCTIONS)
@@ -376,7 +470,7 @@ def verdicts(samples: Samples) -> list[Verdict]:
         judge("added to a step by PyTorch's loader alone", over_raw(RAW_LOADING), unit="us"),
         *(
             judge(f"CPU time added in the fastest rounds: {row}", at_least(row), unit="us")
-            for row in (BY_HAND, OURS, RAW_LOADING, OURS_LOADING)
+            for row in (BY_HAND, ALL_BY_HAND, OURS, _without(AT_INTERVALS), RAW_LOADING, OURS_LOADING)
         ),
     ]
 

@@ -29,8 +29,14 @@ def test_two_workers_start_meet_and_leave(
 
 @pytest.mark.parametrize(
     "walk",
-    [partial(loop.ours, own_loader=False), partial(loop.ours, own_loader=True), loop.by_hand],
-    ids=["batches made beforehand", "its own loader", "its duties by hand"],
+    [
+        loop.ours,
+        partial(loop.ours, own_loader=True),
+        partial(loop.ours, without=[*loop.WITHOUT]),
+        loop.by_hand,
+        loop.all_by_hand,
+    ],
+    ids=["batches made beforehand", "its own loader", "without duties", "its duties by hand", "all its duties by hand"],
 )
 def test_the_loop_trains_to_the_bits_of_the_plain_one(
     walk: Callable[[], Mapping[str, float]], monkeypatch: pytest.MonkeyPatch
