@@ -131,7 +131,7 @@ def test_a_server_that_starts_late_dies_and_comes_back_has_each_number_of_a_kill
     place.finish("patient", *QUICK)
 
     assert run.superseded_metrics.exists(), "no step was repeated, so this shows nothing"
-    assert "has not got all numbers" not in run.rank_log(1, 0).read_text()
+    assert "has not sent all numbers" not in run.rank_log(1, 0).read_text()
     check_each_once(run, server)
     assert followers_of(run) == []
 
@@ -160,7 +160,7 @@ def test_a_server_that_fails_for_good_is_named_at_the_end_and_gets_the_rest_when
     place.finish("alone", *QUICK)
 
     log = run.rank_log(1, 0).read_text()
-    assert "the recorder 'mlflow' has not got all numbers" in log
+    assert "the recorder 'mlflow' has not sent all numbers" in log
     assert "ddp_hpc.train.recording.follower" in log
     assert followers_of(run) == []
     server.start() if way == "dies" else server.signal(signal.SIGCONT)

@@ -116,7 +116,7 @@ def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
 
 def _of_any(tensors: Sequence[Tensor]) -> Tensor:
     parts = [_parts(tensor) for tensor in tensors]
-    # Few operations: beside a small model, one that has not run for a while takes 5 to 15 us, whatever it computes.
+    # Few operations: beside a small model, each takes microseconds, whatever it computes.
     lengths = [sum(one.numel() for one in some) for some in parts]
     device = tensors[0].device
     of_places = torch.arange(1, max(lengths) + 1, device=device).mul_(_STRIDE)
