@@ -64,7 +64,7 @@ def test_points_run_one_after_another_and_the_one_that_failed_runs_again_alone(
         "001-number-2"
     ]
     assert "3 points: 1 failed, 2 finished" in lines
-    assert lines[-1].split() == ["again", "ddp-hpc", "sweep", "continue", "grid", "--failed"]
+    assert lines[-1] == "start failed points again: ddp-hpc sweep continue grid --failed"
     sweep = read_sweep(sweep_dir)
     assert failed_points(sweep_dir, sweep) == [1]
     assert Path("out/order").read_text().split()[0] == "1"
