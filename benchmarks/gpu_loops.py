@@ -32,7 +32,8 @@ from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recipes import image_classification
 from ddp_hpc.train.state import training_state
-from ddp_hpc.train.state.checkpoint import Checkpointer, Staging, partition_tensors
+from ddp_hpc.train.state.checkpoint import Checkpointer, partition_tensors
+from ddp_hpc.train.state.staging import Staging
 from ddp_hpc.train.state.training_state import NamedTensor
 from ddp_hpc.train.stop import StopFlag
 
@@ -361,7 +362,8 @@ def _staged_while_changing(staging: Staging, named: Sequence[NamedTensor], *, ho
         for item in named:
             if item.owner is None:
                 item.tensor.add_(1)
-    return torch.frombuffer(staging.parts()[1], dtype=torch.uint8)
+    _, *parts = staging.parts()
+    return torch.cat([torch.frombuffer(part, dtype=torch.uint8) for part in parts])
 
 
 def measure_copy(case: Case, device: torch.device, *, repeats: int = 7) -> dict[str, Any]:

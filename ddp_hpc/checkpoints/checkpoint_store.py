@@ -13,7 +13,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
@@ -89,36 +89,45 @@ def shard_name(rank: int, world_size: int) -> str:
 
 
 def write_shard(
-    path: Path, parts: Sequence[memoryview | bytes], *, on_progress: Callable[[], object] = lambda: None
+    path: Path,
+    parts: Iterable[memoryview | bytes],
+    *,
+    size: int,
+    on_progress: Callable[[], object] = lambda: None,
 ) -> ShardRecord:
-    """Write a shard's header and its tensors, flush them to the disk, and return the record that a reader compares with."""
+    """Write a shard's header, which is the first of `parts`, and its tensors, `size` bytes in all, and flush them to the disk.
+
+    Returns:
+        The record that a reader compares with.
+    """
     checksums: list[str] = []
     checksum = xxhash.xxh3_128()
-    size = 0
+    header_size = num_written = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, private_mode(path))
     try:
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)  # `export` may write to a pipe
         if is_file:
-            _allocate(fd, sum(len(memoryview(part).cast("B")) for part in parts))
+            _allocate(fd, size)
         for part in parts:
             rest = memoryview(part).cast("B")
+            header_size = header_size or len(rest)
             while rest:
-                some = rest[: CHUNK_BYTES - size % CHUNK_BYTES]
-                rest, size = rest[len(some) :], size + len(some)
+                some = rest[: CHUNK_BYTES - num_written % CHUNK_BYTES]
+                rest, num_written = rest[len(some) :], num_written + len(some)
                 checksum.update(some)
                 _write_all(fd, some)
-                if size % CHUNK_BYTES == 0:
+                if num_written % CHUNK_BYTES == 0:
                     checksums.append(checksum.hexdigest())
                     checksum.reset()
                     _begin_flushing(fd)
                     on_progress()
-        if size % CHUNK_BYTES:
+        if num_written % CHUNK_BYTES:
             checksums.append(checksum.hexdigest())
         if is_file:
             os.fsync(fd)
     finally:
         os.close(fd)
-    return ShardRecord(path.name, size, len(parts[0]), CHUNK_BYTES, tuple(checksums))
+    return ShardRecord(path.name, num_written, header_size, CHUNK_BYTES, tuple(checksums))
 
 
 def _write_all(fd: int, view: memoryview) -> None:
@@ -405,7 +414,8 @@ def export_weights(path: Path, output: Path, *, prefix: str = "model") -> int:
     """
     with output_at(output) as file:
         entries, parts = _weights(path, prefix)
-        write_shard(file, [shard_header(entries), *parts])
+        header = shard_header(entries)
+        write_shard(file, [header, *parts], size=len(header) + sum(part.nbytes for part in parts))
     return len(entries)
 
 

@@ -120,7 +120,8 @@ def forge(path: Path, name: str) -> None:
             if entry.name == name:
                 content[entry.begin + 2] ^= 1
         shard.unlink()
-        records[number] = checkpoint_store.write_shard(shard, [bytes(header), bytes(content[len(header) :])])
+        parts = [bytes(header), bytes(content[len(header) :])]
+        records[number] = checkpoint_store.write_shard(shard, parts, size=len(content))
     forged = checkpoint_store.Manifest(**{**vars(manifest), "shards": tuple(records)})
     (path / MANIFEST).write_bytes(checkpoint_store.manifest_bytes(forged))
 

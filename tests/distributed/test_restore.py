@@ -278,7 +278,8 @@ def write_by_hand(
             begin += tensor.nbytes
         body = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in entries]
         path = staging / shard_name(number, len(shards))
-        records.append(checkpoint_store.write_shard(path, [shard_header(placed), *body]))
+        header = shard_header(placed)
+        records.append(checkpoint_store.write_shard(path, [header, *body], size=len(header) + begin))
     return checkpoint_store.commit(run, staging, replace(manifest, step=step, shards=tuple(records)))
 
 

@@ -371,7 +371,9 @@ def digest_of(
         for name, data in mine.items():
             entries.append(TensorEntry(name, dtype, (*leading_dims, len(data)), offset, offset + len(data)))
             offset += len(data)
-        shards.append(write_shard(staging / shard_name(rank, num_shards), [shard_header(entries), *mine.values()]))
+        header = shard_header(entries)
+        path = staging / shard_name(rank, num_shards)
+        shards.append(write_shard(path, [header, *mine.values()], size=len(header) + offset))
     plain = Manifest(step=3, world_size=num_shards, shards=tuple(shards), state=STATE)
     return digest(commit(run, staging, replace(plain, **manifest)))
 

@@ -35,7 +35,7 @@ def write_half(run: RunDir, attempt: int, step: int) -> Path:
     """Write a shard of a checkpoint that is not committed."""
     staging = staging_path(run, step, attempt)
     staging.mkdir()
-    write_shard(staging / "shard", [b"half"])
+    write_shard(staging / "shard", [b"half"], size=4)
     return staging
 
 

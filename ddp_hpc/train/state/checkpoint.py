@@ -1,6 +1,6 @@
 """Saves the training state while the training continues.
 
-The loop waits only for one copy into staging buffers, which are made once. A thread of each rank writes that rank's shard.
+The loop waits only for one copy into staging buffers (see `staging`). A thread of each rank writes that rank's shard.
 Rank zero's thread then waits for the others, commits (see `checkpoint_store`), and deletes old checkpoints. The threads
 exchange messages through the store, never through the process group, so they cannot disturb the training's collectives.
 """
@@ -13,7 +13,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from torch import Tensor
 import ddp_hpc
 from ddp_hpc.checkpoints import checkpoint_store, shards
 from ddp_hpc.checkpoints.checkpoint_store import Manifest
-from ddp_hpc.checkpoints.shards import ShardRecord, TensorEntry
+from ddp_hpc.checkpoints.shards import ShardRecord
 from ddp_hpc.errors import (
     CheckpointError,
     DivergedError,
@@ -38,6 +37,7 @@ from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
+from ddp_hpc.train.state.staging import NotFiniteError, Staging
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,6 @@ _CHECK_S = 1.0
 """How often the main thread, while it waits for the writer's thread, checks whether that makes progress."""
 
 _COMPARABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_ALONE = 32767
-"""The most elements for which PyTorch starts no threads of its own (at::internal::GRAIN_SIZE)."""
 
 
 def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: int) -> list[NamedTensor]:
@@ -64,90 +62,6 @@ def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: in
         if writer == rank:
             mine.append(item)
     return sorted(mine, key=lambda item: (-item.tensor.element_size(), item.name))
-
-
-class Staging:
-    """The buffers that a rank's part of the state is copied into; made once, and again only if the layout changes."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Only from a GPU: a copy is asynchronous only into page-locked ("pinned") memory, and that is taken away from all other
-        # programs on the node (https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers).
-        self._pinned = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._pinned else None
-        self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._views: list[Tensor] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._copied: torch.cuda.Event | None = None
-        self.header = b""
-
-    def fill(self, named: Sequence[NamedTensor]) -> None:
-        """Copy `named` into the buffers. From a GPU, the copy runs while the loop continues."""
-        layout = [(item.name, item.tensor.dtype, item.tensor.shape) for item in named]
-        if layout != self._layout:
-            self._lay_out(named)
-            self._layout = layout
-        sources = [item.tensor.detach() for item in named]
-        if self._stream is None:
-            torch._foreach_copy_(self._views, sources)
-            return
-        self._copy_beside(named, sources)
-
-    def _copy_beside(self, named: Sequence[NamedTensor], sources: list[Tensor]) -> None:
-        """Copy from a GPU: what the next forward pass may change at once, the rest on a stream of its own."""
-        assert self._stream is not None  # noqa: S101  `fill` has checked
-        # A rank's own tensors (buffers such as batch norm's averages, generators, the meter) change as soon as the next forward
-        # pass runs, so they are copied on its stream, before it. Weights change only in the optimizer step (`wait_for_copy`).
-        for item, view, source in zip(named, self._views, sources, strict=True):
-            if item.owner is not None:
-                view.copy_(source, non_blocking=True)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for item, view, source in zip(named, self._views, sources, strict=True):
-                if item.owner is None:
-                    view.copy_(source, non_blocking=True)
-            self._copied = self._stream.record_event()
-
-    def wait_for_copy(self) -> None:
-        """Make the device copy the weights before it changes them; call this before each optimizer step."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-
-    def parts(self) -> list[memoryview | bytes]:
-        """Wait until the copy is complete, and return the parts of the shard to write; for the writer's thread."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return [self.header, memoryview(self._buffer.numpy())]  # type: ignore[arg-type]  # numpy says so only from Python 3.12 on
-
-    def first_nonfinite(self, watched: AbstractSet[str]) -> str | None:
-        """Return the name of a tensor of `watched` that is not finite, or None; call this after `parts`."""
-        for (name, *_), view in zip(self._layout, self._views, strict=True):
-            # In small parts, so that PyTorch does not start its threads beside those that train on the same CPUs.
-            if name in watched and not all(_is_finite(some) for some in view.reshape(-1).split(_ALONE)):
-                return name
-        return None
-
-    def _lay_out(self, named: Sequence[NamedTensor]) -> None:
-        entries, offset = [], 0
-        for item in named:
-            end = offset + item.tensor.nbytes
-            entries.append(_whole_entry(item, offset, end))
-            offset = end
-        self._buffer = torch.zeros(offset, dtype=torch.uint8, pin_memory=self._pinned)
-        self._views = [
-            self._buffer[entry.begin : entry.end].view(item.tensor.dtype).view(item.tensor.shape)
-            for entry, item in zip(entries, named, strict=True)
-        ]
-        self.header = shards.shard_header(entries)
-
-
-def _whole_entry(item: NamedTensor, begin: int, end: int) -> TensorEntry:
-    """Return the entry of a tensor that is written whole: one piece, as large as the tensor."""
-    shape = tuple(item.tensor.shape)
-    return TensorEntry(item.name, DTYPES[item.tensor.dtype], shape, begin, end, shape, (0,) * len(shape))
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return tensor.numel() == 0 or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
 
 
 @dataclass(frozen=True)
@@ -328,12 +242,13 @@ class Checkpointer:
             name = checkpoint_store.shard_name(rank_info.rank, rank_info.world_size)
             if not all(math.isfinite(loss.item()) for loss in losses):
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  reported below, as all others
-            parts = self._staging.parts()  # waits for the copy from the GPU, which the next line needs
-            nonfinite = self._staging.first_nonfinite(self._watched)
-            if nonfinite:
-                report = {"nonfinite": nonfinite}
-            else:
-                report = asdict(checkpoint_store.write_shard(staging / name, parts, on_progress=send_heartbeat))
+            parts = self._staging.parts(self._watched)
+            shard = checkpoint_store.write_shard(
+                staging / name, parts, size=self._staging.size, on_progress=send_heartbeat
+            )
+            report = asdict(shard)
+        except NotFiniteError as error:
+            report = {"nonfinite": str(error)}
         except Exception as error:  # noqa: BLE001
             report = {"error": f"rank {rank_info.rank}: {type(error).__name__}: {error}"}
         if not rank_info.is_rank_zero:
