@@ -15,7 +15,8 @@ from functools import cached_property
 import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.run_dir.ledger import Ledger
+from ddp_hpc.run_dir.hang_records import read_hang_records
+from ddp_hpc.run_dir.ledger import Cause, Ledger
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import read_progress
 from tests.distributed.whole_runs import Workplace, live_processes
@@ -26,6 +27,8 @@ STEPS_PER_EPOCH = NUM_SAMPLES // GLOBAL_BATCH_SIZE
 STEP_S = 0.03
 """About how long a step lasts, so that a kill finds every state there is."""
 MAX_KILLS = 3
+HANG_TIMEOUT_S = 120
+"""Many times as long as anything takes here, and short enough that a run that hangs says why before its test gives up."""
 _PATIENCE_S = 60.0
 
 CONFIG = f"""
@@ -33,6 +36,7 @@ recipe: {{target: "trial_recipe:build", args: {{num_samples: {NUM_SAMPLES}}}}}
 train: {{epochs: 2, global_batch_size: {GLOBAL_BATCH_SIZE}, lr: 0.01, ema_decay: 0.9, grad_clip_norm: 1.0}}
 optimizer: {{name: adamw}}
 checkpoint: {{every_steps: 2, keep_best: 1}}
+restart: {{hang_timeout_s: {HANG_TIMEOUT_S}}}
 log: {{every_steps: 4}}
 """
 
@@ -112,6 +116,9 @@ def run_trial(workplace: Workplace, case: Case, seed: int) -> Outcome:
         outcome.kills.append(victim)
         _await_quiet(run)
     outcome.digest = workplace.finish(name, *case.settings())
+    hung = [attempt.attempt for attempt in Ledger.read(run).attempts if attempt.cause is Cause.HANG]
+    records = [record for attempt in hung for record in read_hang_records(run, attempt)]
+    assert not hung, f"{name} hung, killed before: {outcome.kills}\n{workplace.command('why', name).stdout}\n{records}"
     return outcome
 
 
