@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 import pytest
+import torch
+from torch import multiprocessing as torch_multiprocessing
 
 from ddp_hpc.train.data.sample_files import recorded_sources
 
@@ -25,3 +28,24 @@ def test_a_checkpoint_that_is_written_meanwhile_is_no_source_of_a_sample_and_wha
         sample.read_text()
 
     assert sources.content().startswith("1 bytes, sha256 ") == is_one
+
+
+def test_a_batch_that_is_sent_meanwhile_is_no_source_of_a_sample(tmp_path: Path) -> None:
+    sample = tmp_path / "9.json"
+    sample.write_text("{")
+    os.utime(sample, (0, 0))
+    resource_sharer.stop()  # the first batch that is sent starts its server
+    context = torch_multiprocessing.get_context("fork")
+    queue = context.Queue()
+    training = context.Process(target=queue.get)
+    training.start()
+
+    with recorded_sources() as sources:
+        queue.put(torch.ones(3))
+        training.join()
+        sample.read_text()
+
+    assert training.exitcode == 0
+    queue.close()
+
+    assert sources.content().startswith("1 bytes, sha256 ")

@@ -18,13 +18,16 @@ _LARGEST = 256 * 1024 * 1024
 """Bytes of a file that holds one sample; a larger one may take long to read."""
 _OTHER_SOURCES = ("socket.", "http.", "urllib.", "sqlite3.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn")  # fmt: skip
 """Audit events of data that come from elsewhere: https://docs.python.org/3/library/audit_events.html"""
-_OUR_THREADS = ("checkpoint-writer", "ddp-hpc-")
-"""How the names of our own threads begin, which write checkpoints and records meanwhile."""
+_NO_READERS = ("checkpoint-writer", "ddp-hpc-", "QueueFeederThread")
+"""How the names of threads begin that write or send meanwhile what was read before: our own, and multiprocessing's, which
+sends batches to the training."""
+_SERVER = "(_serve)"
+"""How the name of multiprocessing's thread ends that hands shared memory over, through a socket."""
 
 
 @dataclass
 class Sources:
-    """What this process has opened while it read a sample, in any thread but our own."""
+    """What this process has opened while it read a sample, in any thread that may read for it."""
 
     paths: set[str] = field(default_factory=set)
     has_others: bool = False
@@ -59,7 +62,10 @@ def recorded_sources() -> Iterator[Sources]:
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
     """Note an audit event; it must not raise."""
-    if not _recorded or threading.current_thread().name.startswith(_OUR_THREADS):
+    if not _recorded:
+        return
+    thread = threading.current_thread().name
+    if thread.startswith(_NO_READERS) or thread.endswith(_SERVER):
         return
     for sources in _recorded:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
