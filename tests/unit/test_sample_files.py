@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from multiprocessing import resource_sharer
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from torch import multiprocessing as torch_multiprocessing
 from ddp_hpc.train.data.sample_files import recorded_sources
 
 
-@pytest.mark.parametrize(("thread", "is_one"), [("checkpoint-writer", True), ("decoder", False)])
+@pytest.mark.parametrize(
+    ("thread", "is_one"), [("checkpoint-writer", True), ("decoder", False), ("Thread-1 (_serve)", False)]
+)
 def test_a_checkpoint_that_is_written_meanwhile_is_no_source_of_a_sample_and_what_a_readers_thread_opens_is(
     tmp_path: Path, thread: str, is_one: bool
 ) -> None:
@@ -23,8 +25,11 @@ def test_a_checkpoint_that_is_written_meanwhile_is_no_source_of_a_sample_and_wha
         path.write_text("{")
         os.utime(path, (0, 0))
 
-    with ThreadPoolExecutor(1, thread_name_prefix=thread) as pool, recorded_sources() as sources:
-        pool.submit(other.read_text).result()
+    beside = threading.Thread(target=other.read_text, name=thread)
+
+    with recorded_sources() as sources:
+        beside.start()
+        beside.join()
         sample.read_text()
 
     assert sources.content().startswith("1 bytes, sha256 ") == is_one
@@ -47,5 +52,7 @@ def test_a_batch_that_is_sent_meanwhile_is_no_source_of_a_sample(tmp_path: Path)
 
     assert training.exitcode == 0
     queue.close()
+    queue.join_thread()
+    resource_sharer.stop()  # other tests ask whether this process has threads
 
     assert sources.content().startswith("1 bytes, sha256 ")

@@ -21,8 +21,6 @@ _OTHER_SOURCES = ("socket.", "http.", "urllib.", "sqlite3.", "subprocess.", "os.
 _NO_READERS = ("checkpoint-writer", "ddp-hpc-", "QueueFeederThread")
 """How the names of threads begin that write or send meanwhile what was read before: our own, and multiprocessing's, which
 sends batches to the training."""
-_SERVER = "(_serve)"
-"""How the name of multiprocessing's thread ends that hands shared memory over, through a socket."""
 
 
 @dataclass
@@ -64,14 +62,21 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     """Note an audit event; it must not raise."""
     if not _recorded:
         return
-    thread = threading.current_thread().name
-    if thread.startswith(_NO_READERS) or thread.endswith(_SERVER):
+    thread = threading.current_thread()
+    if thread.name.startswith(_NO_READERS) or thread is _memory_server():
         return
     for sources in _recorded:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             sources.paths.add(os.fsdecode(args[0]))
         elif event == "open" or event.startswith(_OTHER_SOURCES):
             sources.has_others = True
+
+
+def _memory_server() -> threading.Thread | None:
+    """Return multiprocessing's thread that hands the memory of sent batches over, through a socket; None without one."""
+    # By itself, not by its name "Thread-N (_serve)": a data set's own thread may be called so, and what that one opens counts.
+    sharer = getattr(sys.modules.get("multiprocessing.resource_sharer"), "_resource_sharer", None)
+    return getattr(sharer, "_thread", None)
 
 
 def _content(path: str) -> str:

@@ -95,7 +95,8 @@ class Staging:
                 if end - begin >= CHUNK_BYTES:
                     yield content[begin:end]
                     begin = end
-        yield content[begin:end]
+        if end > begin:
+            yield content[begin:end]
 
     def _lay_out(self, named: Sequence[NamedTensor]) -> None:
         entries, offset = [], 0
