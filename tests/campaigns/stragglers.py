@@ -1,6 +1,6 @@
-"""How often the slow rank is named: 24 trainings with a slow rank, 20 without one on a busy machine, and a table of the answers.
+"""How often the slow rank is named: 24 trainings with a slow rank on this machine, 24 on the test cluster, 20 without one on a busy machine.
 
-    python -m tests.campaigns.stragglers FOLDER [NUM_AT_ONCE]
+    python -m tests.campaigns.stragglers FOLDER [NUM_AT_ONCE]      # as root, for the cluster
 
 Writes docs/results/stragglers.json and docs/results/stragglers.md. Runs that FOLDER holds already are not made again.
 """
@@ -13,10 +13,11 @@ import re
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +30,7 @@ from ddp_hpc.slow_ranks.verdict import judge
 from tests.campaigns.command_line import folder_to_fill, parser_of
 from tests.campaigns.written import RESULTS, stamp
 from tests.slow_ranks.cases import Case, train
+from tests.slurm.cluster import Cluster, booted, why_not
 
 PLACES = ("data", "forward", "backward")
 DELAYS = (0.05, 0.1, 0.2, 0.4)
@@ -41,6 +43,8 @@ SLOW = [
     for is_script in (False, True)
     for number, (where, delay) in enumerate((where, delay) for where in PLACES for delay in DELAYS)
 ]
+ON_CLUSTER = [replace(case, launcher="srun" if case.is_script else "torchrun") for case in SLOW]
+"""The same on three nodes, with a launcher that is not ours."""
 HEALTHY = [
     Case(slow=-1 - number, base=0.1, work=20, steps=120, is_script=number % 2 == 1) for number in range(NUM_HEALTHY)
 ]
@@ -68,14 +72,14 @@ class Answer:
         return self.named == ([] if self.slow is None else [self.slow]) and (self.step or 0) <= MOST_STEPS
 
 
-def answer_to(case: Case, folder: Path) -> Answer:
+def answer_to(case: Case, folder: Path, cluster: Cluster | None = None) -> Answer:
     """Train, unless that was done, and read what the run's records say."""
     kept = folder / f"{case.name}.json"
     if kept.exists():
         return Answer(**json.loads(kept.read_text()))
-    place = folder / case.name
+    place = (folder if cluster is None else cluster.shared) / case.name
     with watched(RunDir(place / "runs" / case.name), case.ranks) as judged:
-        run, printed = train(case, place)
+        run, printed = train(case, place, cluster)
     alarms = read_alarms(run)
     first = alarms[0] if alarms else None
     answer = Answer(
@@ -141,6 +145,11 @@ def busy(number: int) -> Iterator[None]:
             os.waitpid(pid, 0)
 
 
+def _launcher_of(name: str) -> str:
+    words = name.split("-")
+    return f"{words[-1]} on the cluster" if words[-1] in {"srun", "torchrun"} else "agent on one machine"
+
+
 def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
     """Return the page."""
     slow = [one for one in answers if one.slow is not None]
@@ -154,17 +163,21 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
         f"{'' if one.step is None else one.step} | {'' if one.share is None else f'{one.share:.0%}'} | {one.cause} | {one.load:.0f} |"
         for one in answers
     ]
+    launched = Counter(_launcher_of(one.name) for one in slow)
+    right = Counter(_launcher_of(one.name) for one in slow if one.is_right)
+    by_launcher = "; ".join(f"{name} {right[name]} of {launched[name]}" for name in launched)
     return "\n".join(
         [
             "# How often the slow rank is named",
             "",
             (
-                f"Measured on {when['date']} by `python -m tests.campaigns.stragglers`, at the commits {', '.join(sorted({one.commit for one in answers}))}: trainings of three ranks on "
-                f"one machine with {os.cpu_count()} CPUs, started by the agent, as recipes and as scripts that know nothing of ddp_hpc. A step takes 0.3 s and more; one "
+                f"Measured on {when['date']} by `python -m tests.campaigns.stragglers`, at the commits {', '.join(sorted({one.commit for one in answers}))}: trainings of three ranks, as "
+                f"recipes and as scripts that know nothing of ddp_hpc, on one machine with {os.cpu_count()} CPUs, started by the agent, and on three nodes of the test cluster "
+                "(which share these CPUs), recipes started by torchrun and scripts by srun. A step takes 0.3 s and more; one "
                 "rank sleeps 50, 100, 200 or 400 ms longer in each step, while it loads data, in its forward pass, or in its backward pass."
             ),
             "",
-            f"- Right rank within {MOST_STEPS} steps, and no other: {sum(one.is_right for one in slow)} of {len(slow)}; the alarm came at step {median(steps) if steps else 0:.0f} in the middle, {max(steps, default=0)} at the latest.",
+            f"- Right rank within {MOST_STEPS} steps, and no other: {sum(one.is_right for one in slow)} of {len(slow)} ({by_launcher}); the alarm came at step {median(steps) if steps else 0:.0f} in the middle, {max(steps, default=0)} at the latest.",
             f"- Cause, of the {len(recipes)} recipes, when the alarm came: {right_causes} right, {wrong_causes} wrong, {len(recipes) - right_causes - wrong_causes} without one.",
             f"- Trainings without a slow rank, beside {BUSY} processes that use a CPU each: {sum(bool(one.named) for one in healthy)} of {len(healthy)} gave an alarm; in {sum(one.num_judged > 0 for one in healthy)} of them the last look could judge the ranks, by {min((one.num_judged for one in healthy if one.num_judged), default=0)} steps or more.",
             "",
@@ -172,7 +185,7 @@ def as_markdown(answers: Sequence[Answer], when: Mapping[str, str]) -> str:
             "| --- | --- | --- | --- | --- | --- | --- |",
             *rows,
             "",
-            "Not measured here: several nodes, srun and torchrun, NCCL. The delays are sleeps, not slow hardware. A commit is the one that holds the code that ran; some trainings ran shortly before it was made.",
+            "Not measured here: NCCL; nodes with clocks of their own. The delays are sleeps, not slow hardware. A commit is the one that holds the code that ran; some trainings ran shortly before it was made.",
             "",
         ]
     )
@@ -191,6 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(at_once) as pool:
         answers = [*pool.map(lambda case: answer_to(case, folder), SLOW)]
+    assert not why_not(), why_not()
+    with booted("stragglers") as cluster, ThreadPoolExecutor(at_once) as pool:
+        answers += pool.map(lambda case: answer_to(case, folder, cluster), ON_CLUSTER)
     with busy(BUSY), ThreadPoolExecutor(at_once) as pool:
         answers += pool.map(lambda case: answer_to(case, folder), HEALTHY)
     when = stamp()

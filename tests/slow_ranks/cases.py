@@ -8,8 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ddp_hpc.run_dir.paths import RunDir
+from tests.slurm.cluster import USER, Cluster
 
 MODEL = Path(__file__).with_name("slow_model.py")
 
@@ -28,17 +30,19 @@ class Case:
     """Matrix products a step, on all ranks."""
     steps: int = 60
     ranks: int = 3
+    launcher: Literal["agent", "srun", "torchrun"] | None = None
+    """What starts the workers on the test cluster, a node each; None: the agent, on this machine."""
 
     @property
     def name(self) -> str:
-        return f"{'script' if self.is_script else 'recipe'}-{self.where}-{self.slow}-{self.delay:g}"
+        what = f"{'script' if self.is_script else 'recipe'}-{self.where}-{self.slow}-{self.delay:g}"
+        return what if self.launcher is None else f"{what}-{self.launcher}"
 
     def argv(self, run: Path) -> Sequence[str]:
         submit = [
             "submit",
             *([] if self.is_script else ["recipe.yaml"]),
-            f"resources.workers_per_node={self.ranks}",
-            "--cluster=local",
+            *self._world,
             "--wait",
             f"runs_dir={run.parent}",
             f"name={run.name}",
@@ -57,21 +61,27 @@ class Case:
             "checkpoint.every_steps=null",
         ]
 
+    @property
+    def _world(self) -> Sequence[str]:
+        if self.launcher is None:
+            return ["--cluster=local", f"resources.workers_per_node={self.ranks}"]
+        world = [f"resources.nodes={self.ranks}", "resources.workers_per_node=1", "resources.cpus_per_worker=1"]
+        return ["--cluster=slurm", f"launcher={self.launcher}", *world]
 
-def train(case: Case, folder: Path) -> tuple[RunDir, str]:
-    """Train; return the run, and what was printed."""
+
+def train(case: Case, folder: Path, cluster: Cluster | None = None) -> tuple[RunDir, str]:
+    """Train in this folder, on the cluster if one is given; return the run, and what was printed."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(MODEL, folder / "slow_model.py")
     (folder / "recipe.yaml").write_text("recipe:\n  target: slow_model:build\n")
     run = RunDir(folder / "runs" / case.name)
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_hpc", *case.argv(run.path)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
+    argv = [sys.executable, "-m", "ddp_hpc", *case.argv(run.path)]
+    if cluster is None:
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False, timeout=900)
+    else:
+        for path in (folder, *folder.iterdir()):
+            shutil.chown(path, USER, USER)
+        done = cluster.run(*argv, cwd=folder, check=False, timeout=900)
     if done.returncode != 0:
         raise RuntimeError(f"{case.name}: {done.stdout}{done.stderr}")
     return run, run.console.read_text()
