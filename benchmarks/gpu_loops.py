@@ -33,7 +33,7 @@ from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.recipes import image_classification
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.checkpoint import Checkpointer, partition_tensors
-from ddp_hpc.train.state.staging import Staging
+from ddp_hpc.train.state.save_buffers import SaveBuffers
 from ddp_hpc.train.state.training_state import NamedTensor
 from ddp_hpc.train.stop import StopFlag
 
@@ -257,7 +257,7 @@ class OurLoop:
         self.training.state.position = window.plan.after
 
     def named(self) -> list[NamedTensor]:
-        """Return the tensors of the training state, as they are handed to `Staging`."""
+        """Return the tensors of the training state, as they are handed to `SaveBuffers`."""
         return partition_tensors(training_state.tensors(self.training.state), rank=0, world_size=1)
 
 
@@ -329,17 +329,17 @@ def with_trained(case: Case, device: torch.device, measure: Callable[[OurLoop], 
 
 
 def check_copied_bytes(case: Case, device: torch.device, *, trials: int = 5) -> dict[str, Any]:
-    """Compare what is staged with a synchronous copy, although the state changes right after `fill`."""
+    """Compare what is copied with a synchronous copy, although the state changes right after `fill`."""
 
     def check(ours: OurLoop) -> dict[str, Any]:
-        named, staging = ours.named(), Staging(device)
+        named, buffers = ours.named(), SaveBuffers(device)
         for trial in range(trials):
             expected = _synchronous_copy(named)
-            staged = _staged_while_changing(staging, named, hold_back=True)
-            assert torch.equal(staged, expected), f"trial {trial}: the staged bytes differ from a synchronous copy"
+            copied = _copied_while_changing(buffers, named, hold_back=True)
+            assert torch.equal(copied, expected), f"trial {trial}: the copied bytes differ from a synchronous copy"
             assert not torch.equal(_synchronous_copy(named), expected), "the state did not change: nothing was tried"
         expected = _synchronous_copy(named)
-        differs = not torch.equal(_staged_while_changing(staging, named, hold_back=False), expected)
+        differs = not torch.equal(_copied_while_changing(buffers, named, hold_back=False), expected)
         found = {"bytes": expected.numel(), "tensors": len(named), "trials": trials}
         return found if device.type == "cpu" else {**found, "differs_without_hold_back": differs}
 
@@ -350,19 +350,19 @@ def _synchronous_copy(named: Sequence[NamedTensor]) -> Tensor:
     return torch.cat([item.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for item in named])
 
 
-def _staged_while_changing(staging: Staging, named: Sequence[NamedTensor], *, hold_back: bool) -> Tensor:
+def _copied_while_changing(buffers: SaveBuffers, named: Sequence[NamedTensor], *, hold_back: bool) -> Tensor:
     """Fill, change buffers at once, weights as soon as they may be; return what the writer would get."""
-    staging.fill(named)
+    buffers.fill(named)
     with torch.no_grad():
         for item in named:
             if item.owner is not None:  # a buffer: the next forward may change it
                 item.tensor.add_(1)
         if hold_back:
-            staging.wait_for_copy()
+            buffers.wait_for_copy()
         for item in named:
             if item.owner is None:
                 item.tensor.add_(1)
-    _, *parts = staging.parts()
+    _, *parts = buffers.parts()
     return torch.cat([torch.frombuffer(part, dtype=torch.uint8) for part in parts])
 
 
@@ -371,21 +371,21 @@ def measure_copy(case: Case, device: torch.device, *, repeats: int = 7) -> dict[
 
     def measure(ours: OurLoop) -> dict[str, Any]:
         ours.training.total_steps += 100
-        windows, staging = ours.fed(), Staging(device)
+        windows, buffers = ours.fed(), SaveBuffers(device)
         saves = [_stall_of_save(ours, windows) for _ in range(4)][1:]  # the first one makes the buffers
-        ours.training.checkpointer = cast("Checkpointer", staging)  # asked by `update_weights` to hold back, no more
+        ours.training.checkpointer = cast("Checkpointer", buffers)  # asked by `update_weights` to hold back, no more
         named = ours.named()
-        first_fill = seconds_of(device, lambda: staging.fill(named))
+        first_fill = seconds_of(device, lambda: buffers.fill(named))
         stalls: list[float] = []
         pairs = [
             (
                 seconds_of(device, lambda: ours.take_step(windows)),
-                seconds_of(device, lambda: stalls.append(_fill_and_step(ours, staging, windows))),
+                seconds_of(device, lambda: stalls.append(_fill_and_step(ours, buffers, windows))),
             )
             for _ in range(repeats)
         ]
         step, with_copy = (median(seconds) for seconds in zip(*pairs, strict=True))
-        copied = median(seconds_of(device, lambda: staging.fill(named)) for _ in range(repeats))
+        copied = median(seconds_of(device, lambda: buffers.fill(named)) for _ in range(repeats))
         plain = median(seconds_of(device, lambda: [item.tensor.cpu() for item in named]) for _ in range(repeats))
         num_bytes = sum(item.tensor.nbytes for item in named)
         seconds = {"first_fill": first_fill, "stall_of_fill": median(stalls), "stall_of_save": median(saves)}
@@ -421,10 +421,10 @@ def _stall_of_save(ours: OurLoop, windows: Iterator[LoadedGlobalBatch]) -> float
     return seconds
 
 
-def _fill_and_step(ours: OurLoop, staging: Staging, windows: Iterator[LoadedGlobalBatch]) -> float:
+def _fill_and_step(ours: OurLoop, buffers: SaveBuffers, windows: Iterator[LoadedGlobalBatch]) -> float:
     """Return how long `fill` keeps the loop; then take the next step beside the copy."""
     began = time.perf_counter()
-    staging.fill(ours.named())
+    buffers.fill(ours.named())
     seconds = time.perf_counter() - began
     ours.take_step(windows)
     return seconds

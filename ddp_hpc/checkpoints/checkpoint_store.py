@@ -75,7 +75,7 @@ class Manifest:
     format: int = FORMAT
 
 
-def staging_path(run: RunDir, step: int, attempt: int) -> Path:
+def uncommitted_path(run: RunDir, step: int, attempt: int) -> Path:
     """Return the directory that a checkpoint is written to before it is committed."""
     return claim_path(run, attempt) / f"step-{step:08d}"
 
@@ -153,30 +153,30 @@ def _begin_flushing(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def open_staging(run: RunDir, step: int, attempt: int) -> Path:
+def make_uncommitted(run: RunDir, step: int, attempt: int) -> Path:
     """Make the directory that a checkpoint is written to, and return it.
 
     Raises:
         FencedError: if a newer attempt has claimed the run.
     """
-    staging = staging_path(run, step, attempt)
+    uncommitted = uncommitted_path(run, step, attempt)
     try:
-        _make_staging(staging)
+        _make_uncommitted(uncommitted)
     except (
         FileNotFoundError
     ):  # the attempt's directory, its claim, is gone: a newer attempt removed it, or a person did
         claim_again(run, attempt)
-        _make_staging(staging)
-    return staging
+        _make_uncommitted(uncommitted)
+    return uncommitted
 
 
-def _make_staging(staging: Path) -> None:
+def _make_uncommitted(uncommitted: Path) -> None:
     with suppress(FileExistsError):  # every rank calls this, and the first one makes it
-        make_directory(staging)
+        make_directory(uncommitted)
 
 
-def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
-    """Publish the shards in `staging` as a checkpoint; call it after all of them are on the disk.
+def commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
+    """Publish the directory `uncommitted` as a checkpoint; call it after all of them are on the disk.
 
     If the step has a directory already, it can only be a checkpoint that did not verify: it is renamed first.
 
@@ -184,9 +184,9 @@ def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
         FencedError: if another attempt has claimed the run.
     """
     try:
-        return _commit(run, staging, manifest)
+        return _commit(run, uncommitted, manifest)
     except FileNotFoundError as error:
-        if staging.parent.is_dir():
+        if uncommitted.parent.is_dir():
             raise
         raise FencedError(
             f"A newer attempt has taken over {run.name}, so this one does not commit its checkpoint of step {manifest.step}. "
@@ -194,19 +194,19 @@ def commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
         ) from error
 
 
-def _commit(run: RunDir, staging: Path, manifest: Manifest) -> Path:
+def _commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
     # The order is what survives a power cut: the shards' bytes (`write_shard`), the manifest's, the names of both in their
     # directory, and only then the rename. rename(2) is atomic, but reaches the disk with the directory that holds the new name,
     # so that one is flushed last (https://man7.org/linux/man-pages/man2/fsync.2.html, on directories).
-    with open_private(staging / MANIFEST, "wb") as file:
+    with open_private(uncommitted / MANIFEST, "wb") as file:
         file.write(manifest_bytes(manifest))
         file.flush()
         os.fsync(file.fileno())
-    fsync_path(staging)
+    fsync_path(uncommitted)
     target = checkpoint_path(run, manifest.step)
     if target.exists():
         set_aside(target)
-    staging.rename(target)
+    uncommitted.rename(target)
     fsync_path(target.parent)
     return target
 

@@ -25,7 +25,7 @@ from ddp_hpc.checkpoints.checkpoint_store import (
     Manifest,
     check_sizes,
     commit,
-    open_staging,
+    make_uncommitted,
     read_manifest,
     set_aside,
 )
@@ -65,23 +65,23 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
         FencedError: if another attempt has claimed the run.
     """
     _files(folder)
-    staging = open_staging(run, step, attempt)
-    shutil.rmtree(staging)  # what a failed commit of this attempt may have left
+    uncommitted = make_uncommitted(run, step, attempt)
+    shutil.rmtree(uncommitted)  # what a failed commit of this attempt may have left
     if keeps_folder:
-        _link_tree(folder, staging)
+        _link_tree(folder, uncommitted)
     else:
-        _move(folder, staging)
+        _move(folder, uncommitted)
     with suppress(FileNotFoundError):
-        (staging / MANIFEST).unlink()  # of a directory that was committed before
-    shards = tuple(_record(path, staging) for path in _files(staging))
-    for directory in [path for path in staging.rglob("*") if path.is_dir()]:
+        (uncommitted / MANIFEST).unlink()  # of a directory that was committed before
+    shards = tuple(_record(path, uncommitted) for path in _files(uncommitted))
+    for directory in [path for path in uncommitted.rglob("*") if path.is_dir()]:
         fsync_path(directory)
     made = {"at": time.time(), "attempt": attempt, "ddp_hpc": ddp_hpc.__version__}
     manifest = Manifest(step=step, world_size=world_size, shards=shards, state={FOREIGN: True}, made=made)
     target = checkpoint_path(run, step)
     if target.exists():  # the newest save of a step counts, as with `os.replace`
         delete_directory(target)
-    return commit(run, staging, manifest)
+    return commit(run, uncommitted, manifest)
 
 
 def newest(run: RunDir, *, reads_all: bool) -> int | None:
@@ -125,25 +125,25 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _move(folder: Path, staging: Path) -> None:
+def _move(folder: Path, uncommitted: Path) -> None:
     try:
-        folder.rename(staging)
+        folder.rename(uncommitted)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not staging.parent.is_dir():
+        if isinstance(error, FileNotFoundError) and not uncommitted.parent.is_dir():
             raise FencedError(
                 f"A newer attempt has taken over the run, so {str(folder)!r} is not committed. You need do nothing: the newer "
                 "attempt goes on from the checkpoint before."
             ) from error
         raise ConfigError(
-            f"`commit` cannot rename {str(folder)!r} to {str(staging)!r} ({error.strerror}). Write the files below "
+            f"`commit` cannot rename {str(folder)!r} to {str(uncommitted)!r} ({error.strerror}). Write the files below "
             "`run.checkpoint_dir`, so that both are on one file system."
         ) from error
 
 
-def _link_tree(folder: Path, staging: Path) -> None:
-    make_directory(staging)
+def _link_tree(folder: Path, uncommitted: Path) -> None:
+    make_directory(uncommitted)
     for path in sorted(folder.rglob("*")):
-        target = staging / path.relative_to(folder)
+        target = uncommitted / path.relative_to(folder)
         if path.is_dir():
             make_directory(target)
             continue

@@ -92,7 +92,7 @@ class AutoInterval:
         self._wait_for_device()  # what the device still has to compute is no part of the save
         began = self._clock()
         yield
-        # The first save makes the staging buffers, so it counts only until there is another.
+        # The first save makes the buffers, so it counts only until there is another.
         if self._num_saves == 1:
             self._stalls.clear()
         self._num_saves += 1

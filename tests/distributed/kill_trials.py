@@ -134,7 +134,7 @@ def _kill_one(run: RunDir, chance: random.Random) -> str | None:
     """Kill one process of the run, at a random moment or while a checkpoint is being written; say which."""
     moment = chance.choice(("any moment", "any moment", "mid-save"))
     if moment == "mid-save":
-        _await_staging(run)
+        _await_uncommitted(run)
     else:
         time.sleep(chance.uniform(0.0, 12 * STEP_S))
     kind = chance.choice(("worker", "worker", "worker", "agent", "loader", "supervisor"))
@@ -155,7 +155,7 @@ def _kill_one(run: RunDir, chance: random.Random) -> str | None:
     return f"{kind} {index} at {moment}, about step {progress.step if progress else 0}"
 
 
-def _await_staging(run: RunDir) -> None:
+def _await_uncommitted(run: RunDir) -> None:
     """Return as soon as a checkpoint is being written."""
     deadline = time.monotonic() + 10 * STEP_S
     while time.monotonic() < deadline and not any(run.checkpoints.glob("*.writing/step-*")):

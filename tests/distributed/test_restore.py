@@ -269,7 +269,7 @@ def write_by_hand(
     run: RunDir, step: int, shards: list[list[tuple[TensorEntry, torch.Tensor]]], manifest: Manifest
 ) -> Path:
     """Commit a checkpoint of which each tensor, or piece of one, lies where it is said."""
-    staging = checkpoint_store.open_staging(run, step, 0)
+    uncommitted = checkpoint_store.make_uncommitted(run, step, 0)
     records = []
     for number, entries in enumerate(shards):
         placed, begin = [], 0
@@ -277,10 +277,10 @@ def write_by_hand(
             placed.append(entry._replace(begin=begin, end=begin + tensor.nbytes))
             begin += tensor.nbytes
         body = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in entries]
-        path = staging / shard_name(number, len(shards))
+        path = uncommitted / shard_name(number, len(shards))
         header = shard_header(placed)
         records.append(checkpoint_store.write_shard(path, [header, *body], size=len(header) + begin))
-    return checkpoint_store.commit(run, staging, replace(manifest, step=step, shards=tuple(records)))
+    return checkpoint_store.commit(run, uncommitted, replace(manifest, step=step, shards=tuple(records)))
 
 
 def cut(name: str, tensor: torch.Tensor, *slices: slice) -> tuple[TensorEntry, torch.Tensor]:

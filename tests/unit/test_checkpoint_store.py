@@ -28,7 +28,7 @@ from ddp_hpc.checkpoints.checkpoint_store import (
     read_tensors,
     set_aside,
     shard_name,
-    staging_path,
+    uncommitted_path,
     verify,
     write_shard,
 )
@@ -229,18 +229,18 @@ def test_a_step_that_was_half_there_is_committed_again(run: RunDir) -> None:
 
 STAGES: Mapping[str, Callable[[Path], object]] = {
     "an empty directory": lambda _: None,
-    "half a shard": lambda staging: (staging / FILES[1]).write_bytes(b"half"),
-    "all shards": lambda staging: [(staging / name).write_bytes(b"whole") for name in FILES[1:]],
-    "all files": lambda staging: [(staging / name).write_bytes(b"whole") for name in FILES],
+    "half a shard": lambda uncommitted: (uncommitted / FILES[1]).write_bytes(b"half"),
+    "all shards": lambda uncommitted: [(uncommitted / name).write_bytes(b"whole") for name in FILES[1:]],
+    "all files": lambda uncommitted: [(uncommitted / name).write_bytes(b"whole") for name in FILES],
 }
 """How far a writer may have come when it was killed."""
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_before_the_rename_nothing_is_there_and_what_is_left_is_removed(stage: str, run: RunDir) -> None:
-    staging = staging_path(run, NEWEST + 1, 0)
-    staging.mkdir()
-    STAGES[stage](staging)
+    uncommitted = uncommitted_path(run, NEWEST + 1, 0)
+    uncommitted.mkdir()
+    STAGES[stage](uncommitted)
     before = committed_steps(run)
     (checkpointer,) = make_checkpointers(run, attempt=1)
 
@@ -248,15 +248,15 @@ def test_before_the_rename_nothing_is_there_and_what_is_left_is_removed(stage: s
 
     assert before == [OLDER, NEWEST]
     assert restored == NEWEST
-    assert not staging.exists()
+    assert not uncommitted.exists()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("attempt", [0, 1], ids=["same attempt", "another attempt"])
 def test_leftovers_never_block_the_next_writer(stage: str, attempt: int, run: RunDir) -> None:
-    staging = staging_path(run, NEWEST + 1, 0)
-    staging.mkdir()
-    STAGES[stage](staging)
+    uncommitted = uncommitted_path(run, NEWEST + 1, 0)
+    uncommitted.mkdir()
+    STAGES[stage](uncommitted)
 
     save(run, NEWEST + 1, world_size=2, attempt=attempt)
 
@@ -362,8 +362,8 @@ def digest_of(
 ) -> str:
     """Commit a checkpoint of these tensors, dealt out to so many shards, and return its digest."""
     run = RunDir(folder)
-    staging = staging_path(run, 3, 0)
-    staging.mkdir(parents=True)
+    uncommitted = uncommitted_path(run, 3, 0)
+    uncommitted.mkdir(parents=True)
     shards = []
     for rank in range(num_shards):
         mine = dict(list(tensors.items())[rank::num_shards])
@@ -372,10 +372,10 @@ def digest_of(
             entries.append(TensorEntry(name, dtype, (*leading_dims, len(data)), offset, offset + len(data)))
             offset += len(data)
         header = shard_header(entries)
-        path = staging / shard_name(rank, num_shards)
+        path = uncommitted / shard_name(rank, num_shards)
         shards.append(write_shard(path, [header, *mine.values()], size=len(header) + offset))
     plain = Manifest(step=3, world_size=num_shards, shards=tuple(shards), state=STATE)
-    return digest(commit(run, staging, replace(plain, **manifest)))
+    return digest(commit(run, uncommitted, replace(plain, **manifest)))
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_a_manifest_says_what_the_checkpoint_is(pristine: RunDir) -> None:
 
 def block_shard(run: RunDir, step: int, rank: int) -> None:
     """Put something in the way of the shard that a rank of attempt 0, which has begun, writes next."""
-    (staging_path(run, step, 0) / shard_name(rank, 2)).mkdir(parents=True)
+    (uncommitted_path(run, step, 0) / shard_name(rank, 2)).mkdir(parents=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

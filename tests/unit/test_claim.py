@@ -11,7 +11,14 @@ import pytest
 
 from ddp_hpc import exit_codes
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
-from ddp_hpc.checkpoints.checkpoint_store import Manifest, commit, open_staging, staging_path, verify, write_shard
+from ddp_hpc.checkpoints.checkpoint_store import (
+    Manifest,
+    commit,
+    make_uncommitted,
+    uncommitted_path,
+    verify,
+    write_shard,
+)
 from ddp_hpc.errors import FencedError
 from ddp_hpc.run_dir.ledger import record_start
 from ddp_hpc.run_dir.ownership import claim, claims, is_fenced, release
@@ -33,10 +40,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def write_half(run: RunDir, attempt: int, step: int) -> Path:
     """Write a shard of a checkpoint that is not committed."""
-    staging = staging_path(run, step, attempt)
-    staging.mkdir()
-    write_shard(staging / "shard", [b"half"], size=4)
-    return staging
+    uncommitted = uncommitted_path(run, step, attempt)
+    uncommitted.mkdir()
+    write_shard(uncommitted / "shard", [b"half"], size=4)
+    return uncommitted
 
 
 # --- one after another -----------------------------------------------------------------------------------------------
@@ -62,9 +69,9 @@ def test_a_claim_that_was_swept_away_is_made_again_by_the_next_checkpoint(run: R
     shutil.rmtree(run.checkpoints)
 
     assert not is_fenced(run, 1)
-    staging = open_staging(run, 4, 1)
+    uncommitted = make_uncommitted(run, 4, 1)
 
-    assert staging.is_dir()
+    assert uncommitted.is_dir()
     assert claims(run) == [1]
 
 
@@ -79,7 +86,7 @@ def test_a_claim_that_a_newer_attempt_took_away_is_not_made_again(newer: str, ru
 
     assert is_fenced(run, 1)
     with pytest.raises(FencedError, match=r"A newer attempt of .* has begun"):
-        open_staging(run, 4, 1)
+        make_uncommitted(run, 4, 1)
 
     assert content(run.checkpoints) == before
 
@@ -149,21 +156,21 @@ def test_a_deletion_that_was_killed_half_way_blocks_neither_claim_nor_release(ru
 
 def test_what_a_stale_attempt_has_written_cannot_be_committed_and_the_directory_stays_as_it_was(run: RunDir) -> None:
     claim(run, 0)
-    staging = write_half(run, 0, 4)
+    uncommitted = write_half(run, 0, 4)
     claim(run, 1)
     before = content(run.checkpoints)
 
     with pytest.raises(FencedError, match=r"does not commit its checkpoint of step 4"):
-        commit(run, staging, Manifest(step=4, world_size=1, shards=(), state={}))
+        commit(run, uncommitted, Manifest(step=4, world_size=1, shards=(), state={}))
 
     assert content(run.checkpoints) == before
 
 
-def test_a_staging_that_is_missing_for_another_reason_is_no_fence(run: RunDir) -> None:
+def test_an_uncommitted_directory_that_is_missing_for_another_reason_is_no_fence(run: RunDir) -> None:
     claim(run, 0)
 
     with pytest.raises(FileNotFoundError):
-        commit(run, staging_path(run, 4, 0), Manifest(step=4, world_size=1, shards=(), state={}))
+        commit(run, uncommitted_path(run, 4, 0), Manifest(step=4, world_size=1, shards=(), state={}))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,6 +1,6 @@
 """Saves the training state while the training continues.
 
-The loop waits only for one copy into staging buffers (see `staging`). A thread of each rank writes that rank's shard.
+The loop waits only for one copy into buffers (see `save_buffers`). A thread of each rank writes that rank's shard.
 Rank zero's thread then waits for the others, commits (see `checkpoint_store`), and deletes old checkpoints. The threads
 exchange messages through the store, never through the process group, so they cannot disturb the training's collectives.
 """
@@ -37,7 +37,7 @@ from ddp_hpc.train.engine.divergence import diverged
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
-from ddp_hpc.train.state.staging import NotFiniteError, Staging
+from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ class Checkpointer:
         """Called by the main thread while a writer that it waits for, here or on another rank, makes progress."""
         self._num_moves = 0
         """How often this rank's writer thread, or one that it waits for, has made progress."""
-        self._staging = Staging(group.device)
-        self.wait_for_copy = self._staging.wait_for_copy
+        self._buffers = SaveBuffers(group.device)
+        self.wait_for_copy = self._buffers.wait_for_copy
         # One thread for all saves, not one for each: a process that is forked (as data loader workers are) while a thread starts
         # or ends can hang in CPython's fork.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
@@ -155,7 +155,7 @@ class Checkpointer:
             mine = partition_tensors(
                 training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size
             )
-            self._staging.fill(mine)
+            self._buffers.fill(mine)
             manifest = Manifest(
                 step=step,
                 world_size=rank_info.world_size,
@@ -233,18 +233,18 @@ class Checkpointer:
         """Write this rank's shard; on rank zero, also commit. An error is reported as a value, since no caller can catch it."""
         began = time.monotonic()
         rank_info, store = self._group.rank_info, self._group.side_store
-        staging = checkpoint_store.staging_path(self._run, manifest.step, self._attempt)
+        uncommitted = checkpoint_store.uncommitted_path(self._run, manifest.step, self._attempt)
         report: dict[str, Any]
         own_key = self._key(manifest.step, "outcome" if rank_info.is_rank_zero else str(rank_info.rank))
         send_heartbeat = partial(self._send_heartbeat, own_key)
         try:
-            checkpoint_store.open_staging(self._run, manifest.step, self._attempt)
+            checkpoint_store.make_uncommitted(self._run, manifest.step, self._attempt)
             name = checkpoint_store.shard_name(rank_info.rank, rank_info.world_size)
             if not all(math.isfinite(loss.item()) for loss in losses):
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  reported below, as all others
-            parts = self._staging.parts(self._watched)
+            parts = self._buffers.parts(self._watched)
             shard = checkpoint_store.write_shard(
-                staging / name, parts, size=self._staging.size, on_progress=send_heartbeat
+                uncommitted / name, parts, size=self._buffers.size, on_progress=send_heartbeat
             )
             report = asdict(shard)
         except NotFiniteError as error:
@@ -258,15 +258,15 @@ class Checkpointer:
         try:
             reports = [report, *(json.loads(store.get(key, on_heartbeat=send_heartbeat)) for key in others)]
             shards = tuple(_shard_of(item, manifest.step) for item in reports)
-            checkpoint_store.commit(self._run, staging, replace(manifest, shards=shards))
+            checkpoint_store.commit(self._run, uncommitted, replace(manifest, shards=shards))
             message = None
             self._prune()
         except DivergedError as error:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(uncommitted, ignore_errors=True)
             self.refused = str(error)
             message = f"{error}, so no run can continue from it"
         except Exception as error:  # noqa: BLE001
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(uncommitted, ignore_errors=True)
             message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         store.set(own_key, json.dumps([message, self.refused]))
         self._on_result(SaveResult(manifest.step, time.monotonic() - began, message))

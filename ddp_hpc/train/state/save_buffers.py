@@ -23,7 +23,7 @@ class NotFiniteError(Exception):
     """A tensor that must be finite is not; the message is its name."""
 
 
-class Staging:
+class SaveBuffers:
     """The buffers that a rank's part of the state is copied into; made once, and again only if the layout changes."""
 
     def __init__(self, device: torch.device) -> None:

@@ -13,19 +13,19 @@ from ddp_hpc.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.checkpoints.checkpoint_store import CHUNK_BYTES
 from ddp_hpc.errors import DivergedError
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.train.state.staging import NotFiniteError, Staging
+from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
 from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
 from tests.unit.made_state import CPU, make_checkpointers
 
 NUM_FLOATS = CHUNK_BYTES // 4
 
 
-def filled(tensors: Sequence[Tensor]) -> tuple[Staging, bytes]:
+def filled(tensors: Sequence[Tensor]) -> tuple[SaveBuffers, bytes]:
     """Return buffers that hold `tensors`, named by their number, and the bytes that a shard has for them."""
-    staging = Staging(CPU)
-    staging.fill([NamedTensor(str(number), tensor, owner=None) for number, tensor in enumerate(tensors)])
+    buffers = SaveBuffers(CPU)
+    buffers.fill([NamedTensor(str(number), tensor, owner=None) for number, tensor in enumerate(tensors)])
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    return staging, torch.cat(flat).numpy().tobytes()
+    return buffers, torch.cat(flat).numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def filled(tensors: Sequence[Tensor]) -> tuple[Staging, bytes]:
 )
 def test_parts_are_the_header_and_then_all_bytes_in_order(made: Callable[[], list[Tensor]]) -> None:
     tensors = made()
-    staging, expected = filled(tensors)
+    buffers, expected = filled(tensors)
 
-    header, *parts = staging.parts({str(number) for number in range(len(tensors))})
+    header, *parts = buffers.parts({str(number) for number in range(len(tensors))})
 
     assert b"".join(parts) == expected
-    assert staging.size == len(header) + len(expected)
+    assert buffers.size == len(header) + len(expected)
     assert all(len(part) >= CHUNK_BYTES for part in parts[:-1])
     assert all(parts)
 
@@ -56,8 +56,8 @@ def test_parts_are_the_header_and_then_all_bytes_in_order(made: Callable[[], lis
 def test_a_value_that_is_not_finite_in_the_last_part_is_found_there(value: float) -> None:
     spoilt = torch.randn(3 * NUM_FLOATS)
     spoilt[-1] = value
-    staging, _ = filled([torch.tensor(torch.inf), spoilt])
-    parts = staging.parts({"1"})
+    buffers, _ = filled([torch.tensor(torch.inf), spoilt])
+    parts = buffers.parts({"1"})
 
     given = [next(parts) for _ in range(3)]
 
