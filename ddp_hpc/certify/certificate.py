@@ -175,7 +175,7 @@ class _Certification:
             )
         if not certificate.saves:
             self.notes.append(
-                "certify recognised no saved state among the script's files; if there are some, name the files with `script.progress=PATTERN`"
+                "certify found no saved state among the files that the script writes; if the script saves its state, name the files with `script.progress=PATTERN`"
             )
         if attempt.left_behind:
             named = "; ".join(one[:80] for one in attempt.left_behind[:3])

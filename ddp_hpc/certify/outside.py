@@ -68,8 +68,8 @@ def refuse_saved_states(paths: Collection[Path], *, apart_from: Collection[Path]
             raise ConfigError(
                 f"The command, or the script's source, names {path}, and {state} is there: a saved state, which the runs could "
                 "overwrite or resume from. If the script writes there, give it a relative path for its output. If it only reads "
-                f"there, make a link to it in the working directory and name the link, as the runs then get a copy; or take away the "
-                f"right to write there meanwhile: `chmod -R a-w {state.parent if path == state else path}`; or, if nothing there can be "
+                f"there, make a link to it in the working directory and name the link, as the runs then get a copy; or make it "
+                f"read-only during the test: `chmod -R a-w {state.parent if path == state else path}`; or, if nothing there can be "
                 f"lost, allow it: `--may-change {path}`."
             )
 

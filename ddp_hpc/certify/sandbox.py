@@ -131,7 +131,7 @@ class _Copy:
             raise ConfigError(
                 f"{place.relative_to(self.target)} in the working directory is a link to {source}, which is too large to be copied, and "
                 f"{state} is there: a saved state, which the runs could overwrite or resume from. Certify the script in a directory "
-                f"without that link; or, if the script only reads there, take away the right to write there meanwhile: "
+                f"without that link; or, if the script only reads there, make it read-only during the test: "
                 f"`chmod -R a-w {source}`."
             )
         self.links.append((place, source))

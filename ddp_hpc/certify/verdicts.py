@@ -174,7 +174,7 @@ def _notes(finding: Finding, evidence: Evidence) -> list[str]:
         notes.append(f"the saved states are the same, but {_text(evidence.logged_otherwise)}")
     if evidence.has_same_weights and (evidence.first_loss_differs or evidence.later_loss_differs):
         notes.append(
-            "the losses after the resume differ, as those of a running mean do, but the saved states are the same"
+            "after the resume, the script prints other losses than the undisturbed run, but both save the same states: so the resume is right, and the printed loss is probably a running mean that starts again"
         )
     if evidence.num_skipped:
         notes.append(f"{evidence.num_skipped} {evidence.unit}s are missing in the script's output")

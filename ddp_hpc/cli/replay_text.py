@@ -59,8 +59,8 @@ def bisect_text(report: BisectReport) -> str:
     elif report.parting is not None:
         told += _parting_lines(report.parting, one, other)
     if report.circumstances is not None:
-        told += ["before that:", *(f"  {line}" for line in _circumstance_lines(report.circumstances))]
-    return "\n".join([*told, f"{report.num_replays} replays for {report.num_steps} steps"])
+        told += ["before that step:", *(f"  {line}" for line in _circumstance_lines(report.circumstances))]
+    return "\n".join([*told, f"bisect made {report.num_replays} replays to search {report.num_steps} steps"])
 
 
 def _parting_lines(parting: Parting, one: str, other: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUES",
-        help="submit a run for each value (`train.lr=0.1,0.01`, `seed=0..4`); of several, for each combination",
+        help="submit a run for each value (`train.lr=0.1,0.01`, `seed=0..4`); given several times, for each combination",
     )
     parser.add_argument(
         "--zip",

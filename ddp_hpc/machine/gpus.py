@@ -70,7 +70,7 @@ class GpuReader:
             try:
                 self._found = self.read()
             except Exception as error:  # noqa: BLE001  a library of another version: nothing is known, and this thread stays
-                self._found = [], f"NVIDIA's library cannot be used: {error!r}"
+                self._found = [], f"the package nvidia-ml-py cannot be used: {error!r}; a newer version may help"
             self._is_reading = False
 
     def read(self) -> tuple[list[GpuUse], str]:

@@ -158,7 +158,7 @@ def _failed(nodes: Sequence[str], reports: Mapping[str, NodeReport]) -> Finding:
     shown = "; ".join(map(_named, sorted(bad, key=sorted)[:_MOST_SHOWN]))
     # All pairs are done before the exchange of all nodes.
     which = (
-        f"came to no end: {shown}"
+        f"did not finish: {shown}"
         if bad
         else "the all-reduce of all nodes together did not end, though that of each pair did"
     )
@@ -167,7 +167,7 @@ def _failed(nodes: Sequence[str], reports: Mapping[str, NodeReport]) -> Finding:
         check=CHECK,
         level="fail",
         found=f"{which} ({why}); {_partly(nodes, reports)}",
-        to_do=f"a training there hangs, or is very slow: {leave}have the switch between the nodes examined",
+        to_do=f"a training on these nodes hangs or is very slow: {leave}ask the administrators to examine the network between them",
         nodes=named,
     )
 

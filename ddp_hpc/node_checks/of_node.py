@@ -122,7 +122,7 @@ def gpus(answers: Answers) -> Iterator[Finding]:
     if few or not unknown:
         found = "; ".join(f"{node} shows {counts[node]} of {_wanted(asked, granted.get(node, 0))}" for node in few)
         good = f"each node shows as many as the job has on it: {min(needed.values())} or more"
-        to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if Slurm gave the job more GPUs, the node has lost one: leave it out (`slurm.exclude`)"
+        to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if `nvidia-smi` lists fewer GPUs, the node has lost one: leave the node out (`slurm.exclude`)"
         yield judged("GPUs", few, answers, found, good, to_do=to_do)
     if unknown:
         found = f"nothing on {listed(unknown)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
@@ -136,8 +136,8 @@ def gpus(answers: Answers) -> Iterator[Finding]:
 
 def _wanted(asked: int, granted: int) -> str:
     if granted >= asked:
-        return f"{granted} GPUs that Slurm has given to the job"
-    return f"{asked} GPUs that the run asks for"
+        return f"the {granted} GPUs that Slurm gave the job"
+    return f"the {asked} GPUs that the run asks for"
 
 
 def cpus(answers: Answers) -> Iterator[Finding]:

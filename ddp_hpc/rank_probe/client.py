@@ -82,9 +82,9 @@ class RankProbe:
             # By `backslashreplace`: a name in a record may be no UTF-8, and the record is still of use.
             answer = json.loads(text.decode(errors="backslashreplace"))
         except (ValueError, RecursionError) as error:
-            raise NoAnswerError(f"the answer to {handler} is no JSON: {error}", pid=pid) from error
+            raise NoAnswerError(f"the answer to {handler} is not JSON: {error}", pid=pid) from error
         if not isinstance(answer, dict):
-            raise NoAnswerError(f"the answer to {handler} is no JSON object", pid=pid)
+            raise NoAnswerError(f"the answer to {handler} is not a JSON object", pid=pid)
         return answer
 
     def _ask(self, handler: str) -> tuple[int, bytes]:

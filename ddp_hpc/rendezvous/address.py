@@ -127,8 +127,8 @@ def _towards_others(neighbours: Sequence[str], host: Host) -> Fact:
         interface = holder(own, host.interfaces)
         if own is not None and interface is not None:
             rule = (
-                f"this node sends from this address to {neighbour}; the other nodes resolve this node's name, "
-                "which may be 127.0.1.1 on this node itself"
+                f"{neighbour} reaches this node at this address; this node's own name is not used here, because it may mean "
+                "127.0.1.1 on this node itself"
             )
             return Fact(value=own, source=f"this node's {interface.name}", rule=rule, refused=refused)
     asked = ", ".join(neighbours[:_MOST_NEIGHBOURS])

@@ -57,7 +57,7 @@ def _process(allocation: Allocation | None) -> str:
         where = f"on node {step.node_rank} of {step.num_nodes}"
         return f"task {step.rank} of {step.world_size} in step {allocation.job_id}.{step.step_id}, {where}"
     where = "a node" if allocation.process_kind == "shell on a node" else "a host that is not in the job"
-    return f"shell of job {allocation.job_id}, on {where}: all tasks get what it exports"
+    return f"shell of job {allocation.job_id}, on {where}: every task inherits what this shell exports"
 
 
 def _address(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:

@@ -191,7 +191,7 @@ class Place:
         """Say what this process is, and how that is known."""
         by = f"{self.launcher} (recognised by {', '.join(self.recognised_by)})"
         if self.scope == "node":
-            return f"node {self.node_rank} of {self.num_nodes}, started by {by}: it starts the workers of its node"
+            return f"the process of node {self.node_rank} of {self.num_nodes}, started by {by}: this process starts the workers of its node"
         on = f"worker {self.local_rank} of {self.local_world_size} on node {self.node_rank}"
         return f"rank {self.rank} of {self.world_size}, {on}, started by {by}"
 

@@ -238,7 +238,11 @@ def ranks_of_shell(allocation: Allocation) -> dict[str, Fact]:
     listed, source = ", ".join(map(str, tasks)), "Slurm (SLURM_TASKS_PER_NODE)"
     is_even = len(set(tasks)) == 1
     by_task = (None, UNKNOWN, "each task of a step has its own; a shell has none")
-    world = (str(sum(tasks)), source, f"all tasks of the job: {listed}; right for a job step that has all of them")
+    world = (
+        str(sum(tasks)),
+        source,
+        f"all tasks of the job, by node: {listed}; correct only for a job step that has all of them",
+    )
     local = (
         (str(tasks[0]), source, "every node has this many workers")
         if is_even

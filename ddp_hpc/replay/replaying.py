@@ -73,7 +73,7 @@ def check_range(history: History, start: int, end: int) -> None:
     """
     if not 0 <= start < end:
         raise ConfigError(
-            f"`--from {start} --to {end}` contains no step of {history.run.name}, which has taken steps 1 to {history.last_step}. Give a `--to` above `--from`, which is 0 or more."
+            f"`--from {start} --to {end}` selects no step: a replay begins after step `--from` and ends with step `--to`. {history.run.name} has taken steps 1 to {history.last_step}. Give a `--from` of 0 or more and a `--to` above it."
         )
     if end > history.last_step:
         raise ConfigError(

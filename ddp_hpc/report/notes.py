@@ -198,7 +198,7 @@ RULES: Sequence[Rule] = (
     Rule(
         when="gpu_busy < 0.05 and measured_s >= 300",
         text="The GPUs are busy {gpu_busy:.1%} of the time: the training may not use them at all.",
-        key="resources.gpus_per_node=0, or have the script use its GPU",
+        key="resources.gpus_per_node=0, or change the script so that it uses its GPU",
     ),
     Rule(
         when="throttled_share >= 0.05",

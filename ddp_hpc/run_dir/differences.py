@@ -120,7 +120,7 @@ class Difference:
             were = "was wrong" if len(self.odd_ranks) == 1 else "were wrong"
             return f"{named} {were} ({self._proof})"
         if self.told_by == "undecided":
-            return f"{self._repetition}, but its values do not show which rank was wrong: {self._why_undecided}"
+            return f"{self._repetition}, but its values do not show which rank was wrong, because {self._why_undecided}"
         if self.of_loss:
             return "a processor was wrong, or the training diverges; the next attempt computes the step again, which shows what it was"
         return self._why_unknown
@@ -152,7 +152,7 @@ class Difference:
         if self.told_by == "itself":
             return "it has computed the same several times, with several results; each other rank has found the same each time"
         if self.told_by == "vote":
-            doubt = f"; {self._repetition}, but its values neither confirm nor refute this: {self._why_undecided}"
+            doubt = f"; {self._repetition}, but its values cannot confirm this, because {self._why_undecided}"
             return agree if self.repeated_in is None else agree + doubt
         again = f"attempt {self.told_in} computed the step again"
         if self.of_loss:

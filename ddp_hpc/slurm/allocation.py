@@ -18,7 +18,7 @@ the job's nodes. `shell outside`: the shell of salloc on a login node. What a sh
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 _LEAVE_ALONE = (
-    "Slurm sets this variable: remove what changes or unsets it, such as a line in a start file of your shell."
+    "Slurm sets this variable: remove whatever changes or unsets it, such as a line in your shell's startup file."
 )
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm gives the batch script, the interactive step of salloc and the external step the highest step ids (slurm.h)."""
@@ -240,7 +240,9 @@ def step_task(environ: Mapping[str, str]) -> StepTask:
     """
     allocation = read_allocation(environ)
     if allocation is None or allocation.step is None:
-        raise ConfigError("This process is not a task of a Slurm job step, so it has no rank. Start it with `srun`.")
+        raise ConfigError(
+            "ddp-hpc's process on this node is not a task of a Slurm job step, so it has no rank. The job script starts it with `srun`: if you changed that line, restore it, or write the script again with `ddp-hpc render`."
+        )
     return allocation.step
 
 

@@ -170,7 +170,7 @@ _REASONS: dict[str, str] = {
     "maxrequeueexceeded": "the job was requeued as often as the cluster allows; submit again",
     "waitingforscheduling": "the job waits until Slurm considers it for scheduling",
     "fedjoblock": "the job waits until the clusters of the federation have decided which of them starts it",
-    "schedulinglimits": "Slurm has not reached the job in the queue yet, and will try again",
+    "schedulinglimits": "Slurm has not considered the job yet, because others are before it in the queue; it does so later",
 }
 """Slurm's reason code, in lower case and with spaces for underscores -> what it means.
 https://slurm.schedmd.com/job_reason_codes.html"""

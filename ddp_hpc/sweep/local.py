@@ -185,7 +185,8 @@ def _run_point(made: Points, point: Point, sweep: Sweep, environ: Mapping[str, s
         _log(f"{point}: {error}\n")
     except Exception:  # noqa: BLE001  a full disk, or a fault of ours, is to end no other point
         _log(
-            f"{point}: it ended with an error that ddp-hpc did not expect; the other points run on:\n{traceback.format_exc()}"
+            f"{point} failed with an error that ddp-hpc did not expect; the other points continue. Remove the cause that the last line names, "
+            f"then run `ddp-hpc sweep continue` with the sweep's name:\n{traceback.format_exc()}"
         )
 
 

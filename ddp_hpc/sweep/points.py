@@ -143,12 +143,12 @@ def _refuse_equal(points: Sequence[Point], named: AbstractSet[int]) -> None:
     for point in points:
         _refuse_second(point, names.setdefault(point.name, point), "has the same name")
         if point.number not in named:
-            _refuse_second(point, settings.setdefault(as_set(point.settings), point), "sets the same")
+            _refuse_second(point, settings.setdefault(as_set(point.settings), point), "has the same values")
 
 
 def _refuse_second(point: Point, first: Point, what: str) -> None:
     if first is not point:
-        raise ConfigError(f"{_capital(point)} {what} as {first}. Give each point values, or a name, of its own.")
+        raise ConfigError(f"{_capital(point)} {what} as {first}. Give each point other values, or another name.")
 
 
 def as_set(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

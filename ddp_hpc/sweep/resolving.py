@@ -103,7 +103,7 @@ def _refusals(point: Point, seen: set[str], in_braces: set[str], *, is_array: bo
                 f"`{POINT}` cannot be swept: {{{POINT}}} stands for the point's name. Name the key otherwise."
             )
         if not _is_key(key) and key not in in_braces:
-            hint = f"or write {{{key}}} in the script's command, after `--`, where its value is to stand"
+            hint = f"or write {{{key}}} in the script's command, after `--`, where its value belongs"
             raise ConfigError(f"{unknown_key(key, f'the sweep, {point}')} Correct it, {hint}.")
         shared = next((one for one in _OF_THE_ARRAY if key == one or key.startswith(f"{one}.")), None)
         if key in _NEVER or (is_array and shared is not None):

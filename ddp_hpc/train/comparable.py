@@ -25,7 +25,7 @@ def not_comparable(run: RunDir, before: Difference, *, attempt: int, world_size:
     if num != world_size:
         return f"attempt {before.attempt} had {num} ranks, this attempt has {world_size}"
     if processor not in before.processors:
-        return f"this attempt computes on another kind of processor ({processor})"
+        return f"this attempt runs on another kind of processor ({processor})"
     differs = what_differs(*(read_inputs(run, number) for number in (before.attempt, attempt)))
     return f"compared with attempt {before.attempt}, {differs}" if differs else ""
 

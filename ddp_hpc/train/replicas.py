@@ -155,7 +155,12 @@ class Replicas:
         """Record what this attempt says of an earlier one's difference."""
         self._open = [one for one in self._open or () if one.attempt != difference.attempt]
         write_difference(self.run, difference)
-        log.warning("attempt %d ended because %s: %s", difference.attempt, difference.what, difference.who)
+        log.warning(
+            "attempt %d ended because %s: %s. The training continues.",
+            difference.attempt,
+            difference.what,
+            difference.who,
+        )
 
     # --- a difference ---
 

@@ -344,7 +344,7 @@ REGISTRY: Sequence[Failure] = (
         name="stale-mount",
         title="a file system does not answer, or its mount is stale",
         means="The file server was restarted or is unreachable, or the file was replaced on another node.",
-        to_do="Run `ls` on that path, on the node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
+        to_do="Run `ls` on the path that the evidence names, on that rank's node. If it fails, exclude the node (`slurm.exclude`) and report it to the administrators.",
         patterns=[
             _raised(
                 _SYSTEM.format(116, "Stale file handle"),

@@ -139,7 +139,7 @@ def test_a_running_mean_that_begins_anew_is_a_note_where_the_weights_are_the_sam
     finding = found("kill-at-random", record, baseline)
 
     assert (finding.verdict, finding.is_good, names(finding)) == ("loses", True, set())
-    assert any("as those of a running mean do" in note for note in finding.notes)
+    assert any("probably a running mean that starts again" in note for note in finding.notes)
     assert not needs_second_run(evidence_of(FAULTS["kill-at-random"], record, baseline))
 
 

@@ -220,8 +220,8 @@ _HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
     ("reply", "said"),
     [
         (_HEAD % 5000 + b"x" * 5000, "more than 1000 bytes"),
-        (_HEAD % 5 + b"{\xff}} ", "no JSON"),
-        (_HEAD % 2 + b"[]", "no JSON object"),
+        (_HEAD % 5 + b"{\xff}} ", "not JSON"),
+        (_HEAD % 2 + b"[]", "not a JSON object"),
         (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "status 404"),
         (b"\x00\x01garbage\r\n", "no answer to fr_trace_json"),
     ],

@@ -140,7 +140,7 @@ def test_exchanges_of_one_node_that_came_to_no_end_name_it_with_what_was_measure
     found = finding(kept)
 
     assert (found.level, found.nodes) == ("fail", ("n2",))
-    assert "came to no end: n0 - n2; n1 - n2; n2 - n3 (RuntimeError: Timed out)" in found.found
+    assert "did not finish: n0 - n2; n1 - n2; n2 - n3 (RuntimeError: Timed out)" in found.found
     assert "measured: 3 of 6 pairs, 1000 to 1000 MB/s, the slowest is n0 - n1" in found.found
 
 
@@ -176,7 +176,7 @@ def test_a_pair_that_ended_on_one_side_only_is_not_a_measured_one() -> None:
     rest = {node: one for node, one in whole["n1"].pairs.items() if node != "n0"}
     found = finding({**whole, "n1": replace(whole["n1"], pairs=rest, failed={"n0": "RuntimeError: late"})})
 
-    assert "came to no end: n0 - n1 (RuntimeError: late); measured: 5 of 6 pairs" in found.found
+    assert "did not finish: n0 - n1 (RuntimeError: late); measured: 5 of 6 pairs" in found.found
     assert "not measured: n0 - n1" in found.found
 
 

@@ -130,7 +130,7 @@ def test_the_shell_of_salloc_resolves_the_first_node_as_it_sees_it() -> None:
 
     assert (found.value("MASTER_ADDR"), found.value("RANK"), found.value("WORLD_SIZE")) == ("10.77.0.11", None, "6")
     assert found.value("NCCL_SOCKET_IFNAME") is None
-    assert "all tasks get what it exports" in found.process
+    assert "every task inherits what this shell exports" in found.process
 
 
 def test_a_terminal_under_srun_is_derived_like_any_task() -> None:

@@ -150,7 +150,7 @@ def test_a_vote_stands_where_the_repetition_does_not_tell() -> None:
 
     assert (told.odd_ranks, told.told_by, told.told_in, told.is_open) == ((2,), "vote", 0, False)
     assert (
-        "2 of 3 ranks agree; attempt 1 computed the step again without a difference, but its values neither" in told.who
+        "2 of 3 ranks agree; attempt 1 computed the step again without a difference, but its values cannot" in told.who
     )
 
 

@@ -84,9 +84,9 @@ def test_an_empty_directory_names_its_node_only_where_a_mount_is_missing(
     [
         (None, None, 4, "unknown", "nothing on node3 shows whether there are GPUs"),
         (None, 4, 0, "unknown", "nothing on node3 shows"),
-        (3, 4, 0, "fail", "node3 shows 3 of 4 GPUs that Slurm has given to the job"),
-        (3, 4, 2, "fail", "node3 shows 3 of 4 GPUs that Slurm has given to the job"),
-        (2, 2, 4, "fail", "node3 shows 2 of 4 GPUs that the run asks for"),
+        (3, 4, 0, "fail", "node3 shows 3 of the 4 GPUs that Slurm gave the job"),
+        (3, 4, 2, "fail", "node3 shows 3 of the 4 GPUs that Slurm gave the job"),
+        (2, 2, 4, "fail", "node3 shows 2 of the 4 GPUs that the run asks for"),
     ],
 )
 def test_gpus_that_nothing_shows_are_unknown_and_lost_ones_are_told(
@@ -144,7 +144,7 @@ FEW_GPUS = replace(GOOD, num_gpus=3)
         (LATE, "nodes", "fail", "node3 did not answer in time about: path /data"),
         (CUT, "interfaces", "fail", "node3 has no interface of InfiniBand that is up; the other nodes have 1"),
         (UNPLUGGED, "interfaces", "warn", "node3 has no interface of Ethernet"),
-        (FEW_GPUS, "GPUs", "fail", "node3 shows 3 of 4 GPUs that the run asks for"),
+        (FEW_GPUS, "GPUs", "fail", "node3 shows 3 of the 4 GPUs that the run asks for"),
     ],
 )
 def test_the_node_that_differs_is_named(facts: NodeFacts, check: str, level: str, word: str) -> None:

@@ -85,7 +85,7 @@ def test_a_tool_that_says_nothing_leaves_the_quota_unknown(tmp_path: Path, text:
 
 
 def test_a_host_without_the_tool_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="this host lacks the command"):
+    with pytest.raises(ConfigError, match="this host does not have the command"):
         quotas_of(tmp_path, {"PATH": "/nowhere"}, timeout_s=1)
 
 

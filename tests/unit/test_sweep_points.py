@@ -92,7 +92,7 @@ def test_a_thousand_points_have_numbers_of_equal_length_where_they_need_four_dig
 
 
 def test_two_equal_points_and_a_key_that_is_swept_twice_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Point 1 \(seed=1\) sets the same as point 0"):
+    with pytest.raises(ConfigError, match=r"Point 1 \(seed=1\) has the same values as point 0"):
         swept("seed=1,1")
     with pytest.raises(ConfigError, match="swept twice"):
         swept("seed=1", "seed=2")
@@ -116,7 +116,7 @@ def test_values_of_different_types_and_orders_of_keys_are_told_apart_as_yaml_doe
     values = [1, 1.0, True, "1", None, [1], ["1"], {"a": 1, "b": 2}]
 
     assert len(points_of([], [{"x": value} for value in values])) == len(values)
-    with pytest.raises(ConfigError, match="sets the same"):
+    with pytest.raises(ConfigError, match="has the same values"):
         points_of([], [{"x": {"a": 1, "b": 2}}, {"x": {"b": 2, "a": 1}}])
     with pytest.raises(ConfigError, match="has the same name"):
         points_of([], [{"name": "a", "x": 1}, {"name": "a", "x": 2}])

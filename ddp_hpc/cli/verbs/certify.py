@@ -239,7 +239,7 @@ def as_text(certificate: Certificate) -> str:
             f"{name}{'' if defect.is_sure else ' (possibly)'}: {defect.what}",
             f"  seen under {finding.fault}: {defect.evidence}",
         ]
-        lines += [f"  {line}" for line in ("mend it:", *(f"  {line}" for line in mend.splitlines()))]
+        lines += [f"  {line}" for line in ("to mend it:", *(f"  {line}" for line in mend.splitlines()))]
     if certificate.is_good:
         end = "The script comes back from every fault that certify tried."
         if certificate.is_deterministic is False:

@@ -84,7 +84,7 @@ def _for_pbs(args: argparse.Namespace, resolved: Resolved, path: Path | None, en
     del environment
     if args.output is not None:
         raise ConfigError(
-            "`--output` works with `--target slurm` and `trainjob`: the script for PBS starts itself on each node by its path in the run's directory. Leave it out."
+            "`--output` works only with `--target slurm` and `--target trainjob`: the script for PBS starts itself on each node by its path in the run's directory, so it must stay there. Leave `--output` out."
         )
     run_dir = prepare_pbs(resolved, None if path is None else path.absolute().parent)
     script = run_dir.pbs_script

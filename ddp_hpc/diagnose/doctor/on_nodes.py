@@ -69,7 +69,9 @@ def check(  # noqa: PLR0913  what is checked, and where
     found = result_of(answer.stdout)
     if found is None:
         said = (answer.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-        raise ConfigError(f"The job could not check the nodes: {said} (exit code {answer.returncode}).")
+        raise ConfigError(
+            f"No node was checked, because the job that checks them did not run to its end. Its last line is: {said} (exit code {answer.returncode}). If Slurm refused the job, change `--nodes`, `resources.*` or `slurm.*`."
+        )
     return found
 
 

@@ -24,7 +24,7 @@ _NUM_COLUMNS = 8
 """Used, soft limit, hard limit, grace; of kibibytes, then of files."""
 _NUMBER = re.compile(r"(\d+)\*?")
 """`*` marks what is over its soft limit. Lustre brackets a number that is not sure, as a server did not answer: `[220]`."""
-_TO_DO = "ask `quota -s`, `lfs quota -h -u $USER DIR`, or your site's command"
+_TO_DO = "run `quota -s` (on Lustre `lfs quota -h -u $USER DIR`) on a host that has it, or the command that your site documents"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def quotas_of(path: Path, environ: Mapping[str, str], *, timeout_s: float) -> Se
         raise ConfigError(f"the file system of {path} is not known")
     argv = argv_for(mount, path)
     if shutil.which(argv[0], path=environ.get("PATH", "")) is None:
-        raise ConfigError(f"{path} is on {mount.fs_type}, and this host lacks the command `{argv[0]}`")
+        raise ConfigError(f"{path} is on {mount.fs_type}, and this host does not have the command `{argv[0]}`")
     try:
         done = subprocess.run(
             argv, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -103,7 +103,7 @@ def _limit(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
 def findings_of(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[Finding]:
     """Yield what is left."""
     if quotas is None:
-        found = f"how much you may still write is not known: {why_not}"
+        found = f"ddp-hpc cannot find out how much you may still write: {why_not}"
         yield Finding(check="quota", level="unknown", found=found, to_do=_TO_DO)
     elif not quotas:
         yield Finding(check="quota", level="ok", found="you have no limit of bytes or files on this file system")

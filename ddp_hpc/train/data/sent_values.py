@@ -74,7 +74,7 @@ def _as_tensor(value: np.ndarray[Any, Any], place: str) -> Tensor:
 
 def _of_tensor(value: Tensor, into: Taken, place: str) -> list[Any]:
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta:
-        raise NotSendableError(f"{place} is a tensor that is sparse, nested, quantised or without memory")
+        raise NotSendableError(f"{place} is a sparse, nested, quantised or meta tensor")
     if type(value) not in (Tensor, nn.Parameter):
         raise NotSendableError(f"{place} is a tensor of the type {type(value).__name__}")
     into.tensors.append(value.detach())

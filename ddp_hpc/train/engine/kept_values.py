@@ -267,7 +267,7 @@ class ToKeep:
         self._num_bytes += num
         if self._num_bytes > MOST_BYTES:
             raise NotKeptError(
-                f"tensors and arrays up to `{place}` that are no buffers need more than {MOST_BYTES >> 20} MiB"
+                f"tensors and arrays up to `{place}` that are not buffers need more than {MOST_BYTES >> 20} MiB"
             )
 
 
