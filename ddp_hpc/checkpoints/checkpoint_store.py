@@ -9,6 +9,7 @@ only bytes here, so readers need no torch.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import os
@@ -204,11 +205,26 @@ def _commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
         os.fsync(file.fileno())
     fsync_path(uncommitted)
     target = checkpoint_path(run, manifest.step)
-    if target.exists():
-        set_aside(target)
-    uncommitted.rename(target)
+    # Rename at once, not after a look at the target: an attempt that waited long for its disk may be fenced by now, and what is
+    # at the target is then the newer attempt's. Such a rename fails because its source is gone, and has touched nothing.
+    try:
+        uncommitted.rename(target)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        aside = set_aside(target)
+        try:
+            uncommitted.rename(target)
+        except FileNotFoundError:  # fenced between the two
+            with suppress(OSError):
+                aside.rename(target)
+            raise
     fsync_path(target.parent)
     return target
+
+
+_TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+"""What rename(2) answers where something is at the new name; ENOTDIR: it is a file."""
 
 
 def set_aside(path: Path) -> Path:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc import exit_codes
+from ddp_hpc.checkpoints import checkpoint_store
 from ddp_hpc.checkpoints.checkpoint_names import checkpoint_path, committed_steps
 from ddp_hpc.checkpoints.checkpoint_store import (
     Manifest,
     commit,
     make_uncommitted,
+    read_manifest,
     uncommitted_path,
     verify,
     write_shard,
@@ -164,6 +166,36 @@ def test_what_a_stale_attempt_has_written_cannot_be_committed_and_the_directory_
         commit(run, uncommitted, Manifest(step=4, world_size=1, shards=(), state={}))
 
     assert content(run.checkpoints) == before
+
+
+@pytest.mark.parametrize("moment", ["before its rename", "between its two renames"])
+def test_a_stale_attempt_that_wakes_up_in_its_commit_leaves_the_newer_attempts_checkpoint_of_that_step(
+    moment: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim(run, 0)
+    uncommitted = write_half(run, 0, 4)
+    if moment == "between its two renames":
+        checkpoint_path(run, 4).mkdir()
+        (checkpoint_path(run, 4) / "damaged").touch()
+    manifest = Manifest(step=4, world_size=1, shards=(), state={"attempt": 1})
+
+    name = "fsync_path" if moment == "before its rename" else "set_aside"
+    real = getattr(checkpoint_store, name)
+
+    def sleeps_in(path: Path) -> object:
+        done = real(path)
+        monkeypatch.undo()
+        claim(run, 1)
+        commit(run, make_uncommitted(run, 4, 1), manifest)
+        return done
+
+    monkeypatch.setattr(checkpoint_store, name, sleeps_in)
+
+    with pytest.raises(FencedError):
+        commit(run, uncommitted, Manifest(step=4, world_size=1, shards=(), state={}))
+
+    assert committed_steps(run) == [4]
+    assert read_manifest(checkpoint_path(run, 4)).state == {"attempt": 1}
 
 
 def test_an_uncommitted_directory_that_is_missing_for_another_reason_is_no_fence(run: RunDir) -> None:
