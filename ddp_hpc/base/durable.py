@@ -94,7 +94,7 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
     # else the rename itself may be lost. The pid in the name keeps the leftover of a killed writer out of our way.
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with _named(path), open_private(beside, "w") as file:
+        with named(path), open_private(beside, "w") as file:
             if is_secret:
                 with suppress(OSError):  # a file system without permissions
                     os.fchmod(file.fileno(), 0o600)
@@ -106,7 +106,7 @@ def replace_text(path: Path, text: str, *, durable: bool = True, is_secret: bool
     finally:
         beside.unlink(missing_ok=True)
     if durable:
-        with _named(path.parent):
+        with named(path.parent):
             fsync_path(path.parent)
 
 
@@ -137,13 +137,14 @@ def output_at(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise ConfigError(f"The output file is {str(path)!r}, but that is a directory. Give the path of a file in it.")
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-        with _named(path):
+        with named(path):
             yield path
         return
-    target = Path(os.path.realpath(path))
+    with named(path):
+        target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with _named(path):
+        with named(path):
             yield beside
             beside.replace(target)
     finally:
@@ -151,8 +152,8 @@ def output_at(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Name a file in the errors of writing it, where the system does not: write(2) knows no name."""
+def named(path: Path) -> Iterator[None]:
+    """Name a file in the errors of reading or writing it, where the system does not: read(2) and write(2) know no name."""
     try:
         yield
     except OSError as error:
@@ -169,7 +170,7 @@ def append_json_line(path: Path, record: Mapping[str, Any], *, durable: bool = T
     """
     # A writer that was killed may have left the last line incomplete. End it first, so that ours is a line of its own.
     line = json.dumps(record, separators=(",", ":")) + "\n"
-    with _named(path), open_private(path, "ab+") as file:
+    with named(path), open_private(path, "ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -225,7 +226,18 @@ def record_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
         NotARecordError: if something else than a file is there, or a file with more than `most_bytes`.
         OSError: if there is none, or the file system does not answer.
     """
-    with open_record(path, most_bytes=most_bytes) as file:
+    try:
+        return _content(path, most_bytes)
+    except OSError as error:
+        # Another node has replaced the file since it was opened. NFS then knows no file by the old handle, but the new one
+        # is there (https://nfs.sourceforge.net/#faq_a10).
+        if error.errno != errno.ESTALE:
+            raise
+    return _content(path, most_bytes)
+
+
+def _content(path: Path, most_bytes: int) -> bytes:
+    with open_record(path, most_bytes=most_bytes) as file, named(path):
         return file.read()
 
 
@@ -248,7 +260,7 @@ def read_json_lines(path: Path, *, on_odd: Callable[[str], object] = lambda _: N
         file = open_record(path, most_bytes=MOST_BYTES_OF_LINES)
     except FileNotFoundError:
         return
-    with file:
+    with file, named(path):
         while raw := file.readline(_LONGEST_LINE):
             whole = raw.decode("utf-8", errors="replace").strip("\0 \t\r\n")
             if not whole:

@@ -421,7 +421,7 @@ def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
                 return None
             time.sleep(0.05)
         except OSError as error:
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 return fd
             os.close(fd)
             raise
@@ -436,7 +436,8 @@ def release_lock(fd: int) -> None:
     os.close(fd)
 
 
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+"""What flock(2) answers on a file system without locks: Lustre without the mount option `flock`, NFS without lockd."""
 
 
 def is_locked(path: Path) -> bool:

@@ -91,17 +91,31 @@ def _main(words: list[str]) -> int:
         drop_output()
         return BROKEN_PIPE
     except OSError as error:
-        if error.filename is None and error.errno in _NO_ROOM:  # write(2) knows no name
-            print(f"error: {_on_no_room(error)}", file=sys.stderr)
-            return FAILED
-        if error.filename is None:
+        explained = _explained(error)
+        if explained is None:
             raise  # it concerns no file of the user's, so it is an error in ddp-hpc
-        print(
-            f"error: {error.filename} cannot be used: {error.strerror}. Check the path, its permissions, and the free space there.",
-            file=sys.stderr,
-        )
+        print(f"error: {explained}", file=sys.stderr)
         return FAILED
     return code
+
+
+def _explained(error: OSError) -> str | None:
+    """Return what to tell of an error of the system; None where it concerns nothing of the user's."""
+    if error.filename is not None:
+        return f"{error.filename} cannot be used: {error.strerror}. Check the path, its permissions, and the free space there."
+    if error.errno in _NO_ROOM:  # write(2) knows no name
+        return _on_no_room(error)
+    if isinstance(error, FileNotFoundError) and not _has_working_directory():
+        return "The directory that this shell is in was deleted. Run `cd` to one that exists, and repeat the command."
+    return None
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109  `Path.cwd` is the same
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _on_no_room(error: OSError) -> str:

@@ -84,5 +84,8 @@ def slurm_asker(environment: Mapping[str, str]) -> Ask:
 
 def word_for(run: RunDir, environment: Mapping[str, str]) -> str:
     """Return what to type for a run: its name where that is enough, else its directory."""
-    beside = os.path.abspath(chosen_runs_dir(None, environment) / run.name)  # noqa: PTH100  # links stay
-    return run.name if beside == os.path.abspath(run.path) else run.word  # noqa: PTH100
+    try:
+        beside = os.path.abspath(chosen_runs_dir(None, environment) / run.name)  # noqa: PTH100  # links stay
+        return run.name if beside == os.path.abspath(run.path) else run.word  # noqa: PTH100
+    except FileNotFoundError:  # the working directory was deleted
+        return run.word

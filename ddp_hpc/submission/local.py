@@ -165,10 +165,10 @@ def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submissi
 
 
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
-    """Return the run's start that works on this host; None without one, or where the file system knows no locks."""
+    """Return the run's start that works on this host; None without one, or where the file system does not answer."""
     del environ
     with suppress(OSError):
-        if processes.is_locked(run.lock):
+        if works_here(run):
             return Submission(run, NAME, "running", Ledger.read(run).newest_number)
     return None
 
@@ -189,6 +189,21 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     )
 
 
+def works_here(run: RunDir) -> bool:
+    """Tell whether a process of this host works on the run, by its lock; where the file system has no locks, by its ledger.
+
+    Raises:
+        OSError: if the file system does not answer.
+    """
+    try:
+        return processes.is_locked(run.lock)
+    except OSError as error:
+        if error.errno not in processes.NO_LOCKS:
+            raise
+    newest = Ledger.read(run).newest
+    return newest is not None and not newest.is_last and newest.lives(processes.host_name())
+
+
 def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -> bool:
     """Change nothing: no queue holds a run back here."""
     del run, environ, is_asked
@@ -198,7 +213,7 @@ def hasten(run: RunDir, environ: Mapping[str, str], *, is_asked: bool = False) -
 def _is_busy(run: RunDir) -> bool:
     """Return whether a process works on the run. An attempt that has ended, or that a user asked to stop, gets time to exit."""
     began = time.monotonic()
-    while processes.is_locked(run.lock):
+    while works_here(run):
         if time.monotonic() - began > _patience_s(run):
             return True
         time.sleep(_POLL_S)
@@ -277,7 +292,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     del environ
     files = rereading.LastRead()
     while True:
-        is_alive = patiently(str(run.lock), lambda: processes.is_locked(run.lock))
+        is_alive = patiently(str(run.lock), lambda: works_here(run))
         newest = rereading.newest_attempt(run, files)
         if newest is not None and newest.attempt >= attempt and newest.is_last:
             return newest
@@ -305,7 +320,7 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
         raise ConfigError(
             f"{run.name} runs on this machine, which has no queue to go back into. To stop it: `ddp-hpc stop {run.word}`."
         )
-    if not processes.is_locked(run.lock):
+    if not works_here(run):
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
     ask_to_stop(run)
     return f"{run.name} will write a checkpoint and stop. Submit it again to continue from there."
@@ -320,7 +335,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     del environ
     is_known = False
     deadline = time.monotonic() + VANISH_PATIENCE_S
-    while processes.is_locked(run.lock) and time.monotonic() < deadline:
+    while works_here(run) and time.monotonic() < deadline:
         newest = Ledger.read(run).newest
         if newest is not None:
             is_known = True

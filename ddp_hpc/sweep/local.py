@@ -44,9 +44,14 @@ def make_for_this_machine(base: Resolved, sweep: Sweep) -> None:
     make_sweep(SweepDir(base.spec.path), base, sweep)
 
 
-def is_running(sweep_dir: SweepDir) -> bool:
-    """Return whether a process of this machine runs the sweep's points."""
-    return processes.is_locked(sweep_dir.runner_lock)
+def is_running(sweep_dir: SweepDir, *, unknown: bool = False) -> bool:
+    """Return whether a process of this machine runs the sweep's points; `unknown` where the file system has no locks."""
+    try:
+        return processes.is_locked(sweep_dir.runner_lock)
+    except OSError as error:
+        if error.errno not in processes.NO_LOCKS:
+            raise
+        return unknown
 
 
 def start_runner(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, str]) -> None:
@@ -81,20 +86,22 @@ def start_runner(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[s
 
 def interrupted_points(sweep_dir: SweepDir, sweep: Sweep) -> list[int]:
     """Return the numbers of the points whose run began on this host, and was killed or lost its host before it recorded an end."""
+    from ddp_hpc.submission import local  # late: as above
+
     found = []
     for point in sweep.points:
         run = sweep_dir.run(point)
         newest = Ledger.read(run).newest
         if newest is None or newest.is_last or newest.host != processes.host_name():
             continue
-        if not run.lock.exists() or not processes.is_locked(run.lock):
+        if not local.works_here(run):
             found.append(point.number)
     return found
 
 
 def end_runner(sweep_dir: SweepDir) -> None:
     """Have the process on this machine start no other point."""
-    if is_running(sweep_dir):
+    if is_running(sweep_dir, unknown=True):
         sweep_dir.runner_stop.touch()
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ddp_hpc.base import processes
 from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.run_dir.records import read_queued_job
 from ddp_hpc.slurm import client, states
+from ddp_hpc.submission.local import works_here
 from ddp_hpc.submission.removal import delete_renamed, renamed_away
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.start import sending_alone
@@ -55,7 +55,7 @@ def _reasons(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
     if sweep.backend == "slurm":
         yield from _jobs(sweep_dir, array.settled(sweep_dir, environ), environ)
     for run in map(sweep_dir.run, sweep.points):
-        if run.lock.exists() and processes.is_locked(run.lock):
+        if works_here(run):
             yield f"its run {run.name} runs on this machine"
 
 

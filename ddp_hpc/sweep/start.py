@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.config import Resolved
-from ddp_hpc.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError
+from ddp_hpc.errors import ConfigError, DdpHpcError, RunBusyError, SlurmUnavailableError, UnreadableError
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm import client
 from ddp_hpc.submission.backend import Backend, load_backend
 from ddp_hpc.submission.preflight.capacity import Questions
@@ -30,6 +32,9 @@ from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir, read_sweep, record_cancelle
 
 _SENDING_PATIENCE_S = 120.0
 """How long `cancel` waits for another process that sends points: each sbatch may take `client.TIMEOUT_S`."""
+_RUNNER_PATIENCE_S = 30.0
+"""How long `cancel` waits, on this machine, for the process that runs the points to end."""
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +105,19 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
     if not backend.HAS_QUEUE:
         with _kept_in(troubles):
             local.end_runner(sweep_dir)
-        num_cancelled = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+        begun = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+        # The process that runs the points may be starting one now, of which no lock says so yet.
+        end = time.monotonic() + _RUNNER_PATIENCE_S
+        while local.is_running(sweep_dir) and not troubles and time.monotonic() < end:
+            time.sleep(_POLL_S)
+            begun |= _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
         _raise_first(troubles, sweep_dir)
-        return num_cancelled
+        if local.is_running(sweep_dir):
+            raise RunBusyError(
+                f"{sweep_dir.name} was cancelled, but the process that runs its points has not ended within {_RUNNER_PATIENCE_S:.0f} s, so a "
+                f"point may still start or run. Run `ddp-hpc sweep cancel {sweep_dir.name}` again."
+            )
+        return len(begun)
     with sending_alone(sweep_dir, patience_s=_SENDING_PATIENCE_S) as is_alone:
         if not is_alone:
             raise RunBusyError(
@@ -112,12 +127,12 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
         with _kept_in(troubles):
             sweep = array.settled(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
-    num_cancelled = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
+    begun = _cancel_begun(sweep_dir, sweep, backend, environ, troubles)
     with _kept_in(troubles):
         array.cancel_waiting(sweep, environ)
-    num_cancelled += _cancel_begun(sweep_dir, sweep, backend, environ, troubles)  # those that began meanwhile
+    begun |= _cancel_begun(sweep_dir, sweep, backend, environ, troubles)  # those that began meanwhile
     _raise_first(troubles, sweep_dir)
-    return num_cancelled
+    return len(begun)
 
 
 @contextmanager
@@ -136,6 +151,7 @@ def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir)
 
     Raises:
         ConfigError: for the first that was refused.
+        UnreadableError: for the first point that could not be read.
         DdpHpcError: for the first that could not be written down.
     """
     if not troubles:
@@ -144,6 +160,8 @@ def _raise_first(troubles: Sequence[DdpHpcError | OSError], sweep_dir: SweepDir)
     if refusal is not None:
         raise refusal
     first = troubles[0]
+    if isinstance(first, UnreadableError):
+        raise first
     what = f"{first.filename}: {first.strerror}." if isinstance(first, OSError) else str(first)
     raise DdpHpcError(
         f"{sweep_dir.name} was cancelled, but not all of it could be written down, so points that have not begun may still start. {what} "
@@ -157,22 +175,31 @@ def _cancel_begun(
     backend: Backend,
     environ: Mapping[str, str],
     troubles: list[DdpHpcError | OSError],
-) -> int:
-    """Cancel the runs that wait again or run; return how many there were. Add to `troubles` what was against it."""
-    live = [
-        run
-        for run in map(sweep_dir.run, sweep.points)
-        if has_begun(run) and not has_ended(run) and backend.find_job(run, environ) is not None
-    ]
-    for run in live:
-        met: list[DdpHpcError | OSError] = []
-        with _kept_in(met):
-            backend.cancel(run, environ)
-        # A point that has ended meanwhile cannot be cancelled, and need not be.
-        troubles += [
-            one for one in met if not isinstance(one, ConfigError) or backend.find_job(run, environ) is not None
-        ]
-    return len(live)
+) -> set[str]:
+    """Cancel the runs that wait again or run; return their names. Add to `troubles` what was against it."""
+    cancelled = set()
+    for run in map(sweep_dir.run, sweep.points):
+        with _kept_in(troubles):
+            if not has_begun(run) or has_ended(run) or not _has_job(run, backend, environ):
+                continue
+            cancelled.add(run.name)
+            try:
+                backend.cancel(run, environ)
+            except ConfigError:
+                if _has_job(run, backend, environ):
+                    raise
+                # It has ended meanwhile, so it cannot be cancelled, and need not be.
+    return cancelled
+
+
+def _has_job(run: RunDir, backend: Backend, environ: Mapping[str, str]) -> bool:
+    try:
+        return backend.find_job(run, environ) is not None
+    except OSError as error:
+        raise UnreadableError(
+            f"The other points of the sweep were cancelled, but {run.name} was not: its record cannot be read ({error}). "
+            f"Run `ddp-hpc cancel {run.word}` when the file system answers again, or cancel its job with `scancel`."
+        ) from error
 
 
 def continue_sweep(

@@ -6,12 +6,16 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from ddp_hpc.base.durable import open_record
+from ddp_hpc.base.durable import named, open_record
+from ddp_hpc.base.patience import patiently
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.paths import RunDir
 
+_MOST_LINES = 1000
+"""How many lines one read returns."""
 _NUMBER = re.compile(r"(?:attempt|rank)-(\d+)(?:\.log)?")
 
 
@@ -43,16 +47,26 @@ class _Reader:
     offset: int = 0
 
     def new_lines(self, *, is_over: bool) -> Iterator[str]:
-        with open_record(self.file.path) as stream:
-            if stream.seek(0, os.SEEK_END) < self.offset:  # somebody truncated the file
-                self.offset = 0
-            stream.seek(self.offset)
-            for raw in stream:
+        """Yield them; wait while the file system does not answer."""
+        some = [""] * _MOST_LINES
+        while len(some) == _MOST_LINES:
+            some = patiently(str(self.file.path), lambda: self._some(is_over=is_over))
+            yield from some
+
+    def _some(self, *, is_over: bool) -> list[str]:
+        lines, offset = [], self.offset
+        with open_record(self.file.path) as stream, named(self.file.path):
+            if stream.seek(0, os.SEEK_END) < offset:  # somebody truncated the file
+                offset = 0
+            stream.seek(offset)
+            for raw in islice(stream, _MOST_LINES):
                 if not raw.endswith(b"\n") and not is_over:
-                    return  # an unfinished line: read it when it is complete
-                self.offset += len(raw)
+                    break  # an unfinished line: read it when it is complete
+                offset += len(raw)
                 line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-                yield self.file.prefix + (line.rpartition("\r")[2] if self.only_final_text else line)
+                lines.append(self.file.prefix + (line.rpartition("\r")[2] if self.only_final_text else line))
+        self.offset = offset  # only now: what is read again after an error is not left out
+        return lines
 
 
 def log_files(run: RunDir, selection: LogSelection) -> list[LogFile]:
@@ -103,7 +117,7 @@ def follow_lines(
     header = ""
     while True:
         is_last_read = is_over()  # called first, so that the last read gets all lines written before it
-        for file in log_files(run, selection):
+        for file in patiently(str(run.path), lambda: log_files(run, selection)):
             reader = readers.setdefault(file.path, _Reader(file, only_final_text))
             for line in reader.new_lines(is_over=is_last_read):
                 if file.header != header:

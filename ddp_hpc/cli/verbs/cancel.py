@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ddp_hpc.cli.runs import add_runs_dir, chosen_runs_dir
 from ddp_hpc.errors import DdpHpcError
+from ddp_hpc.exit_codes import FAILED
 from ddp_hpc.watch.find import find_run
 
 
@@ -36,5 +37,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         except DdpHpcError as error:  # of a few runs, some may have ended
             print(f"error: {error}", file=sys.stderr)
             code = error.exit_code
+        except OSError as error:  # the file system does not answer for this one
+            print(f"error: {run_dir.name} was not cancelled: {error}", file=sys.stderr)
+            code = FAILED
     print(backend_of(last).cancel(last, environment))
     return code

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from ddp_hpc.base.patience import patiently
 from ddp_hpc.cli.runs import add_run, chosen_run, slurm_asker
 from ddp_hpc.run_dir.rereading import LastRead, await_news, newest_attempt
 from ddp_hpc.watch.logs import LogSelection, follow_lines, read_lines
@@ -39,8 +40,12 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         follow_lines(
             run_dir,
             choice,
-            is_over=lambda: not read_status(run_dir, now=time.time(), ask=ask, files=files).is_alive,
-            pause=lambda: await_news(newest_attempt(run_dir, files)),
+            is_over=lambda: (
+                not patiently(
+                    str(run_dir.path), lambda: read_status(run_dir, now=time.time(), ask=ask, files=files)
+                ).is_alive
+            ),
+            pause=lambda: await_news(patiently(str(run_dir.attempts), lambda: newest_attempt(run_dir, files))),
             only_final_text=is_drawn,
         )
         if args.follow
