@@ -14,7 +14,7 @@ from typing import Any
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.rank_probe.client import ANSWER_S, NoAnswerError, NoHandlerError, RankProbe
 from ddp_hpc.rank_probe.compare import is_in_distributed, main_frames
-from ddp_hpc.run_dir.hang_records import HangRecord, write_hang_record
+from ddp_hpc.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
 from ddp_hpc.run_dir.paths import RunDir
 
 _AT_ONCE = 16
@@ -118,6 +118,10 @@ def process_state(pid: int | None) -> str:
     """Return what the kernel says of a process's main thread; empty where it is not known."""
     if pid is None:
         return ""
+    with suppress(OSError):
+        # Its letter is that of a process that runs. proc_pid_status(5), since Linux 4.15.
+        if "CoreDumping:\t1" in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace"):
+            return DUMPING
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

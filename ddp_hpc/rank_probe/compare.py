@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from ddp_hpc.run_dir.hang_records import HangRecord
+from ddp_hpc.run_dir.hang_records import DUMPING, HangRecord
 
-Kind = Literal["", "behind", "different", "network"]
+Kind = Literal["", "behind", "different", "network", "crashed"]
 """Empty where the records do not say it."""
 _SAME_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "allreduce_coalesced"})
 """Operations to which every rank gives as many elements of the same type. To a gather or a scatter, ranks may give different ones."""
@@ -92,9 +92,15 @@ class _Rank:
 
 
 def verdict_of(records: Sequence[HangRecord], world_size: int) -> HangVerdict:
-    """Compare the records of one hang."""
-    # A flight record without entries is of a rank that has not launched a collective.
+    """Compare the records of one hang. A rank that has crashed explains it alone."""
     by_rank = {record.rank: record for record in records}
+    if crashed := [rank for rank, record in sorted(by_rank.items()) if record.state == DUMPING]:
+        return HangVerdict(kind="crashed", ranks=crashed, how=_doing(by_rank[crashed[0]]))
+    return _by_collectives(by_rank, world_size)
+
+
+def _by_collectives(by_rank: Mapping[int, HangRecord], world_size: int) -> HangVerdict:
+    # A flight record without entries is of a rank that has not launched a collective.
     ranks = {
         rank: _read(record.flight_record)
         for rank, record in by_rank.items()
@@ -212,6 +218,8 @@ def _doing(record: HangRecord) -> str:
     """Say what a rank does that no other one waits with."""
     if record.state.startswith("stopped"):
         return f"is {record.state} (SIGSTOP)" if record.state == "stopped" else f"is {record.state}"
+    if record.state == DUMPING:
+        return "has crashed, and the kernel still writes its core file (`ulimit -c 0` in `slurm.setup` prevents that)"
     if record.state.startswith("in the kernel"):
         where = f", at {place(record)}" if place(record) else ""
         return f"waits {record.state}, as for a file system that does not answer{where}"

@@ -70,8 +70,8 @@ class WorkerFailure:
     """Whether another attempt may get past it; false only where that process has proved the opposite."""
     place: str = ""
     """`file.py in function`, where the exception was raised."""
-    hang_kind: Literal["", "behind", "different", "network"] = ""
-    """Of a hang, what the ranks' collectives show; empty where they do not say it."""
+    hang_kind: Literal["", "behind", "different", "network", "crashed"] = ""
+    """Of a hang, what the ranks' collectives show, or that a rank has crashed; empty where nothing shows it."""
     hang_detail: str = ""
     """The same as a sentence, with ranks, collectives and lines of code."""
 

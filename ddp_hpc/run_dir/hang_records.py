@@ -22,6 +22,10 @@ SAME_HANG_S = 120.0
 """Records that are older than the newest one by more are of an earlier time, when a rank was slow and went on."""
 
 
+DUMPING = "dumping core"
+"""The state of a process that has crashed, and whose memory the kernel still writes to a file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HangRecord:
     """One rank, as its node saw it."""
@@ -31,7 +35,7 @@ class HangRecord:
     at: float
     pid: int | None = None
     state: str = ""
-    """Of its process: `running`, `sleeping`, `stopped`, `in the kernel (...)`; empty where it is not known."""
+    """Of its process: `running`, `sleeping`, `stopped`, `in the kernel (...)`, `DUMPING`; empty where it is not known."""
     answers: bool = False
     """Whether the process answers at all."""
     stacks: str | None = None

@@ -18,7 +18,7 @@ from ddp_hpc.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.rank_probe.collect import process_state
 from ddp_hpc.rank_probe.compare import verdict_of
 from ddp_hpc.rank_probe.folder import make_folder
-from ddp_hpc.run_dir.hang_records import HangRecord, read_hang_records, write_hang_record
+from ddp_hpc.run_dir.hang_records import DUMPING, HangRecord, read_hang_records, write_hang_record
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.script.life import cpu_seconds
 from tests.unit.test_compare_ranks import LOADS, OPEN, launched, rank
@@ -110,6 +110,26 @@ def test_a_process_with_a_name_that_looks_like_its_state_is_read_right() -> None
         sleeper.wait()
         assert sleeper.stdin is not None
         sleeper.stdin.close()
+
+
+@pytest.mark.skipif(
+    not Path("/proc/sys/kernel/core_pattern").read_text().startswith("core"), reason="core files go elsewhere"
+)
+def test_a_rank_whose_core_file_is_still_being_written_has_crashed_and_does_not_hang(tmp_path: Path) -> None:
+    allow = f"import resource; resource.setrlimit(resource.RLIMIT_CORE, ({1 << 30}, {1 << 30}))"
+    fill = f"memory = bytearray(b'1') * {1 << 30}"
+    crashing = subprocess.Popen([sys.executable, "-c", f"{allow}; {fill}; import os; os.abort()"], cwd=tmp_path)
+    states = set()
+    while crashing.poll() is None:
+        states.add(process_state(crashing.pid))
+    for core in tmp_path.glob("core*"):
+        core.unlink()
+    assert DUMPING in states
+
+    verdict = verdict_of([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False, state=DUMPING)], 2)
+
+    assert (verdict.kind, verdict.ranks) == ("crashed", [1])
+    assert "core file" in verdict.how
 
 
 def test_five_hundred_ranks_are_compared_at_once_and_the_one_that_is_late_is_named() -> None:

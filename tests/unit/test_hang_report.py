@@ -15,7 +15,7 @@ from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.attempt_end import conclude
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run_dir.failure_reports import read_failures
-from ddp_hpc.run_dir.hang_records import HangRecord, write_hang_record
+from ddp_hpc.run_dir.hang_records import DUMPING, HangRecord, write_hang_record
 from ddp_hpc.run_dir.ledger import JobFacts, record_start
 from ddp_hpc.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run_dir.paths import RunDir
@@ -219,6 +219,11 @@ def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_fo
         ),
         (rank(1, OPEN), "network", "; no rank is behind: all have launched the same collectives, up to all_reduce"),
         (rank(1, flight_record=None, stacks=None, answers=False), "", "; other ranks wait for rank 1"),  # no stack
+        (
+            rank(1, flight_record=None, stacks=None, answers=False, state=DUMPING),
+            "crashed",
+            "which has crashed, and the kernel still writes its core file",
+        ),
     ],
 )
 def test_the_reason_of_a_scripts_hang_is_what_the_collectives_of_all_ranks_show(

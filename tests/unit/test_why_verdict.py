@@ -200,10 +200,15 @@ def test_a_hang_is_told_by_where_the_ranks_were(
 
 @pytest.mark.parametrize(
     ("kind", "rank", "failure"),
-    [("behind", 1, "hang-behind"), ("different", -1, "hang-mismatch"), ("network", -1, "hang-nobody")],
+    [
+        ("behind", 1, "hang-behind"),
+        ("different", -1, "hang-mismatch"),
+        ("network", -1, "hang-nobody"),
+        ("crashed", 1, "native-crash"),
+    ],
 )
 def test_what_the_collectives_show_of_a_hang_counts_before_the_stacks(
-    kind: Literal["behind", "different", "network"], rank: int, failure: str
+    kind: Literal["behind", "different", "network", "crashed"], rank: int, failure: str
 ) -> None:
     hang = report(rank, "no rank made progress; and so on", is_hang=True, hang_kind=kind, hang_detail="rank 1 is late")
     places = {0: "d.py:9 in all_reduce", 1: "d.py:5 in broadcast"}

@@ -73,7 +73,7 @@ def _waited_for(
 ) -> _Waited:
     """Weigh the ranks' collectives, their stacks, and the probe of the network."""
     kind, found = verdict.kind, straggler
-    if kind == "behind":
+    if kind in {"behind", "crashed"}:
         found = verdict.ranks[0], verdict.how
     elif kind or verdict.how:
         found = None
