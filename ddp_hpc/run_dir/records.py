@@ -41,6 +41,8 @@ class QueuedJob:
     """The attempt that the user's own submission began with; a requeued job, or a successor, keeps it."""
     backend: Cluster = "slurm"
     """Whose job it is."""
+    slurm_cluster: str = ""
+    """The ClusterName of the Slurm that has it; empty where that is not known."""
 
 
 def since_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attempt]:

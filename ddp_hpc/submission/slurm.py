@@ -25,6 +25,7 @@ from ddp_hpc.spec import LaunchSpec, RunSpec
 from ddp_hpc.submission import release_hold
 from ddp_hpc.submission.allocate import allocate
 from ddp_hpc.submission.backend import Description, Submission, find_job_elsewhere
+from ddp_hpc.submission.other_cluster import knows
 from ddp_hpc.submission.preflight import capacity
 from ddp_hpc.submission.preflight.image import look_at_image
 from ddp_hpc.submission.release_hold import call_back, hasten_job, spared_nodes
@@ -164,7 +165,11 @@ def submit(
             notes += _notes_on_restarts(run, spec, environ)
             notes += questions.notes(spec, run)
             attempt = ownership.next_attempt(run)
-            job = QueuedJob(job_id=allocate(run, environ), attempt=attempt, at=time.time(), since=attempt, backend=NAME)
+            cluster = questions.config().name
+            job_id = allocate(run, environ)
+            job = QueuedJob(
+                job_id=job_id, attempt=attempt, at=time.time(), since=attempt, backend=NAME, slurm_cluster=cluster
+            )
             is_to_be_removed = False
             write_queued_job(run, job)
     except BaseException:
@@ -242,9 +247,14 @@ def _already(run: RunDir, spec: RunSpec, environ: Mapping[str, str]) -> Submissi
 
 
 def find_job(run: RunDir, environ: Mapping[str, str]) -> Submission | None:
-    """Return the run's job that waits or runs, if it has one."""
+    """Return the run's job that waits or runs, if it has one.
+
+    Raises:
+        ConfigError: where another cluster than this host's has the job (`other_cluster`).
+        SlurmUnavailableError: where Slurm does not answer.
+    """
     job = read_queued_job(run)
-    if job is None or job.cancelled_at is not None or not is_alive(job.job_id, environ):
+    if job is None or job.cancelled_at is not None or not knows(run, job, environ) or not is_alive(job.job_id, environ):
         return None
     newest = Ledger.read(run).newest_number
     has_begun = newest >= job.attempt
@@ -272,13 +282,14 @@ def in_use(run: RunDir, environ: Mapping[str, str]) -> str | None:
     """Return why the run's directory must not be moved: its job waits or runs, or that cannot be known; None where it may.
 
     Raises:
+        ConfigError: where another cluster than this host's has the job.
         SlurmUnavailableError: where Slurm does not answer.
     """
     job, newest = read_queued_job(run), Ledger.read(run).newest
     if job is None:
         return None
     if client.is_here(environ):
-        if is_alive(job.job_id, environ):
+        if knows(run, job, environ) and is_alive(job.job_id, environ):
             return f"Job {job.job_id} of {run.name} still waits or runs, so the run cannot be deleted or renamed. Cancel it first: `ddp-hpc cancel {run.word}`."
         return None
     if newest is not None and newest.attempt >= job.attempt and newest.ending is not None and not newest.next:
@@ -370,7 +381,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
         DdpHpcError: where the job was cancelled, but that could not be written down.
     """
     job = read_queued_job(run)
-    if job is None or not is_alive(job.job_id, environ):
+    if job is None or not knows(run, job, environ) or not is_alive(job.job_id, environ):
         raise ConfigError(
             f"{run.name} has no job in the queue, so there is nothing to cancel. Start it with `ddp-hpc submit`."
         )

@@ -14,6 +14,7 @@ from ddp_hpc.run_dir.records import QueuedJob, read_queued_job
 from ddp_hpc.slurm import states
 from ddp_hpc.slurm.queries import QueuedEntry
 from ddp_hpc.submission.backend import find_job_elsewhere
+from ddp_hpc.submission.other_cluster import knows
 from ddp_hpc.sweep.states import points_in_queue
 from ddp_hpc.sweep.sweep_dir import Sweep, SweepDir
 from ddp_hpc.watch.queue import asker
@@ -40,7 +41,12 @@ class Left:
 
 
 def points_left(sweep_dir: SweepDir, sweep: Sweep, queued: Sequence[QueuedEntry], environ: Mapping[str, str]) -> Left:
-    """Return the points of which Slurm has no job; `queued` was listed before this call, as a run records its next job before this job ends."""
+    """Return the points of which Slurm has no job; `queued` was listed before this call, as a run records its next job before this job ends.
+
+    Raises:
+        ConfigError: where another cluster than this host's has a point's job.
+        SlurmUnavailableError: where Slurm does not answer.
+    """
     live = {name for entry in queued if not states.has_ended(entry.state) for name in (entry.job_id, entry.number)}
     waiting = {number for array in sweep.arrays for number in points_in_queue(array, queued)}
     left = Left()
@@ -73,7 +79,8 @@ def _place(left: Left, run: RunDir, live: set[str], backend: str, environ: Mappi
     job, newest = read_queued_job(run), Ledger.read(run).newest
     if newest is not None and newest.is_last and newest.ending == Ending.FINISHED:
         return None
-    if any(one is not None and one.job_id in live for one in (job, newest)):
+    is_of_this_slurm = job is None or knows(run, job, environ)
+    if is_of_this_slurm and any(one is not None and one.job_id in live for one in (job, newest)):
         return None
     if find_job_elsewhere(run, backend, environ) is not None:
         return None

@@ -24,7 +24,7 @@ from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.ledger import Ending, Ledger, record_end
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
-from ddp_hpc.slurm.allocation import Allocation, read_allocation
+from ddp_hpc.slurm.allocation import Allocation, claimed_cluster, read_allocation
 from ddp_hpc.submission import slurm
 from ddp_hpc.submission.run_dir_setup import make_run_dir
 from ddp_hpc.sweep.points import Point
@@ -118,6 +118,8 @@ def _why_not(
             there = slurm.find_job(run, environ)
         except SlurmUnavailableError:
             there = None  # the supervisor finds out whether another job works on the run
+        except ConfigError as error:  # another cluster has it
+            return str(error)
         if there is not None:
             return f"job {before.job_id} has the point already"
         newest = Ledger.read(run).newest
@@ -145,7 +147,14 @@ def _make(sweep_dir: SweepDir, sweep: Sweep, point: Point, allocation: Allocatio
     attempt = ownership.next_attempt(run)
     write_queued_job(
         run,
-        QueuedJob(job_id=allocation.scontrol_id, attempt=attempt, at=time.time(), since=attempt, backend=slurm.NAME),
+        QueuedJob(
+            job_id=allocation.scontrol_id,
+            attempt=attempt,
+            at=time.time(),
+            since=attempt,
+            backend=slurm.NAME,
+            slurm_cluster=claimed_cluster(environ),
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddp_hpc.base.durable import read_json, replace_text
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.errors import ConfigError, SlurmUnavailableError
 from ddp_hpc.slurm import states
 
@@ -105,7 +106,8 @@ def queue_reader(environ: Mapping[str, str], *, clock: Callable[[], float]) -> C
 
 def _cache_file(environ: Mapping[str, str]) -> Path:
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/nonexistent')}/.cache"
-    return Path(home) / "ddp_hpc" / "queue.json"
+    # A file for each host: hosts that share a home directory may belong to several clusters.
+    return Path(home) / "ddp_hpc" / f"queue-{host_name()}.json"
 
 
 @dataclass

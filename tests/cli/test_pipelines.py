@@ -284,7 +284,8 @@ def test_a_run_that_waits_by_after_names_the_run_and_says_when_it_will_never_sta
         fields = ["12", "12", "N/A", "PENDING", by_slurm, "gpu", "1", "", "1:00:00", "N/A", "N/A", "0", "then", ""]
         row = "".join(f"{field}\\037" for field in fields).removesuffix("\\037") + "\\036"
         slurm.has("squeue", f"printf '{row}'")
-        Path(".cache/ddp_hpc/queue.json").unlink(missing_ok=True)
+        for cache in Path(".cache/ddp_hpc").glob("queue-*.json"):
+            cache.unlink()
         capsys.readouterr()
         assert main(["status", "then", "--json"]) == 0
         return str(json.loads(capsys.readouterr().out)["reason"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base.processes import host_name
 from ddp_hpc.slurm import queries
 from ddp_hpc.slurm.times import moment
 from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, Ask, QueueStatus, asker
@@ -34,7 +35,7 @@ class Fake:
 
     @property
     def cache(self) -> Path:
-        return self.folder / "home" / ".cache" / "ddp_hpc" / "queue.json"
+        return self.folder / "home" / ".cache" / "ddp_hpc" / f"queue-{host_name()}.json"
 
     def set(self, command: str, body: str) -> None:
         path = self.folder / "bin" / command
@@ -262,5 +263,5 @@ def test_the_cache_lies_where_the_user_wants_caches(fake: Fake) -> None:
 
     asker(environ, clock=lambda: fake.now)("12", 900.0)
 
-    assert (fake.folder / "caches" / "ddp_hpc" / "queue.json").exists()
+    assert (fake.folder / "caches" / "ddp_hpc" / f"queue-{host_name()}.json").exists()
     assert not fake.cache.exists()

@@ -80,7 +80,13 @@ def _continue(context: JobContext, job: SlurmJob, conclusion: Conclusion) -> Non
         _end_here(records, conclusion, ENDED_BY_USER[cause], cause=cause)
         return
     since = queued.since if queued else conclusion.attempt
-    next_job = QueuedJob(job_id=job.job_id, attempt=conclusion.attempt + 1, at=time.time(), since=since)
+    next_job = QueuedJob(
+        job_id=job.job_id,
+        attempt=conclusion.attempt + 1,
+        at=time.time(),
+        since=since,
+        slurm_cluster=queued.slurm_cluster if queued else "",
+    )
     match decision.next:
         case Next.SUCCESSOR if not is_back:
             job_id = job.submit_next(context.run.job_script, _excluded(context, job, ledger, decision.exclude))
