@@ -61,10 +61,11 @@ def happen(cluster: Cluster, death: Death, folder: Path) -> None:
 def _is_over(cluster: Cluster, run: RunDir) -> bool:
     """Tell whether Slurm knows the job no more, or has ended it."""
     record = json.loads(run.submission.read_text())
-    attempts = Ledger.read(run).attempts
-    if attempts and attempts[0].ending is not None and attempts[0].next:  # it would come back
-        cluster.run("scancel", str(record["job_id"]), check=False)
     state = cluster.run("squeue", "--noheader", "--format=%T", f"--jobs={record['job_id']}", check=False).stdout.strip()
+    attempts = Ledger.read(run).attempts
+    # Once it is back in the queue, and not before: else the first attempt, too, counts as cancelled.
+    if attempts and attempts[0].next and (state == "PENDING" or len(attempts) > 1):
+        cluster.run("scancel", str(record["job_id"]), check=False)
     return state not in {"PENDING", "RUNNING", "COMPLETING", "SUSPENDED"} and bool(attempts)
 
 
