@@ -100,7 +100,7 @@ def _main(words: list[str]) -> int:
 
 
 def _explained(error: OSError) -> str | None:
-    """Return what to tell of an error of the system; None where it concerns nothing of the user's."""
+    """Return the message for an error of the system; None where it concerns nothing of the user's."""
     if error.filename is not None:
         return f"{error.filename} cannot be used: {error.strerror}. Check the path, its permissions, and the free space there."
     if error.errno in _NO_ROOM:  # write(2) knows no name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,40 @@ def evaluations(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict
     """What every rank has found out, by the number of ranks."""
     folder = tmp_path_factory.mktemp("evaluations")
     return {size: in_group(size, _evaluate, folder / str(size)) for size in WORLD_SIZES}
+
+
+BUFFERS: dict[str, Callable[[], Tensor]] = {
+    "dense": lambda: torch.randn(4),
+    "with gaps": lambda: torch.randn(8)[::2],
+    "some columns": lambda: torch.randn(4, 6)[:, :3],
+    "turned": lambda: torch.randn(4, 3).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "conjugated": lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    "empty": lambda: torch.zeros(0, 3),
+    "one number": lambda: torch.randn(()),
+}
+
+
+def _evaluate_with_buffers(group: Group) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Return the buffers before and after, and the memory around one of them, which is the rank's own."""
+    recipe, rank = a_recipe(), group.rank_info.rank
+    torch.manual_seed(rank)
+    for name, make in BUFFERS.items():
+        recipe.model.register_buffer(name, make())
+    before = {name: recipe.model.get_buffer(name).clone() for name in BUFFERS}
+    around = torch.full((8,), float(rank))
+    recipe.model.register_buffer("every other", around[::2])
+    an_evaluator(group, recipe).evaluate(recipe.model)
+    return before, {name: recipe.model.get_buffer(name).clone() for name in BUFFERS}, around.tolist()
+
+
+def test_buffers_with_gaps_in_memory_are_those_of_rank_zero_on_all_ranks(tmp_path: Path) -> None:
+    (expected, first, _), (_, second, around) = in_group(2, _evaluate_with_buffers, tmp_path)
+
+    for name in BUFFERS:
+        assert torch.equal(first[name], expected[name]), name
+        assert torch.equal(second[name], expected[name]), name
+    assert around == [0.0, 1.0] * 4, "what lies between the buffer's numbers was overwritten"
 
 
 def in_plain_torch() -> dict[str, float]:

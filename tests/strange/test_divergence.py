@@ -161,6 +161,44 @@ def test_skip_leaves_out_the_updates_of_bad_batches_and_nothing_of_them_stays(
     assert losses.count(None) == 2, "the sample comes once an epoch"
 
 
+class Centred(nn.Module):
+    """Subtracts the mean of what it has seen, in place or with a new tensor; the first one it sees it makes anew."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.last, self.how = nn.Linear(3, 1), how
+        self.mean: Tensor
+        self.spectrum: Tensor | None
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("spectrum", None, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        new = inputs.detach().mean(0)
+        if self.how == "in-place":
+            self.mean.mul_(0.9).add_(0.1 * new)
+        else:
+            self.mean = self.mean * 0.9 + 0.1 * new
+        spectrum = torch.complex(new, new)
+        self.spectrum = spectrum if self.spectrum is None else self.spectrum + spectrum
+        return self.last(inputs - self.mean)  # type: ignore[no-any-return]  # a Tensor
+
+
+@pytest.mark.parametrize("bad", [{7}, set(range(12))], ids=["one", "many"])
+def test_skip_restores_what_a_model_replaces_in_its_forward(tmp_path: Path, bad: set[int]) -> None:
+    found = {}
+    for how in ("in-place", "replaced"):
+        torch.manual_seed(0)
+        recipe = Recipe(model=Centred(how), train_data=Poisoned(40, bad), loss=mean_square)
+        training = trained(tmp_path / how, recipe, train__on_nonfinite="skip", train__max_steps=20)
+        model = training.state.model
+        assert isinstance(model, Centred)
+        assert model.spectrum is not None
+        assert all(bool(one.isfinite().all()) for one in model.buffers())
+        found[how] = [*model.state_dict().values(), model.spectrum]
+
+    assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
+
+
 def test_skip_knows_sparse_gradients(tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = Recipe(

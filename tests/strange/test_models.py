@@ -12,12 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from ddp_hpc.checkpoints import checkpoint_names
+from ddp_hpc.errors import ConfigError
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from tests.distributed.processes import in_group
 from tests.strange.walks import (
     EPOCHS,
     Case,
+    begin,
+    close,
     differences,
     in_plain_torch,
     sample_ids,
@@ -261,6 +267,46 @@ class Counts(nn.Module):
         return self.layers(inputs - self.mean)  # type: ignore[no-any-return]  # a Tensor
 
 
+class Late(nn.Module):
+    """Makes what it saves in its first forward, as code does that does not know the inputs' shape before."""
+
+    def __init__(self, how: str, *, on_rank: int | None = None) -> None:
+        super().__init__()
+        self.layers, self.how, self.on_rank = quiet_layers(), how, on_rank
+        self.num_passes = 0
+        self.seen: Tensor
+        if how != "registered":
+            self.register_buffer("seen", torch.zeros(1) if how.startswith("grows") else None)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and (self.on_rank is None or self.on_rank == torch.distributed.get_rank()):
+            self._keep(inputs.detach().mean(dim=0))
+        return self.layers(inputs)  # type: ignore[no-any-return]  # a Tensor
+
+    def _keep(self, mean: Tensor) -> None:
+        self.num_passes += 1
+        if self.how == "None":
+            self.seen = mean
+        elif self.how == "registered" and not hasattr(self, "seen"):
+            self.register_buffer("seen", mean)
+        elif self.how == "for itself":
+            self.register_buffer("seen", mean, persistent=False)
+        elif self.how == "grows" or (self.how == "grows in step 4" and self.num_passes == 4):
+            self.seen = torch.cat([self.seen, torch.ones(1)])
+
+
+class LateButLoads(Late):
+    """Does the same, and knows how to load it."""
+
+    def __init__(self) -> None:
+        super().__init__("None")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        if f"{prefix}seen" in state_dict:
+            self.seen = torch.empty_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
 def with_gradients_left() -> Recipe:
     """The builder goes backward, to look at its model, and forgets to drop the gradients."""
     model = layers()
@@ -315,6 +361,8 @@ CASES = {
     ),
     "complex weights": Case(recipe=lambda: a_recipe(Spectral())),
     "a buffer that forward replaces": Case(recipe=lambda: a_recipe(Counts())),
+    "a buffer made in forward by a model that can load it": Case(recipe=lambda: a_recipe(LateButLoads())),
+    "a buffer made in forward that is not saved": Case(recipe=lambda: a_recipe(Late("for itself"))),
     "gradients left by the builder": Case(recipe=with_gradients_left),
     "a layer that folds its weights for evaluation": Case(
         recipe=lambda: a_recipe(nn.Sequential(EvaluatesDifferently(), nn.ReLU(), nn.Linear(WIDTH, 3)))
@@ -336,6 +384,46 @@ def test_a_strange_model_is_trained_as_by_a_plain_loop_and_resumed_to_the_bit(na
     assert sorted(index for batch in batches for index in batch) == sorted([*range(NUM_SAMPLES)] * EPOCHS)
     assert differences(weights(unbroken), plain) == []
     assert differences(unbroken, in_parts) == []
+
+
+MADE_LATE = {
+    "None": (1, "new: seen"),
+    "registered": (1, "new: seen"),
+    "grows": (1, r"of another shape: seen \(2,\) instead of \(1,\)"),
+    "grows in step 4": (5, r"of another shape: seen \(2,\) instead of \(1,\)"),
+}
+
+
+@pytest.mark.parametrize("how", MADE_LATE)
+def test_a_model_that_no_run_could_resume_is_refused_before_it_is_saved(how: str, tmp_path: Path) -> None:
+    step, told = MADE_LATE[how]
+    t = begin(Case(recipe=lambda: a_recipe(Late(how))), alone(), tmp_path)
+
+    with pytest.raises(ConfigError, match=rf"\({told}\).*constructor.*`persistent=False`"):
+        train(t)
+
+    close(t)
+    assert t.state.position.step == step
+    assert not checkpoint_names.committed_steps(RunDir(tmp_path))
+
+
+def _refused(group: Group, how: str, folder: Path, on_rank: int | None) -> tuple[str, int]:
+    t = begin(Case(recipe=lambda: a_recipe(Late(how, on_rank=on_rank))), group, folder)
+    with pytest.raises(ConfigError) as raised:
+        train(t)
+    close(t)
+    return str(raised.value), t.state.position.step
+
+
+@pytest.mark.parametrize(("how", "on_rank"), [("registered", None), ("None", None), ("None", 1)])
+def test_all_ranks_refuse_it_together(how: str, on_rank: int | None, tmp_path: Path) -> None:
+    """Also where one rank alone has changed: none waits for another in an exchange."""
+    refuse = partial(_refused, how=how, folder=tmp_path / "run", on_rank=on_rank)
+    (told, step), others = in_group(2, refuse, tmp_path / "ours")
+
+    assert others == (told, step)
+    assert step == 1
+    assert "(new: seen)" in told
 
 
 ALIKE_ON_TWO_RANKS = [

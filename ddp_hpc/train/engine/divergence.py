@@ -15,6 +15,7 @@ from ddp_hpc.errors import DivergedError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import OnNonfinite
 from ddp_hpc.train.engine.lone_losses import LoneLosses
+from ddp_hpc.train.engine.traces import kept
 from ddp_hpc.train.process_group import Group
 
 log = logging.getLogger(__name__)
@@ -149,16 +150,15 @@ class UpdateGuard:
         self._run = run
         self._before_end = before_end
         self._checkpointer = checkpointer
-        self._buffers = [one for one in model.buffers() if one.is_floating_point()] if is_active else []
-        self._kept = [one.clone() for one in self._buffers]
+        self._model = model
+        self._restore_buffers: Callable[[], object] = lambda: None
         self.is_active = is_active
         self._num_skipped = 0
         self._num_in_a_row = 0
 
     def keep_buffers(self) -> None:
         """Copy what the forward may change (batch-norm statistics), to restore it if the update is skipped."""
-        if self._buffers:
-            torch._foreach_copy_(self._kept, self._buffers)
+        self._restore_buffers = kept(self._model, with_parameters=False, is_wanted=_may_be_nonfinite)
 
     def skips(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
         """Tell whether to skip this update.
@@ -181,8 +181,7 @@ class UpdateGuard:
                 self._num_skipped,
                 MOST_IN_A_ROW["skip"],
             )
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._kept)
+        self._restore_buffers()
         if self._num_in_a_row >= MOST_IN_A_ROW["skip"]:
             self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
             self._before_end()
@@ -190,6 +189,10 @@ class UpdateGuard:
                 diverged(self._run, f"the gradients are not finite since step {step - self._num_in_a_row + 1}")
             )
         return True
+
+
+def _may_be_nonfinite(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
 
 
 def _are_finite(optimizer: torch.optim.Optimizer) -> bool:

@@ -104,7 +104,7 @@ class Evaluator:
         # https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
         if self._group.rank_info.world_size > 1:
             for buffer in model.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+                _take_from_rank_zero(buffer)
         with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
             for fetched in map(received, self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
@@ -130,3 +130,13 @@ class Evaluator:
                 )
             scores.append(values.double().sum())
         return torch.stack([*scores, torch.full_like(scores[0], num_samples)])
+
+
+@torch.no_grad()
+def _take_from_rank_zero(buffer: Tensor) -> None:
+    """Copy rank zero's values into the tensor, which may have gaps in memory; all ranks call this together."""
+    # gloo sends as many elements as there are from the first address on, whatever lies between them; NCCL refuses gaps.
+    sent = buffer.resolve_conj().resolve_neg().contiguous()
+    torch.distributed.broadcast(sent, src=0)
+    if sent is not buffer:
+        buffer.copy_(sent)

@@ -48,6 +48,7 @@ def train(t: Training) -> bool:
             continue
 
         t.phases.enter("other")
+        t.checkpointer.check_after_first_step(t.state)
         is_last = step == t.total_steps
         if is_last or step % t.spec.log.every_steps == 0:
             log_loss(t)
@@ -120,6 +121,7 @@ def finish(t: Training, metrics: Mapping[str, float]) -> bool:
     t.phases.enter("checkpoint")
     with t.recorder.paused():
         t.replicas.compare(t.state)
+        t.checkpointer.check_again(t.state)
         t.checkpointer.save_and_wait(t.state, metrics=metrics)
     t.phases.enter("other")
     t.recorder.progress(t.state.position, now=True)
@@ -255,6 +257,7 @@ def save(t: Training, metrics: Mapping[str, float]) -> None:
     with t.save_plan.saving(t.state.position.step):
         t.phases.enter("checkpoint")
         t.replicas.compare(t.state)
+        t.checkpointer.check_again(t.state)
         t.checkpointer.save(t.state, metrics=metrics)
         t.phases.enter("other")
 

@@ -1,18 +1,29 @@
-"""Restores the tensors of a model after a trial pass: the same tensor objects, with their old values."""
+"""Restores the tensors of a model after a pass that is not to count: the same tensor objects, with their old values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
 def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
     """Restore the buffers afterwards, and with `with_parameters` the parameters; keeps a copy of them meanwhile."""
+    restore = kept(model, with_parameters=with_parameters)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def kept(
+    model: nn.Module, *, with_parameters: bool, is_wanted: Callable[[Tensor], bool] = lambda _: True
+) -> Callable[[], None]:
+    """Copy those buffers that are wanted (and parameters); return what restores them, and those that are None now."""
     named = [
         (module, name, tensor, None if tensor is None else tensor.detach().clone())
         for module in model.modules()
@@ -20,12 +31,14 @@ def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
             module._buffers.items(),  # noqa: SLF001  `named_buffers` leaves out those that are None
             module.named_parameters(recurse=False) if with_parameters else (),
         )
+        if tensor is None or is_wanted(tensor)
     ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, tensor, before in named:
-                setattr(module, name, tensor)  # the forward may have assigned another tensor
-                if tensor is not None and before is not None:
-                    tensor.copy_(before)
+
+    @torch.no_grad()
+    def restore() -> None:
+        for module, name, tensor, before in named:
+            setattr(module, name, tensor)  # the forward may have assigned another tensor
+            if tensor is not None and before is not None:
+                tensor.copy_(before)
+
+    return restore

@@ -28,6 +28,7 @@ from ddp_hpc.checkpoints.checkpoint_store import Manifest
 from ddp_hpc.checkpoints.shards import ShardRecord
 from ddp_hpc.errors import (
     CheckpointError,
+    ConfigError,
     DivergedError,
     UnreadableError,
 )
@@ -38,7 +39,7 @@ from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
 from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
-from ddp_hpc.train.state.training_state import NamedTensor, TrainingState
+from ddp_hpc.train.state.training_state import NamedTensor, SavedTensor, TrainingState
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,9 @@ class Checkpointer:
         self._last_saved: int | None = None
         self._restored: int | None = None
         self._watched: frozenset[str] = frozenset()
+        self._made: dict[str, dict[str, SavedTensor]] | None = None
+        """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
+        self._is_checked_again = False
         self.newest_losses: Callable[[], Sequence[Tensor]] = tuple
         """Returns the losses of the last step. If one is not finite, a periodic save is not committed: the weights may still be
         finite, but too large to continue from."""
@@ -121,6 +125,30 @@ class Checkpointer:
             ConfigError: if it cannot.
         """
         training_state.check(state, DTYPES)
+        self._made = training_state.saved_shapes(state)
+
+    def check_after_first_step(self, state: TrainingState) -> None:
+        """Do `check_again` when this is called for the first time, and nothing later."""
+        if not self._is_checked_again:
+            self.check_again(state)
+
+    def check_again(self, state: TrainingState) -> None:
+        """Find out whether what would be saved now could be restored, as a forward may have changed what the model has.
+
+        All ranks call this after the same step: the first one, as early as that can be known, and each that is saved.
+
+        Raises:
+            ConfigError: with the same text on all ranks, if that of one rank could not.
+        """
+        self._is_checked_again = True
+        if self._made is None or state.position.step == self._last_saved:
+            return
+        why = training_state.changes(state, self._made)
+        if not self._group.sum(torch.tensor([bool(why)], dtype=torch.int64, device=self._group.device)).item():
+            return
+        self.wait()  # commit the checkpoint that is being written: it can be restored
+        found = self._group.gathered_by_rank_zero(why) if self._group.rank_info.world_size > 1 else [why]
+        raise ConfigError(self._group.last_word("changed-model", next(filter(None, found), None)))
 
     def restore_newest(self, state: TrainingState, *, seed: int) -> int | None:
         """Restore the newest checkpoint that is not damaged, the same on all ranks; return its step, or None (see `restore`)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.train.data.sample_order import Position
-from ddp_hpc.train.state import rng
+from ddp_hpc.train.state import group_options, rng
 
 _MOST_NAMES = 5
 """How many names a message lists at most."""
@@ -61,6 +61,11 @@ class TrainingState:
     ema: nn.Module | None = None
     """`AveragedModel` of the model."""
     position: Position = Position()
+    options_as_made: list[dict[str, str | None]] = field(init=False, repr=False)
+    """The optimizer's options before any step, as the recipe and the configuration set them (see `group_options`)."""
+
+    def __post_init__(self) -> None:
+        self.options_as_made = group_options.as_made(self.optimizer.param_groups)
 
 
 def tensors(state: TrainingState) -> list[NamedTensor]:
@@ -143,6 +148,41 @@ def check(state: TrainingState, dtypes: Container[torch.dtype]) -> None:
     numbers(state)
 
 
+def saved_shapes(state: TrainingState) -> dict[str, dict[str, SavedTensor]]:
+    """Return names and shapes of what the model and its average save, for those whose loading only copies tensors."""
+    return {prefix: _shapes(module) for prefix, module in _modules(state) if _loads_plainly(module)}
+
+
+def changes(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]]) -> str:
+    """Say why the model could not load what it saves now: its forward has changed what it had when it was `made` (`saved_shapes`).
+
+    Empty if it could, or if it has loading code of its own, which may do what is needed.
+    """
+    for prefix, module in _modules(state):
+        if prefix not in made:
+            continue
+        found = differences(made[prefix], _shapes(module), missing="gone", unknown="new")
+        if found and _loads_plainly(module):
+            return (
+                f"Training has changed which tensors are in the `state_dict` of `Recipe.model` ({found}), so no run could "
+                "resume from a checkpoint of it: a new run makes the model without this change. Make these tensors in the "
+                "model's constructor, in their last shape; or run one input through the model before the recipe's function "
+                "returns it (`with torch.no_grad(): model(inputs)`); or, if they need not be saved, register them with "
+                "`persistent=False`."
+            )
+    return ""
+
+
+def _modules(state: TrainingState) -> list[tuple[str, nn.Module]]:
+    average: list[Any] = [] if state.ema is None else [("ema", state.ema.module)]
+    return [("model", state.model), *average]
+
+
+def _shapes(module: nn.Module) -> dict[str, SavedTensor]:
+    named = module.state_dict().items()
+    return {name: SavedTensor(one.shape, one.dtype) for name, one in named if isinstance(one, Tensor)}
+
+
 def numbers(state: TrainingState) -> dict[str, Any]:
     """Return the part of the state that is not tensors, as JSON; the same on every rank."""
     plain = {
@@ -151,7 +191,11 @@ def numbers(state: TrainingState) -> dict[str, Any]:
         for key, value in entry.items()
         if not isinstance(value, Tensor)
     }
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
+    groups = [
+        {key: group_options.shown(value) for key, value in group.items() if key != "params"}
+        for group in state.optimizer.param_groups
+    ]
+    own_options = group_options.written(state.optimizer.param_groups, state.options_as_made)
     return {
         "position": asdict(state.position),
         "loss_steps": state.loss_steps,
@@ -159,6 +203,7 @@ def numbers(state: TrainingState) -> dict[str, Any]:
             "type": type(state.optimizer).__name__,
             "groups": _as_json(groups, "the optimizer's groups"),
             "plain": _as_json(plain, "the optimizer"),
+            **({"own_options": own_options} if own_options else {}),
         },
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema_updates": None if state.ema is None else int(state.ema.n_averaged),  # type: ignore[arg-type]  # a buffer
@@ -170,8 +215,9 @@ class Restoration:
 
     The caller reads the checkpoint into the tensors of `into`, which are the state's own wherever that is possible, and calls
     `finish`. If the number of ranks has changed, the random generators cannot be restored: each is seeded from (seed, step,
-    rank), and rank zero gets the sum of all loss meters. The optimizer's options are not restored: those of the configuration
-    and the recipe apply, so that changing them before a resume has an effect.
+    rank), and rank zero gets the sum of all loss meters. Of the optimizer's options, those are restored that the optimizer has
+    changed or added itself, such as a count of steps. The others are not: those of the configuration and the recipe apply, so
+    that changing them before a resume has an effect.
     """
 
     def __init__(
@@ -192,6 +238,8 @@ class Restoration:
         self._weights = [_WeightsToLoad(module, saved, prefix) for prefix, module in modules]
         names = _parameter_names(state)
         optimizer = _optimizer_to_load(state, saved, plain["optimizer"], trained=set(names.values()))
+        self._own_options = plain["optimizer"].get("own_options", [])
+        group_options.check(state.optimizer.param_groups, self._own_options)
         self._own = {name: one.empty() for name, one in saved.items() if self._is_own(name)}
         self._num_ranks = len({name.partition("/")[0] for name in saved if name.startswith("rank.")})
         self.into: dict[str, Tensor] = dict(self._own)
@@ -218,6 +266,7 @@ class Restoration:
                 state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
         if state.scaler is not None and plain["scaler"]:
             state.scaler.load_state_dict(plain["scaler"])
+        group_options.put_back(state.optimizer.param_groups, self._own_options, state.device)
         state.position = Position(**plain["position"])
         self._take_own()
         state.loss_steps = plain.get("loss_steps", 0)
@@ -341,15 +390,27 @@ def _has_loading_code(part: nn.Module) -> bool:
     )
 
 
-def differences(own: Mapping[str, Tensor], found: Mapping[str, Tensor | SavedTensor]) -> str:
-    """Return how names and shapes of `found` differ from those of the model, `own`; empty if they do not."""
+def differences(
+    own: Mapping[str, Tensor | SavedTensor],
+    found: Mapping[str, Tensor | SavedTensor],
+    *,
+    missing: str = "missing",
+    unknown: str = "unknown",
+) -> str:
+    """Return how names and shapes of `found` differ from those of the model, `own`; empty if they do not.
+
+    `missing` and `unknown` are the words for what only the model has, and for what only `found` has.
+    """
     shapes = [
         f"{name} {tuple(found[name].shape)} instead of {tuple(own[name].shape)}"
         for name in sorted(own.keys() & found.keys())
         if own[name].shape != found[name].shape
     ]
-    missing, unknown = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
-    parts = [_some("missing", missing), _some("unknown", unknown), _some("of another shape", shapes)]
+    parts = [
+        _some(missing, sorted(own.keys() - found.keys())),
+        _some(unknown, sorted(found.keys() - own.keys())),
+        _some("of another shape", shapes),
+    ]
     return "; ".join(filter(None, parts))
 
 
@@ -431,7 +492,7 @@ def _place_for(saved: SavedTensor, key: str, parameter: Tensor, group: Mapping[s
     """Make a state tensor on the device where PyTorch's optimizers keep it: the parameter's, but the CPU for `step` unless fused."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return saved.empty()
-    if saved.shape == parameter.shape and parameter.dim() == 4:
+    if saved.shape == parameter.shape:  # in the memory layout of the parameter: fused kernels pair elements by address
         return torch.empty_like(parameter, dtype=saved.dtype)
     return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
 

@@ -1,0 +1,154 @@
+"""The options that an optimizer writes into its parameter groups itself, and how a checkpoint keeps them.
+
+Many optimizers outside `torch.optim` count steps or adapt numbers there (`step`, `d`, `weight_sum`). What the recipe and the
+configuration set is not kept: on a resume, what they set then applies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hpc.errors import ConfigError
+
+Groups = Sequence[Mapping[str, Any]]
+"""An optimizer's `param_groups`."""
+
+_OF_OTHERS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
+"""Never the optimizer's own: the loop and schedulers set the learning rate, the last four only choose the kernels."""
+
+_MOST_ELEMENTS = 1024
+"""How many elements an option may have that is a tensor: it is kept in the manifest."""
+
+
+def as_made(groups: Groups) -> list[dict[str, str | None]]:
+    """Return each group's options as text, to find out later which the optimizer has changed; None where it is of another type."""
+    return [{key: _text_or_none(value) for key, value in _candidates(group).items()} for group in groups]
+
+
+def written(groups: Groups, made: Sequence[Mapping[str, str | None]]) -> list[dict[str, Any]]:
+    """Return, for each group, the options that were changed or added since `as_made`, as JSON can hold them to the bit.
+
+    The list is empty if there are none. It is the same on every rank, as the options are.
+
+    Raises:
+        ConfigError: if one is of a type that cannot be kept.
+    """
+    found: list[dict[str, Any]] = []
+    for group, before in zip(groups, made, strict=False):  # a group that came later is the recipe's
+        now = {key: _encoded(value, key) for key, value in _candidates(group).items()}
+        found.append({key: value for key, value in now.items() if _as_text(value) != before.get(key)})
+    return found if any(found) else []
+
+
+def check(groups: Groups, kept: Sequence[Mapping[str, Any]]) -> None:
+    """Find out whether `put_back` can be called.
+
+    Raises:
+        ConfigError: if the options were of another number of groups.
+    """
+    if kept and len(kept) != len(groups):
+        names = sorted({key for options in kept for key in options})
+        raise ConfigError(
+            f"The checkpoint's optimizer has {len(kept)} parameter groups, in which it keeps {', '.join(names)}, but this run's "
+            f"has {len(groups)}. Undo the change of the groups, start over with `ddp-hpc submit --fresh`, or give the run a new "
+            "`name`."
+        )
+
+
+@torch.no_grad()
+def put_back(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """Set the options that `written` returned. A tensor comes to the device of the one it replaces, else to where it was saved."""
+    own = [dict(group) for group in groups]
+    for group, options in zip(groups, kept, strict=False):
+        for key, encoded in options.items():
+            value, old = _decoded(encoded, device), group.get(key)
+            if not isinstance(value, Tensor) or not isinstance(old, Tensor):
+                group[key] = value
+                continue
+            # Groups may share one tensor, and the optimizer may hold it besides: fill it, unless groups need different values.
+            sharers = [number for number, one in enumerate(own) if one.get(key) is old]
+            is_alike = (old.shape, old.dtype) == (value.shape, value.dtype)
+            if is_alike and all(kept[number].get(key) == encoded for number in sharers):
+                old.copy_(value)
+            else:
+                group[key] = value.to(old.device)
+
+
+def shown(value: Any) -> Any:
+    """Return an option as the manifest shows it: a tensor of several elements as a list.
+
+    Raises:
+        ConfigError: if it is too large a tensor.
+    """
+    if not isinstance(value, Tensor) or value.numel() == 1:
+        return value
+    if value.numel() > _MOST_ELEMENTS:
+        raise ConfigError(
+            f"An option of the optimizer is a tensor of {value.numel()} elements, but a checkpoint can hold only "
+            f"{_MOST_ELEMENTS} of one. Keep it in `optimizer.state`, beside the parameter that it belongs to."
+        )
+    return value.tolist()
+
+
+def _candidates(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OF_OTHERS}
+
+
+def _as_text(encoded: Any) -> str:
+    """Return a text that differs wherever types or bits do: 1, 1.0 and True, 0.0 and -0.0."""
+    return json.dumps(encoded, sort_keys=True)
+
+
+def _text_or_none(value: Any) -> str | None:
+    try:
+        return _as_text(_encoded(value, ""))
+    except ConfigError:  # whether that matters is found out when it is to be saved
+        return None
+
+
+def _encoded(value: Any, key: str) -> Any:
+    """Return an option as JSON; numbers, text and None stand for themselves, all else is in a dict that says what it is.
+
+    Raises:
+        ConfigError: if its type cannot be kept.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return {"tuple" if isinstance(value, tuple) else "list": [_encoded(one, key) for one in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_encoded(name, key), _encoded(one, key)] for name, one in value.items()]}
+    if isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta):
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return {
+            "tensor": plain.view(torch.uint8).numpy().tobytes().hex(),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [*value.shape],
+            "device": value.device.type,
+        }
+    raise ConfigError(
+        f"The optimizer's option `{key}` has {value!r} of type {type(value).__name__}, but a checkpoint can hold only tensors, "
+        "numbers and text."
+    )
+
+
+def _decoded(encoded: Any, device: torch.device) -> Any:
+    """Return what `_encoded` was given; a tensor that was not on the CPU comes to `device`."""
+    if not isinstance(encoded, dict):
+        return encoded
+    if "tensor" in encoded:
+        value = torch.empty(encoded["shape"], dtype=getattr(torch, encoded["dtype"]))
+        if value.numel():
+            content = torch.frombuffer(bytearray.fromhex(encoded["tensor"]), dtype=torch.uint8)
+            value.view(-1).view(torch.uint8).copy_(content)
+        return value if encoded["device"] == "cpu" else value.to(device)
+    if "dict" in encoded:
+        return {_decoded(name, device): _decoded(one, device) for name, one in encoded["dict"]}
+    if "tuple" in encoded:
+        return tuple(_decoded(one, device) for one in encoded["tuple"])
+    return [_decoded(one, device) for one in encoded["list"]]
