@@ -20,7 +20,9 @@ _HANGS: Mapping[str, str] = {
 def of_hang(facts: Facts) -> Finding:
     """Return what a hang was: by the probe of the network, the ranks' collectives, or their stacks."""
     failure = next((one for one in facts.failures if one.is_hang), None)
-    is_found = failure is not None and (failure.rank in facts.places or failure.hang_kind in {"behind", "different", "crashed"})
+    is_found = failure is not None and (
+        failure.rank in facts.places or failure.hang_kind in {"behind", "different", "crashed"}
+    )
     if facts.network is not None and facts.network.is_faulty and not is_found:
         # A rank without a stack is the one that the others wait for, unless its own node's links explain it.
         is_elsewhere = failure is not None and failure.host and not facts.network.is_at_fault(failure.host)
