@@ -10,7 +10,7 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -399,6 +399,19 @@ def terminate(pids: Iterable[int]) -> None:
 def kill(pids: Iterable[int]) -> None:
     """Kill those of `pids` that still run (SIGKILL)."""
     send(pids, signal.SIGKILL)
+
+
+def kill_all_below(pids: Collection[int]) -> None:
+    """Kill those of `pids` that still run, and all that they have started (SIGKILL)."""
+    import psutil  # late: only where workers are killed
+
+    # The kernel binds a process to its parent (`die_with_parent`), but not that process's own children: a shell dies, and what
+    # it has started goes on without it. So look for them first, as nothing leads to them afterwards.
+    below = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            below += [one.pid for one in psutil.Process(pid).children(recursive=True)]
+    kill([*pids, *below])
 
 
 def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:

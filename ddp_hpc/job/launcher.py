@@ -71,8 +71,9 @@ def step_of_torchrun(start: Start) -> list[str]:
 
 
 def _step(launch: Launch, *, tasks_per_node: int) -> list[str]:
-    cpus = launch.workload.cpus_per_worker
-    step = step_argv(launch.spec, launch.world, tasks_per_node=tasks_per_node, cpus_per_worker=cpus)
+    cpus, teardown_s = launch.workload.cpus_per_worker, launch.workload.teardown_s
+    wait_s = 0 if teardown_s is None else round(teardown_s)
+    step = step_argv(launch.spec, launch.world, tasks_per_node=tasks_per_node, cpus_per_worker=cpus, wait_s=wait_s)
     return [*step, *launch.wrapper.srun_args]
 
 

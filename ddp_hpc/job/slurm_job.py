@@ -43,6 +43,16 @@ class SlurmJob:
         except (ConfigError, SlurmUnavailableError):
             return None
 
+    def is_unknown(self) -> bool:
+        """Tell whether Slurm does not answer a question about the job now, so that nothing it says is a judgement of it."""
+        try:
+            client.job(self.job_id, self.environ)
+        except SlurmUnavailableError:
+            return True
+        except ConfigError:
+            return False
+        return False
+
     def ends_at(self) -> float | None:
         """Return when Slurm says that the job ends; its time limit may have changed since it began."""
         job = self.now()

@@ -54,6 +54,8 @@ MODULES = (
 """What most scripts import; the agent imports it once for all of its workers."""
 COMPILER = "torch._dynamo"
 """As large as the rest of PyTorch. Optimizers and DDP import it when they are made, only to say what it must not compile."""
+OUTLIVED = True
+"""What a script has started may go on without it (see `WorkerModule`)."""
 LEFTOVERS_S = 2.0
 """How long helper processes of Python may take to exit after the script has (the resource tracker of `multiprocessing`)."""
 _why_exec = ""

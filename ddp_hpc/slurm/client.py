@@ -34,6 +34,7 @@ _NO_CLUSTER = re.compile(
 _NO_ANSWER = re.compile(
     r"Unable to contact slurm controller|Unable to connect to database|Problem talking to the database"
     r"|Socket timed out|Connection refused|Zero Bytes were transmitted|backup controller"
+    r"|Protocol authentication error|Munge encode failed"  # munged restarts on this host
     r"|Unexpected message received"  # `scontrol requeue` prints this while the controller is down
     r"|slurm_load_\w+ error: (Unable|Socket)",
     re.IGNORECASE,

@@ -6,8 +6,13 @@ from ddp_hpc.spec.launch import LaunchSpec
 from ddp_hpc.world import World
 
 
-def step_argv(spec: LaunchSpec, world: World, *, tasks_per_node: int, cpus_per_worker: int) -> list[str]:
-    """Return the beginning of the command that starts a step on all nodes of the job. One failed task ends the step."""
+def step_argv(
+    spec: LaunchSpec, world: World, *, tasks_per_node: int, cpus_per_worker: int, wait_s: int = 60
+) -> list[str]:
+    """Return the beginning of the command that starts a step on all nodes of the job. One failed task ends the step.
+
+    After a task that has ended well, the others have `wait_s` to end, too; 0: as long as they take.
+    """
     return [
         "srun",
         f"--nodes={world.num_nodes}",
@@ -20,7 +25,7 @@ def step_argv(spec: LaunchSpec, world: World, *, tasks_per_node: int, cpus_per_w
         f"--cpus-per-task={cpus_per_worker * world.workers_per_node // tasks_per_node}",
         "--distribution=block",
         "--kill-on-bad-exit=1",
-        "--wait=60",
+        f"--wait={wait_s}",
         # sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE in the job. srun would obey that, and start the tasks without the
         # run's `env`, its code and its image's variables (https://slurm.schedmd.com/srun.html#OPT_SLURM_EXPORT_ENV).
         "--export=ALL",

@@ -85,7 +85,10 @@ class Workload(Protocol):
 
 
 class WorkerModule(Protocol):
-    """The module that a worker process runs."""
+    """The module that a worker process runs.
+
+    It may set `OUTLIVED = True`: processes that a worker starts do not end with it, so whoever kills it kills them, too.
+    """
 
     def preload(self, run_path: str, /) -> str:
         """Import what every worker needs; return why workers must not be forked from this process, or an empty text.

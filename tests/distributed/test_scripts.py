@@ -400,6 +400,20 @@ def test_a_shell_script_gets_the_ranks_and_what_it_leaves_running_when_it_fails_
 
 
 @pytest.mark.long
+def test_a_training_behind_a_shell_ends_when_another_rank_has_failed(place: Place) -> None:
+    (place.path / "train.sh").write_text(
+        "#!/bin/sh\nif [ $RANK = 1 ]; then until [ -s child ]; do sleep 0.1; done; exit 3; fi\n"
+        "sh -c 'echo $$ > child; exec sleep 600'\necho it has ended\n"
+    )
+    (place.path / "train.sh").chmod(0o755)
+
+    done = place.submit(["resources.workers_per_node=2"], "./train.sh")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert not psutil.pid_exists(int((place.path / "child").read_text()))
+
+
+@pytest.mark.long
 def test_one_key_has_the_libraries_log_into_the_run_directory(place: Place) -> None:
     code = "import os; print({name: os.environ.get(name) for name in ('NCCL_DEBUG', 'NCCL_DEBUG_FILE', 'TORCH_DISTRIBUTED_DEBUG')})"
     (place.path / "show.py").write_text(code, encoding="utf-8")

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from ddp_hpc.errors import ConfigError
+from ddp_hpc.job.launcher import Launch, step_of_agents
 from ddp_hpc.render import JobScript, quote, quote_for_sbatch, render
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.slurm.directives import directives
 from ddp_hpc.slurm.steps import probe_argv, step_argv
-from ddp_hpc.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
+from ddp_hpc.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
+from ddp_hpc.workload.table import workload_of
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.sbatch"))
 TRAIN = TrainSpec(global_batch_size=480)
@@ -291,6 +293,18 @@ def test_a_step_names_nodes_tasks_and_cpus_however_they_are_dealt(tasks_per_node
         f"--cpus-per-task={cpus}",
     ]
     assert "--distribution=block" in argv
+    assert "--wait=60" in argv
+
+
+def test_the_ranks_of_a_script_have_as_long_as_they_take_after_the_first_has_ended_those_of_a_recipe_a_minute() -> None:
+    """Without `--wait=0`, srun kills rank zero of a script that evaluates alone at its end."""
+    for workload, wait in (({"script": ScriptSpec(command=("python", "train.py"))}, 0), ({"train": TRAIN}, 60)):
+        spec = RunSpec(name="digits", resources=ResourcesSpec(nodes=2, workers_per_node=2), **workload)  # type: ignore[arg-type]
+        launch = Launch(
+            spec=spec, run=RunDir(Path("/runs/digits")), world=spec.resources.world, workload=workload_of(spec)
+        )
+
+        assert f"--wait={wait}" in step_of_agents(launch)
 
 
 def test_a_question_to_the_nodes_waits_for_no_other_step() -> None:

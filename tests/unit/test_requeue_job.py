@@ -99,6 +99,21 @@ def test_a_requeue_whose_answer_was_lost_has_happened(supervised: Make) -> None:
     assert one.last.last_step == 0
 
 
+def test_a_requeue_that_fails_while_slurm_answers_no_question_either_is_tried_again(
+    supervised: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervised()
+    asked = tmp_path / "asked"  # how often, from the first requeue on: the fourth time, Slurm is back
+    counts = f'if [ "$1" = requeue ] || [ -e {asked} ]; then echo x >> {asked}; fi; [ $(cat {asked} | wc -l) -lt 4 ]'
+    one.slurm.has("scontrol", f"if {counts}; then echo 'error: an authentication that nobody knows' >&2; exit 1; fi")
+
+    one.ends(STOPPED)
+
+    assert one.last.next == "requeue"
+    assert len(one.slurm.orders("scontrol requeue")) == 2
+    assert "the job waits until Slurm answers" in capsys.readouterr().err
+
+
 def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_preempted(supervised: Make) -> None:
     one = supervised()
     one.slurm.knows_job(preempted="2026-11-22T08:00:00")

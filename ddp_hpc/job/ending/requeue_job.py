@@ -115,13 +115,21 @@ def _ledger(context: JobContext) -> Ledger:
 
 
 def _requeue(records: RunRecords, job: SlurmJob, ledger: Ledger) -> None:
-    """Requeue the job; ignore a refusal where it is back already, by Slurm or by an order whose answer was lost."""
+    """Requeue the job; ignore a refusal where it is back already, by Slurm or by an order whose answer was lost.
+
+    Raises:
+        ConfigError: where Slurm refuses.
+        SlurmUnavailableError: where Slurm does not answer, or answers no question about the job, either.
+    """
     try:
         job.requeue()
-    except ConfigError:
+    except ConfigError as error:
         is_back, _, _ = _ask_again(records, job, ledger)
-        if not is_back:
-            raise
+        if is_back:
+            return
+        if job.is_unknown():
+            raise SlurmUnavailableError(str(error)) from error
+        raise
 
 
 def _ask_again(records: RunRecords, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:

@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,7 +178,13 @@ class Agent:
                 self._ask_workers_to_stop()
             self._look_after_workers()
         if self._group:
-            processes.kill(self._group.alive)
+            self._kill(self._group.alive)
+
+    def _kill(self, pids: Collection[int]) -> None:
+        """Kill workers, and what they have started where it does not end with them."""
+        if getattr(self._worker, "OUTLIVED", False):
+            processes.kill_all_below(pids)
+        processes.kill(pids)
 
     def _ask_workers_to_stop(self) -> None:
         """Send the workload's stop signal to the workers; where none runs, keep it for the next ones."""
@@ -330,7 +336,7 @@ class Agent:
             return
         if group.deadline is not None and time.monotonic() >= group.deadline and not group.was_cut:
             group.was_cut = True
-            processes.kill(group.alive)
+            self._kill(group.alive)
         for pid, code in died.items():
             if pid in group.ranks:
                 _note_exit(group, group.ranks[pid], code)
