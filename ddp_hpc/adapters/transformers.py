@@ -50,7 +50,7 @@ class AgreedStop(TrainerCallback):  # type: ignore[misc]  # Transformers is not 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         del control, others
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        # The Trainer deletes old ones of its own directory, and reads its best one there. So ours are links.
+        # The Trainer deletes old ones of its own directory, and reads its best one there. So ours are copies.
         self._run.commit(folder, keeps_folder=True, keep_last=self._keep_last)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -16,6 +16,9 @@ from ddp_hpc.train.process_group import RankInfo
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 
 _STORE_TIMEOUT = timedelta(minutes=10)
+_GROUP_TIMEOUT = timedelta(days=2)
+"""How long ranks wait for each other in our group: longer than any evaluation or checksum of one rank alone. PyTorch's default for
+gloo is 30 minutes, whatever timeout the script gives its own group. Real hangs end by `restart.hang_timeout_s`."""
 
 
 def rank_info_of_script(environ: Mapping[str, str]) -> RankInfo:
@@ -82,7 +85,7 @@ class ScriptRanks:
             )
         if self._group is None or self._world is not dist.group.WORLD:
             self._world = dist.group.WORLD
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
         return self._group
 
     def from_rank_zero(self, value: int) -> int:
@@ -98,13 +101,21 @@ class ScriptRanks:
             return value
         if _has_group() or not info.is_store_hosted:
             return int(self.sum(torch.tensor([value if info.is_rank_zero else 0], dtype=torch.int64)).item())
+        key, store = self._next_key, self._own_store()
         self._num_shared += 1
-        key = f"from-rank-zero-{self._num_shared}"
-        store = self._own_store()
         if info.is_rank_zero:
             store.set(key, json.dumps(value))
             return value
         return int(json.loads(store.get(key)))
+
+    @property
+    def _next_key(self) -> str:
+        return f"from-rank-zero-{self._num_shared + 1}"
+
+    def report_work(self) -> None:
+        """On rank zero: keep the others waiting in `from_rank_zero`, as it still works on its number; nearly free if called often."""
+        if self.rank_info.world_size > 1 and self.rank_info.is_store_hosted and not _has_group():
+            self._own_store().heartbeat(self._next_key)
 
     def _own_store(self) -> SealedStore:
         if self._store is None:

@@ -191,7 +191,10 @@ class AttachedRun:
         step, error = -1, None
         if self._ranks.rank_info.is_rank_zero:
             try:
-                found = patiently(str(self._run.checkpoints), lambda: newest(self._run, reads_all=verify))
+                found = patiently(
+                    str(self._run.checkpoints),
+                    lambda: newest(self._run, reads_all=verify, on_progress=self._ranks.report_work),
+                )
                 step = -1 if found is None else found
             except (DdpHpcError, OSError) as one:
                 step, error = -2, one
@@ -213,10 +216,10 @@ class AttachedRun:
 
         All ranks call it, after each has written its files. The step is the number at the end of the directory's name, unless
         `step` says another. The files are flushed, listed with checksums, and renamed at once, so `latest` finds all of them or none. With
-        `keeps_folder` they stay where they are, too (hard links). With `keep_last`, older checkpoints are deleted then.
+        `keeps_folder` they stay where they are, and copies are committed. With `keep_last`, older checkpoints are deleted then.
 
         Raises:
-            ConfigError: on rank zero, if there is nothing to commit, or no step.
+            ConfigError: on rank zero, if there is nothing to commit, no step, or a `manifest.json` that is not ddp-hpc's.
             CheckpointError: on the others, if a rank has failed.
         """
         folder, info = Path(folder).resolve(), self._ranks.rank_info  # of a link, what it leads to

@@ -6,17 +6,20 @@ Nothing is known of the files but their bytes. The manifest has their names, siz
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+import stat
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
 import xxhash
 
 import ddp_hpc
-from ddp_hpc.base.durable import delete_directory, fsync_path, make_directory
+from ddp_hpc.base.durable import delete_directory, fsync_path, make_directory, open_private, record_bytes
 from ddp_hpc.checkpoints.checkpoint_names import MANIFEST, checkpoint_path, committed_steps
 from ddp_hpc.checkpoints.checkpoint_store import (
     CHUNK_BYTES,
@@ -26,14 +29,17 @@ from ddp_hpc.checkpoints.checkpoint_store import (
     check_sizes,
     commit,
     make_uncommitted,
+    parse_manifest,
     read_manifest,
     set_aside,
 )
 from ddp_hpc.checkpoints.shards import ShardRecord
-from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError
+from ddp_hpc.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, NotARecordError
 from ddp_hpc.run_dir.paths import RunDir
 
 _READ_BYTES = 1 << 20
+_FICLONE = 0x40049409
+"""ioctl(2): make a file of another one's blocks, which the file system copies where one of the two is written to."""
 
 
 def step_of(folder: Path) -> int | None:
@@ -58,19 +64,30 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
 ) -> Path:
     """Publish a directory's files as the checkpoint of `step`; return the new directory.
 
-    The files move there, or with `keeps_folder` are linked there. A checkpoint of the same step is replaced.
+    The files move there, or with `keeps_folder` are copied there. A checkpoint of the same step is replaced.
 
     Raises:
-        ConfigError: where there is nothing to commit, or it lies on another file system.
+        ConfigError: where there is nothing to commit, it lies on another file system, or has a `manifest.json` that is not ours.
         FencedError: if another attempt has claimed the run.
     """
     _files(folder)
+    _refuse_other_manifest(folder)
     uncommitted = make_uncommitted(run, step, attempt)
     shutil.rmtree(uncommitted)  # what a failed commit of this attempt may have left
-    if keeps_folder:
-        _link_tree(folder, uncommitted)
-    else:
+    if not keeps_folder:
         _move(folder, uncommitted)
+        return _publish(run, uncommitted, step, attempt, world_size)
+    try:
+        _copy_tree(folder, uncommitted)
+        return _publish(run, uncommitted, step, attempt, world_size)
+    except BaseException:
+        shutil.rmtree(
+            uncommitted, ignore_errors=True
+        )  # on a full disk, half a copy would keep the next one from fitting
+        raise
+
+
+def _publish(run: RunDir, uncommitted: Path, step: int, attempt: int, world_size: int) -> Path:
     with suppress(FileNotFoundError):
         (uncommitted / MANIFEST).unlink()  # of a directory that was committed before
     shards = tuple(_record(path, uncommitted) for path in _files(uncommitted))
@@ -84,10 +101,10 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
     return commit(run, uncommitted, manifest)
 
 
-def newest(run: RunDir, *, reads_all: bool) -> int | None:
+def newest(run: RunDir, *, reads_all: bool, on_progress: Callable[[], object] = lambda: None) -> int | None:
     """Return the newest step with a committed checkpoint that is whole; one that is not is renamed, and the one before counts.
 
-    With `reads_all`, every byte is compared with its checksum, else only the files' sizes.
+    With `reads_all`, every byte is compared with its checksum, else only the files' sizes. `on_progress` is called for each chunk.
 
     Raises:
         UnreadableError: if the file system does not answer.
@@ -98,7 +115,7 @@ def newest(run: RunDir, *, reads_all: bool) -> int | None:
             manifest = read_manifest(path)
             check_sizes(path, manifest)
             for record in manifest.shards if reads_all else ():
-                _verify(path / record.file, record)
+                _verify(path / record.file, record, on_progress)
         except CorruptCheckpointError:
             set_aside(path)
         else:
@@ -106,10 +123,10 @@ def newest(run: RunDir, *, reads_all: bool) -> int | None:
     return None
 
 
-def _verify(path: Path, record: ShardRecord) -> None:
+def _verify(path: Path, record: ShardRecord, on_progress: Callable[[], object]) -> None:
     """Compare a file, which may be larger than memory, with its checksums."""
     buffer = memoryview(bytearray(min(record.size, record.chunk_bytes)))
-    with closing(ChunkReader(path, record)) as reader:
+    with closing(ChunkReader(path, record, on_progress)) as reader:
         for number in range(len(record.chunks)):
             reader.read(number, buffer[: record.size - number * record.chunk_bytes])
 
@@ -125,32 +142,82 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
+def _refuse_other_manifest(folder: Path) -> None:
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return
+    try:
+        parse_manifest(record_bytes(path), folder)
+    except NewerFormatError:
+        return
+    except (CorruptCheckpointError, RecursionError, FileNotFoundError, IsADirectoryError, NotARecordError) as error:
+        raise ConfigError(
+            f"`commit` was asked to commit {str(folder)!r}, but {str(path)!r} is not what ddp-hpc has written, or it is damaged. The "
+            f"name {MANIFEST} at the top of a committed folder is ddp-hpc's own. Name your file otherwise, or put it into a subfolder. "
+            "Nothing was changed."
+        ) from error
+
+
 def _move(folder: Path, uncommitted: Path) -> None:
     try:
         folder.rename(uncommitted)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not uncommitted.parent.is_dir():
-            raise FencedError(
-                f"A newer attempt has taken over the run, so {str(folder)!r} is not committed. You need do nothing: the newer "
-                "attempt goes on from the checkpoint before."
-            ) from error
+        _raise_if_fenced(error, folder, uncommitted)
         raise ConfigError(
             f"`commit` cannot rename {str(folder)!r} to {str(uncommitted)!r} ({error.strerror}). Write the files below "
             "`run.checkpoint_dir`, so that both are on one file system."
         ) from error
 
 
-def _link_tree(folder: Path, uncommitted: Path) -> None:
-    make_directory(uncommitted)
-    for path in sorted(folder.rglob("*")):
-        target = uncommitted / path.relative_to(folder)
-        if path.is_dir():
-            make_directory(target)
-            continue
+def _raise_if_fenced(error: OSError, folder: Path, uncommitted: Path) -> None:
+    if isinstance(error, FileNotFoundError) and not uncommitted.parent.is_dir():
+        raise FencedError(
+            f"A newer attempt has taken over the run, so {str(folder)!r} is not committed. You need do nothing: the newer "
+            "attempt goes on from the checkpoint before."
+        ) from error
+
+
+def _copy_tree(folder: Path, uncommitted: Path) -> None:
+    try:
+        make_directory(uncommitted)
+        for path in sorted(folder.rglob("*")):
+            target = uncommitted / path.relative_to(folder)
+            if path.is_dir():
+                make_directory(target)
+            elif path.is_symlink():
+                _copy_link(path, target)
+            elif path.is_file():
+                _copy_file(path, target)
+    except OSError as error:
+        _raise_if_fenced(error, folder, uncommitted)
+        raise
+
+
+def _copy_link(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target, follow_symlinks=False)
+    except OSError:  # another file system, or one without links
+        _copy_file(path, target)
+
+
+def _copy_file(path: Path, target: Path) -> None:
+    """Copy a file; `_record` flushes it."""
+    # Not a hard link: scripts write their next save into the same file (`torch.save` truncates it), which is every link's file.
+    mode = stat.S_IMODE(path.stat().st_mode) | stat.S_IRUSR
+    if not _clone(path, target):
+        shutil.copyfile(path, target)
+    with suppress(OSError):  # a file system without permissions
+        target.chmod(mode)
+
+
+def _clone(path: Path, target: Path) -> bool:
+    """Make a new file, of another one's blocks where the file system can share them; else tell that it is empty."""
+    with path.open("rb") as source, open_private(target, "xb") as copy:
         try:
-            os.link(path, target)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(path, target)
+            fcntl.ioctl(copy.fileno(), _FICLONE, source.fileno())
+        except OSError:
+            return False
+    return True
 
 
 def _record(path: Path, folder: Path) -> ShardRecord:

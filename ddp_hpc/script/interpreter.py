@@ -24,7 +24,10 @@ _SIGINT_CODE = 130
 def run_as_main(
     plan: Plan, environ: Mapping[str, str], python_path: Sequence[str], on_error: Callable[[BaseException], object]
 ) -> int:
-    """Run the script to its end, with what Python does at its own end; return the exit code."""
+    """Run the script to its end, with what Python does at its own end; return the exit code.
+
+    `on_error` gets the exception that ends the script, not one that ends a process that the script has forked.
+    """
     _prepare(plan, environ, python_path)
     try:
         code = _run(plan, on_error)
@@ -95,6 +98,7 @@ def _unbuffer() -> None:
 
 
 def _run(plan: Plan, on_error: Callable[[BaseException], object]) -> int:
+    pid = os.getpid()
     try:
         if plan.program.module is not None:
             runpy.run_module(plan.program.module, run_name="__main__", alter_sys=True)
@@ -106,9 +110,8 @@ def _run(plan: Plan, on_error: Callable[[BaseException], object]) -> int:
         return _exit_code(end)
     except BaseException as error:  # noqa: BLE001  all that a script may raise
         error.with_traceback(_of_script(error.__traceback__))
-        if not isinstance(
-            error, KeyboardInterrupt
-        ):  # SIGINT may be a request to stop: the process beside this one knows
+        # SIGINT may be a request to stop: the process beside this one knows. A helper that the script has forked gets here, too.
+        if not isinstance(error, KeyboardInterrupt) and os.getpid() == pid:
             on_error(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return _SIGINT_CODE if isinstance(error, KeyboardInterrupt) else 1

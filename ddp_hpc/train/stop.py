@@ -10,10 +10,13 @@ Then a rank that has been asked sets a key of the store, at which all ranks look
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -43,15 +46,21 @@ class StopFlag:
         self._signalled = False
 
     def listen(self) -> None:
-        """Install handlers by which the stop signals set the flag."""
+        """Install handlers by which the stop signals set the flag.
+
+        Forked processes inherit them. There, SIGTERM ends the process as if nobody had listened, because `multiprocessing` ends its
+        processes by it and waits; so helpers of a script may end before its ranks where SIGTERM goes to all processes of a job step. The
+        other stop signals have no effect there.
+        """
         for number in self._signals:
             signal.signal(number, self._on_signal)
+        _restore_sigterm_in_forks()
         unblock_signals()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         # Python calls this in the main thread between any two bytecodes, perhaps while a save holds a lock. So it only sets a
         # flag: https://docs.python.org/3/library/signal.html#execution-of-python-signal-handlers
-        # Forked loader processes inherit this handler, and their copy of the flag: it must stay unset there.
+        # Forked processes inherit this handler, and their copy of the flag: it must stay unset there.
         if os.getpid() == self._pid:
             self._signalled = True
 
@@ -59,6 +68,45 @@ class StopFlag:
         if self._signalled or not look_at_file or self._stop_file is None:
             return self._signalled
         return known(self._stop_file, self._stop_file.exists, unknown=False)
+
+
+_masks = threading.local()
+
+
+@cache
+def _restore_sigterm_in_forks() -> None:
+    """Have each process that is forked from now on take SIGTERM as if nobody had listened."""
+    # Not by a handler of Python, which cannot interrupt a wait that begins just after the signal, nor run before a fork is over:
+    # SIGTERM would be lost, and `multiprocessing` would wait for ever. So it is blocked until its default action is back.
+    os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_begin_fork)
+
+
+def _hold_sigterm() -> None:
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _release_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _begin_fork() -> None:
+    try:
+        is_ours = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopFlag)
+        if is_ours and not _is_loader_process():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    finally:
+        _release_sigterm()
+
+
+def _is_loader_process() -> bool:
+    """Tell whether PyTorch's DataLoader has just forked this process, which soon takes SIGTERM in PyTorch's way."""
+    # It must not die of a stop signal before that: its rank needs its batches until all ranks stop.
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch.utils.data.dataloader", "__init__"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class EarlyStop:

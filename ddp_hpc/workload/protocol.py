@@ -87,7 +87,7 @@ class Workload(Protocol):
 class WorkerModule(Protocol):
     """The module that a worker process runs.
 
-    It may set `OUTLIVED = True`: processes that a worker starts do not end with it, so whoever kills it kills them, too.
+    It may set `OUTLIVED = True`: processes that a worker starts do not end with it, so the process that kills it has to kill them, too.
     """
 
     def preload(self, run_path: str, /) -> str:

@@ -159,3 +159,16 @@ def test_a_script_gets_its_own_signal_where_slurm_and_ddp_hpc_have_another(
     assert (first.cause, first.next, first.ending) == ("requeue asked", "requeue", "stopped"), first.reason
     logs = [login.run(launcher).rank_log(0, rank).read_text() for rank in range(2)]
     assert logs == ["signalled; my child runs\n"] * 2
+
+
+@pytest.mark.long
+def test_rank_zero_may_work_alone_for_longer_than_a_minute_after_the_other_ranks_have_ended(login: LoginNode) -> None:
+    (login.folder / "alone.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(75)\n    print('evaluated alone')\n"
+    )
+    keys = ["name=alone", "launcher=srun", "resources.cpus_per_worker=1", "restart.max_no_progress=1", *world(2, 2)]
+
+    done = login.type("submit", "--cluster", "slurm", "--wait", *keys, "--", "python", "alone.py", timeout=300)
+
+    assert done.returncode == 0, done.stdout + done.stderr + login.console("alone")
+    assert "evaluated alone" in login.run("alone").rank_log(0, 0).read_text()

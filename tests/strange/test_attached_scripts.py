@@ -45,6 +45,28 @@ if __name__ == "__main__":
     mp.spawn(work, nprocs=2)
 """
 
+HAS_A_MANIFEST_OF_ITS_OWN = """
+import os
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ddp_hpc import attach
+from ddp_hpc.errors import DdpHpcError
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="file://" + os.path.abspath("meet"), rank=rank, world_size=2)
+    run = attach()
+    try:
+        run.commit("mine", step=1, keeps_folder=True)
+    except DdpHpcError as error:
+        with open(f"error-{rank}", "w") as file:
+            file.write(f"{type(error).__name__}: {error}")
+    assert run.latest() is None
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
+"""
+
 
 @pytest.fixture(autouse=True)
 def _as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -73,6 +95,27 @@ def test_ranks_that_the_script_spawns_itself_without_any_variable_agree(tmp_path
     assert done.returncode == 0, done.stderr
     steps = {path.read_text() for path in (tmp_path / "checkpoints" / "step-00000005").glob("rank-*")}
     assert len(steps) == 1
+
+
+@pytest.mark.long
+def test_all_ranks_hear_that_a_manifest_of_the_scripts_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HAS_A_MANIFEST_OF_ITS_OWN)
+    (write(tmp_path / "mine") / "manifest.json").write_text('["shard-0"]')
+
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "ConfigError: `commit` was asked to commit" in (tmp_path / "error-0").read_text()
+    assert "CheckpointError: The checkpoint of step 1 was not committed" in (tmp_path / "error-1").read_text()
+    assert (tmp_path / "mine" / "manifest.json").read_text() == '["shard-0"]'
 
 
 def test_a_training_that_starts_over_among_later_checkpoints_loses_none_and_is_noted(

@@ -78,17 +78,22 @@ def test_the_file_tells_who_looks_for_it(looks: bool, told: bool, tmp_path: Path
     assert StopFlag(tmp_path / "STOP").is_set(look_at_file=looks) is told
 
 
-def test_a_child_that_inherits_the_handler_does_not_set_its_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 0), (signal.SIGUSR2, 0)]
+)
+def test_a_child_that_inherits_the_handler_ends_by_sigterm_and_does_not_set_its_copy(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     flag = StopFlag(tmp_path / "STOP")
     flag.listen()
 
     child = os.fork()
     if child == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         os._exit(int(is_set(flag)))
     _, status = os.waitpid(child, 0)
 
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert os.waitstatus_to_exitcode(status) == code
     assert not is_set(flag)
 
 

@@ -1,0 +1,62 @@
+"""What the ranks of a script tell each other before the script has made its process group."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ddp_hpc.attached.ranks import ScriptRanks
+from ddp_hpc.errors import WorkerError
+from ddp_hpc.train import sealed_store
+from ddp_hpc.train.process_group import RankInfo
+from ddp_hpc.train.sealed_store import SealedStore
+
+
+def two_ranks(*, silence_s: float) -> list[ScriptRanks]:
+    store = dist.HashStore()
+    ranks = [
+        ScriptRanks(
+            RankInfo(
+                rank=rank,
+                local_rank=rank,
+                world_size=2,
+                local_world_size=2,
+                node_rank=0,
+                master_addr="127.0.0.1",
+                master_port=1,
+                is_store_hosted=True,
+            )
+        )
+        for rank in range(2)
+    ]
+    for one in ranks:
+        one._store = SealedStore(store, "token", silence_s=silence_s)
+    return ranks
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_ranks_wait_for_rank_zero_as_long_as_it_reports_that_it_works(
+    is_reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_store, "HEARTBEAT_INTERVAL_S", 0.05)
+    zero, other = two_ranks(silence_s=1.0)
+
+    def reads_a_large_checkpoint() -> None:
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            if is_reported:
+                zero.report_work()
+            time.sleep(0.02)
+        zero.from_rank_zero(7)
+
+    reader = threading.Thread(target=reads_a_large_checkpoint)
+    reader.start()
+    if is_reported:
+        assert other.from_rank_zero(0) == 7
+    else:
+        with pytest.raises(WorkerError):
+            other.from_rank_zero(0)
+    reader.join()
