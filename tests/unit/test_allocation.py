@@ -110,7 +110,7 @@ def test_the_tasks_of_an_array_have_job_ids_of_their_own() -> None:
 
 
 def test_only_a_task_has_a_place() -> None:
-    with pytest.raises(ConfigError, match="has no rank. The job script starts it with `srun`"):
+    with pytest.raises(ConfigError, match=r"has no rank\. The job script starts it with `srun`"):
         step_task(batch())
 
 
