@@ -299,7 +299,7 @@ def test_a_step_names_nodes_tasks_and_cpus_however_they_are_dealt(tasks_per_node
 def test_the_ranks_of_a_script_have_as_long_as_they_take_after_the_first_has_ended_those_of_a_recipe_a_minute() -> None:
     """Without `--wait=0`, srun kills rank zero of a script that evaluates alone at its end."""
     for workload, wait in (({"script": ScriptSpec(command=("python", "train.py"))}, 0), ({"train": TRAIN}, 60)):
-        spec = RunSpec(name="digits", resources=ResourcesSpec(nodes=2, workers_per_node=2), **workload)  # type: ignore[arg-type]
+        spec = RunSpec(name="digits", resources=ResourcesSpec(nodes=2, workers_per_node=2), **workload)
         launch = Launch(
             spec=spec, run=RunDir(Path("/runs/digits")), world=spec.resources.world, workload=workload_of(spec)
         )
