@@ -8,6 +8,7 @@ from ddp_hpc.errors import ConfigError, RunBusyError
 from ddp_hpc.run_dir.records import read_queued_job
 from ddp_hpc.slurm import client, states
 from ddp_hpc.submission.local import works_here
+from ddp_hpc.submission.other_cluster import knows
 from ddp_hpc.submission.removal import delete_renamed, renamed_away
 from ddp_hpc.sweep import array, local
 from ddp_hpc.sweep.start import sending_alone
@@ -67,5 +68,5 @@ def _jobs(sweep_dir: SweepDir, sweep: Sweep, environ: Mapping[str, str]) -> Iter
     there = {name for entry in queued for name in (entry.job_id, entry.number)}
     for run in map(sweep_dir.run, sweep.points):
         job = read_queued_job(run)
-        if job is not None and job.job_id in there:
+        if job is not None and knows(run, job, environ) and job.job_id in there:
             yield f"job {job.job_id} of {run.name} waits or runs"

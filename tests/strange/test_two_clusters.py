@@ -14,6 +14,7 @@ from ddp_hpc.run_dir.ledger import Ending, record_end
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import QueuedJob, read_queued_job, write_queued_job
 from ddp_hpc.submission import other_cluster, slurm
+from ddp_hpc.sweep.removal import delete_sweep
 from ddp_hpc.sweep.start import continue_sweep
 from ddp_hpc.sweep.sweep_dir import read_sweep
 from tests.made_run import make_run
@@ -97,7 +98,9 @@ def test_a_record_without_a_cluster_is_judged_by_the_slurm_that_is_here(lab: Lab
     assert slurm.find_job(run, lab.environ) is None
 
 
-def test_points_of_a_sweep_that_run_on_the_other_cluster_are_not_sent_again(lab: Lab, tmp_path: Path) -> None:
+def test_points_of_a_sweep_that_run_on_the_other_cluster_are_neither_sent_again_nor_deleted(
+    lab: Lab, tmp_path: Path
+) -> None:
     sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
     for point in read_sweep(sweep_dir).points:
         run = sweep_dir.run(point)
@@ -108,8 +111,11 @@ def test_points_of_a_sweep_that_run_on_the_other_cluster_are_not_sent_again(lab:
 
     with pytest.raises(ConfigError, match="login node of alpha"):
         continue_sweep(sweep_dir, lab.environ, limits={})
+    with pytest.raises(ConfigError, match="login node of alpha"):
+        delete_sweep(sweep_dir, lab.environ)
 
     assert len(lab.arrays) == 1
+    assert sweep_dir.path.exists()
 
 
 def test_a_submission_records_the_cluster(lab: Lab, tmp_path: Path) -> None:

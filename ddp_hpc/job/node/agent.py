@@ -182,9 +182,8 @@ class Agent:
 
     def _kill(self, pids: Collection[int]) -> None:
         """Kill workers, and what they have started where it does not end with them."""
-        if getattr(self._worker, "OUTLIVED", False):
-            processes.kill_all_below(pids)
-        processes.kill(pids)
+        kill = processes.kill_all_below if getattr(self._worker, "OUTLIVED", False) else processes.kill
+        kill(pids)
 
     def _ask_workers_to_stop(self) -> None:
         """Send the workload's stop signal to the workers; where none runs, keep it for the next ones."""
