@@ -219,7 +219,7 @@ def _doing(record: HangRecord) -> str:
     if record.state.startswith("stopped"):
         return f"is {record.state} (SIGSTOP)" if record.state == "stopped" else f"is {record.state}"
     if record.state == DUMPING:
-        return "has crashed, and the kernel still writes its core file (`ulimit -c 0` in `slurm.setup` prevents that)"
+        return "has crashed, and the kernel still writes its core file (a limit of 0 for core files, `ulimit -c 0`, prevents that)"
     if record.state.startswith("in the kernel"):
         where = f", at {place(record)}" if place(record) else ""
         return f"waits {record.state}, as for a file system that does not answer{where}"
