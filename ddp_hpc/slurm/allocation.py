@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.world import World
+
+log = logging.getLogger(__name__)
 
 ProcessKind = Literal["task", "shell on a node", "shell outside"]
 """`task`: srun started this process (with `--pty`, too). `shell on a node`: a batch script or an interactive step on one of
@@ -21,7 +25,8 @@ _LEAVE_ALONE = (
     "Slurm sets this variable: remove whatever changes or unsets it, such as a line in your shell's startup file."
 )
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm gives the batch script, the interactive step of salloc and the external step the highest step ids (slurm.h)."""
+"""Slurm gives the batch script, the interactive step of salloc and the external step the highest step ids (slurm.h); 26.05
+writes them as negative numbers (measured: -5 in a batch script), 22.05 and 24.11 as 4294967291, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +167,10 @@ def is_in_job(environ: Mapping[str, str]) -> bool:
 def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Return the job that this process is part of, or None outside of jobs.
 
+    A variable that a run can do without, and that holds a text which no Slurm known here writes, counts as not set.
+
     Raises:
-        ConfigError: if a variable is missing or is not a number.
+        ConfigError: if a variable that says where this process is is missing, or is not a number.
     """
     job_id = claimed_job_id(environ)
     if job_id is None:
@@ -176,11 +183,11 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
         partition=environ.get("SLURM_JOB_PARTITION") or None,
         node_names=_names(environ, "SLURM_JOB_NODELIST"),
         tasks_per_node=_tasks(environ, "SLURM_TASKS_PER_NODE"),
-        cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),
-        cpus_on_node=_number(environ, "SLURM_CPUS_ON_NODE"),
-        gpus_on_node=_number(environ, "SLURM_GPUS_ON_NODE"),
+        cpus_per_task=_number_if_readable(environ, "SLURM_CPUS_PER_TASK"),
+        cpus_on_node=_number_if_readable(environ, "SLURM_CPUS_ON_NODE"),
+        gpus_on_node=_number_if_readable(environ, "SLURM_GPUS_ON_NODE"),
         node_name=environ.get("SLURMD_NODENAME") or None,
-        end_time=_number(environ, "SLURM_JOB_END_TIME"),
+        end_time=_number_if_readable(environ, "SLURM_JOB_END_TIME"),
         step=_read_step(environ),
     )
 
@@ -289,7 +296,9 @@ def _read_step(environ: Mapping[str, str]) -> StepTask | None:
     # SLURM_PROCID does not tell a task: a batch script has it, too, and SLURM_NODEID and SLURM_LOCALID, all 0, but no
     # SLURM_STEP_ID of a numbered step. The shell of salloc on a login node has none of them.
     # https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
-    step_id = _number(environ, "SLURM_STEP_ID")
+    if environ.get("SLURM_STEP_ID", "").startswith("-"):
+        return None
+    step_id = _number_if_readable(environ, "SLURM_STEP_ID")
     if step_id is None or step_id >= _FIRST_SPECIAL_STEP:
         return None
     task = StepTask(
@@ -300,7 +309,7 @@ def _read_step(environ: Mapping[str, str]) -> StepTask | None:
         node_names=_names(environ, "SLURM_STEP_NODELIST"),
         tasks_per_node=_tasks(environ, "SLURM_STEP_TASKS_PER_NODE"),
         distribution=environ.get("SLURM_DISTRIBUTION") or "block",
-        cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),
+        cpus_per_task=_number_if_readable(environ, "SLURM_CPUS_PER_TASK"),
         launch_address=environ.get("SLURM_LAUNCH_NODE_IPADDR") or None,
     )
     return task if _is_of_this_job(task, environ) else None
@@ -347,7 +356,25 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return _parsed(name, text) if text else None
 
 
+def _number_if_readable(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if not text or _is_number(text):
+        return int(text) if text else None
+    _warn_of(name, text)
+    return None
+
+
+@cache
+def _warn_of(name: str, text: str) -> None:
+    """Say once in this process that a variable cannot be read."""
+    log.warning("%s is %r, which is no number: it counts as not set. The run goes on without it.", name, text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii()
+
+
 def _parsed(name: str, text: str) -> int:
-    if not (text.isdecimal() and text.isascii()):
+    if not _is_number(text):
         raise ConfigError(f"{name} is {text!r}, but it must be a number. {_LEAVE_ALONE}")
     return int(text)

@@ -45,9 +45,13 @@ def test_the_shell_of_salloc_is_on_no_node() -> None:
     assert (found.is_step, found.process_kind, found.is_on_first_node) == (False, "shell outside", False)
 
 
-@pytest.mark.parametrize("step_id", [4294967290, 4294967291], ids=["interactive", "batch"])
-def test_a_shell_that_slurm_counts_as_a_step_is_a_shell(step_id: int) -> None:
-    found = allocation(batch(SLURM_STEP_ID=str(step_id), SLURM_STEP_NODELIST="node1", SLURM_STEP_TASKS_PER_NODE="1"))
+@pytest.mark.parametrize(
+    "step_id",
+    ["4294967290", "4294967291", "-6", "-5", "TBD"],
+    ids=["interactive", "batch", "interactive of 26.05", "batch of 26.05", "a text of a Slurm to come"],
+)
+def test_a_shell_that_slurm_counts_as_a_step_is_a_shell(step_id: str) -> None:
+    found = allocation(batch(SLURM_STEP_ID=step_id, SLURM_STEP_NODELIST="node1", SLURM_STEP_TASKS_PER_NODE="1"))
 
     assert found.process_kind == "shell on a node"
 
@@ -127,6 +131,21 @@ def test_only_a_task_has_a_place() -> None:
 def test_broken_variables_are_named(broken: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read_allocation(broken)
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_END_TIME"]
+)
+def test_a_variable_that_a_run_can_do_without_ends_no_job_whatever_slurm_writes_into_it(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"{name.lower()}=4(x2)"
+    plain, odd = (allocation({**batch(), name: value}) for value in ("", text))
+
+    assert odd == plain
+    assert caplog.messages == [
+        f"{name} is {text!r}, which is no number: it counts as not set. The run goes on without it."
+    ]
 
 
 @pytest.mark.parametrize(
