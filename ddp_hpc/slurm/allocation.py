@@ -367,7 +367,7 @@ def _number_if_readable(environ: Mapping[str, str], name: str) -> int | None:
 @cache
 def _warn_of(name: str, text: str) -> None:
     """Say once in this process that a variable cannot be read."""
-    log.warning("%s is %r, which is no number: it counts as not set. The run goes on without it.", name, text)
+    log.warning("%s is %r, and not a number, so it counts as not set. The run goes on without it.", name, text)
 
 
 def _is_number(text: str) -> bool:

@@ -72,7 +72,7 @@ class TrainSpec(Checked, section="train"):
     find_unused_parameters: bool = False
     """Allow parameters that get no gradient in some backward passes (slower)."""
     compile: bool = False
-    """Compile the model with `torch.compile`."""
+    """Compile the training's passes with `torch.compile`; incomplete batches and evaluations run without it."""
     channels_last: bool = False
     """Keep 4-D weights and inputs in channels-last memory format, which is faster for convolutions on GPUs."""
     deterministic: bool = False

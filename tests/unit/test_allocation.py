@@ -144,7 +144,7 @@ def test_a_variable_that_a_run_can_do_without_ends_no_job_whatever_slurm_writes_
 
     assert odd == plain
     assert caplog.messages == [
-        f"{name} is {text!r}, which is no number: it counts as not set. The run goes on without it."
+        f"{name} is {text!r}, and not a number, so it counts as not set. The run goes on without it."
     ]
 
 

@@ -179,7 +179,7 @@ def backward(t: Training, fetched: Fetched, plan: MicroBatch, global_batch: Glob
     t.phases.enter("forward")
     inputs, targets = t.recipe.inputs_and_targets(batch)
     try:
-        with t.precision.autocast():
+        with t.precision.autocast(), t.passes.around(plan):
             loss = t.recipe.loss(t.model(inputs), targets)
     except Exception as error:
         if (clearer := explained(error, plan, global_batch)) is not None:

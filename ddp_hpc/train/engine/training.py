@@ -24,6 +24,7 @@ from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.data.sample_records import SampleRecorder
 from ddp_hpc.train.engine import modes
+from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses, compile_model
 from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.lone_losses import LoneLosses
@@ -80,6 +81,7 @@ class Training:
     replicas: Replicas | Recomputation
     numbers: StepNumbers
     save_plan: SavePlan
+    passes: PlainPasses = field(default_factory=PlainPasses)
     phases: PhaseTimes = field(default_factory=PhaseTimes)
     moves_batches: bool = True
     """Whether a batch of the loader has to be moved to the device, or changed."""
@@ -179,6 +181,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         guard=UpdateGuard(run, bare, checkpointer, is_active=skips, before_end=lone_losses.end),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=rank.watchdog.feed),
         recorder=recorder,
+        passes=CompiledPasses(order, group.rank_info.rank) if spec.train.compile else PlainPasses(),
         numbers=StepNumbers(recipe.tokens, computes_norm=spec.log.grad_norm),
         phases=phases,
         samples=SampleRecorder(run.rank_samples(attempt, group.rank_info.rank) if spec.train.record_samples else None),
@@ -401,9 +404,7 @@ def _wrap(spec: RunSpec, bare: nn.Module, group: Group) -> nn.Module:
             gradient_as_bucket_view=True,
             find_unused_parameters=spec.train.find_unused_parameters,
         )
-    # DDP inside of `torch.compile`, which then splits the graph at DDP's buckets; otherwise no all-reduce would overlap
-    # with the backward pass: https://pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer
-    return torch.compile(model) if spec.train.compile else model  # type: ignore[return-value]  # typed as a callable
+    return compile_model(model) if spec.train.compile else model
 
 
 def configure_torch(spec: RunSpec) -> None:

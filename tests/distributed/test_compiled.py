@@ -1,0 +1,113 @@
+"""`train.compile` compiles what the loop calls, in DDP, too; or says that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.recipe import Recipe
+from tests.distributed.processes import in_group
+from tests.strange.walks import Case, differences, walk, walk_in_parts
+from tests.unit.made_state import alone
+
+NUM_SAMPLES = 28
+BATCH = 8
+"""The last step of an epoch has four samples."""
+
+
+@pytest.fixture
+def compiled_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Return the batch sizes for which a graph is compiled; forked ranks have lists of their own."""
+    sizes: list[int] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        sizes.append(next(one.shape[0] for one in inputs if one.dim() == 2 and not isinstance(one, nn.Parameter)))
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    yield sizes
+    torch._dynamo.reset()
+
+
+def built_in() -> nn.Module:
+    """Return a model whose forward is PyTorch's own."""
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = built_in()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs).tanh()  # type: ignore[no-any-return]  # a module's
+
+
+class NotCompiled(Own):
+    @torch.compiler.disable
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs)  # type: ignore[no-any-return]  # a module's
+
+
+def case(model: Callable[[], nn.Module], **train: Any) -> Case:
+    generator = torch.Generator().manual_seed(7)
+    data = TensorDataset(torch.randn(NUM_SAMPLES, 6, generator=generator), torch.arange(NUM_SAMPLES) % 3)
+    return Case(
+        recipe=lambda: Recipe(model=model(), train_data=data, eval_data=data, loss=nn.CrossEntropyLoss()),
+        train={"global_batch_size": BATCH, "compile": True, **train},
+    )
+
+
+def _walked(
+    group: Group, *, model: Callable[[], nn.Module], folder: Path, sizes: list[int]
+) -> tuple[Any, Any, set[int]]:
+    plain = walk(group, case(model, compile=False), folder / "plain")
+    compiled = walk(group, case(model), folder / "compiled")
+    return plain, compiled, {*sizes}
+
+
+@pytest.mark.parametrize("model", [built_in, Own])
+def test_in_ddp_the_training_runs_compiled_on_full_batches_alone(
+    model: Callable[[], nn.Module], compiled_sizes: list[int], tmp_path: Path
+) -> None:
+    ranks = in_group(2, partial(_walked, model=model, folder=tmp_path / "ours", sizes=compiled_sizes), tmp_path)
+
+    for plain, compiled, sizes in ranks:
+        assert sizes == {BATCH // 2}
+        assert differences(plain, compiled) == []  # the graph is run as it was written
+
+
+def test_a_compiled_run_that_was_stopped_ends_in_the_same_bits(compiled_sizes: list[int], tmp_path: Path) -> None:
+    unbroken = walk(alone(), case(Own), tmp_path / "unbroken")
+    resumed = walk_in_parts(alone(), case(Own), tmp_path / "resumed")
+
+    assert differences(unbroken, resumed) == []
+    assert {*compiled_sizes} == {BATCH}
+
+
+def test_the_log_says_what_was_compiled(
+    compiled_sizes: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    walk(alone(), case(Own), tmp_path)
+
+    assert "(graphs: 1) for micro batches of 8 samples" in caplog.text
+    assert "compiled nothing" not in caplog.text
+
+
+def test_the_log_warns_where_nothing_was_compiled(
+    compiled_sizes: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    walk(alone(), case(NotCompiled), tmp_path)
+
+    assert compiled_sizes == []
+    assert caplog.text.count("PyTorch has compiled nothing of the model") == 1
