@@ -17,7 +17,7 @@ BENCH_BIN := .venv-bench/bin
 ADAPTERS_BIN := .venv-adapters/bin
 DOCS_BIN := .venv-docs/bin
 PINS := pyproject.toml envs/constraints.txt
-NEXT_DEBIAN := .slurm-lab/rootfs/trixie
+NEXT_DEBIANS := trixie forky
 SCRIPT_DIRS := $(wildcard .ci benchmarks containers docs envs examples sbatch_templates tests)
 
 # Two `make`s in one directory (a demo beside the tests) wait for each other: pip damages an environment that two of them
@@ -51,9 +51,11 @@ test-long: .venv/.dev ## The tests that `make test` leaves out because they take
 test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers, Accelerate, Optuna and Hydra, and the recorders W&B and MLflow, killed and resumed
 	$(ADAPTERS_BIN)/python -m pytest -o addopts=-ra $(SLOWEST) tests/adapters $(ARGS)
 
-test-all: test test-long test-adapters ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
-	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)
-	$(BIN)/python -m tests.campaigns.other_slurm $(NEXT_DEBIAN) $(ARGS)
+test-all: test test-long test-adapters ## All tests, then those on Slurm again with the Slurm of each next Debian (as root)
+	for suite in $(NEXT_DEBIANS); do \
+		tests/slurm/lab/make-rootfs .slurm-lab/rootfs/$$suite $$suite; \
+		$(BIN)/python -m tests.campaigns.other_slurm .slurm-lab/rootfs/$$suite $(ARGS); \
+	done
 
 check: .venv/.dev ## Format, lint, types, import contracts, shell scripts, Dockerfile
 	$(BIN)/ruff format --check --diff
