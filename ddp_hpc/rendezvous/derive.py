@@ -15,6 +15,7 @@ from ddp_hpc.rendezvous.address import Host, find_address
 from ddp_hpc.rendezvous.choice import Refused, is_routable
 from ddp_hpc.rendezvous.ports import MOST_TRIES, candidate_ports
 from ddp_hpc.rendezvous.worker_env import (
+    COMPILER_CACHE,
     OURS,
     USERS,
     Fact,
@@ -46,6 +47,8 @@ def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host
         **endpoint(address, _port(address, allocation, host)),
         **node_variables(_interface(address, allocation, host), _threads(environ, allocation, host)),
     }
+    if allocation is not None and allocation.step is None:
+        made[COMPILER_CACHE] = Fact(rule="each node has a directory of its own: each task finds it")
     return WorkerEnv(process=_process(allocation), variables=settled(made, environ))
 
 

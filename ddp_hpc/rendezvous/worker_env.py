@@ -1,4 +1,4 @@
-"""Make every variable that ddp_hpc sets for a worker: value, source and reason. Pure; no other module makes one.
+"""Make every variable that ddp_hpc sets for a worker: value, source and reason. Pure but for `private_cache`; no other module makes one.
 
 The agent, the task, torchrun's node and `ddp-hpc env` gather facts (ranks, endpoint, interface, CPUs), each in its own
 way. From equal facts they get equal variables here. A worker carries this table in one more variable, so that
@@ -12,11 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ddp_hpc.base.private_cache import private_cache
 from ddp_hpc.rendezvous.choice import Refused
 from ddp_hpc.slurm.allocation import Allocation, StepTask
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 ENDPOINT = ("MASTER_ADDR", "MASTER_PORT")
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 TABLE = "_DDP_HPC_WORKER_ENV"
 """The variable that holds a worker's table, as `WorkerEnv.environ` writes it."""
 USERS_CODE = "_DDP_HPC_USERS_CODE"
@@ -110,6 +112,12 @@ def library_variables(threads: Fact) -> dict[str, Fact]:
             value="1",
             source=OURS,
             rule="PyTorch then checks for GPUs without CUDA, which must not be initialised before the agent forks workers",
+        ),
+        # PyTorch's own place for it is /tmp/torchinductor_USER, whose pickles and modules the compiler loads, whoever made it.
+        COMPILER_CACHE: Fact(
+            value=None if (cache := private_cache()) is None else str(cache / "inductor"),
+            source=OURS,
+            rule="a directory that only you can enter, since `torch.compile` runs what it finds in its cache",
         ),
         # PyTorch's store resolves the name of every peer (getnameinfo in c10d's socket.cpp). If reverse DNS is broken, that
         # takes ten seconds for each process. One try of one second is the least that resolv.conf(5) allows.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.base.private_cache import private_cache
 from ddp_hpc.job.node.python_environ import IMPORT_PATH
 from ddp_hpc.job.workers import ByAgents
 from ddp_hpc.rendezvous.worker_env import (
@@ -43,7 +44,7 @@ NO_ROUTE = Fact(rule="this node has no route to 10.0.0.1")
 IB0 = Fact(value="ib0", source="routing table", rule="the interface of this node on the route to 10.0.0.1")
 ALL_NAMES = {
     *RANKS, "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS",
-    "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "RES_OPTIONS", "PYTHONPATH",
+    "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "RES_OPTIONS", "PYTHONPATH",
 }  # fmt: skip
 
 
@@ -68,6 +69,7 @@ ROWS = [
     ("OMP_NUM_THREADS", "4", "Slurm", "CPUs here: 8, workers: 2"),
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "ddp-hpc", "train.deterministic"),
     ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", "ddp-hpc", "must not be initialised before"),
+    ("TORCHINDUCTOR_CACHE_DIR", f"{private_cache()}/inductor", "ddp-hpc", "a directory that only you can enter"),
     ("RES_OPTIONS", "timeout:1 attempts:1", "ddp-hpc", "reverse DNS"),
     ("PYTHONPATH", "/run/snapshot", "ddp-hpc", "the user's code"),
 ]
