@@ -24,7 +24,7 @@ from ddp_hpc.slurm.allocation import node_name
 from ddp_hpc.slurm.answers import framed
 
 INJECTOR = "ddp_hpc.drill.injector"
-AGENTS = ("ddp_hpc.job.node.agent", "torch.distributed.run")
+AGENTS = ("ddp_hpc.job.node.agent", "ddp_hpc.train.torchrun")
 TASKS = ("ddp_hpc.job.node.task", "ddp_hpc.job.node.spawned")
 BURSTS, BURST_S = 8, 0.3
 """How often a slow worker is suspended, and for how long each time."""

@@ -57,14 +57,12 @@ def step_of_tasks(start: Start) -> list[str]:
 def step_of_torchrun(start: Start) -> list[str]:
     """Return the command that starts one torchrun a node, through `job.torchrun_node`, which knows the node's address."""
     launch, world = start.launch, start.launch.world
-    meeting = ["--meet", str(start.meeting), "--token-file", str(launch.run.rendezvous_token(start.attempt))]
+    meeting = ["--meet", str(start.meeting)]
     sampled = [f"--run={launch.run.path}", f"--attempt={start.attempt}"]
     node = ["-m", "ddp_hpc.job.node.torchrun_node", *_crew(launch), *_stop_signal(launch), *sampled, *meeting, "--"]
     options = [
         f"--nnodes={world.num_nodes}",
         f"--nproc-per-node={world.workers_per_node}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={start.meeting.endpoint}",
         f"--max-restarts={launch.spec.torchrun.max_restarts}",
     ]
     return [*_step(launch, tasks_per_node=1), *launch.wrapper.command, *node, *options, *_task(start)]

@@ -53,7 +53,7 @@ class Own(nn.Module):
 
 
 class NotCompiled(Own):
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch has no types for it
     def forward(self, inputs: Tensor) -> Tensor:
         return self.inner(inputs)  # type: ignore[no-any-return]  # a module's
 

@@ -70,7 +70,7 @@ AGENT = [
     python(23, 21, "ddp_hpc.job.node.agent", RUN),  # a loader
 ]
 TORCHRUN = [
-    python(30, 2, "torch.distributed.run", "-m", "ddp_hpc.job.node.task", RUN),
+    python(30, 2, "ddp_hpc.train.torchrun", "-m", "ddp_hpc.job.node.task", RUN),
     *(python(pid, 30, "ddp_hpc.job.node.task", RUN) for pid in (31, 32)),
     python(33, 32, "ddp_hpc.job.node.task", RUN),
 ]

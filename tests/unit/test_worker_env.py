@@ -182,7 +182,7 @@ def main(run, environ, *, attempt, listen_fd):
     found.with_suffix(".new").rename(found)
     return 0
 """
-TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_RDZV_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """What torchrun gives a worker beside its ranks and endpoint."""
 NOBODYS = {"LC_CTYPE", "COLUMNS", "LINES", "PYTHONSAFEPATH", USERS_CODE}
 """Python sets the first, pytest the next two; the last is set to nothing, which is as unset."""
@@ -249,9 +249,9 @@ def by_torchrun(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     environ = base_environ(run, **slurms)
     port = free_port()
     write_rendezvous_token(run, 0)
-    where = [f"--run={run.path}", "--attempt=0", f"--meet=127.0.0.1 {port}", f"--token-file={run.rendezvous_token(0)}"]
+    where = [f"--run={run.path}", "--attempt=0", f"--meet=127.0.0.1 {port}"]
     node = [*where, "--num-workers=2", "--"]
-    options = ["--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    options = ["--nnodes=1", "--nproc-per-node=2"]
     worker = ["-m", "ddp_hpc.job.node.task", str(run.path), "--worker=telling_worker", "--attempt=0"]
     argv = [sys.executable, "-m", "ddp_hpc.job.node.torchrun_node", *node, *options, *worker]
     subprocess.run(argv, env=environ, check=True)

@@ -208,20 +208,17 @@ def _worker_argv(run_dir: RunDir, options: Sequence[str]) -> list[str]:
 
 def _node_argv(run_dir: RunDir, resolved: Resolved, place: Place, options: Sequence[str]) -> list[str]:
     """Return the command that starts torchrun on this node."""
+    from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting
     from ddp_hpc.workload.table import workload_of
 
-    if place.num_nodes == 1:
-        where = ["--standalone"]  # torchrun takes a free port of this machine
-    else:
-        where = [
-            f"--node-rank={place.node_rank}",
-            f"--master-addr={place.address.value}",
-            f"--master-port={place.port.value}",
-        ]
+    meeting = Meeting(LOOPBACK, 0)
+    if place.num_nodes > 1:
+        meeting = Meeting(str(place.address.value), int(str(place.port.value)))
     stop_signal = workload_of(resolved.spec).stop_signal
     return [
         *("-m", _NODE, str(run_dir.path), f"--stop-signal={stop_signal}", "--"),
-        *(f"--nnodes={place.num_nodes}", f"--nproc-per-node={place.local_world_size}", *where),
+        *(f"--nnodes={place.num_nodes}", f"--nproc-per-node={place.local_world_size}"),
+        *(f"--rdzv-endpoint={meeting.endpoint}", f"--rdzv-conf=rank={place.node_rank}"),
         f"--max-restarts={resolved.spec.torchrun.max_restarts}",
         *_worker_argv(run_dir, [*options, "--of-node"]),
     ]

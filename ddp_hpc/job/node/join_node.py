@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.block_awaited_signals()
     interruptions = processes.block_interruptions()  # a terminal may have started this process
     torchrun = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *arguments.options],
+        [sys.executable, "-m", "ddp_hpc.train.torchrun", *arguments.options],
         env={name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)},
         start_new_session=True,
         preexec_fn=partial(processes.become_bound_child, os.getpid()),  # noqa: PLW1509  there are no threads here

@@ -1,13 +1,9 @@
 """Runs torchrun on one node, with the facts that it would guess wrong, and handles signals in its place.
 
-    python -m ddp_hpc.job.node.torchrun_node --num-workers 4 --stop-signal USR2 --meet "ADDRESS PORT" --token-file FILE -- OPTIONS ...
+    python -m ddp_hpc.job.node.torchrun_node --num-workers 4 --stop-signal USR2 --meet "ADDRESS PORT" -- OPTIONS ...
 
-torchrun guesses from names which node hosts the rendezvous, and by which address the others reach this one: the host is
-the node whose own name resolves to the endpoint. Where a node's own name means 127.0.1.1, as Debian's installer has it,
-no node is the host, and all wait for each other.
-
-Its agents unpickle what they find in their store under the rendezvous' name, so that name is made of the attempt's token, and
-comes by the environment, which other users cannot read.
+torchrun guesses from names by which address others reach this node. Where a node's own name means 127.0.1.1, as Debian's
+installer has it, none would.
 
 At SIGTERM, torchrun kills its workers after 30 s, perhaps during their last save; SIGUSR2 kills torchrun at once. And
 Slurm's signals do not reach its workers, as each has a session of its own. So torchrun gets one, too, and this process
@@ -17,7 +13,6 @@ receives the signals in its place and passes them on to the workers.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import subprocess
 import sys
@@ -36,7 +31,6 @@ from ddp_hpc.rank_probe.folder import make_folder
 from ddp_hpc.rendezvous.address import this_host
 from ddp_hpc.rendezvous.worker_env import WorkerEnv, for_probe, node_variables, settled, without_probe
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import read_rendezvous_token
 from ddp_hpc.slurm.allocation import step_task
 
 REPEAT_S = 1.0
@@ -53,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--stop-signal", type=processes.signal_number, default="USR2", metavar="NAME")
     parser.add_argument("--meet", type=Meeting.parse, required=True, metavar="'ADDRESS PORT'")
-    parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("options", nargs="+", help="torchrun's options, and the script that it starts")
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
@@ -63,18 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = node_variables(this_host().interface_towards(address), share.threads)
     node = WorkerEnv(process="torchrun's agent", variables=settled(made, os.environ))
     place = step_task(os.environ)
-    is_host = place.node_rank == 0
-    rendezvous = [f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={own_address(address)}"]
-    token = read_rendezvous_token(arguments.token_file)
-    # Other users can list the names of rendezvous; this one does not reveal the token.
-    name = hashlib.sha256(f"torchrun {token}".encode()).hexdigest()[:32]
+    rendezvous = [
+        f"--rdzv-endpoint={arguments.meet.endpoint}",
+        f"--rdzv-conf=rank={place.node_rank}",
+        f"--local-addr={own_address(address)}",
+    ]
     probes = make_folder()
     torchrun = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *rendezvous, *arguments.options],
+        [sys.executable, "-m", "ddp_hpc.train.torchrun", *rendezvous, *arguments.options],
         env={
             **without_probe(os.environ),
             **node.environ,
-            "PET_RDZV_ID": name,
             **for_probe(probes.path if probes else None, is_alone=True),
         },
         start_new_session=True,

@@ -41,7 +41,7 @@ class CompiledPasses(PlainPasses):
         if not self._is_told and self._graphs_before is not None:
             self._tell(_num_graphs() - self._graphs_before)
         if len(plan.indices) != self._size:
-            return torch.compiler.set_stance("force_eager")
+            return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]  # a context manager's class
         if self._graphs_before is None:
             self._graphs_before = _num_graphs()
         return _AS_IT_IS
