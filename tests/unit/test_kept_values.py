@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import logging
+import random
 import re
 import threading
 import types
@@ -229,3 +230,73 @@ def test_buffers_and_layers_that_a_pass_adds_are_taken_off() -> None:
         layer.more = nn.Linear(1, 1)
 
     assert not [*layer.state_dict(), *layer.children()]
+
+
+class Stateful(nn.Module):
+    """A layer with all kinds of state of its own."""
+
+    average: torch.Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("average", torch.zeros(3))
+        self.calls = 0
+        self.cache: dict[str, Any] = {"rows": [torch.zeros(2)]}
+        self.plain = torch.zeros(3)
+        self.own, self.numpys, self.pythons = (
+            torch.Generator().manual_seed(seed),
+            np.random.default_rng(seed),
+            random.Random(seed),
+        )
+
+    def drawn(self) -> tuple[float, ...]:
+        return torch.rand(1, generator=self.own).item(), self.numpys.random(), self.pythons.random()
+
+    def forward(self) -> torch.Tensor:
+        self.calls += 1
+        self.average.add_(1)
+        self.average = self.average * 2
+        self.weight.data.mul_(2)
+        self.plain += 1
+        self.cache["rows"][0] += 1
+        self.cache["more"] = 1
+        self.new = 1
+        torch.rand(1)
+        return self.weight.sum() * sum(self.drawn())
+
+
+def seen(layer: Stateful) -> Any:
+    values = (layer.weight, layer.average, layer.plain, layer.cache["rows"][0])
+    return [one.tolist() for one in values], layer.calls, [*layer.cache], hasattr(layer, "new")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_all_that_a_pass_changes_is_put_back_also_when_it_raises(raises: bool) -> None:
+    layer, calls = Stateful(1), list[int]()
+    layer.weight.register_hook(lambda _: calls.append(1))
+    layer.weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
+    torch.manual_seed(0)
+    before, cache, average = seen(layer), layer.cache, layer.average
+
+    def run() -> None:
+        with set_aside(layer, (), CPU):
+            layer().backward()
+            assert layer.weight.grad is not None
+            if raises:
+                raise OSError
+
+    if raises:
+        with pytest.raises(OSError):  # noqa: PT011
+            run()
+    else:
+        run()
+
+    assert seen(layer) == before
+    assert (layer.cache is cache, layer.average is average, layer.weight.grad, calls) == (True, True, None, [])
+    assert layer.drawn() == Stateful(1).drawn()
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    assert drawn == torch.rand(1)
+    layer.weight.sum().backward()
+    assert calls == [1, 2]

@@ -5,27 +5,20 @@ What lies outside of the model and of the recipe's functions (globals, closures,
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ddp_hpc.train.data.sent_values import NotSendableError, taken_apart
-from ddp_hpc.train.engine.kept_values import GENERATORS, ToKeep, refilled, set_state, state_of
+from ddp_hpc.train.engine.kept_values import ToKeep, refilled
 from ddp_hpc.train.engine.traces import put_back
 from ddp_hpc.train.state import rng
 
 _OF_PYTORCH = ("_parameters", "_buffers", "_modules")
 """Attributes of a module whose tensors `put_back` restores."""
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
-_MOST_ELEMENTS = 10_000
-"""Of a value that another rank takes over."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -83,52 +76,6 @@ def to_keep(model: nn.Module, others: Iterable[object]) -> ToKeep:
     for one in others:
         found.add(one, getattr(one, "__name__", type(one).__name__))
     return found
-
-
-def rank_state(model: nn.Module, others: Iterable[object]) -> list[dict[str, Any]]:
-    """Return what each rank may have of its own in the attributes of modules and of `others`: small values, and generators' states.
-
-    It has tensors, arrays and numbers in lists, tuples, dicts and queues, by name, for each holder; holders come in the same order on each rank.
-    """
-    return [
-        {
-            key: state_of(one) if isinstance(one, GENERATORS) else one
-            for key, one in vars(holder).items()
-            if _is_own(key, one)
-        }
-        for holder in _holders(model, others)
-    ]
-
-
-def take_over(model: nn.Module, others: Iterable[object], states: Sequence[dict[str, Any]]) -> None:
-    """Set what `rank_state` has returned on another rank.
-
-    Raises:
-        ValueError: if this rank has another number of holders.
-    """
-    for holder, state in zip(_holders(model, others), states, strict=True):
-        own = vars(holder)
-        for key, value in state.items():
-            if isinstance(own.get(key), GENERATORS):
-                set_state(own[key], value)
-            elif isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
-                own[key] = value.to(own[key].device)
-            else:
-                own[key] = value
-
-
-def _is_own(key: str, value: Any) -> bool:
-    if isinstance(value, GENERATORS):
-        return True
-    if key in _OF_MODULES or not isinstance(value, (bool, int, float, Tensor, np.ndarray, list, tuple, dict, deque)):
-        return False
-    size = value.numel() if isinstance(value, Tensor) else value.size if isinstance(value, np.ndarray) else 0
-    if size > _MOST_ELEMENTS or (isinstance(value, Sized) and len(value) > _MOST_ELEMENTS):
-        return False
-    try:
-        return not taken_apart(value).classes and not isinstance(value, nn.Parameter)
-    except NotSendableError:
-        return False
 
 
 def _holders(model: nn.Module, others: Iterable[object]) -> list[Any]:
