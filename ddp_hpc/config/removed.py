@@ -35,9 +35,9 @@ REMOVED: Mapping[str, Removed] = {
 def no_longer_a_key(name: str, location: str) -> ConfigError | None:
     """Return the error for a key that a source sets although it was removed; None for any other name."""
     one = REMOVED.get(name)
-    return one and ConfigError(
-        f"`{name}` ({location}) is no longer a key, since {one.since}. Leave it out: {one.instead}"
-    )
+    if one is None:
+        return None
+    return ConfigError(f"`{name}` ({location}) is no longer a key, since {one.since}. Leave it out: {one.instead}")
 
 
 def drop_removed(content: dict[Any, Any]) -> dict[str, Any]:
