@@ -105,6 +105,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "normalised weights": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
     "spectral normalisation": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
     "one layer several times": lambda: nn.Sequential(*[nn.SyncBatchNorm(2)] * 3),
+    "a compiled graph": lambda: torch.fx.symbolic_trace(nn.Linear(2, 2)),
     "thousands of layers": lambda: nn.Sequential(*(nn.ReLU() for _ in range(1000))),
 }
 

@@ -230,8 +230,8 @@ _ALSO_CONSTANT = (
 )
 """Their subclasses need none either."""
 _NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
-_NOT_THE_MODELS = ("ddp_hpc.train.", "torch._dynamo.")
-"""Modules of Python whose objects a hook or a compiled model may hold, but which are no part of it."""
+_NOT_THE_MODELS = ("ddp_hpc.train.", "torch._dynamo.", "torch._C", "torch.jit.", "torch.fx.")
+"""Modules of Python whose objects a hook or a compiled model may hold, but which are no part of what it computes with."""
 
 
 class ToKeep:
@@ -325,6 +325,8 @@ class ToKeep:
 
 
 def _is_constant(kind: type) -> bool:
+    if kind in _TYPES:
+        return False
     if kind in _CONSTANT or issubclass(kind, _ALSO_CONSTANT) or kind.__module__.startswith(_NOT_THE_MODELS):
         return True
     return issubclass(kind, _NUMBERS_AND_TEXTS) and not kind.__dictoffset__
