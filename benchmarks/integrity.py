@@ -16,18 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from benchmarks import loop
 from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_rounds, shown
 from ddp_hpc.run_dir.digests import record_digest
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import IntegritySpec
-from ddp_hpc.train.data.sent_values import taken_apart
-from ddp_hpc.train.engine.precision import Precision
-from ddp_hpc.train.engine.recomputation import Computed
-from ddp_hpc.train.recipe import Recipe
-from ddp_hpc.train.recording.phase_times import PhaseTimes
 from ddp_hpc.train.state import digests
 from ddp_hpc.train.state.training_state import TrainingState
 
@@ -35,8 +29,6 @@ EVERY = IntegritySpec().every_steps or 0
 LIMIT_PERCENT = 1.0
 BATCH, WIDTH, LAYERS = 32, 2500, 4
 SMALL, LARGE = "0.1 MB of weights, SGD", "100 MB of weights, AdamW"
-RECOMPUTED = "100 MB of weights, AdamW: a micro batch computed by all ranks"
-RECOMPUTE_EVERY = 1000
 REPEATS = {SMALL: 200, LARGE: 3}
 
 
@@ -81,37 +73,6 @@ def costs(name: str, run: RunDir) -> Mapping[str, float]:
     return {"step": a_step, "once": once, "share": once / (EVERY * a_step)}
 
 
-def costs_of_recomputing() -> Mapping[str, float]:
-    """Return the same of computing a micro batch on all ranks, as the rank that sends it, besides sending."""
-    network = large()
-    rows = torch.randn(BATCH, WIDTH)
-    made = Recipe(model=network, train_data=TensorDataset(rows, rows), loss=nn.MSELoss())
-    state = TrainingState(
-        model=network,
-        optimizer=torch.optim.AdamW(network.parameters()),
-        device=torch.device("cpu"),
-        rank=0,
-        world_size=2,
-        loss_meter=torch.zeros(()),
-    )
-    precision = Precision("fp32", state.device)
-    computed = Computed(recipe=made, precision=precision, channels_last=False, may_be_unused=False, phases=PhaseTimes())
-
-    def step() -> None:
-        made.loss(network(rows), rows).backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-
-    def recompute() -> None:
-        taken = taken_apart((rows, rows))
-        digests.of_tensors(computed.of(state, computed.to_send(state, taken), taken.classes))
-
-    step()
-    recompute()
-    a_step, once = cpu_s(step, REPEATS[LARGE]), cpu_s(recompute, REPEATS[LARGE])
-    return {"step": a_step, "once": once, "share": once / (RECOMPUTE_EVERY * a_step)}
-
-
 def measure(rounds: int) -> Samples:
     """Measure both models on one thread, as a worker with one CPU has it."""
     threads = torch.get_num_threads()
@@ -119,7 +80,6 @@ def measure(rounds: int) -> Samples:
     try:
         with tempfile.TemporaryDirectory() as folder:
             rows = [Row(name, partial(costs, name, RunDir(Path(folder)))) for name in (SMALL, LARGE)]
-            rows.append(Row(RECOMPUTED, costs_of_recomputing))
             return run_rounds("integrity", rows, rounds=rounds)
     finally:
         torch.set_num_threads(threads)
@@ -129,7 +89,7 @@ def verdicts(samples: Samples) -> list[Verdict]:
     """Hold the comparison against the steps from one to the next."""
     return [
         judge(
-            f"{row}, of the {RECOMPUTE_EVERY if row == RECOMPUTED else EVERY} steps between two comparisons",
+            f"{row}, of the {EVERY} steps between two comparisons",
             [100 * share for share in samples.by_row[row]["share"]],
             unit="%",
             limit=LIMIT_PERCENT,

@@ -97,7 +97,11 @@ def is_below(name: str, section: str) -> bool:
 
 
 def unknown_key(name: str, location: str) -> ConfigError:
-    """Return the error for an unknown key, with the nearest key and all keys of its section."""
+    """Return the error for an unknown key, with the nearest key and all keys of its section; or with what replaces it."""
+    from ddp_hpc.config.removed import no_longer_a_key  # late: only an error needs the table
+
+    if gone := no_longer_a_key(name, location):
+        return gone
     if name == "steps":
         return ConfigError(
             f"`steps` ({location}) is not a key of one run: it makes a pipeline, which only `ddp-hpc submit CONFIG` takes."

@@ -13,6 +13,7 @@ from ddp_hpc.base.field_types import annotations_of
 from ddp_hpc.base.patience import patiently
 from ddp_hpc.config.keys import all_keys, key_of
 from ddp_hpc.config.paths import filled
+from ddp_hpc.config.removed import REMOVED, drop_removed
 from ddp_hpc.config.site import Profile, find_profile, refuse_unwelcome
 from ddp_hpc.config.sources import (
     COMMAND_LINE,
@@ -24,10 +25,12 @@ from ddp_hpc.config.sources import (
     from_environment,
     from_file,
     from_overrides,
+    read_mapping,
     settings_in,
 )
 from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError, UnreadableError
+from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec, program_of
 
 
@@ -63,7 +66,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     """
     profile = find_profile(environ, site)
     stem = path.stem if path is not None else program_of(command).name if command else ""
-    asked = [*([] if path is None else from_file(path, f"file {path.name}")), *from_environment(environ)]
+    asked = [*([] if path is None else from_file(path, is_of_run=_is_of_run(path))), *from_environment(environ)]
     if isinstance(overrides, Mapping):
         asked += settings_in(overrides, Origin("Python", "Python"))
     else:
@@ -113,11 +116,30 @@ def load_resolved(path: Path, *, is_patient: bool = False, patience_s: float | N
 
 def _load(path: Path, *, is_known: bool) -> RunSpec:
     try:
-        return _build([*from_defaults(), *from_file(path, f"file {path.name}")]).spec
+        return _build([*from_defaults(), *from_file(path, is_of_run=True)]).spec
     except ConfigError as error:
         if is_known or not isinstance(error.__cause__, OSError):
             raise
         raise UnreadableError(str(error)) from error
+
+
+def _is_of_run(path: Path) -> bool:
+    """Tell whether a file is the configuration that a run keeps, with a value for every key of the version that wrote it."""
+    run = RunDir(path.parent)
+    return path.name == run.config.name and run.attempts.exists()
+
+
+def dropped_from(path: Path) -> list[str]:
+    """Return a line for each key that is removed, but that the configuration of a run sets to something else than its default then.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    return [
+        f"note: `{name}` is {value!r} in {path}, but since {REMOVED[name].since} it is no longer a key, and it has no effect. "
+        f"{REMOVED[name].instead}"
+        for name, value in drop_removed(read_mapping(path)).items()
+    ]
 
 
 def resolve_key(name: str, environ: Mapping[str, str]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ddp_hpc.config.foreign import ours_for
 from ddp_hpc.config.keys import all_keys, is_free, is_section, key_of, unknown_key
+from ddp_hpc.config.removed import drop_removed
 from ddp_hpc.config.values import parse_text
 from ddp_hpc.errors import ConfigError
 
@@ -49,13 +50,18 @@ def from_defaults() -> list[Setting]:
     return [Setting(key.name, key.default, DEFAULT) for key in all_keys().values() if key.default is not MISSING]
 
 
-def from_file(path: Path, source: str) -> list[Setting]:
+def from_file(path: Path, *, is_of_run: bool) -> list[Setting]:
     """Read a YAML file of sections and keys; `train.lr: 0.1` may stand for `train: {lr: 0.1}`.
+
+    The file that a run keeps has all keys of the version that wrote it: those that were removed since are left out.
 
     Raises:
         ConfigError: if it cannot be read, is not a mapping, or has an unknown key or one key twice.
     """
-    return settings_in(read_mapping(path), Origin(source, str(path)))
+    content = read_mapping(path)
+    if is_of_run:
+        drop_removed(content)
+    return settings_in(content, Origin(f"file {path.name}", str(path)))
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:

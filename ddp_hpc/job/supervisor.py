@@ -22,7 +22,7 @@ from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import is_shown
 from ddp_hpc.base.durable import make_directories, private_mode
-from ddp_hpc.config import load_resolved
+from ddp_hpc.config import dropped_from, load_resolved
 from ddp_hpc.containers import CommandWrapper, HostPaths
 from ddp_hpc.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.job import preflight
@@ -142,6 +142,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, allocation: Allocation | N
         return code
     try:
         spec = load_resolved(run.config, is_patient=True)
+        sys.stderr.writelines(f"{note}\n" for note in dropped_from(run.config))
         _log_libraries(spec, run)
         _set_variables(spec.environ)
         ends_at_nan = workload_of(spec).ends_at_nan

@@ -222,7 +222,7 @@ def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus:
         train=replace(spec.train, init_from=init_from),
         eval=replace(spec.eval, every_epochs=_FOR_EVER),
         checkpoint=replace(spec.checkpoint, every_steps=None, keep_last=_FOR_EVER, keep_best=0),
-        integrity=replace(spec.integrity, every_steps=None, recompute_every_steps=None),
+        integrity=replace(spec.integrity, every_steps=None),
         log=replace(spec.log, tensorboard=False, recorders=()),
         profile=replace(spec.profile, kind="off"),
     )

@@ -17,9 +17,9 @@ from ddp_hpc.run_dir.paths import RunDir
 
 _MOST_NAMED = 4
 
-ToldBy = Literal["", "vote", "itself", "repetition", "undecided"]
+ToldBy = Literal["", "vote", "repetition", "undecided"]
 """How it is known which ranks were wrong. Empty: it is not known, and the step has not been computed again. vote: more than half of
-the ranks agree. itself: the rank has computed the same several times, with several results, and each other rank found the same each time. repetition: another attempt has computed the step again, and its values are those of the other ranks, or clearly near
+the ranks agree. repetition: another attempt has computed the step again, and its values are those of the other ranks, or clearly near
 them; this counts more than a vote, which several ranks that are wrong alike may win. undecided: it has, and its values do not tell."""
 
 
@@ -60,8 +60,6 @@ class Difference:
     """Which tensor some ranks do not have, or have in another shape or dtype: no wrong bit does that, so it is the code. Else empty."""
     of_loss: bool = False
     """Whether it is the loss of the step that was not finite on some ranks alone. The digests say of which: `FINITE`, `NOT_FINITE`."""
-    of_gradients: bool = False
-    """Whether all ranks have computed the loss and the gradients of the same batch, and the digests are of these."""
     odd_ranks: tuple[int, ...] = ()
     """The ranks that were wrong, where that is known."""
     told_by: ToldBy = ""
@@ -76,7 +74,7 @@ class Difference:
     def is_open(self) -> bool:
         """Tell whether to compare after the same step again, to learn which ranks were wrong."""
         is_told = self.repeated_in is not None or self.told_by not in {"", "vote"}
-        return not (is_told or self.unlike or self.of_loss or self.of_gradients or self.is_of_processors)
+        return not (is_told or self.unlike or self.of_loss or self.is_of_processors)
 
     @property
     def is_of_processors(self) -> bool:
@@ -94,11 +92,6 @@ class Difference:
         """Say after which step which tensors differ."""
         if self.of_loss:
             return f"the ranks differ after step {self.step}: the loss is not finite {self.where_not_finite}"
-        if self.of_gradients:
-            return (
-                f"the ranks differ after step {self.step}: they have computed the gradients of the same micro batch, and {self.tensors[0]} "
-                "is not equal on all of them"
-            )
         others = self.num_tensors - 1
         more = "" if others < 1 else " and 1 other tensor" if others == 1 else f" and {others} other tensors"
         are = "are" if more else "is"
@@ -123,10 +116,6 @@ class Difference:
             return f"{self._repetition}, but its values do not show which rank was wrong, because {self._why_undecided}"
         if self.of_loss:
             return "a processor was wrong, or the training diverges; the next attempt computes the step again, which shows what it was"
-        return self._why_unknown
-
-    @property
-    def _why_unknown(self) -> str:
         if self.is_of_processors:
             kinds = _few(list(dict.fromkeys(self.processors)))
             return (
@@ -135,11 +124,6 @@ class Difference:
                 "`integrity.every_steps=null`"
             )
         num, groups = len(self.digests), len(set(self.digests))
-        if self.of_gradients:
-            return (
-                f"{num} ranks have {groups} different results, each of them the same ones each time, and no more than half of the ranks agree, so it is "
-                "not known which are wrong; or the model or the loss does not do the same on each rank: then set `integrity.recompute_every_steps=null`"
-            )
         return (
             f"{num} ranks have {groups} different values, and no more than half of them agree, so it is not known which are "
             "wrong until the step is computed again"
@@ -149,8 +133,6 @@ class Difference:
     def _proof(self) -> str:
         num, num_odd = len(self.digests), len(self.odd_ranks)
         agree = f"{num - num_odd} of {num} ranks agree"
-        if self.told_by == "itself":
-            return "it has computed the same several times, with several results; each other rank has found the same each time"
         if self.told_by == "vote":
             doubt = f"; {self._repetition}, but its values cannot confirm this, because {self._why_undecided}"
             return agree if self.repeated_in is None else agree + doubt
@@ -283,10 +265,10 @@ def write_difference(run: RunDir, difference: Difference) -> None:
 
 
 def read_difference(run: RunDir, attempt: int) -> Difference | None:
-    """Return the record of an attempt; None where its ranks did not differ, or the record cannot be read."""
+    """Return the record of an attempt; None where its ranks did not differ in what is compared now, or the record cannot be read."""
     path = run.difference(attempt)
     record: dict[str, Any] | None = known(path, partial(read_json, path), unknown=None)
-    if record is None:
+    if record is None or record.get("of_gradients"):  # until 2026-11-26, ranks also compared gradients of one batch
         return None
     fields = {key: value for key, value in record.items() if key in Difference.__annotations__}
     with suppress(KeyError, TypeError, ValueError):  # another version wrote it, or it is damaged

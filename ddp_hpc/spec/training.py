@@ -269,18 +269,10 @@ class IntegritySpec(Checked, section="integrity"):
     every_steps: int | None = 100
     """Compare weights, moving average and optimizer state of all ranks at the multiples of this number of steps, where an
     attempt begins, and before each save. Unset: never."""
-    recompute_every_steps: int | None = None
-    """At the multiples of this number of steps, and before each save, all ranks compute the gradients of one and the same micro batch, and compare
-    them: that finds a processor that computes wrongly before the all-reduce. It takes about as long as a micro batch, and memory for a copy of weights and gradients; 1000 is a good number. The model and the loss must do the same on each rank (docs/integrity.md). Unset: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("integrity", every_steps=self.every_steps, recompute_every_steps=self.recompute_every_steps)
-        require(
-            self.recompute_every_steps is None or self.every_steps is not None,
-            f"`integrity.recompute_every_steps` is {self.recompute_every_steps}, but `integrity.every_steps` is not set: ranks whose weights differ also "
-            "compute different gradients, so the weights are compared first. Set `integrity.every_steps`, too.",
-        )
+        require_positive("integrity", every_steps=self.every_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

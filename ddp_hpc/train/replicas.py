@@ -62,11 +62,11 @@ class Replicas:
         wait_for_save: Callable[[], object] = lambda: None,
     ) -> None:
         """Compare at multiples of `every_steps`; None: never. `wait_for_save` returns when no save is being written any more."""
-        self.run = run
-        self.group = group
-        self.attempt = attempt
+        self._run = run
+        self._group = group
+        self._attempt = attempt
         self._every = every_steps
-        self.wait_for_save = wait_for_save
+        self._wait_for_save = wait_for_save
         self.next_step = _NEVER if every_steps is None else 0
         """After this step, or the first one behind it, the ranks compare."""
         self._compared: int | None = None
@@ -100,10 +100,10 @@ class Replicas:
         compared, left_out = training_state.tensors_to_compare(state)
         self._note_left_out(left_out)
         mine = digests.of_named(compared)
-        rank_info = self.group.rank_info
+        rank_info = self._group.rank_info
         slots = torch.zeros(rank_info.world_size, dtype=torch.int64)
         slots[rank_info.rank] = digests.as_number(digests.of_all(mine))
-        found = [digests.from_number(number) for number in self.group.sum(slots).tolist()]
+        found = [digests.from_number(number) for number in self._group.sum(slots).tolist()]
         if len(set(found)) > 1:
             self._end(step, found, mine, state)
         if rank_info.is_rank_zero:
@@ -113,16 +113,16 @@ class Replicas:
         """Find the steps after which an earlier attempt's ranks differed, the same on all ranks: they are compared again."""
         self._open = []
         steps: list[int] = []
-        if self.group.rank_info.is_rank_zero:
-            self._open = [one for one in read_differences(self.run) if one.is_open]
+        if self._group.rank_info.is_rank_zero:
+            self._open = [one for one in read_differences(self._run) if one.is_open]
             steps = sorted({one.step for one in self._open})
-        self._open_steps = self.group.broadcast_through_store("replicas/open", steps)
+        self._open_steps = self._group.broadcast_through_store("replicas/open", steps)
 
     # --- rank zero ---
 
     def _note_left_out(self, left_out: Mapping[str, str]) -> None:
         """Log once which tensors are not compared."""
-        if not self.group.rank_info.is_rank_zero:
+        if not self._group.rank_info.is_rank_zero:
             return
         new = {name: why for name, why in left_out.items() if name not in self._left_out}
         self._left_out.update(new)
@@ -133,18 +133,18 @@ class Replicas:
 
     def _agreed(self, step: int, digest: str, state: TrainingState) -> None:
         """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""
-        world_size = self.group.rank_info.world_size
+        world_size = self._group.rank_info.world_size
         with self._errors_logged():
-            record_digest(self.run, attempt=self.attempt, step=step, world_size=world_size, digest=digest)
+            record_digest(self._run, attempt=self._attempt, step=step, world_size=world_size, digest=digest)
             for one in [one for one in self._open or () if one.step == step]:
                 found = Repetition(
-                    attempt=self.attempt,
+                    attempt=self._attempt,
                     digest=digest,
                     values=_values_at(state, one.samples),
                     not_comparable=not_comparable(
-                        self.run,
+                        self._run,
                         one,
-                        attempt=self.attempt,
+                        attempt=self._attempt,
                         world_size=world_size,
                         processor=processor_of(state.device),
                     ),
@@ -154,7 +154,7 @@ class Replicas:
     def _tell(self, difference: Difference) -> None:
         """Record what this attempt says of an earlier one's difference."""
         self._open = [one for one in self._open or () if one.attempt != difference.attempt]
-        write_difference(self.run, difference)
+        write_difference(self._run, difference)
         log.warning(
             "attempt %d ended because %s: %s. The training continues.",
             difference.attempt,
@@ -166,10 +166,10 @@ class Replicas:
 
     def _end(self, step: int, found: Sequence[str], mine: dict[str, int], state: TrainingState) -> None:
         """Tell all ranks what differs, once the checkpoint that is being written is committed; it was equal everywhere."""
-        self.wait_for_save()
+        self._wait_for_save()
         named = {item.name: item.tensor for item in training_state.tensors_of_all(state)}
         tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
-        reports = self.group.gathered_by_rank_zero(
+        reports = self._group.gathered_by_rank_zero(
             {"host": host_name(), "processor": processor_of(state.device), "tensors": tensors}
         )
         names = digests.differing([one["tensors"] for one in reports])
@@ -177,10 +177,10 @@ class Replicas:
         sampled = [] if _unlike(names, reports) else names[:_MOST_SAMPLED]
         samples = [
             self._sample(name, named[name])
-            for name in self.group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
+            for name in self._group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
         ]
-        text = self._explain(step, found, reports, names, samples) if self.group.rank_info.is_rank_zero else None
-        raise RanksDifferError(self.group.last_word(f"replicas/{step}/message", text))
+        text = self._explain(step, found, reports, names, samples) if self._group.rank_info.is_rank_zero else None
+        raise RanksDifferError(self._group.last_word(f"replicas/{step}/message", text))
 
     def _sample(self, name: str, tensor: Tensor) -> Sample:
         """Return the first elements of a tensor that are not equal on all ranks; on rank zero, with the values of all."""
@@ -196,7 +196,7 @@ class Replicas:
             if len(places) >= _MOST_PLACES:
                 break
         places = places[:_MOST_PLACES]
-        values = self.group.gathered_by_rank_zero(_floats(flat, places))
+        values = self._group.gathered_by_rank_zero(_floats(flat, places))
         return Sample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
 
     def _explain(
@@ -210,7 +210,7 @@ class Replicas:
         """Record the difference, and return the message of all ranks."""
         newest = by_vote(
             Difference(
-                attempt=self.attempt,
+                attempt=self._attempt,
                 step=step,
                 digests=tuple(found),
                 hosts=tuple(one["host"] for one in reports),
@@ -223,8 +223,8 @@ class Replicas:
             )
         )
         with self._errors_logged():
-            write_difference(self.run, newest)
-        return message_of(self.run, newest)
+            write_difference(self._run, newest)
+        return message_of(self._run, newest)
 
     @contextmanager
     def _errors_logged(self) -> Any:

@@ -2,7 +2,6 @@
 
     python -m tests.campaigns.bit_flips [--flips 500] [--others 50] [--healthy 100000]    # writes docs/results/bit-flips.{json,md}
 
-`--persistent N` tries instead N ranks that compute wrongly before the all-reduce from some step on, prints what became of them, and writes nothing.
 `--others` more are of each of two kinds: exponents that lead to a loss that is not finite, and two ranks of three that are wrong alike.
 
 Each training has 2 or 3 real processes, joined by gloo. After a difference, the run goes on from its newest checkpoint to the end.
@@ -15,7 +14,6 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -45,9 +43,6 @@ from tests.distributed.bit_flips import (
     try_flips,
 )
 from tests.distributed.processes import in_group
-from tests.distributed.wrong_processors import EVERY as RECOMPUTED_EVERY
-from tests.distributed.wrong_processors import KINDS, Kind, random_fault, try_faults
-from tests.distributed.wrong_processors import Outcome as Wrong
 from tests.strange.walks import Case
 
 JSON, TABLE = RESULTS / "bit-flips.json", RESULTS / "bit-flips.md"
@@ -131,38 +126,6 @@ def tried(plan: Iterator[tuple[Part, int, list[Flip]]]) -> Iterator[tuple[Part, 
                 yield from ((part, one) for one in in_group(world_size, function, path / "ranks")[0])
 
 
-def persistent(num: int) -> int:
-    """Try faults that last, before the all-reduce; print what became of each, and of each kind."""
-    chosen, counts = random.Random(52), Counter[tuple[int, Kind, str]]()
-    for world_size in (2, 3, 4):
-        faults = [
-            random_fault(chosen, world_size=world_size, kind=[*KINDS][number % len(KINDS)])
-            for number in range(num * (world_size - 1) // 3 - num * (world_size - 2) // 3)
-        ]
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            function: Callable[[Group], list[Wrong]] = partial(try_faults, path=path / "runs", faults=faults)
-            for one in in_group(world_size, function, path / "ranks")[0]:
-                word = verdict_of_persistent(one)
-                counts[world_size, one.fault.kind, word] += 1
-                sys.stdout.write(f"{world_size} ranks, {one.fault}, found at {one.found_at}: {word}\n")
-                sys.stdout.flush()
-    for (world_size, kind, word), count in sorted(counts.items()):
-        sys.stdout.write(f"{world_size} ranks, {kind}: {word} {count}\n")
-    return int(any(word == "WRONG" for _, _, word in counts))
-
-
-def verdict_of_persistent(one: Wrong) -> str:
-    """Say what became of a fault that lasts: as `VERDICTS`; `late` where the first comparison did not meet it, as its numbers were right there by chance."""
-    if one.found_at is None:
-        return "no effect" if one.is_same else "not found"
-    if one.named not in ((), (one.fault.rank,)):
-        return "WRONG"
-    if not one.is_same or one.found_at - one.fault.after > RECOMPUTED_EVERY:
-        return "late"
-    return "named" if one.named else "found"
-
-
 def small() -> Recipe:
     rows = torch.randn(1000, 4, generator=torch.Generator().manual_seed(5))
     return Recipe(
@@ -192,10 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--flips", type=int, default=500)
     parser.add_argument("--others", type=int, default=50)
     parser.add_argument("--healthy", type=int, default=100_000)
-    parser.add_argument("--persistent", type=int, default=0)
     asked = parser.parse_args(argv)
-    if asked.persistent:
-        return persistent(asked.persistent)
     began, outcomes = time.monotonic(), []
     for part, one in tried(planned(asked.flips, asked.others)):
         outcomes.append({**asdict(one), "part": part, "verdict": verdict(one, part)})

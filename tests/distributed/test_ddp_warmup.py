@@ -54,7 +54,7 @@ def _train(group: Group, *, restarts: bool, rehearses: bool) -> list[Tensor]:
 def _wrap(model: nn.Module, group: Group, *, rehearses: bool) -> nn.Module:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if rehearses:
-        warm_up_ddp(model, group.device, partial(_backward, wrapped, 0, group.rank_info.rank))
+        warm_up_ddp(model, (), group.device, partial(_backward, wrapped, 0, group.rank_info.rank))
     return wrapped
 
 
@@ -85,7 +85,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     before = [value.clone() for value in model.state_dict().values()]
     generator = torch.get_rng_state()
 
-    warm_up_ddp(model, torch.device("cpu"), partial(_backward, model, 0, 0))
+    warm_up_ddp(model, (), torch.device("cpu"), partial(_backward, model, 0, 0))
 
     assert all(torch.equal(one, other) for one, other in zip(before, model.state_dict().values(), strict=True))
     assert torch.equal(generator, torch.get_rng_state())
@@ -110,7 +110,7 @@ def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_forward_replaces() -> None
     model = Replaces()
     buffer = model.mean
 
-    warm_up_ddp(model, torch.device("cpu"), partial(_backward, model, 0, 0))
+    warm_up_ddp(model, (), torch.device("cpu"), partial(_backward, model, 0, 0))
 
     assert model.mean is buffer
     assert not buffer.any()

@@ -63,7 +63,6 @@ class Case:
     save_every: int | Literal["auto"] = 5
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     compare_every: int | None = 50
-    recompute_every: int | None = None
     plain_calls_train: bool = False
     """Whether the plain loop calls `model.train()` first, as a model needs that freezes itself there."""
 
@@ -77,7 +76,7 @@ class Case:
             eval=EvalSpec(batch_size=3),
             log=LogSpec(every_steps=self.log_every),
             checkpoint=CheckpointSpec(every_steps=self.save_every, **self.checkpoint),
-            integrity=IntegritySpec(every_steps=self.compare_every, recompute_every_steps=self.recompute_every),
+            integrity=IntegritySpec(every_steps=self.compare_every),
             resources=ResourcesSpec(workers_per_node=world_size),
         )
 

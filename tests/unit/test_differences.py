@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,15 @@ def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: 
         run.difference(11).write_text(text)
         assert read_difference(run, 11) is None
     assert read_differences(run) == [first]
+
+
+def test_a_record_of_a_version_that_also_compared_gradients_tells_nothing_of_the_weights(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    write_difference(run, difference("ab"))
+    record = json.loads(run.difference(0).read_text())
+    run.difference(0).write_text(json.dumps({**record, "of_gradients": True, "told_by": "itself"}))
+
+    assert read_difference(run, 0) is None
 
 
 INPUTS = AttemptInputs(attempt=0, world_size=2, config="train:\n  lr: 0.1\nslurm:\n  qos: low\n", code={"/a/m.py": "1"})

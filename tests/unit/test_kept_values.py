@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import logging
+import random
 import re
 import threading
 import types
@@ -20,9 +21,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hpc.train.engine.kept_values import MOST_VALUES, NotKeptError
-from ddp_hpc.train.engine.set_aside import set_aside, to_keep
-from ddp_hpc.train.engine.traces import put_back
+from ddp_hpc.train.engine.kept_values import MOST_VALUES, NotKeptError, refilled
+from ddp_hpc.train.engine.set_aside import place_of_copies, set_aside, to_keep
 
 CPU = torch.device("cpu")
 
@@ -105,6 +105,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "normalised weights": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
     "spectral normalisation": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
     "one layer several times": lambda: nn.Sequential(*[nn.SyncBatchNorm(2)] * 3),
+    "a compiled graph": lambda: torch.fx.symbolic_trace(nn.Linear(2, 2)),
     "thousands of layers": lambda: nn.Sequential(*(nn.ReLU() for _ in range(1000))),
 }
 
@@ -125,6 +126,29 @@ def test_models_of_torchvision_are_not_refused(name: str) -> None:
     to_keep(model, (nn.CrossEntropyLoss(label_smoothing=0.1),))
 
 
+def test_what_cannot_be_put_back_is_noted_where_a_list_is_given_and_the_rest_is_put_back() -> None:
+    held, refused = [Slots(), [0], itertools.count(), {"a": 1}], list[str]()
+    model = holding(held)
+
+    with set_aside(model, (), CPU, refused=refused):
+        held[1][0] = held[3]["a"] = 5  # type: ignore[index]  # a list and a dict
+        held.append(3)
+
+    assert refused == ["`model.0.held[0]` is of the type Slots", "`model.0.held[2]` is of the type count"]
+    assert [one if type(one) in (list, dict) else None for one in held] == [None, [0], None, {"a": 1}]
+
+
+def test_too_many_values_are_noted_once_and_those_before_are_put_back() -> None:
+    held, refused = [[1]], list[str]()
+    model = holding([*held, [[n] for n in range(MOST_VALUES + 1)], [[1]]])
+
+    with set_aside(model, (), CPU, refused=refused):
+        held[0][0] = 3
+
+    assert [one.partition(" up to ")[0] for one in refused] == ["there are too many values"]
+    assert held == [[1]]
+
+
 def in_itself() -> Any:
     value: list[Any] = []
     for _ in range(100):
@@ -142,8 +166,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "`model.0.held.default_factory.__self__` is of the type count":
         lambda: collections.defaultdict(itertools.count().__next__),
     "`model.0.held.args[0]` is of the type Slots": lambda: functools.partial(print, Slots()),
-    "`model.0.held[0]` is a module of the type BatchNorm1d that is not registered": lambda: (nn.BatchNorm1d(2),),
-    "`model.0.held.norm` is a module of the type BatchNorm1d that is not": lambda: Object(norm=nn.BatchNorm1d(2)),
     "`model.0.held` is of the type _lru_cache_wrapper": lambda: functools.cache(lambda: 1),
     "`model.0.held` is of the type ndarray": lambda: np.array([object()]),
     "there are too many values": lambda: [(n,) for n in range(MOST_VALUES + 1)],
@@ -210,12 +232,69 @@ def test_what_objects_hold_is_put_back() -> None:
     assert values.replaced.shape == (2,)
 
 
+def test_a_module_that_is_not_registered_is_put_back_with_its_tensors() -> None:
+    norm = nn.BatchNorm1d(2)
+
+    with set_aside(holding((norm,)), (), CPU):
+        norm(torch.randn(4, 2))
+
+    assert norm.running_mean is not None
+    assert (norm.running_mean.tolist(), int(norm.num_batches_tracked or 0)) == ([0, 0], 0)
+
+
+def test_the_module_that_a_partial_loss_has_is_put_back() -> None:
+    norm = nn.BatchNorm1d(2)
+
+    with set_aside(nn.Identity(), (functools.partial(print, norm),), CPU):
+        norm(torch.randn(4, 2))
+
+    assert int(norm.num_batches_tracked or 0) == 0
+
+
+def test_tensors_have_their_memory_shape_and_flag_again() -> None:
+    layer: Any = nn.Linear(2, 2)
+    layer.register_buffer("grows", torch.ones(1))
+    address = layer.weight.data_ptr()
+
+    with set_aside(layer, (), CPU):
+        layer.grows.resize_(3).fill_(7)
+        layer.weight.data = torch.zeros(2, 2)
+        layer.bias.requires_grad_(False)
+
+    assert (layer.grows.tolist(), layer.weight.data_ptr(), layer.bias.requires_grad) == ([1], address, True)
+
+
+class Watched(dict[str, int]):
+    """Tells when it is emptied."""
+
+    def clear(self) -> None:
+        raise AssertionError("another thread may use it")
+
+
+def test_a_container_that_has_not_changed_is_not_written_and_one_that_has_is_never_empty() -> None:
+    values = Watched(a=1, b=2)
+    restore = refilled(values)
+
+    restore()
+    values["b"], values["c"] = 3, 4
+    restore()
+
+    assert values == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(("num_bytes", "device"), [(5, None), (6, CPU)])
+def test_copies_that_need_much_of_a_gpus_free_memory_are_made_on_the_host(
+    num_bytes: int, device: torch.device | None
+) -> None:
+    assert place_of_copies(num_bytes << 30, 100 << 30) == device
+
+
 @pytest.mark.parametrize("before", [None, torch.zeros(1)])
 def test_a_buffer_that_is_none_now_and_then_is_put_back(before: torch.Tensor | None) -> None:
     layer: Any = nn.Identity()
     layer.register_buffer("now_and_then", before)
 
-    with put_back(layer, with_parameters=False):
+    with set_aside(layer, (), CPU):
         layer.now_and_then = torch.ones(1) if before is None else None
 
     assert layer.now_and_then is before
@@ -229,3 +308,73 @@ def test_buffers_and_layers_that_a_pass_adds_are_taken_off() -> None:
         layer.more = nn.Linear(1, 1)
 
     assert not [*layer.state_dict(), *layer.children()]
+
+
+class Stateful(nn.Module):
+    """A layer with all kinds of state of its own."""
+
+    average: torch.Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("average", torch.zeros(3))
+        self.calls = 0
+        self.cache: dict[str, Any] = {"rows": [torch.zeros(2)]}
+        self.plain = torch.zeros(3)
+        self.own, self.numpys, self.pythons = (
+            torch.Generator().manual_seed(seed),
+            np.random.default_rng(seed),
+            random.Random(seed),
+        )
+
+    def drawn(self) -> tuple[float, ...]:
+        return torch.rand(1, generator=self.own).item(), self.numpys.random(), self.pythons.random()
+
+    def forward(self) -> torch.Tensor:
+        self.calls += 1
+        self.average.add_(1)
+        self.average = self.average * 2
+        self.weight.data.mul_(2)
+        self.plain += 1
+        self.cache["rows"][0] += 1
+        self.cache["more"] = 1
+        self.new = 1
+        torch.rand(1)
+        return self.weight.sum() * sum(self.drawn())
+
+
+def seen(layer: Stateful) -> Any:
+    values = (layer.weight, layer.average, layer.plain, layer.cache["rows"][0])
+    return [one.tolist() for one in values], layer.calls, [*layer.cache], hasattr(layer, "new")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_all_that_a_pass_changes_is_put_back_also_when_it_raises(raises: bool) -> None:
+    layer, calls = Stateful(1), list[int]()
+    layer.weight.register_hook(lambda _: calls.append(1))
+    layer.weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
+    torch.manual_seed(0)
+    before, cache, average = seen(layer), layer.cache, layer.average
+
+    def run() -> None:
+        with set_aside(layer, (), CPU):
+            layer().backward()
+            assert layer.weight.grad is not None
+            if raises:
+                raise OSError
+
+    if raises:
+        with pytest.raises(OSError):  # noqa: PT011
+            run()
+    else:
+        run()
+
+    assert seen(layer) == before
+    assert (layer.cache is cache, layer.average is average, layer.weight.grad, calls) == (True, True, None, [])
+    assert layer.drawn() == Stateful(1).drawn()
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    assert drawn == torch.rand(1)
+    layer.weight.sum().backward()
+    assert calls == [1, 2]

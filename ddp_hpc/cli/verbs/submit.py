@@ -363,18 +363,18 @@ def _dry_run(
 
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
-    """Return a line for each key that differs from what the run's directory holds."""
-    from ddp_hpc.config import changes, load_resolved
+    """Return a line for each key that differs from what the run's directory holds, or that was removed since."""
+    from ddp_hpc.config import changes, dropped_from, load_resolved
 
     if not run_dir.config.exists():
         return []
     try:
-        old = load_resolved(run_dir.config)
+        old, dropped = load_resolved(run_dir.config), dropped_from(run_dir.config)
     except ConfigError as error:
         return [
             f"note: the run's earlier configuration cannot be read, so this command cannot list what has changed; the new one replaces it. {error}"
         ]
-    return [f"changed: {change}" for change in changes(old, resolved.spec)]
+    return [*dropped, *(f"changed: {change}" for change in changes(old, resolved.spec))]
 
 
 def _told(submission: Submission, word: str) -> str:

@@ -1,20 +1,19 @@
 """One forward and backward pass before the first step, so that a resumed run repeats its steps bit by bit.
 
-The warm-up changes no weight: the optimizer does not step, gradients are dropped, buffers and random generators are restored.
+The warm-up leaves nothing behind: no optimizer steps, and all that the pass has changed in the model is put back.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from ddp_hpc.train.engine.traces import put_back
-from ddp_hpc.train.state import rng
+from ddp_hpc.train.engine.set_aside import tried_out
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +34,15 @@ def copied(batch: T) -> T:
         return batch
 
 
-def warm_up_ddp(model: nn.Module, device: torch.device, backward: Callable[[], object]) -> None:
-    """Run `backward` (forward and backward with gradient synchronisation), then restore everything that it changed."""
+def warm_up_ddp(
+    model: nn.Module, called: Iterable[object], device: torch.device, backward: Callable[[], object]
+) -> None:
+    """Run `backward` (forward and backward with gradient synchronisation), then restore what it changed of the model and of what it `called`."""
     # DDP all-reduces gradients in buckets. For the first backward pass it fills the buckets in the reverse order of
     # `model.parameters()`; before the second forward pass it rebuilds them, once, in the order in which gradients really
     # became ready: https://pytorch.org/docs/stable/notes/ddp.html#internal-design
     # The buckets decide in which order the numbers of the ranks are added, and a sum of floats depends on that order. So
     # without a warm-up, the first step after a resume would differ from the same step of an unbroken run in the last bits,
     # with three or more ranks.
-    with put_back(model, with_parameters=False):
-        with rng.preserved(device):
-            backward()
-        model.zero_grad(set_to_none=True)
+    with tried_out(model, called, device):
+        backward()

@@ -15,7 +15,7 @@ from ddp_hpc.train.data.loader import SeededFetch, begin, make_loader, received,
 from ddp_hpc.train.data.sample_order import MicroBatch
 from ddp_hpc.train.engine.modes import evaluation_mode
 from ddp_hpc.train.engine.precision import Precision
-from ddp_hpc.train.engine.traces import put_back
+from ddp_hpc.train.engine.set_aside import tried_out
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.state import rng
@@ -85,9 +85,10 @@ class Evaluator:
             return
         # The processes are forked now and kept. Later this process has threads (the checkpoint writer's, pin_memory's), and
         # a fork beside threads may deadlock: https://docs.python.org/3/library/os.html#os.fork
-        # A layer may merge its weights for evaluation (as LoRA does) and unmerge them with other last bits: restore them.
-        unchanged = put_back(model, with_parameters=True)
-        with unchanged, evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
+        # What leaves traces: a first batch that sets a layer's scale, weights that are merged for evaluation (as LoRA's are) and unmerged
+        # with other last bits.
+        called = (self._recipe.loss, self._recipe.inputs_and_targets, *self._recipe.metrics.values())
+        with tried_out(model, called, self._group.device), evaluation_mode(model), torch.no_grad():
             for fetched in map(received, begin(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._score(model, batch, len(fetched.indices))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import logging
+import operator
 import random
 import re
 import threading
@@ -66,18 +67,30 @@ def set_state(generator: Any, state: Any) -> None:
 # --- how a value is put back -----------------------------------------------------------------------------------------
 
 
-def _tensor(value: Tensor) -> Restore:
-    whole = value.detach()
+def kept_tensor(value: Tensor, *, copies_on: torch.device | None = None) -> Restore:
+    """Copy a tensor, where it is or on another device; return what gives it its memory and its numbers of now again."""
+    whole, before, needs_gradient = value.detach(), _memory(value), value.requires_grad
     part = whole
-    if value.layout == torch.strided and 0 in value.stride():  # an expanded one cannot be written as a whole
+    if before is not None and 0 in value.stride():  # an expanded one cannot be written as a whole
         part = whole[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
-    copied = part.clone()
+    copied = part.clone() if copies_on is None else part.to(copies_on, copy=True)
 
     def restore() -> None:
-        value.data = whole  # the forward may have given it other memory
-        part.copy_(copied)
+        if _memory(value) != before:
+            value.data = whole
+        with torch.no_grad():
+            part.copy_(copied)
+        if value.is_leaf and value.requires_grad != needs_gradient:
+            value.requires_grad_(needs_gradient)
 
     return restore
+
+
+def _memory(value: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """Return which memory a tensor has, and how; None for those without one address (sparse, nested and others)."""
+    if value.layout != torch.strided or value.is_nested:
+        return None
+    return value.data_ptr(), tuple(value.shape), value.stride()
 
 
 def _array(value: np.ndarray[Any, Any]) -> Restore:
@@ -104,17 +117,32 @@ def _bytes(value: bytearray) -> Restore:
 
 
 def refilled(value: Any) -> Restore:
-    """Return what gives a container its content of now again; that itself is as it is then."""
-    content = [*value.items()] if isinstance(value, dict) else [*value]
+    """Return what gives a container its content of now again; that itself is as it is then.
+
+    What it holds still is not written: another thread may use the container, or the object whose attributes it has.
+    """
+    before = [*value.items()] if isinstance(value, dict) else [*value]
+    parts = _parts(value)
 
     def restore() -> None:
-        value.clear()
-        if isinstance(value, Counter):
-            dict.update(value, content)
-        else:
-            (value.extend if isinstance(value, (list, deque)) else value.update)(content)
+        now = _parts(value)
+        if len(now) == len(parts) and all(map(operator.is_, now, parts)):
+            return
+        if not isinstance(value, dict):
+            value.clear()
+            (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+            return
+        for key in value.keys() - dict(before):
+            del value[key]
+        if [*value] != [key for key, _ in before]:
+            value.clear()  # their order counts
+        (dict.update if isinstance(value, Counter) else type(value).update)(value, before)
 
     return restore
+
+
+def _parts(value: Any) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else [*value]
 
 
 def _attributes(value: Any) -> Restore:
@@ -189,16 +217,32 @@ _CONSTANT = frozenset({
     *(type(threading.Lock()), type(threading.RLock()), torch.jit.ScriptFunction),
 })  # fmt: skip
 """Types of values that need no keeping."""
-_ALSO_CONSTANT = (type, Enum, types.ModuleType, PurePath, logging.Logger, np.generic, np.dtype, dist.ProcessGroup)
+_ALSO_CONSTANT = (
+    type,
+    Enum,
+    types.ModuleType,
+    PurePath,
+    logging.Logger,
+    np.generic,
+    np.dtype,
+    dist.ProcessGroup,
+    torch.Stream,
+)
 """Their subclasses need none either."""
 _NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
+_NOT_THE_MODELS = ("ddp_hpc.train.", "torch._dynamo.", "torch._C", "torch.jit.", "torch.fx.")
+"""Modules of Python whose objects a hook or a compiled model may hold, but which are no part of what it computes with."""
 
 
 class ToKeep:
     """A walk through values, which copies nothing and finds what is to be kept."""
 
-    def __init__(self, registered: Iterable[object]) -> None:
-        """Take `registered` modules, parameters and buffers as kept by others."""
+    def __init__(self, registered: Iterable[object], refused: list[str] | None = None) -> None:
+        """Take `registered` modules, parameters and buffers as kept by others.
+
+        With a list `refused`, what cannot be put back is noted there, and all else is found all the same.
+        """
+        self._refused = refused
         self._seen: dict[int, object] = {id(one): one for one in registered}
         self._found: list[tuple[Keep, Any]] = []
         self._num_values = 0
@@ -212,7 +256,7 @@ class ToKeep:
         """Examine the attributes of a module or a function, except those in `without`.
 
         Raises:
-            NotKeptError: if there is something that cannot be put back.
+            NotKeptError: if there is something that cannot be put back, and no list for it.
         """
         self._found.append((_attributes, holder))
         for key, one in vars(holder).items():
@@ -223,22 +267,24 @@ class ToKeep:
         """Examine a value and all that is in it; `place` names it.
 
         Raises:
-            NotKeptError: if there is something that cannot be put back.
+            NotKeptError: if there is something that cannot be put back, and no list for it.
         """
         kind = type(value)
-        if _is_constant(kind) or id(value) in self._seen:
+        if self._num_values > MOST_VALUES or _is_constant(kind) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         keep, children = self._how(value, kind, place)
         if keep is not _nothing:
             self._found.append((keep, value))
         if depth == _DEEPEST:
-            raise NotKeptError(f"`{place}` is in more than {_DEEPEST} other values")
+            self._refuse(f"`{place}` is in more than {_DEEPEST} other values")
+            return
         if _is_flat(value, kind):
-            self._count(len(value) // _FLAT, place)
+            self._has_counted(len(value) // _FLAT, place)
             return
         for name, one in children(value):
-            self._count(1, place)
+            if not self._has_counted(1, place):
+                return
             self.add(one, place + name, depth + 1)
 
     def _how(self, value: Any, kind: type, place: str) -> tuple[Keep, Callable[[Any], Children]]:
@@ -247,32 +293,41 @@ class ToKeep:
         if issubclass(kind, tuple) and not hasattr(value, "__dict__"):
             return _nothing, _in_sequence
         if kind in (Tensor, nn.Parameter):
-            self._add_bytes(value.numel() * value.element_size(), place)
-            return _tensor, _in_object
+            is_kept = self._has_room(value.numel() * value.element_size(), place)
+            return kept_tensor if is_kept else _nothing, _in_object
         if kind is np.ndarray and not value.dtype.hasobject:
-            self._add_bytes(value.nbytes if value.flags.writeable else 0, place)
-            return _array if value.flags.writeable else _nothing, _none
-        if issubclass(kind, nn.Module) and _has_tensors(value):
-            raise NotKeptError(f"`{place}` is a module of the type {kind.__name__} that is not registered")
+            is_kept = value.flags.writeable and self._has_room(value.nbytes, place)
+            return _array if is_kept else _nothing, _none
         if _is_plain(kind):
             return _attributes, _in_object
-        raise NotKeptError(f"`{place}` is of the type {kind.__name__}")
+        self._refuse(f"`{place}` is of the type {kind.__name__}")
+        return _nothing, _none
 
-    def _count(self, num: int, place: str) -> None:
+    def _refuse(self, what: str) -> None:
+        if self._refused is None:
+            raise NotKeptError(what)
+        self._refused.append(what)
+
+    def _has_counted(self, num: int, place: str) -> bool:
         self._num_values += num
-        if self._num_values > MOST_VALUES:
-            raise NotKeptError(f"there are too many values up to `{place}` (at most {MOST_VALUES} are examined)")
+        if self._num_values - num <= MOST_VALUES < self._num_values:  # said once
+            self._refuse(f"there are too many values up to `{place}` (at most {MOST_VALUES} are examined)")
+        return self._num_values <= MOST_VALUES
 
-    def _add_bytes(self, num: int, place: str) -> None:
-        self._num_bytes += num
-        if self._num_bytes > MOST_BYTES:
-            raise NotKeptError(
+    def _has_room(self, num: int, place: str) -> bool:
+        if self._num_bytes + num > MOST_BYTES:
+            self._refuse(
                 f"tensors and arrays up to `{place}` that are not buffers need more than {MOST_BYTES >> 20} MiB"
             )
+            return False
+        self._num_bytes += num
+        return True
 
 
 def _is_constant(kind: type) -> bool:
-    if kind in _CONSTANT or issubclass(kind, _ALSO_CONSTANT):
+    if kind in _TYPES:
+        return False
+    if kind in _CONSTANT or issubclass(kind, _ALSO_CONSTANT) or kind.__module__.startswith(_NOT_THE_MODELS):
         return True
     return issubclass(kind, _NUMBERS_AND_TEXTS) and not kind.__dictoffset__
 
@@ -282,10 +337,6 @@ def _is_flat(value: Any, kind: type) -> bool:
     if kind in (dict, OrderedDict, Counter):
         return {*map(type, value), *map(type, value.values())} <= _CONSTANT
     return kind in (list, tuple, set, frozenset, deque) and {*map(type, value)} <= _CONSTANT
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    return any(one is not None for name in ("_parameters", "_buffers") for one in getattr(module, name).values())
 
 
 class _Plain:

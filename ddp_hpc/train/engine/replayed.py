@@ -58,7 +58,9 @@ class _StepTrace:
         """Listen to the recipe, the model and the optimizer from here on."""
         t = self._t
         t.recipe = replace(
-            t.recipe, inputs_and_targets=partial(self._split, t.recipe), loss=partial(self._loss, t.recipe)
+            t.recipe,
+            inputs_and_targets=partial(self._split, t.recipe.inputs_and_targets),
+            loss=partial(self._loss, t.recipe.loss),
         )
         t.samples = _NotedSamples(t.samples, self._end_pass, self._end_backward)
         t.state.optimizer.register_step_pre_hook(lambda *_: self._note_gradients("used gradient"))
@@ -114,9 +116,9 @@ class _StepTrace:
 
     # --- in the order of a step ---
 
-    def _split(self, recipe: Any, batch: Any) -> tuple[Any, Any]:
+    def _split(self, inputs_and_targets: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
         """Note what a micro batch begins with: the random generators and the samples' content."""
-        inputs, targets = recipe.inputs_and_targets(batch)
+        inputs, targets = inputs_and_targets(batch)
         if not self._is_on():
             return inputs, targets
         t = self._t
@@ -137,8 +139,8 @@ class _StepTrace:
         if self._is_on() and torch.is_grad_enabled():
             self._passed += [_entry("output", f"{name}{more}", one) for more, one in _tensors_in(outputs)]
 
-    def _loss(self, recipe: Any, outputs: Any, targets: Any) -> Tensor:
-        loss: Tensor = recipe.loss(outputs, targets)
+    def _loss(self, of_recipe: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
+        loss = of_recipe(outputs, targets)
         if self._is_on():
             self._passed.append(_entry("loss", "loss", loss))
         return loss

@@ -5,52 +5,74 @@ What lies outside of the model and of the recipe's functions (globals, closures,
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+import functools
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_hpc.train.data.sent_values import NotSendableError, taken_apart
-from ddp_hpc.train.engine.kept_values import GENERATORS, ToKeep, refilled, set_state, state_of
-from ddp_hpc.train.engine.traces import put_back
+from ddp_hpc.train.engine.kept_values import ToKeep, kept_tensor, refilled
 from ddp_hpc.train.state import rng
 
+log = logging.getLogger(__name__)
+
 _OF_PYTORCH = ("_parameters", "_buffers", "_modules")
-"""Attributes of a module whose tensors `put_back` restores."""
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
-_MOST_ELEMENTS = 10_000
-"""Of a value that another rank takes over."""
+"""Attributes of a module with what is registered."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_MOST_NAMED = 3
+_SHARE = 1 / 20
+"""Of a GPU's free memory: copies that need more are made in the host's memory, so that a training that fits needs no more for its start."""
 
 
 @contextmanager
-def set_aside(model: nn.Module, others: Iterable[object], device: torch.device) -> Iterator[None]:
+def tried_out(model: nn.Module, others: Iterable[object], device: torch.device) -> Iterator[None]:
+    """Do as `set_aside`, but put back what can be, and log once what cannot."""
+    refused: list[str] = []
+    with set_aside(model, others, device, refused=refused):
+        if refused:
+            more = f", and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
+            _say_once(f"{'; '.join(refused[:_MOST_NAMED])}{more}")
+        yield
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    log.warning(
+        "each attempt tries the model on one batch before its first step, and puts back what that changes, as far as it knows how to copy it. "
+        "It cannot put back this: %s. If the model changes it in a forward or backward pass, a resumed run does not give the bits of an "
+        "undisturbed one. Keep such state in tensors, numbers, lists, dicts or plain objects.",
+        what,
+    )
+
+
+@contextmanager
+def set_aside(
+    model: nn.Module, others: Iterable[object], device: torch.device, *, refused: list[str] | None = None
+) -> Iterator[None]:
     """Take hooks off the parameters; afterwards restore the model, the `others` (a loss, say) and all generators.
 
-    Needs memory for a copy of the model's weights and buffers.
+    Needs memory for a copy of the model's weights and buffers. With a list `refused`, what cannot be put back is noted there.
 
     Raises:
-        NotKeptError: before anything has changed, if there is something that cannot be put back.
+        NotKeptError: before anything has changed, if there is something that cannot be put back, and no list for it.
     """
     others = [*others]
-    holders = _holders(model, others)
-    restores = to_keep(model, others).restores()
-    registered = [refilled(vars(one)[name]) for one in holders if isinstance(one, nn.Module) for name in _OF_PYTORCH]
-    parameters = [
-        one for module in holders if isinstance(module, nn.Module) for one in module.parameters(recurse=False)
+    modules = [one for one in _holders(model, others) if isinstance(one, nn.Module)]
+    restores = [
+        *to_keep(model, others, refused=refused).restores(),
+        *(refilled(held) for one in modules for name in _OF_PYTORCH if isinstance(held := vars(one).get(name), dict)),
+        *_of_tensors(_registered(modules), device),
     ]
+    parameters = [one for module in modules for one in module.parameters(recurse=False)]
     gradients = [(one, one.grad) for one in parameters]
     hooks = [found for one in parameters for name in _HOOKS if (found := getattr(one, name))]
     kept = [dict(found) for found in hooks]
-    modules = [one for one in holders if isinstance(one, nn.Module)]
     try:
-        with rng.preserved(device), put_back(nn.ModuleList(modules), with_parameters=True):
+        with rng.preserved(device):
             for found in hooks:
                 found.clear()  # they may count, keep what they see, or step the optimizer
             for one in parameters:
@@ -61,21 +83,20 @@ def set_aside(model: nn.Module, others: Iterable[object], device: torch.device) 
             found.update(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for restore in (*restores, *registered):
+        for restore in restores:
             restore()
 
 
-def to_keep(model: nn.Module, others: Iterable[object]) -> ToKeep:
+def to_keep(model: nn.Module, others: Iterable[object], *, refused: list[str] | None = None) -> ToKeep:
     """Return what is to be kept of the attributes of all modules, and of the `others`.
 
     Raises:
-        NotKeptError: if there is something that cannot be put back.
+        NotKeptError: if there is something that cannot be put back, and no list `refused` for it.
     """
     others = [*others]
     holders = _holders(model, others)
     modules = [one for one in holders if isinstance(one, nn.Module)]
-    tensors = [one for of in modules for name in _OF_PYTORCH for one in getattr(of, name).values() if one is not None]
-    found = ToKeep([*modules, *tensors])
+    found = ToKeep([*modules, *_registered(modules)], refused)
     names = {id(one): f"model.{name}" if name else "model" for name, one in model.named_modules()}
     for holder in holders:
         if isinstance(holder, (nn.Module, FunctionType)):
@@ -85,56 +106,38 @@ def to_keep(model: nn.Module, others: Iterable[object]) -> ToKeep:
     return found
 
 
-def rank_state(model: nn.Module, others: Iterable[object]) -> list[dict[str, Any]]:
-    """Return what each rank may have of its own in the attributes of modules and of `others`: small values, and generators' states.
-
-    It has tensors, arrays and numbers in lists, tuples, dicts and queues, by name, for each holder; holders come in the same order on each rank.
-    """
-    return [
-        {
-            key: state_of(one) if isinstance(one, GENERATORS) else one
-            for key, one in vars(holder).items()
-            if _is_own(key, one)
-        }
-        for holder in _holders(model, others)
-    ]
+def _registered(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers of modules, each once."""
+    found = [one for of in modules for name in _OF_PYTORCH[:2] for one in getattr(of, name).values() if one is not None]
+    return [*{id(one): one for one in found}.values()]
 
 
-def take_over(model: nn.Module, others: Iterable[object], states: Sequence[dict[str, Any]]) -> None:
-    """Set what `rank_state` has returned on another rank.
-
-    Raises:
-        ValueError: if this rank has another number of holders.
-    """
-    for holder, state in zip(_holders(model, others), states, strict=True):
-        own = vars(holder)
-        for key, value in state.items():
-            if isinstance(own.get(key), GENERATORS):
-                set_state(own[key], value)
-            elif isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
-                own[key] = value.to(own[key].device)
-            else:
-                own[key] = value
+def _of_tensors(tensors: list[Tensor], device: torch.device) -> list[Any]:
+    """Copy registered tensors; return what puts each of them back."""
+    copies_on = None
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        copies_on = place_of_copies(sum(one.numel() * one.element_size() for one in tensors), free)
+    return [kept_tensor(one, copies_on=copies_on) for one in tensors]
 
 
-def _is_own(key: str, value: Any) -> bool:
-    if isinstance(value, GENERATORS):
-        return True
-    if key in _OF_MODULES or not isinstance(value, (bool, int, float, Tensor, np.ndarray, list, tuple, dict, deque)):
-        return False
-    size = value.numel() if isinstance(value, Tensor) else value.size if isinstance(value, np.ndarray) else 0
-    if size > _MOST_ELEMENTS or (isinstance(value, Sized) and len(value) > _MOST_ELEMENTS):
-        return False
-    try:
-        return not taken_apart(value).classes and not isinstance(value, nn.Parameter)
-    except NotSendableError:
-        return False
+def place_of_copies(num_bytes: int, free: int) -> torch.device | None:
+    """Return where copies of a GPU's tensors are made; None means beside them."""
+    return None if num_bytes <= free * _SHARE else torch.device("cpu")
 
 
 def _holders(model: nn.Module, others: Iterable[object]) -> list[Any]:
     """Return the objects whose attributes are kept: all modules, and objects that are called."""
     found: list[Any] = [*model.modules()]
-    for one in others:
+    for one in _called(others):
         of = getattr(one, "__self__", one)  # of a method, its object
         found += of.modules() if isinstance(of, nn.Module) else [of] if hasattr(of, "__dict__") else []
     return [*{id(one): one for one in found if not isinstance(one, (type, ModuleType))}.values()]
+
+
+def _called(others: Iterable[object]) -> Iterator[object]:
+    """Yield functions and objects, and what partial functions have of these."""
+    for one in others:
+        yield one
+        if isinstance(one, functools.partial):
+            yield from _called([one.func, *one.args, *one.keywords.values()])

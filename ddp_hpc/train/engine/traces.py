@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
-
-
-@contextmanager
-def put_back(model: nn.Module, *, with_parameters: bool) -> Iterator[None]:
-    """Restore the buffers afterwards, and with `with_parameters` the parameters; keeps a copy of them meanwhile."""
-    restore = kept(model, with_parameters=with_parameters)
-    try:
-        yield
-    finally:
-        restore()
 
 
 def kept(

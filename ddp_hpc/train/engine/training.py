@@ -30,7 +30,6 @@ from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.optimizer import build_optimizer, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
-from ddp_hpc.train.engine.recomputation import Computed, Recomputation
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, nearest_names
@@ -78,7 +77,7 @@ class Training:
     recorder: RunRecorder
     samples: SampleRecorder
     watchdog: Watchdog
-    replicas: Replicas | Recomputation
+    replicas: Replicas
     numbers: StepNumbers
     save_plan: SavePlan
     passes: PlainPasses = field(default_factory=PlainPasses)
@@ -97,14 +96,13 @@ class Training:
             rank=self.group.rank_info.rank,
         )
         pin_memory = self.group.device.type == "cuda"
-        loaded = load_global_batches(
+        return load_global_batches(
             self.recipe.train_data,
             sampler,
             data=self.spec.data,
             pin_memory=pin_memory,
             collate=self.recipe.collate_fn,
         )
-        return self.replicas.following(loaded) if isinstance(self.replicas, Recomputation) else loaded
 
     def plan_steps(self) -> None:
         """Compute the last step again from the restored position.
@@ -240,10 +238,10 @@ def _checkpointer(rank: _Rank, recorder: RunRecorder, save_plan: SavePlan) -> Ch
     )
 
 
-def _comparing(rank: _Rank, checkpointer: Checkpointer) -> tuple[Replicas | Recomputation, LoneLosses]:
-    """Return what compares the ranks' weights (and what they compute), and what does it after a loss that is not finite."""
+def _comparing(rank: _Rank, checkpointer: Checkpointer) -> tuple[Replicas, LoneLosses]:
+    """Return what compares the ranks' weights, and what does it after a loss that is not finite."""
     spec, run, group, attempt = rank.spec, rank.run, rank.group, rank.attempt
-    every_steps, recompute_every_steps = spec.integrity.every_steps, spec.integrity.recompute_every_steps
+    every_steps = spec.integrity.every_steps
     replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
     lone_losses = LoneLosses(
         run,
@@ -252,17 +250,7 @@ def _comparing(rank: _Rank, checkpointer: Checkpointer) -> tuple[Replicas | Reco
         tries_again=spec.train.on_nonfinite == "stop" and every_steps is not None,
         compare=partial(replicas.compare, rank.state),
     )
-    if recompute_every_steps is None or group.rank_info.world_size == 1:
-        return replicas, lone_losses
-    computed = Computed(
-        recipe=rank.recipe,
-        precision=rank.precision,
-        channels_last=spec.train.channels_last,
-        may_be_unused=spec.train.find_unused_parameters,
-        phases=rank.phases,
-        feed=rank.watchdog.feed,
-    )
-    return Recomputation(replicas, computed, every_steps=recompute_every_steps), lone_losses
+    return replicas, lone_losses
 
 
 def _auto_interval(

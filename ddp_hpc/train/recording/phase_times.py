@@ -7,18 +7,8 @@ from collections.abc import Callable
 
 from ddp_hpc.slow_ranks.summary import Phases
 
-PHASES = (
-    "data",
-    "host to device",
-    "forward",
-    "backward",
-    "optimizer",
-    "checkpoint",
-    "evaluation",
-    "integrity",
-    "other",
-)
-"""The phases; the wait for other ranks is part of `backward`, and `integrity` is the recomputation of a micro batch (`integrity.recompute_every_steps`). On a GPU these are the times of the host, which runs ahead."""
+PHASES = ("data", "host to device", "forward", "backward", "optimizer", "checkpoint", "evaluation", "other")
+"""The phases; the wait for other ranks is part of `backward`. On a GPU these are the times of the host, which runs ahead."""
 
 BEGIN_STEPS = frozenset({"data", "host to device", "forward"})
 """The phases with which a step begins. An evaluation and a save come after a step."""
