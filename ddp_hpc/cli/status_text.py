@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddp_hpc.cli.formatting import duration, number, numbers
+from ddp_hpc.run_dir.records import memory_text
 from ddp_hpc.watch.metrics import numbers_of
 from ddp_hpc.watch.status import RunStatus
 
@@ -35,6 +36,7 @@ def as_text(  # noqa: PLR0913  one argument for each line that is not of the sta
         "evaluation": numbers(status.metrics),
         "checkpoint": checkpoint(status),
         "saves": saves,
+        "save takes": memory_text(status.save_bytes),
         "save error": save_error(status),
         "slow": "; ".join(one.sentence() for one in status.slow_ranks),
         "machines": machine,

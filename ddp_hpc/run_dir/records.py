@@ -211,7 +211,16 @@ class Progress:
     """How long the newest checkpoint took to be committed."""
     save_error: str | None = None
     """Why the newest save failed, where it did."""
+    save_bytes: dict[str, int] = field(default_factory=dict)
+    """How much a save takes of the memory of rank zero's `host` and `gpu`."""
     at: float = 0.0
+
+
+def memory_text(save_bytes: Mapping[str, int]) -> str:
+    """Return `1.20 GB of each worker's memory, and 1.20 GB of its GPU's while it copies`; empty where nothing is known."""
+    told = {of: f"{num / 1e9:.2f} GB" if num >= 10**8 else f"{num / 1e6:.1f} MB" for of, num in save_bytes.items()}
+    host = f"{told['host']} of each worker's memory" if "host" in told else ""
+    return f"{host}, and {told['gpu']} of its GPU's while it copies" if "gpu" in told else host
 
 
 LINE_FIELDS = ("kind", "step", "epoch", "at")

@@ -87,6 +87,12 @@ def choose_device(
     return torch.device("cuda", device_index(rank_info, count, visible=visible, may_be_alone=may_be_alone))
 
 
+def select_device(device: torch.device) -> None:
+    """Make a GPU that of the calling thread; each thread begins on GPU 0, and would open a second context there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def device_index(rank_info: RankInfo, count: int, *, visible: str | None, may_be_alone: bool) -> int:
     """Return the index of this worker's GPU among those that it sees.
 
@@ -216,8 +222,7 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     listening socket for rank zero's store: the launcher that chose the port keeps it, so that no other process takes it. On rank zero,
     `report_missing` is called with the ranks that the others wait for, if that takes long, and with None when all have joined.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    select_device(device)
     # After `timeout_s` in a collective, NCCL aborts and dumps its flight recorder. gloo waits a minute longer, so that the
     # watchdog of the hanging rank fires first and names the cause.
     prefix = f"{prefix_of(token)}/start-{rank_info.restart}"

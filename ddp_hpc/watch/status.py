@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -125,6 +125,8 @@ class RunStatus:
     """Why no attempt follows, where one might be expected."""
     tokens_per_s: float | None = None
     """None where the recipe does not say how many tokens a sample has."""
+    save_bytes: Mapping[str, int] = field(default_factory=dict)
+    """How much a save takes of the memory of rank zero's `host`, and of its `gpu` while it is copied."""
 
     @property
     def is_alive(self) -> bool:
@@ -229,6 +231,7 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         loss=progress.loss if progress else None,
         samples_per_s=progress.samples_per_s if progress else None,
         tokens_per_s=progress.tokens_per_s if progress else None,
+        save_bytes=progress.save_bytes if progress else {},
         eta_s=progress.eta_s if progress and state in {"running", "stopping"} else None,
         limit_s=last.ends_at - seen.now if last and last.ends_at and state in {"running", "stopping"} else None,
         slurm_state=seen.queue_status.state if seen.queue_status else None,

@@ -70,6 +70,18 @@ def shown(looks: list[FollowUpdate], *, interval_s: float) -> list[str]:
     return out.getvalue().splitlines()
 
 
+def test_status_shows_what_memory_a_save_takes() -> None:
+    on_gpu = {"host": 964_000_000, "gpu": 963_000_000}
+
+    assert "save takes" not in as_text(status(), now=0.0)
+    assert "\nsave takes  0.96 GB of each worker's memory, and 0.96 GB of its GPU's while it copies\n" in as_text(
+        replace(status(), save_bytes=on_gpu), now=0.0
+    )
+    assert "\nsave takes  1.5 MB of each worker's memory\n" in as_text(
+        replace(status(), save_bytes={"host": 1_500_000}), now=0.0
+    )
+
+
 def test_a_line_tells_all_that_moves() -> None:
     (line,) = shown([FollowUpdate(status(), [])], interval_s=1)
 

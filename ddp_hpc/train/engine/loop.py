@@ -48,7 +48,7 @@ def train(t: Training) -> bool:
             continue
 
         t.phases.enter("other")
-        t.checkpointer.check_after_first_step(t.state)
+        t.checkpointer.after_first_step(t.state, will_save=t.after_step is None)
         is_last = step == t.total_steps
         if is_last or step % t.spec.log.every_steps == 0:
             log_loss(t)
@@ -210,8 +210,8 @@ def update_weights(t: Training) -> None:
         t.numbers.note_norm(torch.nn.utils.clip_grad_norm_(trained_parameters(optimizer), t.spec.train.grad_clip_norm))
     elif t.numbers.computes_norm and is_logged(t, t.state.position.step + 1):
         t.numbers.note_norm(norm_of(trained_parameters(optimizer), scaler))
-    # The newest save may still be copying the weights to the host, on a CUDA stream of its own. The device must not
-    # change them before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
+    # The newest save may still be gathering the weights, on a CUDA stream of its own. The device must not change them
+    # before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     t.checkpointer.wait_for_copy()
     if scaler is None:
         if t.guard.is_active and t.guard.skips(optimizer, t.state.position.step + 1):

@@ -234,6 +234,7 @@ def _checkpointer(rank: _Rank, recorder: RunRecorder, save_plan: SavePlan) -> Ch
         keep=rank.spec.checkpoint,
         on_result=partial(_saved, recorder, save_plan),
         on_progress=rank.watchdog.feed,
+        on_buffers=recorder.buffers_made,
         is_stop_asked=partial(rank.stop.is_set, look_at_file=rank.group.rank_info.is_rank_zero),
     )
 

@@ -60,6 +60,7 @@ class RunRecorder:
         self._saved: SaveResult | None = None
         self._save_error: str | None = None
         self._saved_at: float | None = None
+        self._save_bytes: dict[str, int] = {}
         self._rate: float | None = None
         self._token_rate: float | None = None
         self._taken_at = Position()
@@ -167,6 +168,10 @@ class RunRecorder:
             self._timeline.saved(result.step, seconds=result.seconds)
         log.info("checkpoint of step %d committed in %.2f s", result.step, result.seconds)
 
+    def buffers_made(self, num_bytes: Mapping[str, int]) -> None:
+        """Record how much memory a save takes; the checkpoint writer's thread calls this."""
+        self._save_bytes = dict(num_bytes)
+
     def resumed(self, step: int) -> None:
         """Record the checkpoint from which the run resumes."""
         manifest = checkpoint_names.checkpoint_path(self._run, step) / checkpoint_names.MANIFEST
@@ -229,6 +234,7 @@ class RunRecorder:
             last_checkpoint_at=self._saved_at,
             save_s=(self._saved.seconds or None) if self._saved else None,
             save_error=self._save_error,
+            save_bytes=self._save_bytes,
             at=time.time(),
         )
         with self._errors_logged("progress"):

@@ -33,9 +33,10 @@ from ddp_hpc.errors import (
     UnreadableError,
 )
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import memory_text
 from ddp_hpc.spec import CheckpointSpec
 from ddp_hpc.train.engine.divergence import diverged
-from ddp_hpc.train.process_group import Group
+from ddp_hpc.train.process_group import Group, select_device
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.restore import DTYPES, Restorer, without_garbage_collection
 from ddp_hpc.train.state.save_buffers import NotFiniteError, SaveBuffers
@@ -86,6 +87,7 @@ class Checkpointer:
         keep: CheckpointSpec,
         on_result: Callable[[SaveResult], None] = lambda _: None,
         on_progress: Callable[[], object] = lambda: None,
+        on_buffers: Callable[[Mapping[str, int]], object] = lambda _: None,
         is_stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run = run
@@ -96,13 +98,19 @@ class Checkpointer:
         self._on_result = on_result
         self._on_progress = on_progress
         """Called by the main thread while a writer that it waits for, here or on another rank, makes progress."""
+        self._on_buffers = on_buffers
+        """Called by the writer's thread with the memory that a save takes (`SaveBuffers.memory`)."""
         self._num_moves = 0
         """How often this rank's writer thread, or one that it waits for, has made progress."""
         self._buffers = SaveBuffers(group.device)
         self.wait_for_copy = self._buffers.wait_for_copy
         # One thread for all saves, not one for each: a process that is forked (as data loader workers are) while a thread starts
         # or ends can hang in CPython's fork.
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
+        self._writer = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="checkpoint-writer",
+            initializer=partial(select_device, group.device),
+        )
         self._writing: Future[None] | None = None
         self._last_saved: int | None = None
         self._restored: int | None = None
@@ -127,10 +135,14 @@ class Checkpointer:
         training_state.check(state, DTYPES)
         self._made = training_state.saved_shapes(state)
 
-    def check_after_first_step(self, state: TrainingState) -> None:
-        """Do `check_again` when this is called for the first time, and nothing later."""
-        if not self._is_checked_again:
-            self.check_again(state)
+    def after_first_step(self, state: TrainingState, *, will_save: bool = True) -> None:
+        """When this is called for the first time, do `check_again`, and have the writer's thread make the buffers; nothing later."""
+        if self._is_checked_again:
+            return
+        self.check_again(state)
+        if will_save:  # the optimizer has made its state in this step, so its size is known
+            self.wait()
+            self._writing = self._writer.submit(self._make_buffers, self._mine(state))
 
     def check_again(self, state: TrainingState) -> None:
         """Find out whether what would be saved now could be restored, as a forward may have changed what the model has.
@@ -180,10 +192,7 @@ class Checkpointer:
         self.wait()
         rank_info = self._group.rank_info
         with without_garbage_collection():
-            mine = partition_tensors(
-                training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size
-            )
-            self._buffers.fill(mine)
+            self._buffers.fill(self._mine(state))
             manifest = Manifest(
                 step=step,
                 world_size=rank_info.world_size,
@@ -199,6 +208,10 @@ class Checkpointer:
             )
         self._last_saved = step
         self._writing = self._writer.submit(self._write, manifest, () if is_final else self.newest_losses())
+
+    def _mine(self, state: TrainingState) -> list[NamedTensor]:
+        rank_info = self._group.rank_info
+        return partition_tensors(training_state.tensors(state), rank=rank_info.rank, world_size=rank_info.world_size)
 
     def save_and_wait(self, state: TrainingState, *, metrics: Mapping[str, float] | None = None) -> None:
         """Save, and return after the checkpoint is committed on the disk.
@@ -248,6 +261,11 @@ class Checkpointer:
         self._writing = None
 
     # --- the writer's thread ---
+
+    def _make_buffers(self, mine: Sequence[NamedTensor]) -> None:
+        self._buffers.prepare(mine)
+        log.info("a save takes %s", memory_text(self._buffers.memory))
+        self._on_buffers(self._buffers.memory)
 
     def _key(self, step: int, name: str) -> str:
         return f"checkpoint/{step}.{self._num_tries}/{name}"

@@ -13,10 +13,12 @@ from ddp_hpc.checkpoints import shards
 from ddp_hpc.checkpoints.checkpoint_store import CHUNK_BYTES
 from ddp_hpc.checkpoints.shards import TensorEntry
 from ddp_hpc.train.state.restore import DTYPES
+from ddp_hpc.train.state.staging import Place, Side, Staging, packed_places, view_of
 from ddp_hpc.train.state.training_state import NamedTensor
 
 _ALONE = 32767
 """The most elements for which PyTorch starts no threads of its own (at::internal::GRAIN_SIZE)."""
+_PAGE_BYTES = 4096
 
 
 class NotFiniteError(Exception):
@@ -24,55 +26,55 @@ class NotFiniteError(Exception):
 
 
 class SaveBuffers:
-    """The buffers that a rank's part of the state is copied into; made once, and again only if the layout changes."""
+    """The buffers that a rank's part of the state is copied into; made once, and again only if they become too small."""
 
-    def __init__(self, device: torch.device) -> None:
-        # Only from a GPU: a copy is asynchronous only into page-locked ("pinned") memory, and that is taken away from all other
-        # programs on the node (https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers).
-        self._pinned = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._pinned else None
-        self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._views: list[Tensor] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._copied: torch.cuda.Event | None = None
+    def __init__(self, device: torch.device, staging: Staging | None = None) -> None:
+        """Tensors of a GPU go through a staging block; a test may have one on the CPU."""
+        self._staging = Staging(Side(device)) if staging is None and device.type == "cuda" else staging
+        self._layout: Sequence[tuple[object, ...]] = ()
         self._header = b""
+        self._places: list[Place] = []
+        self._blocks: list[Tensor] = []
+        """The host's memory for the shard, without its header: one block after the other."""
+        self._spans: list[list[tuple[str, Tensor]]] = []
+        """For each block the tensors in it, flat, with their names; a tensor may begin in one and end in another."""
+        self._views: list[Tensor] = []
+        """Without a staging block, where each tensor is copied to."""
 
     @property
     def size(self) -> int:
         """How many bytes `parts` have in all."""
-        return len(self._header) + self._buffer.nbytes
+        return len(self._header) + (self._places[-1][1] if self._places else 0)
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """How many bytes a save takes of the `host`'s memory, and of the `gpu`'s while it copies."""
+        taken = {"host": 0} if self._staging is None else self._staging.memory
+        return {**taken, "host": taken["host"] + sum(block.nbytes for block in self._blocks)}
+
+    def prepare(self, named: Sequence[NamedTensor]) -> None:
+        """Make the buffers for tensors like these, and copy nothing yet; the writer's thread does this beside the first steps."""
+        self._lay_out(named)
+        if self._staging is not None:
+            self._staging.give_back()
+        # The kernel gives memory when it is first written to, and that takes longer than a copy. So write one byte of each page.
+        for block in self._blocks:
+            for some in block[::_PAGE_BYTES].split(_ALONE):
+                some.zero_()
+
+    @torch.no_grad()
     def fill(self, named: Sequence[NamedTensor]) -> None:
         """Copy `named` into the buffers. From a GPU, the copy runs while the loop continues."""
-        layout = [(item.name, item.tensor.dtype, item.tensor.shape) for item in named]
-        if layout != self._layout:
-            self._lay_out(named)
-            self._layout = layout
-        sources = [item.tensor.detach() for item in named]
-        if self._stream is None:
-            torch._foreach_copy_(self._views, sources)
-            return
-        self._copy_beside(named, sources)
-
-    def _copy_beside(self, named: Sequence[NamedTensor], sources: list[Tensor]) -> None:
-        """Copy from a GPU: what the next forward pass may change at once, the rest on a stream of its own."""
-        assert self._stream is not None  # noqa: S101  `fill` has checked
-        # A rank's own tensors (buffers such as batch norm's averages, generators, the meter) change as soon as the next forward
-        # pass runs, so they are copied on its stream, before it. Weights change only in the optimizer step (`wait_for_copy`).
-        for item, view, source in zip(named, self._views, sources, strict=True):
-            if item.owner is not None:
-                view.copy_(source, non_blocking=True)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for item, view, source in zip(named, self._views, sources, strict=True):
-                if item.owner is None:
-                    view.copy_(source, non_blocking=True)
-            self._copied = self._stream.record_event()
+        self._lay_out(named)
+        if self._staging is not None:
+            self._staging.copy(named, self._places, self._send)
+        elif named:
+            torch._foreach_copy_(self._views, [item.tensor for item in named])
 
     def wait_for_copy(self) -> None:
-        """Make the device copy the weights before it changes them; call this before each optimizer step."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
+        """Make the device gather the weights before it changes them; call this before each optimizer step."""
+        if self._staging is not None:
+            self._staging.hold_training()
 
     def parts(self, watched: AbstractSet[str] = frozenset()) -> Iterator[memoryview | bytes]:
         """Wait until the copy is complete, and return the shard to write: its header, then all bytes in parts; for the writer's thread.
@@ -82,40 +84,80 @@ class SaveBuffers:
         Raises:
             NotFiniteError: if a tensor of `watched` is not finite.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._staging is not None:
+            self._staging.finish(self._send)
         yield self._header
-        content = memoryview(self._buffer.numpy())  # type: ignore[arg-type]  # numpy says so only from Python 3.12 on
-        begin = end = 0
-        for (name, *_), view in zip(self._layout, self._views, strict=True):
-            for some in view.reshape(-1).split(CHUNK_BYTES // view.element_size()):
-                if name in watched and not _is_finite(some):
-                    raise NotFiniteError(name)
-                end += some.nbytes
-                if end - begin >= CHUNK_BYTES:
-                    yield content[begin:end]
-                    begin = end
-        if end > begin:
-            yield content[begin:end]
+        for block, spans in zip(self._blocks, self._spans, strict=True):
+            content = memoryview(block.numpy())  # type: ignore[arg-type]  # numpy says so only from Python 3.12 on
+            begin = end = 0
+            for name, span in spans:
+                for some in span.split(CHUNK_BYTES // span.element_size()):
+                    if name in watched and not _is_finite(some):
+                        raise NotFiniteError(name)
+                    end += some.nbytes
+                    if end - begin >= CHUNK_BYTES:
+                        yield content[begin:end]
+                        begin = end
+            if end > begin:
+                yield content[begin:end]
 
     def _lay_out(self, named: Sequence[NamedTensor]) -> None:
-        entries, offset = [], 0
-        for item in named:
-            end = offset + item.tensor.nbytes
-            entries.append(_whole_entry(item, offset, end))
-            offset = end
-        self._buffer = torch.zeros(offset, dtype=torch.uint8, pin_memory=self._pinned)
-        self._views = [
-            self._buffer[entry.begin : entry.end].view(item.tensor.dtype).view(item.tensor.shape)
-            for entry, item in zip(entries, named, strict=True)
-        ]
-        self._header = shards.shard_header(entries)
+        layout = [(name, owner, one.dtype, one.shape, one.stride(), one.device) for name, one, owner in named]
+        if layout == self._layout:
+            return
+        self._layout = ()  # should one of the next lines fail
+        tensors = [item.tensor for item in named]
+        self._places = packed_places(tensors)
+        self._header = shards.shard_header(list(map(_whole_entry, named, self._places)))
+        num_bytes = sum(one.nbytes for one in tensors)
+        if not self._blocks or num_bytes > sum(block.nbytes for block in self._blocks):
+            self._blocks, self._spans, self._views = [], [], []  # before new ones are made
+            self._blocks = self._made(num_bytes)
+        self._spans = [[] for _ in self._blocks]
+        for item, place in zip(named, self._places, strict=True):
+            for number, _, part in self._cut(place):
+                self._spans[number].append((item.name, part.view(item.tensor.dtype)))
+        if self._staging is not None:
+            self._staging.plan(named, self._places)
+        else:
+            self._views = [view_of(self._blocks[0], *both) for both in zip(self._places, tensors, strict=True)]
+        self._layout = layout
+
+    def _made(self, num_bytes: int) -> list[Tensor]:
+        if self._staging is None:
+            return [torch.empty(num_bytes, dtype=torch.uint8)]
+        side = self._staging.side
+        return [side.host_block(size) for size in block_sizes(num_bytes, largest=side.largest_block)]
+
+    def _send(self, begin: int, content: Tensor) -> None:
+        """Copy bytes to their place in the blocks."""
+        for _, skipped, part in self._cut((begin, begin + content.numel())):
+            part.copy_(content[skipped : skipped + part.numel()], non_blocking=True)
+
+    def _cut(self, place: Place) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield what the blocks have of a place: a block's number, how many of the bytes come before it, and its part."""
+        start = 0
+        for number, block in enumerate(self._blocks):
+            first, last = max(place[0], start), min(place[1], start + block.numel())
+            if first < last:
+                yield number, first - place[0], block[first - start : last - start]
+            start += block.numel()
 
 
-def _whole_entry(item: NamedTensor, begin: int, end: int) -> TensorEntry:
+def block_sizes(num_bytes: int, *, largest: int) -> list[int]:
+    """Divide page-locked memory into powers of two: for another size, PyTorch takes the next one, up to twice what was asked for."""
+    sizes: list[int] = []
+    while num_bytes > 0:
+        size = min(largest, 1 << (num_bytes.bit_length() - 1))
+        sizes.append(max(size, min(num_bytes, largest // 64)))
+        num_bytes -= sizes[-1]
+    return sizes
+
+
+def _whole_entry(item: NamedTensor, place: Place) -> TensorEntry:
     """Return the entry of a tensor that is written whole: one piece, as large as the tensor."""
     shape = tuple(item.tensor.shape)
-    return TensorEntry(item.name, DTYPES[item.tensor.dtype], shape, begin, end, shape, (0,) * len(shape))
+    return TensorEntry(item.name, DTYPES[item.tensor.dtype], shape, *place, shape, (0,) * len(shape))
 
 
 def _is_finite(tensor: Tensor) -> bool:
