@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddp_hpc.config import Overlay
+from ddp_hpc.config.resolve import resolve_settings
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.machine_use import GpuUse
 from ddp_hpc.slurm.queries import NodeShape
 from ddp_hpc.spec import DataSpec, ResourcesSpec, RunSpec, ScriptSpec
-from ddp_hpc.submission.unset import Found, choose_gpus, share_cpus_by_gpus
+from ddp_hpc.submission.unset import Found, choose_gpus, fill_unset, share_cpus_by_gpus
 
 
 def spec(*, is_script: bool = False, **resources: Any) -> RunSpec:
@@ -113,6 +116,23 @@ def test_gpu_workers_on_slurm_share_the_cpus_by_the_gpus(
     resources: dict[str, Any], partition: str, each: int | None
 ) -> None:
     assert share_cpus_by_gpus(spec(**resources), partition, SHAPES).resources.get("cpus_per_worker") == each
+
+
+def test_the_share_of_the_cpus_is_in_the_configuration_with_its_source_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'gpu|4|64|1000|gpu:a100:4'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    resolved = resolve_settings([], {}, name="run", profile=None, is_for_slurm=True)
+    settings = {"resources": {"gpus_per_node": 4}, "slurm": {"partition": "gpu"}, "runs_dir": str(tmp_path)}
+    asked = Overlay(resolved, {}).resolved(settings, "a test")
+
+    found = fill_unset(asked, {"PATH": f"{tmp_path}:/usr/bin:/bin"}, is_for_slurm=True)
+
+    why = "nodes of partition gpu have 64 CPUs for 4 GPUs"
+    assert (found.spec.resources.cpus_per_worker, found.sources["resources.cpus_per_worker"]) == (16, why)
+    assert f"note: each worker gets 16 CPUs, because {why};" in capsys.readouterr().err
+    assert fill_unset(asked, {"PATH": "/nowhere"}, is_for_slurm=True) == asked, "Slurm does not answer"
 
 
 def test_loader_processes_keep_their_cpus_where_a_node_has_few() -> None:
