@@ -23,6 +23,7 @@ from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.submission.backend import AUTO, backend_of, choose_backend, load_backend
 from ddp_hpc.submission.removal import put_aside
+from ddp_hpc.submission.unset import fill_unset
 from ddp_hpc.watch.logs import LogSelection, read_lines
 from ddp_hpc.watch.queue import asker
 from ddp_hpc.watch.status import RunStatus, State, read_status
@@ -148,9 +149,11 @@ def submit(
         ConfigError: where the input is invalid; a new run then leaves no directory behind.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), _SOURCE)))
     paths = [Path.cwd()] if import_paths is None else list(import_paths)
     backend = choose_backend(cluster, os.environ)
+    resolved = Resolved(spec, dict.fromkeys(flat(spec), _SOURCE))
+    resolved = fill_unset(resolved, os.environ, is_for_slurm=backend.HAS_QUEUE, is_fresh=fresh)
+    text, spec = render_resolved(resolved), resolved.spec
     with put_aside(RunDir(spec.path), os.environ) if fresh else nullcontext():
         submission = backend.submit(text, spec, import_paths=paths, environ=os.environ)
     return Job(submission.run, submission.backend, submission.attempt, submission.job_id)

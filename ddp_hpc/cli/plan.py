@@ -185,7 +185,9 @@ def _slurm_node(spec: RunSpec) -> _NodeFacts:
             Fact(rule="the job takes a free port on its first node"),
         ),
         interface=Fact(rule="each node takes its own interface on the network that leads to rank zero"),
-        computing=threads(spec.cpus_per_task * num_workers, num_workers, source="Slurm"),
+        computing=threads(
+            spec.cpus_per_task * num_workers, num_workers, spec.resources.cpus_per_worker, source="Slurm"
+        ),
     )
 
 

@@ -239,7 +239,7 @@ def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, alloca
         step=[*step, *wrapper.srun_args],
         interfaces=spec.network.interfaces,
         asked=Asked(
-            cpus_per_node=workload.cpus_per_worker * world.workers_per_node, gpus_per_node=spec.resources.gpus_per_node
+            cpus_per_node=workload.cpus_per_worker * world.workers_per_node, gpus_per_node=spec.resources.num_gpus
         ),
         all_reduce=spec.preflight.all_reduce,
     )

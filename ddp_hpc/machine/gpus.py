@@ -32,6 +32,28 @@ def visible_gpus(visible: str | None, num_gpus: int) -> list[str]:
     return names[:num_gpus]
 
 
+def gpus_here(visible: str | None, *, patience_s: float = 10.0) -> list[GpuUse] | None:
+    """Return the GPUs that a process would see; None where NVML is not here, or does not answer in time.
+
+    Of MIG devices, CUDA shows a process only one.
+    """
+    found: list[list[GpuUse]] = []
+
+    def read() -> None:
+        with suppress(Exception):  # no package, no driver, or one of another version
+            import pynvml
+
+            pynvml.nvmlInit()
+            names = visible_gpus(visible, pynvml.nvmlDeviceGetCount())
+            has_mig = any(name.startswith("MIG-") for name in names)
+            found.append(GpuReader(names[:1] if has_mig else names).read()[0])
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(patience_s)
+    return found[0] if found else None
+
+
 @dataclass
 class GpuReader:
     """Reads the GPUs whenever it is asked to, and never makes its caller wait."""

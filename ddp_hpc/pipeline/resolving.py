@@ -17,6 +17,7 @@ from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.pipeline.steps import STEPS, Pipeline, Step
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.submission.unset import fill_unset
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ def resolve_steps(
             values = {word: text for of in words.values() for word, text in of.items()}
             found[step.name] = resolved(step, [_filled(setting, values) for setting in asked[step.name]])
     _refuse_changing_jobs(pipeline, found, is_for_slurm=is_for_slurm)
-    return [ResolvedStep(step, found[step.name]) for step in pipeline.steps]
+    return [
+        ResolvedStep(step, fill_unset(found[step.name], environ, is_for_slurm=is_for_slurm)) for step in pipeline.steps
+    ]
 
 
 def _name(shared: Sequence[Setting]) -> str:

@@ -88,15 +88,16 @@ def recorded(environ: Mapping[str, str]) -> WorkerEnv | None:
 
 def node_variables(interface: Fact, threads: Fact) -> dict[str, Fact]:
     """Return the variables that are equal for all workers of a node."""
+    return {**network_variables(interface), **library_variables(threads)}
+
+
+def network_variables(interface: Fact) -> dict[str, Fact]:
+    """Return the variables by which gloo and NCCL take this interface, and no other."""
     # NCCL reads a name as the beginning of names unless `=` stands before it; gloo compares whole names, and would search
     # for one that begins with `=` (measured: PyTorch 2.13;
     # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname).
     exact = None if interface.value is None else f"={interface.value}"
-    return {
-        "NCCL_SOCKET_IFNAME": replace(interface, value=exact),
-        "GLOO_SOCKET_IFNAME": interface,
-        **library_variables(threads),
-    }
+    return {"NCCL_SOCKET_IFNAME": replace(interface, value=exact), "GLOO_SOCKET_IFNAME": interface}
 
 
 def library_variables(threads: Fact) -> dict[str, Fact]:

@@ -127,7 +127,7 @@ def read_history(run: RunDir) -> History:
         committed=committed,
         last_step=last,
         log_every=spec.log.every_steps,
-        uses_gpus=spec.resources.gpus_per_node > 0,
+        uses_gpus=spec.resources.num_gpus > 0,
         numerics={inputs.attempt: numeric_variables(run, inputs) for _, inputs in begun},
         notes=notes,
     )

@@ -114,8 +114,8 @@ def _compute(wanted: Wanted, stretch: Stretch, replayed: Replayed, environ: Mapp
     replace_text(run.config, inputs.config, is_secret=True)
     spec = load_resolved(run.config)
     world = inputs.world_size if wanted.world_size is None else wanted.world_size
-    gpus = world if spec.resources.gpus_per_node and num_gpus_here(environ) >= world else 0
-    if spec.resources.gpus_per_node and not gpus:
+    gpus = world if spec.resources.num_gpus and num_gpus_here(environ) >= world else 0
+    if spec.resources.num_gpus and not gpus:
         replayed.is_on_other_device = True
         replayed.notes.append(
             f"the run used GPUs, and this machine does not have {world}, so the steps are computed on CPUs"

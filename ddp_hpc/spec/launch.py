@@ -31,12 +31,14 @@ class ResourcesSpec(Checked, section="resources"):
     """Number of nodes (machines)."""
     workers_per_node: int | None = None
     """Training processes on each node. Unset: one for each GPU, or one without GPUs."""
-    gpus_per_node: int = 0
-    """GPUs of each node; 0 trains on CPUs."""
+    gpus_per_node: int | None = None
+    """GPUs of each node; 0 trains on CPUs. Unset: on one machine, NVIDIA's GPUs that CUDA_VISIBLE_DEVICES shows and that have no
+    other work, and for a script one worker that sees them; on Slurm, none."""
     gpu_type: str | None = None
     """Type of GPU, by the cluster's name for it (`a100`). Unset: any."""
     cpus_per_worker: int | None = None
-    """CPUs of each worker. Unset: an equal share of the machine's CPUs; on Slurm, one, and one more for each loader process."""
+    """CPUs of each worker. Unset: an equal share of the machine's CPUs; on Slurm, one, and one more for each loader process, or
+    with GPUs the node's CPUs divided by its GPUs where that is more."""
     mem_gb: int | None = None
     """Memory of each node, in GiB. Unset: the cluster's default; without GPUs, 2 for each worker, as the default is often
     too small."""
@@ -55,24 +57,29 @@ class ResourcesSpec(Checked, section="resources"):
         )
         require_one_line("resources", gpu_type=self.gpu_type)
         require(
-            self.gpus_per_node >= 0,
+            self.num_gpus >= 0,
             f"`resources.gpus_per_node` is {self.gpus_per_node!r}, but it must not be negative.",
         )
         require(
-            self.gpu_type is None or self.gpus_per_node > 0,
-            f"`resources.gpu_type` is {self.gpu_type!r}, but `resources.gpus_per_node` is 0, so no GPU is asked for. "
+            self.gpu_type is None or self.num_gpus > 0,
+            f"`resources.gpu_type` is {self.gpu_type!r}, but `resources.gpus_per_node` is {self.num_gpus}, so no GPU is asked for. "
             "Set `resources.gpus_per_node`, or `resources.gpu_type=null`.",
         )
         require(
-            self.gpus_per_node == 0 or self.local_world_size <= self.gpus_per_node,
+            self.num_gpus == 0 or self.local_world_size <= self.num_gpus,
             f"`resources.workers_per_node` is {self.workers_per_node}, but `resources.gpus_per_node` is "
             f"{self.gpus_per_node}. Ask for one GPU for each worker, or set `resources.gpus_per_node=0` to train on CPUs.",
         )
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs of each node to ask for; 0 also where the key is unset."""
+        return self.gpus_per_node or 0
+
+    @property
     def local_world_size(self) -> int:
         """Workers on each node."""
-        return self.workers_per_node or self.gpus_per_node or 1
+        return self.workers_per_node or self.num_gpus or 1
 
     @property
     def world_size(self) -> int:
@@ -344,7 +351,7 @@ class LaunchSpec(Checked):
     def mem_gb(self) -> int | None:
         """Memory of each node to ask Slurm for; None for the cluster's default, which often depends on the GPUs."""
         resources = self.resources
-        if resources.mem_gb is None and resources.gpus_per_node == 0:
+        if resources.mem_gb is None and resources.num_gpus == 0:
             return _CPU_WORKER_GB * resources.local_world_size
         return resources.mem_gb
 

@@ -24,7 +24,7 @@ class RunSpec(TrainingSpec, ScriptedSpec, LaunchSpec):
             object.__setattr__(self, "slurm", replace(self.slurm, signal_to="batch"))
             return  # the script reads none of the keys below, whose defaults need not fit the world
         self._check_batch()
-        on_cpus = self.resources.gpus_per_node == 0 and self.resources.world_size > 1
+        on_cpus = self.resources.num_gpus == 0 and self.resources.world_size > 1
         require(
             not (self.train.sync_batch_norm and on_cpus),
             "`train.sync_batch_norm` is true, but PyTorch synchronises batch norm on GPUs only and "

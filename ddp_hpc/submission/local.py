@@ -40,6 +40,8 @@ NAME = "local"
 HAS_QUEUE = False
 START_PATIENCE_S = 120.0
 """How long `submit` waits for the first step to begin before it lets the run go on alone."""
+SCRIPT_TRIAL_S = 1.0
+"""How long a script must have run before `submit` says that it runs: most mistakes end a script at its first lines."""
 STOP_PATIENCE_S = 600.0
 """How long a run that a user asked to stop may take to finish its step and commit."""
 VANISH_PATIENCE_S = 10.0
@@ -120,7 +122,7 @@ def prepare(
 def submit(
     resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
 ) -> Submission:
-    """Start the run, or go on with it, and return once its training has begun.
+    """Start the run, or go on with it, and return once its training has begun, or its script has run for a moment.
 
     Raises:
         ConfigError: where the input is invalid; a run that was new leaves nothing behind.
@@ -262,8 +264,11 @@ def _let_live() -> None:
 
 
 def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]) -> Attempt | None:
-    """Wait until the attempt trains, or has ended; return its ledger entry if it has."""
+    """Wait until the attempt trains, or its script has run for a moment, or it has ended; return its ledger entry if it has."""
+    from ddp_hpc.run_dir.failure_reports import read_failures  # late: a dry run starts nothing
+
     deadline = time.monotonic() + START_PATIENCE_S
+    began: dict[int, float] = {}
     while time.monotonic() < deadline:
         is_guarded = guardian.poll() is None  # asked first, so that the last entry is not missed
         entry = patiently(str(run.attempts), lambda: _newest_since(run, attempt))
@@ -271,7 +276,10 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
             return entry
         progress = patiently(str(run.progress), lambda: read_progress(run))
         if progress is not None and progress.attempt >= attempt:
-            return None
+            ran_s = time.monotonic() - began.setdefault(progress.attempt, time.monotonic())
+            is_of_script = progress.saves is not None  # a recipe's progress says that it trains
+            if not is_of_script or (ran_s >= SCRIPT_TRIAL_S and not read_failures(run, progress.attempt)):
+                return None
         if not is_guarded and entry is None:
             raise RunBusyError(
                 f"The run in {run.path} could not be started. The last line of {run.console}: {_last_line(run.console)}\n"

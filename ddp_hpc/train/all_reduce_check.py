@@ -25,6 +25,7 @@ from ddp_hpc.node_checks.collectives import ALL, DONE, ENDING, IMPORTING, JOININ
 from ddp_hpc.rendezvous.interfaces import local_interfaces
 from ddp_hpc.rendezvous.links.node import own_place
 from ddp_hpc.rendezvous.links.rounds import partners
+from ddp_hpc.rendezvous.worker_env import Fact, network_variables
 from ddp_hpc.slurm.allocation import node_name
 from ddp_hpc.slurm.answers import framed
 
@@ -236,8 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     late.daemon = True
     late.start()
     place = own_place(arguments.address, local_interfaces())
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if place.interface else ():
-        os.environ.setdefault(name, place.interface)
+    if place.interface:
+        interface = Fact(value=place.interface, rule="the one that the address is on")
+        for name, fact in network_variables(interface).items():
+            os.environ.setdefault(name, str(fact.value))
     try:
         check.run(arguments.address, arguments.port, limit_s=arguments.limit)
     except Exception as error:  # noqa: BLE001  whatever PyTorch raises is reported

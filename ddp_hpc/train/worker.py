@@ -190,7 +190,7 @@ def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
 ) -> Group:
     """Choose this rank's device, and join the process group."""
     visible, is_task = environ.get("CUDA_VISIBLE_DEVICES"), spec.launcher == "srun"
-    num_gpus, timeout_s = spec.resources.gpus_per_node, spec.restart.hang_timeout_s
+    num_gpus, timeout_s = spec.resources.num_gpus, spec.restart.hang_timeout_s
     device = process_group.choose_device(rank_info, num_gpus, visible=visible, may_be_alone=is_task)
     token = read_rendezvous_token(run.rendezvous_token(attempt)) if rank_info.world_size > 1 else ""
 

@@ -103,6 +103,24 @@ def test_a_node_that_does_not_come_is_named_and_the_others_end() -> None:
     assert found(nodes, reports).nodes == ("n1",)
 
 
+ASKED = f"""
+import os, {MODULE} as check
+shown = lambda *_, **__: os.write(1, " ".join(os.environ[f"{{name}}_SOCKET_IFNAME"] for name in ("NCCL", "GLOO")).encode())
+check.Check.run = shown
+check.main()
+"""
+"""Says by which interface the exchange would go, and makes none."""
+
+
+def test_the_exchange_goes_by_the_very_interface_of_the_run() -> None:
+    """NCCL takes a name without `=` as the beginning of names: `eth1` is `eth10`, too."""
+    words = ["--node=n0", "--name=n0", "--address=127.0.0.1", "--port=1", "--backend=gloo", "--mark=m"]
+
+    told = subprocess.run([sys.executable, "-c", ASKED, *words], capture_output=True, text=True, check=True).stdout
+
+    assert told.startswith("=lo lo"), told
+
+
 HURRIED = f"""
 import sys
 import {MODULE} as check

@@ -82,6 +82,31 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.parametrize("settings", [(), TWO], ids=["one worker", "two workers"])
+def test_a_script_that_dies_at_its_first_line_fails_the_command_that_submits_it(
+    settings: Sequence[str], place: Place
+) -> None:
+    (place.path / "boom.py").write_text("raise RuntimeError('no such thing')\n")
+
+    submitted = place.submit(settings, "python", "boom.py", wait=False)
+
+    assert submitted.returncode == 1, submitted
+    assert "the last lines of" in submitted.stderr
+    assert "  RuntimeError: no such thing" in submitted.stderr.splitlines()
+    assert "boom failed" in submitted.stdout
+
+
+def test_a_script_that_lives_on_is_left_alone_by_the_command_that_submits_it(place: Place) -> None:
+    (place.path / "lives.py").write_text("import time\ntime.sleep(100)\n")
+
+    submitted = place.submit((), "python", "lives.py", wait=False)
+
+    assert (submitted.returncode, submitted.stderr) == (0, "")
+    assert "lives running" in submitted.stdout
+    place.ddp_hpc("cancel", "lives")
+    until(lambda: place.attempts("lives")[-1].is_last)
+
+
 def are_equal(one: Path, other: Path) -> bool:
     first, second = weights(one), weights(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

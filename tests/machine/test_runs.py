@@ -59,3 +59,24 @@ def test_a_script_that_knows_nothing_of_it_has_its_gpus_cpus_and_memory_in_statu
     ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_submit_takes_the_free_gpus_of_the_machine_says_which_it_leaves_and_refuses_too_many(tmp_path: Path) -> None:
+    """The driver alone is asked: no worker starts."""
+    fake = build(tmp_path / "driver", "gpu GPU-a 0 100 81920\ngpu GPU-b 90 61440 81920\ngpu GPU-c 0 100 81920\n")
+    (tmp_path / "run.yaml").write_text("train: {global_batch_size: 60}\n")
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    place = Workplace(tmp_path, {**environ, **fake})
+
+    dry = place.command("submit", "run.yaml", "--cluster", "local", "--dry-run", "--json")
+    script = place.command("submit", "--cluster", "local", "--dry-run", "--json", "--", "python", "train.py")
+    refused = place.command("submit", "run.yaml", "--cluster", "local", "resources.gpus_per_node=4")
+
+    config = json.loads(dry.stdout)["config"]
+    assert config["resources.gpus_per_node"] == {"value": 2, "source": "2 GPUs of this machine"}
+    assert config["env.CUDA_VISIBLE_DEVICES"]["value"] == "0,2"
+    assert "note: GPU 1 is left out, because 60.0 GiB of its memory are in use" in dry.stderr
+    assert json.loads(script.stdout)["config"]["resources.workers_per_node"]["value"] == 1
+    assert "`resources.workers_per_node=2`" in script.stderr
+    assert (refused.returncode, place.run("run").path.exists()) == (2, False)
+    assert "asks for 4 GPUs (`resources.gpus_per_node`), but this machine shows 3 GPUs" in refused.stderr

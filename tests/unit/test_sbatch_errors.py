@@ -285,6 +285,18 @@ def slurm(tmp_path: Path) -> FakeSlurm:
     return FakeSlurm(tmp_path)
 
 
+@pytest.mark.parametrize(("asked", "is_told"), [(None, True), (0, False), (2, False)])
+def test_a_run_that_says_nothing_of_gpus_is_told_that_the_partition_has_some(
+    asked: int | None, is_told: bool, slurm: FakeSlurm
+) -> None:
+    of_partition = "PartitionName=batch Default=YES State=UP TotalNodes=2 TRES=cpu=8,gres/gpu=4"
+    slurm.says("scontrol", stdout=f"{of_partition}\nJobRequeue = 1\nPreemptMode = OFF\n")
+
+    said = slurm.check(spec(gpus_per_node=asked))
+
+    assert any("partition batch has GPUs, and the run asks for none" in line for line in said) == is_told
+
+
 def test_a_plan_that_fits_is_told_in_one_line(slurm: FakeSlurm) -> None:
     assert slurm.check(spec(time_limit_min=60)) == [
         "the job asks for 1 node with 1 task of 1 CPU each; it could start now"

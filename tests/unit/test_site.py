@@ -141,7 +141,7 @@ def test_a_partitions_defaults_hold_for_runs_in_it_alone(tmp_path: Path, user: d
     other = resolve(file, ["slurm.partition=debug"], user, site="mine")
     here = resolve(file, [], user, site="mine", is_for_slurm=False)
 
-    assert [one.spec.resources.gpus_per_node for one in (gpu, cpu, other, here)] == [4, 0, 0, 0]
+    assert [one.spec.resources.gpus_per_node for one in (gpu, cpu, other, here)] == [4, None, None, None]
     assert cpu.spec.resources.cpus_per_worker == 2
     assert gpu.sources["resources.gpus_per_node"] == f"site profile {path}, partition gpu"
     assert gpu.sources["env.NCCL_NET"] == f"site profile {path}"

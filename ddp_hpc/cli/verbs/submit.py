@@ -97,7 +97,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _run_one(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Resolve the configuration, start the run and print the result; with `--wait` or `--follow`, stay until it ends."""
-    from ddp_hpc.config import resolve
     from ddp_hpc.submission.backend import choose_backend
 
     if args.explain and not args.dry_run:
@@ -108,14 +107,7 @@ def _run_one(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path, settings = sorted_words(args)
     here = runs_dir_setting(args.runs_dir)
     backend = choose_backend(args.cluster, environment)
-
-    def resolved_with(more: Sequence[str]) -> Resolved:
-        words, command = [*settings, *here, *more], args.command or ()
-        return resolve(path, words, environment, site=args.site, is_for_slurm=backend.HAS_QUEUE, command=command)
-
-    resolved = resolved_with([])
-    if args.after or args.singleton:
-        resolved = resolved_with(_chain(args, backend, resolved, environment))
+    resolved = _resolve(args, path, [*settings, *here], backend, environment)
     run_dir = RunDir(resolved.spec.path)
     import_paths = [Path.cwd(), *([] if path is None else [path.absolute().parent])]
     if is_sweep:
@@ -150,6 +142,24 @@ def _run_one(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     file, command = [] if path is None else [str(path)], ["--", *args.command] if args.command else []
     again = shlex.join(["ddp-hpc", "submit", *file, *map(_shown, settings), *here, *command])
     return _print_status(submission.run, environment, word=word, again=None if args.json else again)
+
+
+def _resolve(
+    args: argparse.Namespace, path: Path | None, words: Sequence[str], backend: Backend, environment: Mapping[str, str]
+) -> Resolved:
+    from ddp_hpc.config import resolve
+    from ddp_hpc.submission.unset import fill_unset
+
+    def resolved_with(more: Sequence[str]) -> Resolved:
+        command = args.command or ()
+        return resolve(
+            path, [*words, *more], environment, site=args.site, is_for_slurm=backend.HAS_QUEUE, command=command
+        )
+
+    resolved = resolved_with([])
+    if args.after or args.singleton:
+        resolved = resolved_with(_chain(args, backend, resolved, environment))
+    return fill_unset(resolved, environment, is_for_slurm=backend.HAS_QUEUE, is_fresh=args.fresh)
 
 
 def _run_pipeline(args: argparse.Namespace, pipeline: Pipeline, environment: Mapping[str, str]) -> int:

@@ -52,7 +52,7 @@ def check(  # noqa: PLR0913  what is checked, and where
         "-m",
         _MODULE,
         f"--folder={folder}",
-        f"--gpus-per-node={spec.resources.gpus_per_node}",
+        f"--gpus-per-node={spec.resources.num_gpus}",
         *(["--all-reduce"] if all_reduce else []),
         *(f"--path={path}" for path in read),
         *(f"--interface={name}" for name in spec.network.interfaces),

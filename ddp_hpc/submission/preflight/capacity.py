@@ -155,7 +155,7 @@ def _costs(spec: RunSpec, starts_at: float | None) -> Iterator[str]:
         when = f"; {_start(wait_s)}"
     yield f"the job asks for {asked(spec)}{when}"
     hours = (spec.resources.time_limit_min or 0) / 60
-    num_gpus = spec.resources.nodes * spec.resources.gpus_per_node
+    num_gpus = spec.resources.nodes * spec.resources.num_gpus
     if hours and num_gpus:
         yield f"it uses up to {round(num_gpus * hours, 2):g} GPU-hours ({num_gpus} GPUs for {hours:.4g} h)"
 
@@ -174,6 +174,11 @@ def _misfits(spec: RunSpec, config: ClusterConfig, partition: Partition | None, 
     limit_min = spec.resources.time_limit_min
     if partition is None:
         return
+    if partition.num_gpus and spec.resources.gpus_per_node is None:
+        yield (
+            f"note: partition {partition.name} has GPUs, and the run asks for none, so it runs on CPUs. Set `resources.gpus_per_node` to the "
+            "number for each node, or to 0 if CPUs are meant."
+        )
     if limit_min is None and partition.default_time_min is not None:
         yield (
             f"note: `resources.time_limit_min` is not set, so partition {partition.name} ends the job after "

@@ -41,7 +41,7 @@ def _size(spec: RunSpec, cluster: Cluster) -> str:
     has = f"partition {_described(chosen)}" if chosen else ", ".join(map(_described, cluster.partitions))
     return (
         f"The run asks for {asked(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
-        "`resources.workers_per_node` or other keys of `resources`."
+        "`resources.workers_per_node`, `resources.cpus_per_worker` or other keys of `resources`."
     )
 
 
