@@ -2,8 +2,8 @@
 
     python -m ddp_hpc.train.torchrun --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=NODE_RANK OPTIONS OF TORCHRUN ...
 
-torchrun's own rendezvous, `c10d`, keeps its state as a pickle in a store without a password: whoever reaches the port can
-replace it, and all agents load it. Its `static` one has no pickle, but listens on all networks of the node. This one has neither:
+torchrun's own rendezvous, `c10d`, keeps its state as a pickle in a store without a password: everybody who reaches the port
+can replace it, and all agents load it. Its `static` one has no pickle, but listens on all networks of the node. In this one,
 node rank 0 listens on the address alone (port 0: the kernel chooses one, for a single node), and agents exchange JSON. Where the
 address is a name, it listens on all networks: a node's own name may mean another address there than elsewhere.
 https://pytorch.org/docs/stable/elastic/rendezvous.html

@@ -240,7 +240,7 @@ class ToKeep:
     def __init__(self, registered: Iterable[object], refused: list[str] | None = None) -> None:
         """Take `registered` modules, parameters and buffers as kept by others.
 
-        With a list `refused`, what cannot be put back is noted there, and all else is found all the same.
+        A list `refused` takes the values that nobody can put back; all others are found.
         """
         self._refused = refused
         self._seen: dict[int, object] = {id(one): one for one in registered}

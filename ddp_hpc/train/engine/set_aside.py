@@ -55,7 +55,7 @@ def set_aside(
 ) -> Iterator[None]:
     """Take hooks off the parameters; afterwards restore the model, the `others` (a loss, say) and all generators.
 
-    Needs memory for a copy of the model's weights and buffers. With a list `refused`, what cannot be put back is noted there.
+    Needs memory for a copy of the model's weights and buffers. A list `refused` takes the values that nobody can put back.
 
     Raises:
         NotKeptError: before anything has changed, if there is something that cannot be put back, and no list for it.

@@ -183,7 +183,9 @@ class Staging:
     def copy(self, named: Sequence[NamedTensor], places: Sequence[Place], send: Send) -> None:
         """Enqueue the copy of `named`, for which `plan` was called; `finish` ends it."""
         side = self.side
-        if self._copied is not None:  # a save that failed early is still copied, maybe in memory that this one was given
+        if (
+            self._copied is not None
+        ):  # a save that failed early is still copied, maybe in memory that this one was given
             side.hold_training(self._copied)
         try:
             side.take_again(self._block)
