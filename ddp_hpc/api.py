@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.config import Resolved, flat, render_resolved, resolve
+from ddp_hpc.config import Resolved, flat, render_resolved, resolve, with_kept
+from ddp_hpc.config.sources import DEFAULT
 from ddp_hpc.errors import WorkerError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
@@ -148,7 +149,9 @@ def submit(
         ConfigError: where the input is invalid; a new run then leaves no directory behind.
         SlurmUnavailableError: where Slurm does not answer.
     """
-    text = render_resolved(Resolved(spec, dict.fromkeys(flat(spec), _SOURCE)))
+    sources = {key: DEFAULT.source if value is None else _SOURCE for key, value in flat(spec).items()}
+    resolved = Resolved(spec, sources) if fresh else with_kept(Resolved(spec, sources))
+    text, spec = render_resolved(resolved), resolved.spec
     paths = [Path.cwd()] if import_paths is None else list(import_paths)
     backend = choose_backend(cluster, os.environ)
     with put_aside(RunDir(spec.path), os.environ) if fresh else nullcontext():

@@ -3,6 +3,7 @@
 from ddp_hpc.config.overlay import Overlay
 from ddp_hpc.config.resolve import (
     HIDDEN,
+    KEPT,
     Change,
     Resolved,
     changes,
@@ -11,10 +12,12 @@ from ddp_hpc.config.resolve import (
     render_resolved,
     resolve,
     resolve_key,
+    with_kept,
 )
 
 __all__ = [
     "HIDDEN",
+    "KEPT",
     "Change",
     "Overlay",
     "Resolved",
@@ -24,4 +27,5 @@ __all__ = [
     "render_resolved",
     "resolve",
     "resolve_key",
+    "with_kept",
 ]

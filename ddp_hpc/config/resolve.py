@@ -28,6 +28,8 @@ from ddp_hpc.config.sources import (
 )
 from ddp_hpc.config.values import convert
 from ddp_hpc.errors import ConfigError, UnreadableError
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import newest_committed
 from ddp_hpc.spec import RunSpec, program_of
 
 
@@ -37,7 +39,7 @@ class Resolved:
 
     spec: RunSpec
     sources: Mapping[str, str]
-    """Key -> `default`, `site profile PATH`, `file NAME`, `environment VARIABLE`, `command line`."""
+    """Key -> `default`, `checkpoint`, `site profile PATH`, `file NAME`, `environment VARIABLE`, `command line`."""
     profile: Profile | None = None
     """The site profile, if one was used."""
 
@@ -49,6 +51,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     *,
     site: str | None = None,
     is_for_slurm: bool = True,
+    is_fresh: bool = False,
     command: Sequence[str] = (),
 ) -> Resolved:
     """Read a configuration: defaults < site profile < file < environment < command line.
@@ -56,7 +59,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     `command` is the script that the command line asks for; with it, there need be no file.
 
     For runs on Slurm, a profile's values for the chosen partition win over its values for all runs. `site` names the
-    profile; None means the one for this host.
+    profile; None means the one for this host. `is_fresh`: a run of that name does not go on, so nothing of it counts.
 
     Raises:
         ConfigError: for the first invalid value, with its key, its source and the valid values.
@@ -70,7 +73,8 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
         asked += from_overrides(overrides)
     if command:
         asked += settings_in({"script": {"command": list(command)}}, COMMAND_LINE)
-    return resolve_settings(asked, environ, name=name_from(stem), profile=profile, is_for_slurm=is_for_slurm)
+    name = name_from(stem)
+    return resolve_settings(asked, environ, name=name, profile=profile, is_for_slurm=is_for_slurm, is_fresh=is_fresh)
 
 
 def name_from(stem: str) -> str:
@@ -78,8 +82,14 @@ def name_from(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
 
 
-def resolve_settings(
-    asked: Sequence[Setting], environ: Mapping[str, str], *, name: str, profile: Profile | None, is_for_slurm: bool
+def resolve_settings(  # noqa: PLR0913  as above
+    asked: Sequence[Setting],
+    environ: Mapping[str, str],
+    *,
+    name: str,
+    profile: Profile | None,
+    is_for_slurm: bool,
+    is_fresh: bool = False,
 ) -> Resolved:
     """Return what follows from defaults, a site profile and settings; of several settings for one key, the last counts.
 
@@ -96,7 +106,26 @@ def resolve_settings(
         between = profile.partitions.get(partition, ()) if isinstance(partition, str) else ()
     resolved = replace(_build([*before, *between, *after]), profile=profile)
     refuse_unwelcome(resolved.spec.path, profile)
-    return resolved
+    return resolved if is_fresh else with_kept(resolved)
+
+
+KEPT = "checkpoint"
+"""The source of a value with which the run's checkpoint was trained."""
+
+
+def with_kept(resolved: Resolved) -> Resolved:
+    """Return the configuration with the `train.matmul_precision` of the run's checkpoint, where no source sets that key."""
+    key, run = "train.matmul_precision", RunDir(resolved.spec.path)
+    if resolved.sources[key] != DEFAULT.source:
+        return resolved
+    try:
+        recorded = load_resolved(run.config).train.matmul_precision if newest_committed(run) else None
+    except (ConfigError, OSError):  # `submit` says so
+        return resolved
+    if recorded is None:
+        return resolved
+    train = replace(resolved.spec.train, matmul_precision=recorded)
+    return replace(resolved, spec=replace(resolved.spec, train=train), sources={**resolved.sources, key: KEPT})
 
 
 def load_resolved(path: Path, *, is_patient: bool = False, patience_s: float | None = None) -> RunSpec:

@@ -110,8 +110,10 @@ def _run_one(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     backend = choose_backend(args.cluster, environment)
 
     def resolved_with(more: Sequence[str]) -> Resolved:
-        words, command = [*settings, *here, *more], args.command or ()
-        return resolve(path, words, environment, site=args.site, is_for_slurm=backend.HAS_QUEUE, command=command)
+        words, command, has_queue = [*settings, *here, *more], args.command or (), backend.HAS_QUEUE
+        return resolve(
+            path, words, environment, site=args.site, is_for_slurm=has_queue, is_fresh=args.fresh, command=command
+        )
 
     resolved = resolved_with([])
     if args.after or args.singleton:
@@ -364,7 +366,7 @@ def _dry_run(
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
     """Return a line for each key that differs from what the run's directory holds."""
-    from ddp_hpc.config import changes, load_resolved
+    from ddp_hpc.config import KEPT, changes, flat, load_resolved
 
     if not run_dir.config.exists():
         return []
@@ -374,7 +376,12 @@ def _changes(run_dir: RunDir, resolved: Resolved) -> list[str]:
         return [
             f"note: the run's earlier configuration cannot be read, so this command cannot list what has changed; the new one replaces it. {error}"
         ]
-    return [f"changed: {change}" for change in changes(old, resolved.spec)]
+    kept = [
+        f"kept: {key} {value!r}, as the run's checkpoint was trained; a value in the file or on the command line changes it"
+        for key, value in flat(resolved.spec).items()
+        if resolved.sources[key] == KEPT
+    ]
+    return kept + [f"changed: {change}" for change in changes(old, resolved.spec)]
 
 
 def _told(submission: Submission, word: str) -> str:
