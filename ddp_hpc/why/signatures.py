@@ -441,6 +441,12 @@ REGISTRY: Sequence[Failure] = (
                 "cascade",
             ),
             _raised(
+                _ERROR + r"NCCL error.*Connection closed by remote peer",
+                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1275, internal error, NCCL version 2.14.3\n"
+                "ncclInternalError: Internal check failed.\nLast error:\nNet : Connection closed by remote peer node2<50260>",
+                "cascade",
+            ),
+            _raised(
                 r"(?:[\w.]*\.)?(?:Dist\w*Error: |RuntimeError: \[c10d\]).*(?:Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed)",
                 "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
                 "store by key '0', but store->get('0') got error: Connection reset by peer",
