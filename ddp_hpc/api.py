@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.config import Resolved, flat, render_resolved, resolve
+from ddp_hpc.config.sources import DEFAULT
 from ddp_hpc.errors import WorkerError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import RunSpec
@@ -151,7 +152,8 @@ def submit(
     """
     paths = [Path.cwd()] if import_paths is None else list(import_paths)
     backend = choose_backend(cluster, os.environ)
-    resolved = Resolved(spec, dict.fromkeys(flat(spec), _SOURCE))
+    sources = {key: DEFAULT.source if value is None else _SOURCE for key, value in flat(spec).items()}
+    resolved = Resolved(spec, sources)
     resolved = fill_unset(resolved, os.environ, is_for_slurm=backend.HAS_QUEUE, is_fresh=fresh)
     text, spec = render_resolved(resolved), resolved.spec
     with put_aside(RunDir(spec.path), os.environ) if fresh else nullcontext():

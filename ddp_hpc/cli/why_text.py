@@ -71,6 +71,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "why", f"{about.title}  [{verdict.failure}; {_BASIS[verdict.basis]}]"
     yield "root", _root(verdict)
     yield "detail", verdict.detail[:_LONGEST]
+    yield "in short", verdict.in_short
     yield "at", verdict.place
     yield "concerns", _entity(attempt, verdict)
     yield "alike", _alike(ledger, attempt)
@@ -159,6 +160,7 @@ def as_record(run: RunDir, attempt: Attempt, verdict: Verdict, *, word: str) -> 
         "host": verdict.host or None,
         "step": verdict.step,
         "detail": verdict.detail,
+        "in_short": verdict.in_short or None,
         "place": verdict.place or None,
         "entity": _entity(attempt, verdict) or None,
         "fingerprint": attempt.fingerprint or verdict.fingerprint or None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from ddp_hpc.base.durable import make_directories, read_json, record_text, replace_text
+from ddp_hpc.base.durable import make_directories, open_record, read_json, record_text, replace_text
 from ddp_hpc.base.patience import known
 from ddp_hpc.errors import ConfigError, DivergedError, RanksDifferError
 from ddp_hpc.run_dir.affected import affected_by
@@ -51,6 +52,8 @@ class WorkerFailure:
     """The signal that killed it, where its agent did not send it."""
     is_hardware: bool = False
     """A device, or the library that drives it, has failed."""
+    is_code_error: bool = False
+    """A signal killed it because a device reported an error of the code."""
     of_script: bool = False
     """A user's script failed, whose step is not known."""
     phase: Phase = ""
@@ -110,19 +113,63 @@ def failure_of(error: BaseException, *, rank: int, log: Path, phase: Phase = "")
     )
 
 
-_BY_HARDWARE = ("CUDA error", "NCCL error", "ECC error", "cuDNN error")
+_LOST_CONNECTION = (
+    *("DistNetworkError", "Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe"),
+    # NCCL's, and those of its watchdog, where the error of another rank reaches this one
+    *("remote process exited or there was a network error", "Connection closed by remote peer"),
+    *("NCCL communicator was aborted", "Watchdog caught collective operation timeout"),
+    *(
+        "socketStartConnect: Connect to",
+        "socketPollConnect",
+        "SocketProgressOpt: Call to",
+        "socketProgressOpt: Call to",
+    ),
+)
+_OF_DEVICE = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
+_OF_CODE = (
+    *("device-side assert triggered", "invalid device ordinal", "invalid argument", "invalid configuration argument"),
+    *("invalid resource handle", "invalid device function", "no kernel image is available", "out of memory"),
+    *("operation not permitted", "operation not supported", "_STATUS_ALLOC_FAILED", "_STATUS_INVALID_VALUE"),
+    *("_STATUS_BAD_PARAM", "_STATUS_NOT_SUPPORTED", "Duplicate GPU detected"),
+)
+"""Texts of errors of a device that are the code's, or the configuration's: a healthy device reports them on each node. A memory
+access that was illegal is not among them, as a broken device causes it, too."""
+
+
+def is_lost_connection(text: str) -> bool:
+    """Tell whether an exception's text, with its type, says that another rank is gone: gloo, NCCL and the store say so."""
+    return any(phrase in text for phrase in _LOST_CONNECTION)
 
 
 def is_of_hardware(error: BaseException) -> bool:
     """Tell whether an exception says that a device, or the library that drives it, has failed.
 
     PyTorch has a type for the device's errors since 2.8, `torch.AcceleratorError`; before, and for NCCL and cuDNN still, it
-    raises RuntimeError or a subclass that other errors share, and only the beginning of C++'s text tells them apart. This is
-    the one place that reads it: where the exception is at hand. By name, as only workers import torch.
+    raises RuntimeError or a subclass that other errors share, and only C++'s text tells them apart. By name, as only workers
+    import torch.
     """
     if not isinstance(error, RuntimeError):
         return False
-    return type(error).__name__ == "AcceleratorError" or any(text in str(error) for text in _BY_HARDWARE)
+    is_of_device = type(error).__name__ == "AcceleratorError" or any(text in str(error) for text in _OF_DEVICE)
+    return is_of_device and not _is_of_code(str(error))
+
+
+def _is_of_code(text: str) -> bool:
+    return any(phrase in text for phrase in _OF_CODE)
+
+
+_WATCHDOG_SAYS = ("watchdog thread terminated with exception: ", "Watchdog caught collective operation timeout")
+_LOG_END_BYTES = 64 * 1024
+"""NCCL's watchdog writes why it aborts its process; the frames of C++ and Python follow."""
+
+
+def _why_aborted(log: Path) -> str:
+    """Return what NCCL's watchdog wrote before it aborted its process; empty where it did not."""
+    with suppress(OSError), open_record(log) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+        return "\n".join(line for line in lines if any(text in line for text in _WATCHDOG_SAYS))
+    return ""
 
 
 def write_failure(path: Path, failure: WorkerFailure) -> None:
@@ -148,6 +195,7 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
     hint = by_kernel if number == signal.SIGKILL else f"its log may say why: {log}"
     # Python has no names for the real-time signals between SIGRTMIN and SIGRTMAX.
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    watchdogs = _why_aborted(log) if number == signal.SIGABRT else ""
     failure = WorkerFailure(
         rank=rank,
         host=socket.gethostname(),
@@ -157,6 +205,8 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
         log=str(log),
         signal=number,
         memory_ran_out=memory_ran_out and number == signal.SIGKILL,
+        is_secondary=is_lost_connection(watchdogs),
+        is_code_error=_is_of_code(watchdogs),
     )
     write_failure(path, failure)
 

@@ -13,7 +13,13 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import read_json
 from ddp_hpc.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.errors import UnreadableError
-from ddp_hpc.run_dir.failure_reports import WorkerFailure, failure_of, report_killed, write_failure
+from ddp_hpc.run_dir.failure_reports import (
+    WorkerFailure,
+    failure_of,
+    is_lost_connection,
+    report_killed,
+    write_failure,
+)
 from ddp_hpc.run_dir.records import write_remark
 from ddp_hpc.script.script_rank import ScriptRank
 from ddp_hpc.workload.script_progress import Seen
@@ -28,7 +34,7 @@ def report_exception(script_rank: ScriptRank, error: BaseException) -> None:
     with suppress(OSError):
         write_failure(
             script_rank.run.rank_error(script_rank.attempt, script_rank.rank),
-            replace(failure, is_secondary=_lost_connection(failure.exception), of_script=True),
+            replace(failure, is_secondary=is_lost_connection(failure.exception), of_script=True),
         )
 
 
@@ -56,7 +62,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
         step=0,
         exception=f"{how}; its last line: {text}" if text else f"{how} and printed nothing",
         log=str(script_rank.log),
-        is_secondary=_lost_connection(text),
+        is_secondary=is_lost_connection(text),
         of_script=True,
         phase="training",
         exit_code=None if was_killed else code,
@@ -88,14 +94,6 @@ def remark(script_rank: ScriptRank, remarks: Iterable[str]) -> None:
     if text:
         with suppress(OSError):  # it is in the log, too, or not worth a failure
             write_remark(script_rank.run, script_rank.attempt, script_rank.rank, text)
-
-
-_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe")
-
-
-def _lost_connection(text: str) -> bool:
-    """Tell whether an exception says that another rank is gone."""
-    return "DistNetworkError" in text or any(phrase in text for phrase in _LOST_CONNECTION)
 
 
 def _of_elastic(path: Path) -> str:

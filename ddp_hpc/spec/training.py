@@ -51,9 +51,10 @@ class TrainSpec(Checked, section="train"):
     """Peak learning rate."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward and backward passes (autocast); fp16 scales the loss. Weights stay in fp32."""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
     """Precision of float32 matrix products, as in `torch.set_float32_matmul_precision`. `highest` turns TF32 off, also for
-    convolutions; the others turn it on."""
+    convolutions; the others turn it on. Unset: as PyTorch has it, which is TF32 in convolutions only; a run that has a checkpoint
+    keeps what it was trained with."""
     grad_clip_norm: float | None = None
     """Clip the total norm of the gradients that the optimizer uses to this value."""
     on_nonfinite: OnNonfinite = "stop"

@@ -1,4 +1,4 @@
-"""Fills in the resources that a user leaves to the machine, before a run is submitted: GPUs here, CPUs of a GPU worker on Slurm.
+"""Fills in what a user leaves open, before a run is submitted: GPUs here, CPUs of a GPU worker on Slurm, a checkpoint's precision.
 
 What is found stands in the run's own configuration, with its source. A run that is submitted again keeps it, so that it
 goes on with the same world.
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hpc.config import Overlay, Resolved, load_resolved
+from ddp_hpc.config.sources import DEFAULT
 from ddp_hpc.errors import ConfigError, DdpHpcError
 from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import newest_committed
 from ddp_hpc.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -52,8 +54,9 @@ def fill_unset(
     Raises:
         ConfigError: where this machine has fewer GPUs than the run needs.
     """
+    before = None if is_fresh else _before(RunDir(resolved.spec.path))
+    resolved = _as_trained(resolved, before, environ)
     spec = resolved.spec
-    before = None if is_fresh else _before(RunDir(spec.path))
     if is_for_slurm:
         found = _cpus_on_slurm(spec, before, environ)
     else:
@@ -72,6 +75,19 @@ def _before(run: RunDir) -> RunSpec | None:
     with suppress(DdpHpcError, OSError):
         return load_resolved(run.config) if run.config.exists() else None
     return None
+
+
+def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
+    """Return the configuration with the precision of float32 that the run's checkpoint was trained with, where no source sets that key."""
+    precision = None if before is None else before.train.matmul_precision
+    is_set = resolved.sources["train.matmul_precision"] != DEFAULT.source
+    if precision is None or is_set or not newest_committed(RunDir(resolved.spec.path)):
+        return resolved
+    sys.stderr.write(
+        f"note: `train.matmul_precision` stays {precision!r}, as the run's checkpoint was trained; a value in the file or on the command "
+        "line changes it\n"
+    )
+    return Overlay(resolved, environ).resolved({"train": {"matmul_precision": precision}}, _KEPT)
 
 
 def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> list[GpuUse] | None:

@@ -223,19 +223,15 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     `report_missing` is called with the ranks that the others wait for, if that takes long, and with None when all have joined.
     """
     select_device(device)
-    # After `timeout_s` in a collective, NCCL aborts and dumps its flight recorder. gloo waits a minute longer, so that the
-    # watchdog of the hanging rank fires first and names the cause.
     prefix = f"{prefix_of(token)}/start-{rank_info.restart}"
     store, side_store = (dist.PrefixStore(prefix, one) for one in _connect(rank_info, listen_fd))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     announce(store, rank_info.rank)
     with _missing_reported(rank_info, prefix, report_missing):
         dist.init_process_group(
-            backend,
             store=dist.PrefixStore("group", store),
             rank=rank_info.rank,
             world_size=rank_info.world_size,
-            timeout=timedelta(seconds=timeout_s + (0 if device.type == "cuda" else _GLOO_LAG_S)),
+            **group_options(device, timeout_s),
         )
     return Group(
         rank_info,
@@ -243,6 +239,18 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
         SealedStore(dist.PrefixStore("main", store), token, silence_s=timeout_s),
         SealedStore(dist.PrefixStore("side", side_store), token, silence_s=timeout_s),
     )
+
+
+def group_options(device: torch.device, timeout_s: float) -> dict[str, Any]:
+    """Return what `init_process_group` is told of a rank's device.
+
+    After `timeout_s` in a collective, NCCL aborts and dumps its flight recorder. gloo waits a minute longer, so that the watchdog of the
+    hanging rank fires first and names the cause. With `device_id`, NCCL connects the ranks here rather than in the first collective of
+    the training, so that a network that does not carry shows while they join. gloo comes first: it waits for all ranks, with a timeout.
+    """
+    if device.type == "cuda":
+        return {"backend": "cpu:gloo,cuda:nccl", "timeout": timedelta(seconds=timeout_s), "device_id": device}
+    return {"backend": "gloo", "timeout": timedelta(seconds=timeout_s + _GLOO_LAG_S)}
 
 
 def _missing_reported(rank_info: RankInfo, prefix: str, report: Report | None) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from ddp_hpc.rank_probe.folder import socket_of
 from ddp_hpc.rank_probe.server import serve
 from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, PROBES_ITSELF, USERS_CODE
 from ddp_hpc.run_dir.environment import capture, differences, newest_environment, write_environment
-from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, write_failure
+from ddp_hpc.run_dir.failure_reports import Phase, WorkerFailure, failure_of, is_lost_connection, write_failure
 from ddp_hpc.run_dir.inputs import AttemptInputs, write_inputs
 from ddp_hpc.run_dir.joining import forget_missing, write_missing
 from ddp_hpc.run_dir.paths import RunDir
@@ -117,7 +117,8 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         step = training.state.position.step if training else 0
         error = of_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
         failure = failure_of(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
-        _report(run, attempt, replace(failure, step=step, is_secondary=_lost_connection(error)), training)
+        is_lost = isinstance(error, RuntimeError) and is_lost_connection(f"{type(error).__name__}: {error}")
+        _report(run, attempt, replace(failure, step=step, is_secondary=is_lost), training)
         if training:
             training.phases.close()
         return exit_code_of(error)
@@ -262,13 +263,3 @@ def _report(run: RunDir, attempt: int, failure: WorkerFailure, training: Trainin
     write_failure(run.rank_error(attempt, failure.rank), failure)
     if training:
         training.recorder.close("failed")
-
-
-_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe")
-
-
-def _lost_connection(error: BaseException) -> bool:
-    """Tell whether a worker failed because another one died: gloo, NCCL and the store raise these when a peer is gone."""
-    if isinstance(error, torch.distributed.DistNetworkError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_CONNECTION)

@@ -71,6 +71,8 @@ class Verdict:
     step: int | None = None
     detail: str = ""
     """The exception, the signal or the exit code."""
+    in_short: str = ""
+    """What the texts of its GPU add up to."""
     place: str = ""
     """The line of the user's code that raised it."""
     entity: str = ""

@@ -96,7 +96,8 @@ def _unmatched(failure: WorkerFailure) -> str:
     """Return the class of an exception that the registry does not know, by the report's fields."""
     if failure.is_input_error:
         return "configuration"
-    if failure.is_hardware:  # the device, its driver, NCCL's network, or a call that was wrong: it does not say which
+    if failure.is_hardware or failure.exception_type == "DistBackendError":
+        # The device, its driver, NCCL's network, or a call that was wrong: it does not say which.
         return "unknown"
     if failure.rank < 0:
         return "launch-failed"

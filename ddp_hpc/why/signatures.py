@@ -72,7 +72,8 @@ REGISTRY: Sequence[Failure] = (
         title="GPU out of memory",
         means="The model, its gradients, its optimizer and one micro batch do not fit into the memory of the GPU.",
         to_do="Compute each step in smaller pieces with `train.micro_batch_size` (a script: its own batch size), or use "
-        "`train.precision=bf16`.",
+        "`train.precision=bf16`. Where other processes have much of the memory (`nvidia-smi` on the node names them), end them, or take "
+        "another GPU. Where much is reserved but unallocated, set `env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
         patterns=[
             _raised(
                 r"(?:[\w.]*\.)?OutOfMemoryError: (?:CUDA|HIP|XPU) out of memory",
@@ -256,7 +257,8 @@ REGISTRY: Sequence[Failure] = (
         name="device-assert",
         title="an index or a label is out of range on the GPU",
         means="A CUDA kernel checked its input and stopped. Mostly an index of an embedding, or a label of a loss, is not smaller than the number of classes.",
-        to_do="Run again with CUDA_LAUNCH_BLOCKING=1: the traceback then names the line. Compare the labels and the indexes there with the sizes.",
+        to_do="Compare the labels and the indexes with the sizes. CUDA reports it at a later call, perhaps of a later step: submit the run "
+        "again with `env.CUDA_LAUNCH_BLOCKING=1` behind its other settings, and the traceback names the line.",
         patterns=[
             _raised(
                 _ERROR + r"(?:.*Cuda failure.*|CUDA error: )device-side assert",
@@ -293,7 +295,7 @@ REGISTRY: Sequence[Failure] = (
         title="a GPU, or a kernel on it, has failed",
         means="The device reported an error that ends every process that uses it: a fault of the hardware, or a kernel that accessed wrong memory.",
         to_do="Look for `Xid` in `dmesg` of the node. If there is one, exclude the node (`slurm.exclude`) and report it; if there "
-        "is none, run again with CUDA_LAUNCH_BLOCKING=1 to see the kernel.",
+        "is none, submit the run again with `env.CUDA_LAUNCH_BLOCKING=1`, and the traceback names the kernel's call.",
         patterns=[
             _raised(
                 _ERROR + _GPU_FAULT,
@@ -438,6 +440,12 @@ REGISTRY: Sequence[Failure] = (
             _raised(
                 _ERROR + r".*NCCL communicator was aborted",
                 "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
+                "cascade",
+            ),
+            _raised(
+                _ERROR + r"NCCL error.*Connection closed by remote peer",
+                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1275, internal error, NCCL version 2.14.3\n"
+                "ncclInternalError: Internal check failed.\nLast error:\nNet : Connection closed by remote peer node2<50260>",
                 "cascade",
             ),
             _raised(

@@ -17,6 +17,7 @@ from ddp_hpc.why.ends import signalled
 from ddp_hpc.why.findings import ANY_NUMBER, Evidence, Facts, Finding, Verdict
 from ddp_hpc.why.hangs import is_network_to_blame, of_hang, of_missing, of_network
 from ddp_hpc.why.of_rank import NO_MEMORY, abstaining, by_signal, matches_in, of_end, of_log, of_report
+from ddp_hpc.why.on_gpu import in_short
 from ddp_hpc.why.signatures import Match, Role, match_line
 from ddp_hpc.why.slurm_lines import node_of, of_step
 
@@ -227,7 +228,8 @@ def _with_others(first: Finding, findings: Sequence[Finding], facts: Facts) -> V
     others = [one for one in findings if one.rank is not None and one.rank != first.rank]
     cascades = [one for one in others if one.role == "cascade"]
     alike = [one for one in others if one.failure == first.failure and one.role != "cascade"]
-    evidence = [*first.evidence, *(line for one in cascades[:1] for line in one.evidence)]
+    short, proofs = in_short(first, facts.logs.get(-1 if first.rank is None else first.rank, ()))
+    evidence = [*first.evidence, *proofs, *(line for one in cascades[:1] for line in one.evidence)]
     hosts = (*facts.attempt.nodes, facts.attempt.host, *(failure.host for failure in facts.failures))
     where = ANY_NUMBER.sub("", first.place.rpartition("/")[2])
     concerns = entity(first.detail) if first.failure in _OF_ENTITIES else ""
@@ -239,6 +241,7 @@ def _with_others(first: Finding, findings: Sequence[Finding], facts: Facts) -> V
         host=first.host,
         step=first.step,
         detail=first.detail,
+        in_short=short,
         place=first.place,
         entity=concerns,
         fingerprint=fingerprint(first.failure, first.detail, where, hosts=hosts),

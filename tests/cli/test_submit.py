@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hpc.api import load as ddp_hpc_load
+from ddp_hpc.api import submit as ddp_hpc_submit
 from ddp_hpc.cli import main
 from ddp_hpc.config import load_resolved
 from ddp_hpc.run_dir.environment import read_environment, write_environment
@@ -215,6 +217,19 @@ def test_fresh_starts_a_finished_run_over_and_keeps_what_there_was(here: Path) -
     assert f"the earlier run run was renamed to {here / 'runs/run.old-1'}" in fresh.stdout
     assert (here / "runs/run.old-1/metrics.jsonl").read_bytes() == before
     assert [entry.attempt for entry in Ledger.read(RunDir(here / "runs/run")).attempts] == [0]
+
+
+def test_a_run_that_goes_on_keeps_its_precision_of_float32_and_says_so(here: Path) -> None:
+    submit("run.yaml", "--wait", "train.matmul_precision=highest")
+
+    again = submit("run.yaml", "--wait", "train.epochs=2")
+    spec = ddp_hpc_load("run.yaml", {"train.epochs": 3})
+    job = ddp_hpc_submit(replace(spec, train=replace(spec.train, matmul_precision=None)))
+
+    assert "`train.matmul_precision` stays 'highest', as the run's checkpoint was trained" in again.stderr
+    assert "changed: train.matmul_precision" not in again.stdout
+    assert job.wait() == "finished"
+    assert load_resolved(job.run.config).train.matmul_precision == "highest"
 
 
 def test_a_changed_model_is_told_once_with_a_way_on(here: Path) -> None:

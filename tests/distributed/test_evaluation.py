@@ -79,6 +79,9 @@ BUFFERS: dict[str, Callable[[], Tensor]] = {
     "conjugated": lambda: torch.randn(3, dtype=torch.complex64).conj(),
     "empty": lambda: torch.zeros(0, 3),
     "one number": lambda: torch.randn(()),
+    "truths": lambda: torch.randn(5) > 0,
+    "short": lambda: torch.randint(-9, 9, (3,), dtype=torch.int16),
+    "bf16": lambda: torch.randn(3).bfloat16(),
 }
 
 
@@ -102,6 +105,29 @@ def test_buffers_with_gaps_in_memory_are_those_of_rank_zero_on_all_ranks(tmp_pat
         assert torch.equal(first[name], expected[name]), name
         assert torch.equal(second[name], expected[name]), name
     assert around == [0.0, 1.0] * 4, "what lies between the buffer's numbers was overwritten"
+
+
+def _messages_of(group: Group, num_buffers: int) -> list[int]:
+    """Return how many bytes rank zero sends in each message of an evaluation with so many more buffers."""
+    recipe, sent, broadcast = a_recipe(), [], torch.distributed.broadcast
+    for number in range(num_buffers):
+        recipe.model.register_buffer(f"more {number}", torch.ones(256 << 10))  # 1 MiB
+
+    def counted(tensor: Tensor, src: int) -> None:
+        sent.append(tensor.nbytes)
+        broadcast(tensor, src=src)
+
+    torch.distributed.broadcast = counted  # type: ignore[assignment]  # it takes what the evaluation gives
+    an_evaluator(group, recipe).evaluate(recipe.model)
+    return sent
+
+
+def test_many_buffers_are_sent_in_a_few_messages_of_bounded_size(tmp_path: Path) -> None:
+    (first, second) = in_group(2, lambda group: _messages_of(group, 70), tmp_path)
+
+    assert first == second
+    assert len(first) == 3
+    assert max(first) <= 33 << 20
 
 
 def in_plain_torch() -> dict[str, float]:

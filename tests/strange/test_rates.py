@@ -64,3 +64,33 @@ def test_rates_are_those_of_the_training_however_long_an_evaluation_takes(tmp_pa
     assert newest is not None
     assert newest.samples_per_s == pytest.approx(4.0)
     assert newest.eta_s == 0.0
+
+
+class FasterSoon(Taking):
+    """Its first samples take longer."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.seconds = 1.0 if self.clock.now < 8.0 else 0.05
+        return super().__getitem__(index)
+
+
+def test_a_rate_that_is_not_measured_again_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Half a second of training is the least that a rate is measured over."""
+    clock = Clock()
+
+    def set_clock(training: Training) -> None:
+        training.recorder._clock = clock
+
+    caplog.set_level("INFO")
+    data = FasterSoon(clock, 12, 1.0)
+    training = trained(
+        tmp_path / "run",
+        Recipe(model=nn.Linear(1, 1), train_data=data, loss=nn.functional.mse_loss),
+        change=set_clock,
+    )
+
+    lines = [line for line in read_json_lines(training.run.metrics) if line["kind"] == "train"]
+    rates = [line["samples_per_s"] for line in lines]
+    assert rates == [None, pytest.approx(1.0), *([None, None, pytest.approx(20.0)] * 3), None]
+    told = [text for text in caplog.messages if text.startswith("step ")]
+    assert ["samples/s" in text for text in told] == [rate is not None for rate in rates]

@@ -103,26 +103,32 @@ def test_deterministic_allows_only_deterministic_algorithms(is_asked: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("keys", "precision", "words"),
+    ("asked", "precision", "in_convolutions", "words"),
     [
-        ({}, "highest", "precision fp32; float32 matrix products at precision 'highest' (TF32 off), TF32 off in convo"),
-        ({"matmul_precision": "high"}, "high", "at precision 'high' (TF32 on), TF32 on in convolutions"),
-        ({"matmul_precision": "medium"}, "medium", "at precision 'medium' (TF32 on), TF32 on in convolutions"),
+        (None, "highest", True, "matrix products at precision 'highest' (TF32 off), TF32 on in convolutions"),
+        ("highest", "highest", False, "at precision 'highest' (TF32 off), TF32 off in convolutions"),
+        ("high", "high", True, "at precision 'high' (TF32 on), TF32 on in convolutions"),
+        ("medium", "medium", True, "at precision 'medium' (TF32 on), TF32 on in convolutions"),
     ],
-    ids=lambda value: value if value in ("highest", "high", "medium") else "",
 )
-def test_tf32_is_off_unless_asked_for_and_the_log_says_which_holds(
-    keys: dict[str, str], precision: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_tf32_is_as_pytorch_has_it_unless_asked_otherwise_and_the_log_says_which_holds(
+    asked: str | None,
+    precision: str,
+    in_convolutions: bool,
+    *,
+    words: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    case = Case(recipe=a_recipe, train=keys)
+    case = Case(recipe=a_recipe, train={"matmul_precision": asked, "deterministic": True})
 
     configure_torch(case.spec())
     close(begin(case, alone(), tmp_path))
 
     assert torch.get_float32_matmul_precision() == precision
-    assert torch.backends.cudnn.allow_tf32 is (precision != "highest")
-    assert words in caplog.text
+    assert torch.backends.cudnn.allow_tf32 is in_convolutions
+    assert f"{words}; `train.matmul_precision` changes both" in caplog.text
 
 
 class Unused(nn.Linear):

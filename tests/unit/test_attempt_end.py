@@ -58,6 +58,8 @@ def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
     ("known", "is_nodes"),
     [
         ({"exception": "killed by SIGKILL", "signal": 9}, True),
+        ({"exception": "lost its connection", "signal": 6, "is_secondary": True}, False),
+        ({"exception": "killed by SIGABRT", "signal": 6, "is_code_error": True}, False),
         ({"exception": "RuntimeError: CUDA error: uncorrectable ECC error", "is_hardware": True}, True),
         ({"exception": "ValueError: killed by SIGKILL, said a user's own message"}, False),
         ({"exception": "killed by SIGKILL"}, False),

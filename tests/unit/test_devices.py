@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ddp_hpc.errors import ConfigError
-from ddp_hpc.train.process_group import RankInfo, choose_device, device_index
+from ddp_hpc.train.process_group import RankInfo, choose_device, device_index, group_options
 
 
 def place(local_rank: int, local_world_size: int) -> RankInfo:
@@ -44,3 +45,13 @@ def test_mig_devices_that_cuda_does_not_show_are_counted_and_the_way_to_use_them
 
 def test_a_run_on_cpus_takes_no_gpu() -> None:
     assert choose_device(place(1, 2), 0).type == "cpu"
+
+
+def test_nccl_connects_the_ranks_of_gpus_while_they_join_and_gloo_those_of_cpus() -> None:
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+
+    on_gpu, on_cpu = group_options(gpu, 60.0), group_options(cpu, 60.0)
+
+    assert (on_gpu["backend"], on_gpu["device_id"]) == ("cpu:gloo,cuda:nccl", gpu)
+    assert (on_cpu["backend"], "device_id" in on_cpu) == ("gloo", False)
+    assert on_gpu["timeout"] < on_cpu["timeout"]

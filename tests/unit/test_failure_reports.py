@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ddp_hpc.base.durable import read_json
 from ddp_hpc.errors import ConfigError, DivergedError
 from ddp_hpc.run_dir.failure_reports import (
     allowed_phase,
     failure_of,
     first_failure,
+    is_lost_connection,
     is_of_hardware,
     read_failures,
+    report_killed,
     write_failure,
 )
 from tests.made_run import add_failure, make_run
@@ -78,6 +82,98 @@ def test_invalid_input_and_divergence_are_said_without_a_type() -> None:
     assert (diverged.exception, diverged.is_input_error, diverged.is_diverged) == ("loss is nan", False, True)
 
 
+IN_NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3384, "
+REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
+SYSTEM = (
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\nLast error:\n"
+)
+NCCL_LOST = (
+    (
+        f"{IN_NCCL}remote process exited or there was a network error, NCCL version 2.21.5\n{REMOTE}"
+        "socketProgressOpt: Call to recv from 10.0.0.2<33759> failed : Connection reset by peer"
+    ),
+    (
+        f"{IN_NCCL}remote process exited or there was a network error, NCCL version 2.14.3\n{REMOTE}"
+        "NET/IB : Got completion from peer 10.0.0.2<42> with error 12, opcode 0, len 0, vendor err 129"
+    ),
+    (
+        f"{IN_NCCL}internal error, NCCL version 2.14.3\nncclInternalError: Internal check failed.\nLast error:\n"
+        "Net : Connection closed by remote peer node2<50260>"
+    ),
+    (
+        f"{IN_NCCL}unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.6\n{SYSTEM}"
+        "socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host"
+    ),
+    "NCCL communicator was aborted on rank 1.",
+    (
+        "NCCL communicator was aborted on rank 1.  Original reason for failure was: [Rank 1] Watchdog caught collective operation "
+        "timeout: WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1800324 milliseconds before timing out."
+    ),
+)
+"""What a healthy rank's NCCL says where another rank is gone."""
+NCCL_CUDA = (
+    (
+        f"{IN_NCCL}unhandled cuda error, NCCL version 2.28.9\nLast error:\nCuda failure 214 'uncorrectable ECC error'",
+        True,
+    ),
+    (f"{IN_NCCL}unhandled cuda error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of memory'", False),
+    (f"{IN_NCCL}invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 7000", False),
+)
+
+
+@pytest.mark.parametrize("text", NCCL_LOST)
+def test_nccl_says_of_another_rank_that_it_is_gone(text: str) -> None:
+    assert is_lost_connection(f"DistBackendError: {text}")
+
+
+@pytest.mark.parametrize("text", [text for text, _ in NCCL_CUDA])
+def test_an_error_of_this_rank_is_no_lost_connection(text: str) -> None:
+    assert not is_lost_connection(f"DistBackendError: {text}")
+
+
+OF_WATCHDOG = (
+    "[rank1]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:2108] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog "
+    "thread terminated with exception: "
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "is_secondary", "is_code_error"),
+    [
+        (
+            f"{OF_WATCHDOG}NCCL error: remote process exited or there was a network error, NCCL version 2.21.5",
+            True,
+            False,
+        ),
+        (
+            (
+                "[rank1]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 1] Watchdog caught collective operation timeout: "
+                "WorkNCCL(SeqNum=1580, OpType=ALLREDUCE) ran for 600060 milliseconds before timing out."
+            ),
+            True,
+            False,
+        ),
+        (f"{OF_WATCHDOG}CUDA error: device-side assert triggered", False, True),
+        (f"{OF_WATCHDOG}CUDA error: uncorrectable ECC error encountered", False, False),
+        ("the user prints: Connection reset by peer, out of memory", False, False),
+    ],
+)
+def test_why_nccls_watchdog_has_aborted_a_rank_is_read_from_the_ranks_log(
+    log: str, *, is_secondary: bool, is_code_error: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "rank-1.log"
+    path.write_text(
+        f"{log}\nframe #0: c10::Error::Error(c10::SourceLocation, std::string)\nFatal Python error: Aborted\n"
+    )
+
+    for number in (signal.SIGABRT, signal.SIGSEGV):
+        report_killed(tmp_path / f"{number}.json", number, rank=1, log=path)
+
+    aborted, crashed = (read_json(tmp_path / f"{number}.json") or {} for number in (signal.SIGABRT, signal.SIGSEGV))
+    assert (aborted["is_secondary"], aborted["is_code_error"]) == (is_secondary, is_code_error)
+    assert (crashed["is_secondary"], crashed["is_code_error"]) == (False, False)
+
+
 class AcceleratorError(RuntimeError):
     """As PyTorch names it since 2.8."""
 
@@ -87,14 +183,22 @@ class AcceleratorError(RuntimeError):
     [
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
-        (torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited"), True),
         (AcceleratorError("HIP error: an illegal memory access was encountered"), True),
+        (AcceleratorError("CUDA error: unspecified launch failure"), True),
+        (AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), True),
+        (AcceleratorError("CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in"), False),
+        (AcceleratorError("CUDA error: invalid device ordinal"), False),
+        (AcceleratorError("CUDA error: invalid argument"), False),
+        (AcceleratorError("CUDA error: no kernel image is available for execution on the device"), False),
+        (AcceleratorError("CUDA error: out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+        *((torch.distributed.DistBackendError(text), is_hardware) for text, is_hardware in NCCL_CUDA),
+        *((torch.distributed.DistBackendError(text), False) for text in NCCL_LOST),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
         (ValueError("my own check: CUDA error"), False),
         (KeyboardInterrupt(), False),
     ],
-    ids=["device", "cuDNN", "NCCL", "by type", "shapes", "memory", "another's text", "no error"],
 )
 def test_an_error_of_the_device_is_told_from_an_error_of_the_code(error: BaseException, *, is_hardware: bool) -> None:
     assert is_of_hardware(error) is is_hardware

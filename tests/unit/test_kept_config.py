@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
-from ddp_hpc.config import flat, load_resolved, resolve
+from ddp_hpc.base.durable import replace_text
+from ddp_hpc.config import Resolved, flat, load_resolved, resolve
 from ddp_hpc.config.keys import key_of
+from ddp_hpc.run_dir.paths import RunDir
+from ddp_hpc.run_dir.records import Progress, write_progress
+from ddp_hpc.submission.unset import fill_unset
 
 KEPT = Path(__file__).parents[1] / "data" / "config" / "every-key.yaml"
 SINCE_THEN = {
@@ -23,6 +28,7 @@ SINCE_THEN = {
     "profile",
 }
 """Sections and keys that version 0.1.0 did not have."""
+NO_PROFILE = {"DDP_HPC_SITE_PROFILE": ""}
 CONFLICTING = {"stage.archive"}
 """Keys that the file leaves at their default: they exclude another that it sets."""
 
@@ -49,10 +55,48 @@ def default_of(key: str) -> object:
 
 
 def test_it_can_be_submitted_again(tmp_path: Path) -> None:
-    again = resolve(KEPT, [f"runs_dir={tmp_path}", "name=again"], {"DDP_HPC_SITE_PROFILE": ""}).spec
+    again = resolve(KEPT, [f"runs_dir={tmp_path}", "name=again"], NO_PROFILE).spec
 
     assert (again.name, again.train, again.resources) == (
         "again",
         load_resolved(KEPT).train,
         load_resolved(KEPT).resources,
     )
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> RunDir:
+    """A run that an older version began, whose default was `highest`; it has a checkpoint."""
+    run = RunDir(tmp_path / "older")
+    run.path.mkdir()
+    replace_text(run.config, "name: older\ntrain: {matmul_precision: highest}\n", durable=False)
+    write_progress(run, Progress(attempt=0, step=5, last_checkpoint=5))
+    return run
+
+
+def submitted(run: RunDir, *words: str, is_fresh: bool = False) -> Resolved:
+    """Return the configuration with which the run is submitted again."""
+    settings = [f"runs_dir={run.path.parent}", f"name={run.name}", *words]
+    return fill_unset(resolve(None, settings, NO_PROFILE, command=["true"]), {}, is_for_slurm=True, is_fresh=is_fresh)
+
+
+def test_a_run_with_a_checkpoint_keeps_the_precision_that_it_was_trained_with(
+    recorded: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = submitted(recorded)
+
+    assert again.spec.train.matmul_precision == "highest"
+    assert again.sources["train.matmul_precision"] == "the run's first submission"
+    assert "`train.matmul_precision` stays 'highest', as the run's checkpoint was trained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "value"), [("high", "high"), ("null", None)])
+def test_it_has_another_precision_where_one_is_asked_for(recorded: RunDir, word: str, value: str | None) -> None:
+    assert submitted(recorded, f"train.matmul_precision={word}").spec.train.matmul_precision == value
+
+
+def test_it_has_the_default_where_it_begins_anew(recorded: RunDir) -> None:
+    fresh = submitted(recorded, is_fresh=True)
+    recorded.progress.unlink()
+
+    assert fresh.spec.train.matmul_precision is submitted(recorded).spec.train.matmul_precision is None

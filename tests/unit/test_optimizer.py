@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp_hpc.spec import OptimizerSpec
-from ddp_hpc.train.engine.optimizer import build_optimizer, decay_groups
+from ddp_hpc.train.engine.optimizer import build_optimizer, decay_groups, why_not_fused
 
 
 class Net(nn.Module):
@@ -63,3 +63,44 @@ def test_options_reach_the_optimizer(spec: OptimizerSpec, kind: type, options: d
     for group in optimizer.param_groups:
         assert {key: group[key] for key in options} == options
         assert (group["lr"], group["fused"]) == (0.3, False)
+
+
+def with_sparse_gradients() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+
+
+def with_complex_weights() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("model", "why_not"),
+    [
+        (Net(), ""),
+        (nn.Embedding(4, 2), ""),
+        (with_sparse_gradients(), "the gradients of the embedding '0' are sparse"),
+        (with_complex_weights(), "the weight '0.weight' is of type torch.complex64"),
+        (with_complex_weights().requires_grad_(False), ""),
+    ],
+    ids=["dense", "embedding", "sparse", "complex", "frozen"],
+)
+def test_weights_that_no_fused_kernel_updates_are_known_before_the_first_step(model: nn.Module, why_not: str) -> None:
+    assert why_not_fused(model) == why_not
+
+
+def _step_fused(model: nn.Module, inputs: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    model(inputs).abs().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (with_sparse_gradients(), torch.tensor([1, 2])),
+        (with_complex_weights(), torch.ones(1, 2, dtype=torch.complex64)),
+    ],
+)
+def test_pytorchs_fused_kernels_refuse_them(model: nn.Module, inputs: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="fused"):
+        _step_fused(model, inputs)

@@ -61,6 +61,16 @@ def test_the_chosen_steps_are_recorded_with_their_phases_and_operators_and_no_ot
     assert sorted(path.name for path in loop.trace.parent.iterdir()) == ["operators.txt", "trace.json.gz"]
 
 
+def test_the_table_of_operators_has_no_ranges_whose_time_would_count_twice(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, (2, 2))
+
+    loop.run(4)
+
+    names = [line.split()[0] for line in loop.table.read_text().splitlines() if line.strip()]
+    assert "aten::mm" in names
+    assert {"forward", "optimizer", "data", "step"}.isdisjoint(names)
+
+
 def test_the_first_step_of_all_can_be_recorded(tmp_path: Path) -> None:
     loop = Loop(tmp_path, (1, 1))
 

@@ -183,8 +183,8 @@ def _message(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> s
     ):
         if failure.is_secondary:
             return (
-                f"some workers exited without an error report, and rank {failure.rank} on {failure.host} lost its connection "
-                "to them; read their logs (`ddp-hpc logs RUN --all`) and the kernel's log of their nodes (`dmesg`)"
+                f"rank {failure.rank} on {failure.host} lost its connection to another rank, or waited for it in vain, and no rank "
+                "reported a failure of its own; read the logs (`ddp-hpc logs RUN --all`) and the kernel's log of the nodes (`dmesg`)"
             )
         is_plain = failure.is_plain or failure.rank < 0 or cause == Cause.HANG
         where = f" on {failure.host}" if failure.host else ""

@@ -20,13 +20,14 @@ NodeOf = Callable[[int], str | None]
 def failed_nodes(
     cause: Cause, failure: WorkerFailure | None, evidence: Evidence, *, node_of: NodeOf
 ) -> tuple[str, ...]:
-    """Return the nodes whose failure it may have been. An exception of the user's code counts against none."""
+    """Return the nodes whose failure it may have been. An exception of the user's code counts against none, nor does a lost connection."""
     if cause == Cause.NODE_FAILED:
         return tuple(evidence.lost_nodes)
     if failure is None or cause not in {Cause.HANG, Cause.WORKER_CRASHED}:
         return ()
     is_hang_of_node = cause == Cause.HANG and failure.phase != "building"
-    is_nodes = is_hang_of_node or failure.signal is not None or failure.is_hardware
+    is_crash = failure.signal is not None and not (failure.is_secondary or failure.is_code_error)
+    is_nodes = is_hang_of_node or is_crash or failure.is_hardware
     node = node_of(failure.rank) if failure.rank >= 0 else None
     return (node,) if is_nodes and node is not None else ()
 

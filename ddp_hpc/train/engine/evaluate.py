@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from ddp_hpc.train.engine.set_aside import tried_out
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.state import rng
+
+_MESSAGE_BYTES = 32 << 20
+"""Buffers are sent together up to about this size: a message takes this much memory on each rank."""
 
 
 class _HeldOut:
@@ -104,8 +107,7 @@ class Evaluator:
         # here `model` is not in DDP: ranks may have different numbers of batches, but must call collectives equally often.
         # https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
         if self._group.rank_info.world_size > 1:
-            for buffer in model.buffers():
-                _take_from_rank_zero(buffer)
+            _take_from_rank_zero(list(model.buffers()))
         with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
             for fetched in map(received, self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
@@ -134,10 +136,31 @@ class Evaluator:
 
 
 @torch.no_grad()
-def _take_from_rank_zero(buffer: Tensor) -> None:
-    """Copy rank zero's values into the tensor, which may have gaps in memory; all ranks call this together."""
+def _take_from_rank_zero(buffers: Sequence[Tensor]) -> None:
+    """Copy rank zero's values into the tensors, which may have gaps in memory; all ranks call this together."""
     # gloo sends as many elements as there are from the first address on, whatever lies between them; NCCL refuses gaps.
-    sent = buffer.resolve_conj().resolve_neg().contiguous()
-    torch.distributed.broadcast(sent, src=0)
-    if sent is not buffer:
-        buffer.copy_(sent)
+    sent = [buffer.resolve_conj().resolve_neg().contiguous() for buffer in buffers]
+    # As bytes, so that types can share a message. A model may have hundreds of small ones.
+    contents = [one.reshape(-1).view(torch.uint8) for one in sent]
+    for device in dict.fromkeys(one.device for one in contents):
+        for part in _parts([one for one in contents if one.device == device]):
+            message = torch.cat(part)
+            torch.distributed.broadcast(message, src=0)
+            torch._foreach_copy_(part, message.split([one.numel() for one in part]))
+    for buffer, one in zip(buffers, sent, strict=True):
+        if one is not buffer:
+            buffer.copy_(one)
+
+
+def _parts(contents: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield these tensors of bytes in lists, each of one message: few bytes beyond a limit, or one large tensor."""
+    part: list[Tensor] = []
+    num_bytes = 0
+    for one in contents:
+        part.append(one)
+        num_bytes += one.numel()
+        if num_bytes >= _MESSAGE_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
 from ddp_hpc.spec import OptimizerSpec
+
+log = logging.getLogger(__name__)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -22,10 +26,25 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for options in optimizer.param_groups for parameter in options["params"]]
 
 
+def why_not_fused(model: nn.Module) -> str:
+    """Return why PyTorch's fused kernels cannot update these weights on a GPU; empty where they can."""
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not weight.is_floating_point():
+            return f"the weight {name!r} is of type {weight.dtype}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"the gradients of the embedding {name!r} are sparse"
+    return ""
+
+
 def build_optimizer(spec: OptimizerSpec, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Return the optimizer that the configuration names; with fused kernels on GPUs."""
     groups = decay_groups(model, spec.weight_decay)
-    fused = all(parameter.is_cuda for parameter in model.parameters())
+    is_on_gpu = all(parameter.is_cuda for parameter in model.parameters())
+    why_not = why_not_fused(model)
+    if is_on_gpu and why_not:
+        log.info("the optimizer runs without fused kernels, because %s", why_not)
+    fused = is_on_gpu and not why_not
     if spec.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps, fused=fused)
     nesterov = spec.nesterov and spec.momentum > 0

@@ -12,10 +12,11 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AS_IT_IS = nullcontext()
 
 
-def set_matmul_precision(precision: str) -> None:
-    """Set the precision of float32 matrix products; convolutions use TF32 only if matrix products may."""
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = precision != "highest"
+def set_matmul_precision(precision: str | None) -> None:
+    """Set the precision of float32 matrix products, and TF32 for convolutions where matrix products may use it; None leaves both as they are."""
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
 def describe() -> str:
@@ -26,7 +27,7 @@ def describe() -> str:
         return "the recipe sets the precision of float32"
     return (
         f"float32 matrix products at precision {matmul!r} (TF32 {'off' if matmul == 'highest' else 'on'}), "
-        f"TF32 {'on' if convolutions else 'off'} in convolutions"
+        f"TF32 {'on' if convolutions else 'off'} in convolutions; `train.matmul_precision` changes both"
     )
 
 

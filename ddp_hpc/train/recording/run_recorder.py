@@ -62,6 +62,8 @@ class RunRecorder:
         self._saved_at: float | None = None
         self._save_bytes: dict[str, int] = {}
         self._rate: float | None = None
+        self._is_rate_new = False
+        """Whether the rate was measured after the last line of the log."""
         self._token_rate: float | None = None
         self._taken_at = Position()
         self._num_taken = 0
@@ -126,14 +128,16 @@ class RunRecorder:
             return
         self._loss = loss
         self._measure_rate(position)
-        rates = {"samples_per_s": self._rate}
+        rates = {"samples_per_s": self._rate if self._is_rate_new else None}
+        self._is_rate_new = False
         if num_tokens is not None:
             a_sample = num_tokens / self._num_taken if self._num_taken else math.nan
-            self._token_rate = rates["tokens_per_s"] = None if self._rate is None else self._rate * a_sample
+            self._token_rate = None if self._rate is None else self._rate * a_sample
+            rates["tokens_per_s"] = None if rates["samples_per_s"] is None else self._token_rate
         self._write("train", position, {"loss": loss, "lr": lr, **more, **rates})
-        rate = "" if self._rate is None else f"  {self._rate:.0f} samples/s"
-        rate += "" if self._token_rate is None else f"  {self._token_rate:.0f} tokens/s"
-        log.info("step %d/%d  loss %.4f  lr %.4g%s", position.step, self._total_steps, loss, lr, rate)
+        words = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
+        told = "".join(f"  {rate:.0f} {words[name]}" for name, rate in rates.items() if rate is not None)
+        log.info("step %d/%d  loss %.4f  lr %.4g%s", position.step, self._total_steps, loss, lr, told)
         if not math.isfinite(loss):
             log.warning(
                 "the loss is %s at step %d; `train.on_nonfinite` (stop, skip or ignore) says whether the run continues; a lower `train.lr` may help",
@@ -207,7 +211,7 @@ class RunRecorder:
             self._measured_at = now, position
         seconds, before = now - self._measured_at[0], self._measured_at[1]
         if seconds >= PROGRESS_INTERVAL_S / 2 and position.step > before.step:
-            self._rate = self._order.samples_between(before, position) / seconds
+            self._rate, self._is_rate_new = self._order.samples_between(before, position) / seconds, True
             self._steps_per_s = (position.step - before.step) / seconds
             self._measured_at = now, position
 

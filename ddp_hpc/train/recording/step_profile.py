@@ -188,7 +188,10 @@ class StepProfile(PhaseTimes):
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
         by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        rows = profiler.key_averages().table(sort_by=by, row_limit=_MOST_ROWS, max_name_column_width=80)
+        averages = profiler.key_averages()
+        # A range, ours or a user's, would count the time of the kernels in it once more.
+        averages[:] = [one for one in averages if not one.is_user_annotation]
+        rows = averages.table(sort_by=by, row_limit=_MOST_ROWS, max_name_column_width=80)
         replace_text(self._table, f"steps {self._began_at} to {self._step}\n\n{rows}\n", durable=False)
         log.info("profile of steps %d to %d: %s", self._began_at, self._step, self._trace)
 
