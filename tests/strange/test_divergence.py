@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,39 @@ def test_the_search_of_fp16_for_its_scale_is_no_divergence(tmp_path: Path) -> No
     assert training.state.scaler.get_scale() < 2.0**121, "six updates in a row were left out"
     assert training.state.position.step == 12
     assert checkpoint_names.committed_steps(training.run) == [12]
+
+
+def test_fp16_trains_with_a_fused_sgd_and_momentum_also_if_its_first_checkpoint_has_no_update_yet(
+    tmp_path: Path, nan_in_new_memory: None
+) -> None:
+    """The loss scaler skips the first steps, and the fused kernels leave the momentum that PyTorch makes there as it is."""
+
+    def end_of(name: str, last: int) -> Training:
+        recipe = a_recipe(
+            Poisoned(40, set()),
+            optimizer=lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True),
+        )
+        return trained(tmp_path / name, recipe, change=overflow, train__precision="fp16", train__max_steps=last)
+
+    def overflow(training: Training) -> None:
+        training.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+    unbroken = end_of("unbroken", 12)
+    end_of("resumed", 2)
+    resumed = end_of("resumed", 12)
+
+    skipped = [line["skipped_updates"] for line in read_json_lines(resumed.run.metrics)]
+    assert skipped[:3] == [1, 1, 1], "the checkpoint after step 2 has no update yet"
+    weights = [[*one.state.model.parameters()] for one in (unbroken, resumed)]
+    assert all(bool(one.isfinite().all()) for one in weights[0])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def scale_too_high(training: Training) -> None:

@@ -27,7 +27,7 @@ from ddp_hpc.train.engine import modes
 from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.lone_losses import LoneLosses
-from ddp_hpc.train.engine.optimizer import build_optimizer, trained_parameters
+from ddp_hpc.train.engine.optimizer import build_optimizer, prepare_to_skip, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.engine.recomputation import Computed, Recomputation
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
@@ -305,6 +305,9 @@ def _initial_state(
         if recipe.optimizer
         else build_optimizer(spec.optimizer, bare, spec.train.lr)
     )
+    scaler = precision.make_scaler()
+    if scaler is not None or spec.train.on_nonfinite == "skip":
+        prepare_to_skip(optimizer)
     ema: nn.Module | None = None
     if spec.train.ema_decay is not None:
         ema = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(spec.train.ema_decay))
@@ -315,7 +318,7 @@ def _initial_state(
         rank=group.rank_info.rank,
         world_size=group.rank_info.world_size,
         loss_meter=torch.zeros((), device=group.device),
-        scaler=precision.make_scaler(),
+        scaler=scaler,
         ema=ema,
     )
 
