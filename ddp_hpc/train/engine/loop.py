@@ -226,7 +226,7 @@ def update_weights(t: Training) -> None:
     for parameter in t.untrained:
         parameter.grad = None
     if t.state.ema is not None:
-        t.state.ema.update_parameters(t.state.model)  # type: ignore[operator]  # AveragedModel's
+        t.state.ema.update(t.state.model)
     t.phases.num_steps += 1
 
 

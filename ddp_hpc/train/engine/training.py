@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_hpc.checkpoints.save_interval import Bounds
 from ddp_hpc.errors import ConfigError
@@ -42,6 +41,7 @@ from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
+from ddp_hpc.train.state.moving_average import MovingAverage
 from ddp_hpc.train.state.training_state import TrainingState
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 from ddp_hpc.train.watchdog import Watchdog
@@ -125,7 +125,7 @@ class Training:
     @property
     def evaluated_model(self) -> nn.Module:
         """The model to evaluate: the moving average, if there is one."""
-        return self.state.model if self.state.ema is None else self.state.ema.module  # type: ignore[return-value]
+        return self.state.model if self.state.ema is None else self.state.ema.module
 
 
 def prepare(  # noqa: PLR0913  it assembles these parts
@@ -308,9 +308,6 @@ def _initial_state(
     scaler = precision.make_scaler()
     if scaler is not None or spec.train.on_nonfinite == "skip":
         prepare_to_skip(optimizer)
-    ema: nn.Module | None = None
-    if spec.train.ema_decay is not None:
-        ema = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(spec.train.ema_decay))
     return TrainingState(
         model=bare,
         optimizer=optimizer,
@@ -319,7 +316,7 @@ def _initial_state(
         world_size=group.rank_info.world_size,
         loss_meter=torch.zeros((), device=group.device),
         scaler=scaler,
-        ema=ema,
+        ema=None if spec.train.ema_decay is None else MovingAverage(bare, spec.train.ema_decay),
     )
 
 
