@@ -48,6 +48,7 @@ def train(t: Training) -> bool:
             continue
 
         t.phases.enter("other")
+        t.guard.check()
         t.checkpointer.check_after_first_step(t.state)
         is_last = step == t.total_steps
         if is_last or step % t.spec.log.every_steps == 0:
@@ -144,7 +145,7 @@ def accumulate_gradients(t: Training, global_batch: LoadedGlobalBatch) -> None:
     whole, state = global_batch.plan, t.state
     last = whole.micro_batches[-1]
     if t.guard.is_active:
-        t.guard.keep_buffers()
+        t.guard.keep()
     for plan, fetched in zip(whole.micro_batches, global_batch.fetched, strict=True):
         if plan is last:
             loss = backward(t, fetched, plan, whole)
@@ -213,10 +214,7 @@ def update_weights(t: Training) -> None:
     # change them before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     t.checkpointer.wait_for_copy()
     if scaler is None:
-        if t.guard.is_active and t.guard.skips(optimizer, t.state.position.step + 1):
-            t.numbers.note_skipped(1)
-        else:
-            optimizer.step()
+        t.numbers.note_skipped(t.guard.step(optimizer, t.state.position.step + 1))
     else:
         scaler.step(optimizer)
         for was_skipped in skipped_by(scaler, optimizer):
