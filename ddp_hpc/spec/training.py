@@ -59,7 +59,7 @@ class TrainSpec(Checked, section="train"):
     """Clip the total norm of the gradients that the optimizer uses to this value."""
     on_nonfinite: OnNonfinite = "stop"
     """What to do when the loss is not finite: `stop` ends the run as failed after 5 such steps in a row; `skip` skips
-    updates whose gradients are not finite (this waits for the GPU at each step), and ends the run as failed after 50 in a
+    updates whose gradients are not finite, and ends the run as failed after 50 in a
     row; `ignore` continues."""
     init_from: str | None = None
     """Load these weights before step 0: a `.safetensors` or `.pt` file, the name or directory of another run, or the directory

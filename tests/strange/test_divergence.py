@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
+from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.checkpoint import Checkpointer
 from tests.distributed.processes import in_group
 from tests.distributed.whole_runs import Workplace
@@ -199,6 +201,79 @@ def test_skip_restores_what_a_model_replaces_in_its_forward(tmp_path: Path, bad:
     assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
 
 
+class Watched(nn.Module):
+    """Its forward changes buffers of two types, a parameter that it trains itself, and, if asked, a number."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(3, momentum=None), nn.Linear(3, 1)
+        self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.counts, self.num_calls, self.seen = counts, 0, list[int]()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.counts:
+            self.num_calls += 1
+            self.seen.append(len(inputs))
+        self.teacher.data = self.teacher.data * 0.5 + inputs.detach().mean(0)
+        return self.last(self.norm(inputs) + 0.1 * self.teacher)  # type: ignore[no-any-return]  # a Tensor
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["tensors", "numbers"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_skipped_update_puts_back_all_that_the_forward_has_changed(fused: bool, counts: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Watched(counts=counts)
+    recipe = Recipe(
+        model=model,
+        train_data=Poisoned(40, {7}),
+        loss=mean_square,
+        optimizer=lambda model, lr: torch.optim.SGD(
+            [one for one in model.parameters() if one.requires_grad], lr=lr, momentum=0.9, fused=fused
+        ),
+    )
+
+    training = trained(tmp_path / "run", recipe, train__on_nonfinite="skip", train__max_steps=10, log__every_steps=100)
+
+    assert int(model.norm.num_batches_tracked) == 9  # type: ignore[arg-type]  # a buffer
+    assert model.num_calls == len(model.seen) == (9 if counts else 0)
+    assert all(bool(one.isfinite().all()) for one in model.state_dict().values())
+    assert bool(training.guard.why_waits) == (counts or not fused)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
+def test_a_run_that_does_not_wait_to_skip_has_the_bits_of_one_that_waits(kind: str, tmp_path: Path) -> None:
+    found = []
+    for waits in ("", "waits"):
+        recipe = a_recipe(
+            Poisoned(40, {7, 8, 30}),
+            optimizer=lambda model, lr: getattr(torch.optim, kind)(model.parameters(), lr=lr, fused=True),
+        )
+
+        def after_first_step(training: Training, waits: str = waits) -> None:
+            learn = training.guard._learn
+            training.guard._learn = lambda *given: (learn(*given), setattr(training.guard, "why_waits", waits))  # type: ignore[assignment,func-returns-value,method-assign]
+
+        training = trained(
+            tmp_path / f"run{waits}", recipe, change=after_first_step, train__on_nonfinite="skip",
+            train__max_steps=25, train__ema_decay=0.9, log__every_steps=10,
+        )  # fmt: skip
+        tensors = [one.tensor for one in training_state.tensors(training.state) if not one.name.startswith("rank.")]
+        found.append([*tensors, *(line["skipped_updates"] for line in read_json_lines(training.run.metrics))])
+
+    assert found[0][-3:] == found[1][-3:]
+    assert sum(found[0][-3:]) >= 2
+    assert all(torch.equal(one, two) for one, two in zip(found[0][:-3], found[1][:-3], strict=True))
+
+
+def test_a_run_that_does_not_wait_to_skip_ends_when_it_skips_everything(tmp_path: Path) -> None:
+    recipe = a_recipe(
+        Poisoned(4, {0}), optimizer=lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, fused=True)
+    )
+
+    with pytest.raises(DivergedError, match=r"not finite since step 1\."):
+        trained(tmp_path / "run", recipe, train__on_nonfinite="skip", train__max_steps=10_000, log__every_steps=1_000)
+
+
 def test_skip_knows_sparse_gradients(tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = Recipe(
@@ -262,6 +337,39 @@ def test_the_search_of_fp16_for_its_scale_is_no_divergence(tmp_path: Path) -> No
     assert training.state.scaler.get_scale() < 2.0**121, "six updates in a row were left out"
     assert training.state.position.step == 12
     assert checkpoint_names.committed_steps(training.run) == [12]
+
+
+def test_fp16_trains_with_a_fused_sgd_and_momentum_also_if_its_first_checkpoint_has_no_update_yet(
+    tmp_path: Path, nan_in_new_memory: None
+) -> None:
+    """The loss scaler skips the first steps, and the fused kernels leave the momentum that PyTorch makes there as it is."""
+
+    def end_of(name: str, last: int) -> Training:
+        recipe = a_recipe(
+            Poisoned(40, set()),
+            optimizer=lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True),
+        )
+        return trained(tmp_path / name, recipe, change=overflow, train__precision="fp16", train__max_steps=last)
+
+    def overflow(training: Training) -> None:
+        training.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+    unbroken = end_of("unbroken", 12)
+    end_of("resumed", 2)
+    resumed = end_of("resumed", 12)
+
+    skipped = [line["skipped_updates"] for line in read_json_lines(resumed.run.metrics)]
+    assert skipped[:3] == [1, 1, 1], "the checkpoint after step 2 has no update yet"
+    weights = [[*one.state.model.parameters()] for one in (unbroken, resumed)]
+    assert all(bool(one.isfinite().all()) for one in weights[0])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def scale_too_high(training: Training) -> None:
@@ -328,4 +436,4 @@ def test_gradients_without_elements_are_finite() -> None:
     empty = nn.Parameter(torch.zeros(0, 3))
     empty.sum().backward()
 
-    assert divergence._are_finite(torch.optim.SGD([empty]))
+    assert not divergence._not_finite(torch.optim.SGD([empty]))

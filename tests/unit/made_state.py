@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import HashStore
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_hpc.run_dir import ownership
 from ddp_hpc.run_dir.paths import RunDir
@@ -18,6 +17,7 @@ from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
+from ddp_hpc.train.state.moving_average import MovingAverage
 from ddp_hpc.train.state.training_state import Restoration, SavedTensor, TrainingState
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def make_state(*, rank: int = 0, world_size: int = 1, steps: int = 0, optimizer:
         if optimizer == "sgd"
         else torch.optim.AdamW(model.parameters(), lr=0.1)
     )
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if more.pop("ema", False) else None
+    ema = MovingAverage(model, 0.9) if more.pop("ema", False) else None
     state = TrainingState(
         model=model,
         optimizer=made,
@@ -78,7 +78,7 @@ def take_step(state: TrainingState) -> None:
     state.optimizer.zero_grad()
     state.loss_meter.add_(loss.detach())
     if state.ema is not None:
-        state.ema.update_parameters(state.model)  # type: ignore[operator]  # AveragedModel's
+        state.ema.update(state.model)
     state.position = Position(step=state.position.step + 1, samples_in_epoch=5 * (state.position.step + 1))
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_hpc.spec import OptimizerSpec
-from ddp_hpc.train.engine.optimizer import build_optimizer, decay_groups, why_not_fused
+from ddp_hpc.train.engine.optimizer import build_optimizer, decay_groups, prepare_to_skip, why_not_fused
 
 
 class Net(nn.Module):
@@ -104,3 +105,81 @@ def _step_fused(model: nn.Module, inputs: torch.Tensor) -> None:
 def test_pytorchs_fused_kernels_refuse_them(model: nn.Module, inputs: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="fused"):
         _step_fused(model, inputs)
+
+
+def stepped(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], *, skipped: set[int], prepared: bool = True
+) -> list[Tensor]:
+    """Take six steps under a loss scaler, of which it skips some; return the bits of weights and momentum."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1000)
+    torch.manual_seed(1)
+    if prepared:
+        prepare_to_skip(optimizer)
+    scaler.scale(torch.zeros(()))
+    for step in range(6):
+        for one in parameters:
+            one.grad = torch.randn_like(one)
+            one.grad[::2] = -0.0
+            if step in skipped:
+                one.grad[1] = float("inf")
+            one.grad.mul_(scaler.get_scale())  # a power of two, so that nothing is rounded
+        scaler.step(optimizer)
+        scaler.update()
+    found = [one.detach() for one in parameters]
+    found += [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+    return [one.view(torch.int32) for one in found]
+
+
+def two_parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(11)), nn.Parameter(torch.full((300,), -0.0))]
+
+
+@pytest.mark.parametrize("skipped", [set(), {0}, {0, 1}, {1}, {4}, {0, 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dampening": 0.5}, {"nesterov": True}, {"weight_decay": 0.1}, {"maximize": True}], ids=str
+)
+def test_a_fused_sgd_begins_its_momentum_with_the_first_update_that_is_not_skipped(
+    options: dict[str, Any], skipped: set[int]
+) -> None:
+    """Beside PyTorch's SGD that is not fused, where the loss scaler itself leaves `step` out. Gradients are -0.0, too."""
+    found = []
+    for kind in ({"fused": True}, {"foreach": False}):
+        parameters = two_parameters()
+        groups = [{"params": [one]} for one in parameters]
+        optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.5, **options, **kind)
+        found.append(stepped(optimizer, parameters, skipped=skipped))
+
+    assert all(map(torch.equal, *found))
+
+
+def test_where_nothing_is_skipped_a_prepared_sgd_trains_to_the_same_bits_as_one_that_is_not() -> None:
+    found = []
+    for prepared in (True, False):
+        parameters = two_parameters()
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True)
+        found.append(stepped(optimizer, parameters, skipped=set(), prepared=prepared))
+
+    assert all(map(torch.equal, *found))
+
+
+def test_fused_kernels_that_cannot_skip_a_first_step_are_left_out_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    optimizer = torch.optim.SGD(two_parameters(), lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+
+    prepare_to_skip(optimizer)
+
+    assert not optimizer.param_groups[0]["fused"]
+    (line,) = caplog.messages
+    assert "`dampening`" in line
+    assert "waits for the device in each step" in line
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_other_fused_optimizers_stay_as_they_are(kind: Any) -> None:
+    optimizer = kind(two_parameters(), lr=0.1, fused=True)
+
+    prepare_to_skip(optimizer)
+
+    assert optimizer.param_groups[0]["fused"]
+    assert not optimizer._optimizer_step_pre_hooks

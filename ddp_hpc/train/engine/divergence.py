@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -14,14 +15,21 @@ from ddp_hpc.checkpoints import checkpoint_names
 from ddp_hpc.errors import DivergedError
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.spec import OnNonfinite
+from ddp_hpc.train.engine.kept_values import NotKeptError
 from ddp_hpc.train.engine.lone_losses import LoneLosses
-from ddp_hpc.train.engine.traces import kept
+from ddp_hpc.train.engine.optimizer import can_skip, trained_parameters
+from ddp_hpc.train.engine.set_aside import to_keep
+from ddp_hpc.train.engine.traces import Kept, Place, kept, places, restore, restore_where
 from ddp_hpc.train.process_group import Group
 
 log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW: Mapping[OnNonfinite, int] = {"stop": 5, "skip": 50}
 """Steps in a row whose loss (or skipped update) is not finite, by policy, after which the run ends as diverged."""
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 
 
 class Checkpoints(Protocol):
@@ -132,9 +140,10 @@ def of_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> 
 
 
 class UpdateGuard:
-    """With the policy `skip`, skips updates whose gradients are not finite.
+    """With the policy `skip`, skips updates whose gradients are not finite. With fp16 the loss scaler does it itself.
 
-    It waits for the device once a step. With fp16 the loss scaler skips such updates itself.
+    The host waits for the device in the first step of an attempt, to see what the forward changes. In later ones it does so only
+    where the optimizer cannot leave an update out by itself, or where the forward changes more than tensors.
     """
 
     def __init__(
@@ -151,28 +160,91 @@ class UpdateGuard:
         self._before_end = before_end
         self._checkpointer = checkpointer
         self._model = model
-        self._restore_buffers: Callable[[], object] = lambda: None
         self.is_active = is_active
+        self._places: list[Place] | None = None
+        self._kept: list[Kept] = []
+        self._attributes: dict[str, tuple[object, int]] = {}
+        self._keeps_attributes = True
+        self._not_kept = ""
+        self._restores: Sequence[Callable[[], object]] = ()
+        self.why_waits = "the first step is watched"
+        """Why the host waits for the device in each step; empty if it does not."""
+        self._noted: list[tuple[int, Tensor]] = []
         self._num_skipped = 0
         self._num_in_a_row = 0
 
-    def keep_buffers(self) -> None:
-        """Copy what the forward may change (batch-norm statistics), to restore it if the update is skipped."""
-        self._restore_buffers = kept(self._model, with_parameters=False, is_wanted=_may_be_nonfinite)
+    def keep(self) -> None:
+        """Copy what the forward may change, to put it back if the update is skipped."""
+        if self._places is None:
+            self._attributes = _attributes(self._model)
+        self._kept = kept(places(self._model, with_parameters=True) if self._places is None else self._places)
+        if self._keeps_attributes:
+            try:
+                self._restores = to_keep(self._model, ()).restores()
+            except NotKeptError as error:
+                self._not_kept = str(error)
 
-    def skips(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
-        """Tell whether to skip this update.
+    def step(self, optimizer: torch.optim.Optimizer, step: int) -> Tensor | int:
+        """Step the optimizer unless the update is to be skipped; return 1 if it is, as a tensor if the host does not know.
 
         Raises:
             DivergedError: if too many updates in a row are skipped.
         """
+        if not self.is_active:
+            optimizer.step()
+            return 0
         # DDP has all-reduced the gradients, so they and the answer are the same on all ranks. If one rank skipped
         # alone, its weights would differ from then on.
-        if not self.is_active or _are_finite(optimizer):
-            self._num_in_a_row = 0
-            return False
+        is_bad = _not_finite(optimizer)
+        self._noted.append((step, is_bad))
+        found, restores, self._kept, self._restores = self._kept, self._restores, [], ()
+        waits = self.why_waits or not all(one.can_be_chosen() for one in found)
+        if self._places is None:
+            self._learn(optimizer, found)
+        if not waits:
+            restore_where(found, is_bad.bool())
+            vars(optimizer).update(grad_scale=None, found_inf=is_bad)  # as `GradScaler` gives it
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            return is_bad
+        self.check()
+        if not self._num_in_a_row:
+            del found  # a copy of the weights, in the first step
+            optimizer.step()
+            return 0
+        restore(found)
+        for put_back in restores:
+            put_back()
+        return 1
+
+    def _learn(self, optimizer: torch.optim.Optimizer, found: Sequence[Kept]) -> None:
+        """See in the first step what the forward changes: besides the buffers, perhaps parameters, or attributes of modules."""
+        self._places = [
+            (one.module, one.name) for one in found if not isinstance(one.tensor, nn.Parameter) or one.is_changed()
+        ]
+        changed = [key for key, one in _attributes(self._model).items() if _differ(one, self._attributes.get(key))]
+        self.why_waits = _why_waits(optimizer, changed)
+        if self.why_waits and any(one.is_cuda for one in self._model.parameters()):
+            log.info("`train.on_nonfinite=skip` waits for the device in each step: %s", self.why_waits)
+        if changed and self._not_kept:
+            log.warning("a skipped update puts back tensors alone (`train.on_nonfinite=skip`): %s", self._not_kept)
+        self._keeps_attributes = bool(changed) and not self._not_kept
+
+    def check(self) -> None:
+        """Count the updates that were skipped since the last check; this waits for the device.
+
+        Raises:
+            DivergedError: if too many in a row are skipped.
+        """
+        noted, self._noted = self._noted, []
+        flags = torch.stack([is_bad for _, is_bad in noted]).tolist() if noted else []
+        for (step, _), is_bad in zip(noted, flags, strict=True):
+            self._num_in_a_row = self._num_in_a_row + 1 if is_bad else 0
+            if is_bad:
+                self._count(step)
+
+    def _count(self, step: int) -> None:
         self._num_skipped += 1
-        self._num_in_a_row += 1
         if self._num_skipped.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th, ...
             log.warning(
                 "the gradients of step %d are not finite, so its update is skipped (`train.on_nonfinite`): "
@@ -181,21 +253,41 @@ class UpdateGuard:
                 self._num_skipped,
                 MOST_IN_A_ROW["skip"],
             )
-        self._restore_buffers()
         if self._num_in_a_row >= MOST_IN_A_ROW["skip"]:
             self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
             self._before_end()
             raise DivergedError(
                 diverged(self._run, f"the gradients are not finite since step {step - self._num_in_a_row + 1}")
             )
-        return True
 
 
-def _may_be_nonfinite(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
+def _attributes(model: nn.Module) -> dict[str, tuple[object, int]]:
+    """Return what a module's forward may change besides tensors: its own attributes, and how much is in containers."""
+    return {
+        f"{name}.{key}".lstrip("."): (value, len(value) if isinstance(value, (list, dict, set, deque)) else 0)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OF_MODULES and not isinstance(value, Tensor)
+    }
 
 
-def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+def _differ(now: tuple[object, int], before: tuple[object, int] | None) -> bool:
+    return before is None or now[0] is not before[0] or now[1] != before[1]
+
+
+def _why_waits(optimizer: torch.optim.Optimizer, changed: Sequence[str]) -> str:
+    if changed:
+        return f"the forward changes `{changed[0]}`, which is no tensor"
+    if not can_skip(optimizer):
+        return f"the optimizer ({type(optimizer).__name__}) has no fused kernels that leave an update out"
+    return ""
+
+
+def _not_finite(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return, on the device, 1 if a gradient is not finite, else 0."""
+    parameters = trained_parameters(optimizer)
+    gradients = [one.grad for one in parameters if one.grad is not None]
     numbers = [one.coalesce().values() if one.is_sparse else one for one in gradients if one.numel()]
-    return bool(torch.nn.utils.get_total_norm(numbers, float("inf")).isfinite())
+    if not numbers:
+        return torch.zeros((), device=parameters[0].device)
+    return torch.nn.utils.get_total_norm(numbers, float("inf")).isfinite().logical_not().float()

@@ -48,6 +48,7 @@ def train(t: Training) -> bool:
             continue
 
         t.phases.enter("other")
+        t.guard.check()
         t.checkpointer.after_first_step(t.state, will_save=t.after_step is None)
         is_last = step == t.total_steps
         if is_last or step % t.spec.log.every_steps == 0:
@@ -145,7 +146,7 @@ def accumulate_gradients(t: Training, global_batch: LoadedGlobalBatch) -> None:
     whole, state = global_batch.plan, t.state
     last = whole.micro_batches[-1]
     if t.guard.is_active:
-        t.guard.keep_buffers()
+        t.guard.keep()
     for plan, fetched in zip(whole.micro_batches, global_batch.fetched, strict=True):
         if plan is last:
             loss = backward(t, fetched, plan, whole)
@@ -214,10 +215,7 @@ def update_weights(t: Training) -> None:
     # before: https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     t.checkpointer.wait_for_copy()
     if scaler is None:
-        if t.guard.is_active and t.guard.skips(optimizer, t.state.position.step + 1):
-            t.numbers.note_skipped(1)
-        else:
-            optimizer.step()
+        t.numbers.note_skipped(t.guard.step(optimizer, t.state.position.step + 1))
     else:
         scaler.step(optimizer)
         for was_skipped in skipped_by(scaler, optimizer):
@@ -227,7 +225,7 @@ def update_weights(t: Training) -> None:
     for parameter in t.untrained:
         parameter.grad = None
     if t.state.ema is not None:
-        t.state.ema.update_parameters(t.state.model)  # type: ignore[operator]  # AveragedModel's
+        t.state.ema.update(t.state.model)
     t.phases.num_steps += 1
 
 

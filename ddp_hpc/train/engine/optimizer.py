@@ -49,3 +49,36 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module, lr: float) -> torch.o
         return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps, fused=fused)
     nesterov = spec.nesterov and spec.momentum > 0
     return torch.optim.SGD(groups, lr=lr, momentum=spec.momentum, nesterov=nesterov, fused=fused)
+
+
+def can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the optimizer's kernels take `found_inf`, a tensor that says whether to leave out the update."""
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)  # as `GradScaler` asks
+    return bool(supports) and all(options.get("fused") for options in optimizer.param_groups)
+
+
+def prepare_to_skip(optimizer: torch.optim.Optimizer) -> None:
+    """Have a fused SGD with momentum be right where its first updates are skipped.
+
+    PyTorch makes its momentum in the first step and leaves the memory as it is if that step is skipped; the next one adds to it.
+    """
+    if not isinstance(optimizer, torch.optim.SGD) or not can_skip(optimizer):
+        return
+    if any(options["momentum"] and options["dampening"] for options in optimizer.param_groups):
+        log.info(
+            "the fused kernels of SGD with `dampening` are wrong after a first step that is skipped, so they are not used; "
+            "the loop waits for the device in each step. Without `dampening` it does not."
+        )
+        optimizer._step_supports_amp_scaling = False  # noqa: SLF001
+        for options in optimizer.param_groups:
+            options["fused"] = False
+        return
+    optimizer.register_step_pre_hook(_begin_momentum)
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Make the momentum that is not there yet, of -0.0: to add a gradient to it gives that gradient to the bit, also -0.0."""
+    for options in optimizer.param_groups:
+        for one in options["params"] if options["momentum"] else ():
+            if one.grad is not None and optimizer.state[one].get("momentum_buffer") is None:
+                optimizer.state[one]["momentum_buffer"] = torch.full_like(one.grad, -0.0)

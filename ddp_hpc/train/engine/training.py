@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_hpc.checkpoints.save_interval import Bounds
 from ddp_hpc.errors import ConfigError
@@ -28,7 +27,7 @@ from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses, compile_m
 from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.lone_losses import LoneLosses
-from ddp_hpc.train.engine.optimizer import build_optimizer, trained_parameters
+from ddp_hpc.train.engine.optimizer import build_optimizer, prepare_to_skip, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
 from ddp_hpc.train.process_group import Group
@@ -42,6 +41,7 @@ from ddp_hpc.train.replicas import Replicas
 from ddp_hpc.train.save_plan import SavePlan
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.checkpoint import Checkpointer, SaveResult
+from ddp_hpc.train.state.moving_average import MovingAverage
 from ddp_hpc.train.state.training_state import TrainingState
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 from ddp_hpc.train.watchdog import Watchdog
@@ -125,7 +125,7 @@ class Training:
     @property
     def evaluated_model(self) -> nn.Module:
         """The model to evaluate: the moving average, if there is one."""
-        return self.state.model if self.state.ema is None else self.state.ema.module  # type: ignore[return-value]
+        return self.state.model if self.state.ema is None else self.state.ema.module
 
 
 def prepare(  # noqa: PLR0913  it assembles these parts
@@ -297,9 +297,9 @@ def _initial_state(
         if recipe.optimizer
         else build_optimizer(spec.optimizer, bare, spec.train.lr)
     )
-    ema: nn.Module | None = None
-    if spec.train.ema_decay is not None:
-        ema = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(spec.train.ema_decay))
+    scaler = precision.make_scaler()
+    if scaler is not None or spec.train.on_nonfinite == "skip":
+        prepare_to_skip(optimizer)
     return TrainingState(
         model=bare,
         optimizer=optimizer,
@@ -307,8 +307,8 @@ def _initial_state(
         rank=group.rank_info.rank,
         world_size=group.rank_info.world_size,
         loss_meter=torch.zeros((), device=group.device),
-        scaler=precision.make_scaler(),
-        ema=ema,
+        scaler=scaler,
+        ema=None if spec.train.ema_decay is None else MovingAverage(bare, spec.train.ema_decay),
     )
 
 

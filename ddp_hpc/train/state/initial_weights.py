@@ -44,7 +44,7 @@ def take_initial_weights(spec: RunSpec, state: TrainingState, group: Group) -> N
         _load(spec, state, group)
     elif state.ema is not None and state.world_size > 1:
         # It was made of this rank's own weights, before DDP sent rank zero's to all ranks.
-        _copy_tensors(state.model, state.ema.module)  # type: ignore[arg-type]  # a Module
+        _copy_tensors(state.model, state.ema.module)
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def _load(spec: RunSpec, state: TrainingState, group: Group) -> None:
         raise (ConfigError if kind == ConfigError.__name__ else UnreadableError)(text)
     state.model.load_state_dict(_received(fitting, offer, group), strict=False)
     if state.ema is not None:
-        state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
+        state.ema.module.load_state_dict(state.model.state_dict())
     log.info("loaded %d of %d weights from %s", len(offer.tensors), len(state.model.state_dict()), offer.found)
 
 

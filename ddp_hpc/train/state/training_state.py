@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state import group_options, rng
+from ddp_hpc.train.state.moving_average import MovingAverage
 
 _MOST_NAMES = 5
 """How many names a message lists at most."""
@@ -58,8 +59,7 @@ class TrainingState:
     loss_steps: int = 0
     """How many steps are in `loss_meter`."""
     scaler: torch.amp.GradScaler | None = None
-    ema: nn.Module | None = None
-    """`AveragedModel` of the model."""
+    ema: MovingAverage | None = None
     position: Position = Position()
     options_as_made: list[dict[str, str | None]] = field(init=False, repr=False)
     """The optimizer's options before any step, as the recipe and the configuration set them (see `group_options`)."""
@@ -95,7 +95,7 @@ def tensors_to_compare(state: TrainingState) -> tuple[list[NamedTensor], dict[st
     for name, one in state.model.named_parameters(remove_duplicate=False):
         names.setdefault(one, name)
         add(f"model/{name}", one.detach())
-    for name, one in () if state.ema is None else state.ema.module.named_parameters(remove_duplicate=False):  # type: ignore[union-attr]  # a Module
+    for name, one in () if state.ema is None else state.ema.module.named_parameters(remove_duplicate=False):
         add(f"ema/{name}", one.detach())
     for parameter, entry in state.optimizer.state.items():
         for key, value in entry.items() if parameter in names else ():
@@ -206,7 +206,7 @@ def numbers(state: TrainingState) -> dict[str, Any]:
             **({"own_options": own_options} if own_options else {}),
         },
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
-        "ema_updates": None if state.ema is None else int(state.ema.n_averaged),  # type: ignore[arg-type]  # a buffer
+        "ema_updates": None if state.ema is None else state.ema.num_updates,
     }
 
 
@@ -234,7 +234,7 @@ class Restoration:
         modules = [("model", state.model)]
         self._has_average = any(name.startswith("ema/") for name in saved)
         if state.ema is not None and self._has_average:
-            modules.append(("ema", state.ema.module))  # type: ignore[arg-type]  # AveragedModel.module is a Module
+            modules.append(("ema", state.ema.module))
         self._weights = [_WeightsToLoad(module, saved, prefix) for prefix, module in modules]
         names = _parameter_names(state)
         optimizer = _optimizer_to_load(state, saved, plain["optimizer"], trained=set(names.values()))
@@ -261,9 +261,9 @@ class Restoration:
             weights.load()
         if state.ema is not None:
             if self._has_average:
-                state.ema.n_averaged.fill_(plain["ema_updates"])  # type: ignore[operator]  # a buffer
+                state.ema.num_updates = plain["ema_updates"]
             else:
-                state.ema.module.load_state_dict(state.model.state_dict())  # type: ignore[union-attr]  # a Module
+                state.ema.module.load_state_dict(state.model.state_dict())
         if state.scaler is not None and plain["scaler"]:
             state.scaler.load_state_dict(plain["scaler"])
         group_options.put_back(state.optimizer.param_groups, self._own_options, state.device)
@@ -304,7 +304,7 @@ def _weights(prefix: str, module: nn.Module) -> Iterator[NamedTensor]:
 
 def _averages(state: TrainingState) -> Iterator[NamedTensor]:
     if state.ema is not None:
-        yield from _weights("ema", state.ema.module)  # type: ignore[arg-type]
+        yield from _weights("ema", state.ema.module)
 
 
 class _WeightsToLoad:
