@@ -7,7 +7,6 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -26,11 +25,27 @@ Collate = Callable[[list[Any]], Any]
 """A list of samples -> one batch."""
 
 
-class Fetched(NamedTuple):
-    """A micro batch, and the indices of its samples."""
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A micro batch, and the indices of its samples.
+
+    Not a tuple: older versions of PyTorch pin a tuple's items, and do not ask it.
+    """
 
     indices: tuple[int, ...]
     batch: Any
+
+    def pin_memory(self) -> Fetched:
+        """Return it with its tensors in pinned memory; PyTorch's DataLoader calls this where it pins."""
+        return Fetched(self.indices, mapped(self.batch, _pinned))
+
+
+def _pinned(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        can_be = (leaf.device.type, leaf.layout, leaf.is_nested) == ("cpu", torch.strided, False)
+    else:  # a batch of the user's own type: https://docs.pytorch.org/docs/stable/data.html#memory-pinning
+        can_be = hasattr(leaf, "pin_memory")
+    return leaf.pin_memory() if can_be else leaf
 
 
 class SeededFetch(Dataset[Any]):
@@ -266,17 +281,25 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) 
     """
     if device.type == "cpu" and not channels_last:  # the loader has put it there
         return batch
-    if isinstance(batch, torch.Tensor):
-        order = torch.channels_last if channels_last and batch.dim() == 4 else torch.preserve_format
-        return batch.to(device, non_blocking=True, memory_format=order)
-    move = partial(to_device, device=device, channels_last=channels_last)
-    if isinstance(batch, dict):
-        return {key: move(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(move(value) for value in batch)
-    return batch
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        order = torch.channels_last if channels_last and leaf.dim() == 4 else torch.preserve_format
+        return leaf.to(device, non_blocking=True, memory_format=order)
+
+    return mapped(batch, move)
+
+
+def mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested tuples, lists and dicts with each leaf changed."""
+    if isinstance(nest, dict):
+        return {key: mapped(value, change) for key, value in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(mapped(value, change) for value in nest))
+    if isinstance(nest, list | tuple):
+        return type(nest)(mapped(value, change) for value in nest)
+    return change(nest)
 
 
 class _LoaderProcess:
