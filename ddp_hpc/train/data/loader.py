@@ -19,6 +19,7 @@ from ddp_hpc.run_dir.affected import Affected, is_of_decoder, place_of
 from ddp_hpc.spec import DataSpec
 from ddp_hpc.train.data.sample_files import recorded_sources
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
+from ddp_hpc.train.data.seedless import reads_no_generator
 from ddp_hpc.train.state.rng import HostGenerators, seed_host_libraries
 
 Collate = Callable[[list[Any]], Any]
@@ -57,6 +58,7 @@ class SeededFetch(Dataset[Any]):
         self._collate = collate
         # Exactly TensorDataset, so no code of the user runs and no random number is drawn: all rows are taken at once.
         self._is_of_tensors = collate is None and type(dataset) is TensorDataset
+        self._needs_seeds = collate is not None or not reads_no_generator(dataset)
         self._has_plain_rows = self._is_of_tensors and all(map(_has_plain_rows, dataset.tensors))  # type: ignore[attr-defined]  # TensorDataset's
 
     def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched | Unread:
@@ -84,7 +86,7 @@ class SeededFetch(Dataset[Any]):
                 return Fetched(wanted.indices, self._dataset[rows])
             tensors = self._dataset.tensors  # type: ignore[attr-defined]
             return Fetched(wanted.indices, tuple([one.index_select(0, rows) for one in tensors]))
-        generators = HostGenerators() if get_worker_info() is None else None
+        generators = HostGenerators() if self._needs_seeds and get_worker_info() is None else None
         samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
         try:
             batch = (self._collate or default_collate)(samples)
@@ -115,9 +117,10 @@ class SeededFetch(Dataset[Any]):
     def _read(self, epoch: int, index: int) -> Any:
         # Which loader process fetches a sample depends on their number. So each sample gets a seed of its own, rather
         # than each process: https://pytorch.org/docs/stable/notes/randomness.html#dataloader
-        seed = derive_seed("sample", self._seed, epoch, index)
-        torch.default_generator.manual_seed(seed)
-        seed_host_libraries(seed)
+        if self._needs_seeds:
+            seed = derive_seed("sample", self._seed, epoch, index)
+            torch.default_generator.manual_seed(seed)
+            seed_host_libraries(seed)
         return self._dataset[index]
 
     def _undecodable(self, error: Exception, epoch: int, index: int) -> str:
