@@ -79,6 +79,18 @@ class WithProperty(InMemory):
         return self.images[index] + self.noise
 
 
+class WithPropertyOverAttribute(Rows):
+    def __init__(self) -> None:
+        vars(self).update(labels=LABELS, noise=1.0)
+
+    @property
+    def noise(self) -> float:
+        return random.random()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.labels[index] + self.noise
+
+
 class WithOwnLookup(Rows):
     def __getattribute__(self, name: str) -> Any:
         return torch.rand(NUM, 3) if name == "images" else super().__getattribute__(name)
@@ -106,6 +118,14 @@ class WithOperator(InMemory):
 class OfGlobal(InMemory):
     def __getitem__(self, index: int) -> Any:
         return NOISE[index]
+
+
+def of_closure(noise: Any) -> InMemory:
+    class OfClosure(InMemory):
+        def __getitem__(self, index: int) -> Any:
+            return noise[index]
+
+    return OfClosure()
 
 
 class OwnTensor(Tensor):
@@ -143,10 +163,12 @@ UNPROVED: dict[str, Dataset[Any]] = {
     "a part of such": Subset(SeededByTorchsSeed(), range(NUM)),
     "several, one of them such": ConcatDataset([TENSORS, OfAll()]),
     "a property": WithProperty(),
+    "a property that hides an attribute": WithPropertyOverAttribute(),
     "an own way to look up": WithOwnLookup(),
     "a default": WithDefault(),
     "another self": OfRebound(),
     "an operator": WithOperator(),
+    "a closure": of_closure(NOISE),
     "a global": OfGlobal(),
     "a tensor of an own type": Rows(IMAGES.as_subclass(OwnTensor)),
     "tensors of an own type": TensorDataset(IMAGES.as_subclass(OwnTensor)),
