@@ -25,7 +25,7 @@ from benchmarks import report
 from benchmarks.rounds import Benchmark, surroundings
 
 QUICK = ("commands", "launch", "loop", "checkpoint", "restore")
-NAMES = (*QUICK, "integrity", "stragglers", "survival", "sweep")
+NAMES = (*QUICK, "integrity", "loader", "stragglers", "survival", "sweep")
 
 
 def measure(name: str, rounds: int | None) -> None:

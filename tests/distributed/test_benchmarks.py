@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import launch, loop
+from benchmarks import launch, loader, loop
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,11 @@ def test_the_loop_trains_to_the_bits_of_the_plain_one(
         torch.set_num_threads(num_threads)
         for made in (loop.dataset, loop.walk, loop.fetched, loop.batches, loop.raw_weights):
             made.cache_clear()
+
+
+@pytest.mark.parametrize("data", loader.SETS)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_both_loaders_are_measured_on_each_data_set(data: str, num_workers: int) -> None:
+    measured = loader.side_by_side(loader.Case(data, batch=4, num_workers=num_workers, num_batches=3))
+
+    assert all(measured[name] > 0 for name in ("ours", "pytorch", "ratio", "by_cpu"))

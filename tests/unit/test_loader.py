@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from ddp_hpc.spec import DataSpec
-from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches, to_device
+from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, load_global_batches, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, Position, RankSampler, SampleOrder
 from ddp_hpc.train.state import rng
 from tests.distributed.trial_recipe import NoisyImages
@@ -256,3 +257,56 @@ def test_images_come_in_channels_last_order_where_asked() -> None:
 
     assert moved.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(same, labels)
+
+
+class Pinnable(Tensor):
+    """A tensor that is pinned without a GPU."""
+
+    is_in_pinned_memory = False
+
+    def pin_memory(self, *_: Any) -> Tensor:  # older versions of PyTorch pass a device
+        pinned = self.clone()
+        pinned.is_in_pinned_memory = True  # type: ignore[attr-defined]
+        return pinned
+
+
+@pytest.mark.parametrize(("wrap", "unwrap"), NESTS.values(), ids=NESTS)
+def test_every_tensor_of_a_batch_is_pinned_and_the_indices_of_its_samples_are_passed_on(
+    wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]
+) -> None:
+    fetched = Fetched(tuple(range(3)), wrap(torch.zeros(2).as_subclass(Pinnable)))
+
+    pinned = pin_memory(fetched)  # as the DataLoader does
+
+    assert pinned.indices is fetched.indices
+    assert type(pinned.batch) is type(fetched.batch)
+    assert unwrap(pinned.batch).is_in_pinned_memory
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged),
+    ],
+    ids=["on a device", "sparse", "of several lengths"],
+)
+def test_a_tensor_that_cannot_be_pinned_is_passed_on(tensor: Tensor) -> None:
+    fetched = Fetched((0,), {"input": tensor})
+
+    assert pin_memory(fetched).batch["input"] is tensor
+
+
+class OwnBatch:
+    def __init__(self) -> None:
+        self.is_in_pinned_memory = False
+
+    def pin_memory(self) -> OwnBatch:
+        pinned = OwnBatch()
+        pinned.is_in_pinned_memory = True
+        return pinned
+
+
+def test_a_batch_of_ones_own_type_pins_itself() -> None:
+    assert pin_memory(Fetched((0,), OwnBatch())).batch.is_in_pinned_memory

@@ -7,7 +7,6 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -20,17 +19,34 @@ from ddp_hpc.run_dir.affected import Affected, is_of_decoder, place_of
 from ddp_hpc.spec import DataSpec
 from ddp_hpc.train.data.sample_files import recorded_sources
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
+from ddp_hpc.train.data.seedless import reads_no_generator
 from ddp_hpc.train.state.rng import HostGenerators, seed_host_libraries
 
 Collate = Callable[[list[Any]], Any]
 """A list of samples -> one batch."""
 
 
-class Fetched(NamedTuple):
-    """A micro batch, and the indices of its samples."""
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A micro batch, and the indices of its samples.
+
+    Not a tuple: older versions of PyTorch pin a tuple's items, and do not ask it.
+    """
 
     indices: tuple[int, ...]
     batch: Any
+
+    def pin_memory(self) -> Fetched:
+        """Return it with its tensors in pinned memory; PyTorch's DataLoader calls this where it pins."""
+        return Fetched(self.indices, mapped(self.batch, _pinned))
+
+
+def _pinned(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        can_be = (leaf.device.type, leaf.layout, leaf.is_nested) == ("cpu", torch.strided, False)
+    else:  # a batch of the user's own type: https://docs.pytorch.org/docs/stable/data.html#memory-pinning
+        can_be = hasattr(leaf, "pin_memory")
+    return leaf.pin_memory() if can_be else leaf
 
 
 class SeededFetch(Dataset[Any]):
@@ -42,6 +58,7 @@ class SeededFetch(Dataset[Any]):
         self._collate = collate
         # Exactly TensorDataset, so no code of the user runs and no random number is drawn: all rows are taken at once.
         self._is_of_tensors = collate is None and type(dataset) is TensorDataset
+        self._needs_seeds = collate is not None or not reads_no_generator(dataset)
         self._has_plain_rows = self._is_of_tensors and all(map(_has_plain_rows, dataset.tensors))  # type: ignore[attr-defined]  # TensorDataset's
 
     def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched | Unread:
@@ -69,7 +86,7 @@ class SeededFetch(Dataset[Any]):
                 return Fetched(wanted.indices, self._dataset[rows])
             tensors = self._dataset.tensors  # type: ignore[attr-defined]
             return Fetched(wanted.indices, tuple([one.index_select(0, rows) for one in tensors]))
-        generators = HostGenerators() if get_worker_info() is None else None
+        generators = HostGenerators() if self._needs_seeds and get_worker_info() is None else None
         samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
         try:
             batch = (self._collate or default_collate)(samples)
@@ -100,9 +117,10 @@ class SeededFetch(Dataset[Any]):
     def _read(self, epoch: int, index: int) -> Any:
         # Which loader process fetches a sample depends on their number. So each sample gets a seed of its own, rather
         # than each process: https://pytorch.org/docs/stable/notes/randomness.html#dataloader
-        seed = derive_seed("sample", self._seed, epoch, index)
-        torch.default_generator.manual_seed(seed)
-        seed_host_libraries(seed)
+        if self._needs_seeds:
+            seed = derive_seed("sample", self._seed, epoch, index)
+            torch.default_generator.manual_seed(seed)
+            seed_host_libraries(seed)
         return self._dataset[index]
 
     def _undecodable(self, error: Exception, epoch: int, index: int) -> str:
@@ -266,17 +284,25 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) 
     """
     if device.type == "cpu" and not channels_last:  # the loader has put it there
         return batch
-    if isinstance(batch, torch.Tensor):
-        order = torch.channels_last if channels_last and batch.dim() == 4 else torch.preserve_format
-        return batch.to(device, non_blocking=True, memory_format=order)
-    move = partial(to_device, device=device, channels_last=channels_last)
-    if isinstance(batch, dict):
-        return {key: move(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(move(value) for value in batch)
-    return batch
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        order = torch.channels_last if channels_last and leaf.dim() == 4 else torch.preserve_format
+        return leaf.to(device, non_blocking=True, memory_format=order)
+
+    return mapped(batch, move)
+
+
+def mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested tuples, lists and dicts with each leaf changed."""
+    if isinstance(nest, dict):
+        return {key: mapped(value, change) for key, value in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(mapped(value, change) for value in nest))
+    if isinstance(nest, list | tuple):
+        return type(nest)(mapped(value, change) for value in nest)
+    return change(nest)
 
 
 class _LoaderProcess:
