@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.train.joining import Report, announce, missing_reported
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 
@@ -83,6 +85,8 @@ def choose_device(
     """
     if gpus_per_node == 0:
         return torch.device("cpu")
+    if SHARED_GPU in os.environ:
+        return torch.device("cuda", 0)
     count = torch.cuda.device_count()
     return torch.device("cuda", device_index(rank_info, count, visible=visible, may_be_alone=may_be_alone))
 
@@ -222,7 +226,8 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     # watchdog of the hanging rank fires first and names the cause.
     prefix = f"{prefix_of(token)}/start-{rank_info.restart}"
     store, side_store = (dist.PrefixStore(prefix, one) for one in _connect(rank_info, listen_fd))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    on_gpus = "cpu:gloo,cuda:gloo" if SHARED_GPU in os.environ else "cpu:gloo,cuda:nccl"
+    backend = on_gpus if device.type == "cuda" else "gloo"
     announce(store, rank_info.rank)
     with _missing_reported(rank_info, prefix, report_missing):
         dist.init_process_group(
