@@ -227,7 +227,7 @@ TWO_RANKS = (
         "a rank that hangs",
         "two ranks",
         lambda p: runs.two_ranks(p, "hang", "restart.hang_timeout_s=15", until="wait for rank 1"),
-        _says("rank 1", "recipes.py:", "forward"),
+        _says("rank 1", "recipes.py:", "all_reduce"),
     ),
     Check(
         "a rank whose host is slow",
@@ -331,7 +331,7 @@ STEPS = (
         "steps",
         _in_process("waits"),
         {
-            "steps were taken": lambda f: {"plain, sgd", "EMA, adamw"} <= f["waits"].keys(),
+            "steps were taken": lambda f: {"plain, sgd", "EMA, sgd"} <= f["waits"].keys(),
             "the host waits for the device in no step between two due ones": lambda f: not any(f["waits"].values()),
         },
         is_sample=True,
