@@ -267,7 +267,7 @@ SAID = (
         "out of memory",
         "why",
         lambda p: runs.why(p, "memory"),
-        {**FAILS, **_says("out of memory", "other processes")},
+        {**FAILS, **_says("out of memory", "this process has")},
         on="cuda",
     ),
     Check("data on the device", "why", runs.on_device, {**FINISHES, **TRAINS}),
