@@ -87,8 +87,8 @@ FAILS: Claims = {"the run fails": lambda f: f["rc"] > 0}
 TRAINS: Claims = {"the loss stays finite and falls": lambda f: _falls(f["losses"])}
 SAVED: Claims = {**FINISHES, "it saves a checkpoint": lambda f: f["saved"] > 0}
 EXACT: Claims = {
-    "it is killed twice, before its end": lambda f: len(f["killed_at"]) == 2 and max(f["killed_at"]) < f["steps"],
-    "it resumes twice": lambda f: len(f["resumed"]) == 2,
+    "it is killed before its end": lambda f: 0 < max(f["killed_at"]) < f["steps"],
+    "it resumes after each kill": lambda f: len(f["resumed"]) == len(f["killed_at"]),
     "the digests are equal": lambda f: f["digests"][0] == f["digests"][1] != "",
     "the metrics are equal": lambda f: f["same_metrics"] is True,
 }
@@ -403,7 +403,7 @@ SLOW = (
         "launch",
         "launch",
         runs.launch,
-        {"all ranks meet": lambda f: len(f["seconds"]) == 4 and min(f["seconds"].values()) > 0},
+        {"all ranks meet": lambda f: len(f["seconds"]) > 1 and min(f["seconds"].values()) > 0},
         {"earlier than torchrun's": lambda f: max(f["over_torchrun"]) < 1},
         part=2,
         is_alone=True,

@@ -17,28 +17,29 @@ from benchmarks.gpu.table import CHECKS, Check, judge
 from ddp_hpc.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.train.process_group import RankInfo, choose_device
 
+Change = dict[str, Any]
 BY_NAME = {check.name: check for check in CHECKS}
 AGENT, SPAWNED = "python -m ddp_hpc.job.node.agent", "python -m ddp_hpc.job.node.spawned"
 LOSSES = [2.3, 1.5, 0.9]
-TRAINED = {"losses": LOSSES}
-EXACT = {
+TRAINED: Change = {"losses": LOSSES}
+EXACT: Change = {
     "killed_at": [10, 20],
     "steps": 120,
     "resumed": ["10", "20"],
     "digests": ["a1", "a1"],
     "same_metrics": True,
 }
-NOT_EXACT = [
-    {"killed_at": [10]},
+NOT_EXACT: list[Change] = [
+    {"killed_at": []},
     {"killed_at": [10, 120]},
     {"resumed": ["10"]},
     {"digests": ["a1", "b2"]},
     {"digests": ["", ""]},
     {"same_metrics": False},
 ]
-NO_TRAINING = [{"losses": [2.3, 2.3]}, {"losses": [2.3, float("nan")]}, {"losses": []}]
-SCRIPT = {"rc": 0, "saved": 20}
-LOST = [{"rc": 1}, {"saved": 0}]
+NO_TRAINING: list[Change] = [{"losses": [2.3, 2.3]}, {"losses": [2.3, float("nan")]}, {"losses": []}]
+SCRIPT: Change = {"rc": 0, "saved": 20}
+LOST: list[Change] = [{"rc": 1}, {"saved": 0}]
 WORKER = {"process": AGENT, "all_reduced": [2.0], "backend": "gloo"}
 LEFT = {
     "kill_to_end_s": 0.2,
@@ -51,11 +52,11 @@ LEFT = {
 }
 FUSED = {"losses": {"fused": LOSSES, "stock": LOSSES}, "skipped": {"fused": 3, "stock": 3}}
 FLAGS = {"matmul": "highest", "convolutions": True}
-ROWS = {"rates": {"by hand": {"low": 10.0}, "ours": {"low": 9.0}}}
-NO_ROWS = [{"rates": {}}, {"rates": {"by hand": {"low": 10.0}, "ours": {"low": 0.0}}}]
+ROWS: Change = {"rates": {"by hand": {"low": 10.0}, "ours": {"low": 9.0}}}
+NO_ROWS: list[Change] = [{"rates": {}}, {"rates": {"by hand": {"low": 10.0}, "ours": {"low": 0.0}}}]
 SAVED = {"bytes": 10, "stall_ms": 1.0, "durable_ms": 2.0, "dcp_stall_ms": 3.0}
 
-RESULTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+RESULTS: dict[str, tuple[Change, list[Change]]] = {
     "forked worker": (WORKER, [{"process": SPAWNED}, {"all_reduced": [1.0]}, {"backend": "cpu:gloo,cuda:nccl"}]),
     "CUDA or threads at import": (
         {**WORKER, "process": SPAWNED, "said": "the import left threads running"},
@@ -218,7 +219,7 @@ def test_a_check_that_is_over_its_time_is_ended_with_all_that_it_has_started(tmp
     script, output = tmp_path / "sleeps.py", tmp_path / "out" / "results.json"
     script.write_text(SLEEPS)
     root = str(Path(gpu_check.__file__).parent.parent)
-    argv = [sys.executable, script, "--device=cpu", "--tiny", f"--output={output}"]
+    argv = [sys.executable, str(script), "--device=cpu", "--tiny", f"--output={output}"]
 
     done = subprocess.run(
         argv, env={"PYTHONPATH": root, "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}, check=False, timeout=60
