@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -42,6 +41,8 @@ class RankInfo:
     """Whether torchrun's agent serves the store at that address."""
     restart: int = 0
     """How often torchrun has restarted the workers; its store still has the keys of those before."""
+    shares_gpu: bool = False
+    """Test-only: see `SHARED_GPU`."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -63,6 +64,7 @@ def rank_info_from_environ(environ: Mapping[str, str]) -> RankInfo:
             master_addr=environ["MASTER_ADDR"],
             is_store_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            shares_gpu=SHARED_GPU in environ,
             **numbers,
         )
     except (KeyError, ValueError) as error:
@@ -85,7 +87,7 @@ def choose_device(
     """
     if gpus_per_node == 0:
         return torch.device("cpu")
-    if SHARED_GPU in os.environ:
+    if rank_info.shares_gpu:
         return torch.device("cuda", 0)
     count = torch.cuda.device_count()
     return torch.device("cuda", device_index(rank_info, count, visible=visible, may_be_alone=may_be_alone))
@@ -226,7 +228,7 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     # watchdog of the hanging rank fires first and names the cause.
     prefix = f"{prefix_of(token)}/start-{rank_info.restart}"
     store, side_store = (dist.PrefixStore(prefix, one) for one in _connect(rank_info, listen_fd))
-    on_gpus = "cpu:gloo,cuda:gloo" if SHARED_GPU in os.environ else "cpu:gloo,cuda:nccl"
+    on_gpus = "cpu:gloo,cuda:gloo" if rank_info.shares_gpu else "cpu:gloo,cuda:nccl"
     backend = on_gpus if device.type == "cuda" else "gloo"
     announce(store, rank_info.rank)
     with _missing_reported(rank_info, prefix, report_missing):

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import gpu_check
 from benchmarks.gpu.table import CHECKS, Check, judge
 from ddp_hpc.rendezvous.worker_env import SHARED_GPU
-from ddp_hpc.train.process_group import RankInfo, choose_device
+from ddp_hpc.train.process_group import choose_device, rank_info_from_environ
 
 Change = dict[str, Any]
 BY_NAME = {check.name: check for check in CHECKS}
@@ -190,13 +190,11 @@ def test_names_are_unique_and_each_family_has_one_check_for_make_test() -> None:
     assert {check.family for check in CHECKS if check.is_sample} >= on_cpus - {"compile"}
 
 
-def test_workers_that_share_a_gpu_by_the_switch_of_tests_take_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARED_GPU, "1")
-    second = RankInfo(
-        rank=1, local_rank=1, world_size=2, local_world_size=2, node_rank=0, master_addr="localhost", master_port=1
-    )
+def test_workers_that_share_a_gpu_by_the_switch_of_tests_take_the_first() -> None:
+    numbers = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": 0, "MASTER_PORT": 1}
+    environ = {"MASTER_ADDR": "localhost", SHARED_GPU: "1", **{name: str(number) for name, number in numbers.items()}}
 
-    assert str(choose_device(second, 2)) == "cuda:0"
+    assert str(choose_device(rank_info_from_environ(environ), 2)) == "cuda:0"
 
 
 SLEEPS = """\
