@@ -115,17 +115,14 @@ class Place:
         return self.run(sys.executable, "-m", "ddp_hpc", *words, env=env)
 
     def submit(self, name: str, config: str, *words: str, workers: int = 1, wait: bool = True) -> tuple[RunDir, Said]:
-        """Submit `config`, or a command after `--`; with `wait`, return once the run has ended."""
-        if config in CONFIGS:
+        """Submit `config`; with `wait`, return once the run has ended."""
+        if config in CONFIGS:  # else it lies there already
             (self.path / config).write_text(CONFIGS[config])
         gpus = f"resources.gpus_per_node={workers if self.has_cuda else 0}"
         asked = [gpus, *([] if self.has_cuda else [f"resources.workers_per_node={workers}"]), f"name={name}"]
         # Several workers share the one GPU, by the switch that is there for this.
         env = {SHARED_GPU: "1"} if self.has_cuda and workers > 1 else None
-        options, command = ([*words], []) if "--" not in words else _split(words)
-        configs = [config] if config else []
-        flags = ["--wait"] if wait else []
-        said = self.ddp_hpc("submit", *configs, *asked, *options, *flags, *command, env=env)
+        said = self.ddp_hpc("submit", config, *asked, *words, *(["--wait"] if wait else []), env=env)
         run = RunDir(self.path / "runs" / name)
         if run.path.exists() and (wait or said.rc):
             print(self.console(run), flush=True)
@@ -155,11 +152,6 @@ class Place:
         with (self.path.parent / "turn.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def _split(words: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    at = words.index("--")
-    return [*words[:at]], [*words[at:]]
 
 
 def losses(run: RunDir) -> list[float]:

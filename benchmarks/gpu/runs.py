@@ -242,9 +242,9 @@ def two_ranks(place: Place, how: str, *words: str, until: str) -> Figures:
 # --- what is said ----------------------------------------------------------------------------------------------------
 
 
-def why(place: Place, how: str, *words: str) -> Figures:
+def why(place: Place, how: str) -> Figures:
     """Let a run fail; return what `why` says."""
-    run, said = place.submit("fails", FAULTY, f"recipe.args.how={how}", *words)
+    run, said = place.submit("fails", FAULTY, f"recipe.args.how={how}")
     return {"rc": said.rc, "said": place.ddp_hpc("why", run.name).text}
 
 
