@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
 _PLACE = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 NOTHING = "*Not measured yet.*"
-CHECKS, RATE = "gpu_check", "samples_per_s"
+CHECKS = "gpu_check"
 _MET = {True: "yes", False: "**missed**", None: ""}
 
 Content = Mapping[str, Any]
@@ -133,25 +133,32 @@ def text_of_checks(contents: Sequence[Content]) -> str:
 
 
 def _checks_of(content: Content) -> str:
-    words = {True: "ok", False: "**failed**", None: "not run"}
-    rows = [[each["check"], words[each["ok"]], _figures(each["numbers"])] for each in content["checks"]]
+    words = {"ok": "ok", "failed": "**failed**", "skipped": "skipped"}
+    rows = [[each["check"], words[each["outcome"]], _goals(each["goals"])] for each in content["checks"]]
     rates = [
-        [f"{each['check'].removeprefix('samples/s, ')}: {row}", f"{spread['median']:.0f}"]
+        [f"{each['check']}: {row}", f"{spread['median']:.0f}"]
         for each in content["checks"]
-        for row, spread in each["numbers"].get(RATE, {}).items()
+        for row, spread in each["figures"].get("rates", {}).items()
     ]
-    packages = content["packages"]
-    where = f"{content['at'][:10]}, {content['device']}, torch {packages['torch']}, {content['seconds']:.0f} s in all."
-    tables = [markdown_table(["check", "", "figures"], rows), markdown_table(["samples/s", "median"], rates)]
-    return "\n\n".join([f"### {content['device']}", *tables, where])
+    figures = [
+        [f"{each['check']}: {name}", value] for each in content["checks"] for name, value in _figures(each["figures"])
+    ]
+    where = f"{content['at'][:10]}, {content['device']}, driver {content['driver']}, torch {content['packages']['torch']}, {content['commit']}."
+    tables = [(["check", "", "goals"], rows), (["rate", "median, a second"], rates), (["figure", ""], figures)]
+    return "\n\n".join([f"### {content['device']}", *(markdown_table(*one) for one in tables if one[1]), where])
 
 
-def _figures(numbers: Content) -> str:
-    return ", ".join(
-        f"{name} {value:.4g}"
-        for name, value in numbers.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    )
+def _goals(goals: Content) -> str:
+    return "; ".join(f"{says}: {'met' if is_met else '**missed**'}" for says, is_met in goals.items())
+
+
+def _figures(figures: Content) -> Iterable[tuple[str, str]]:
+    """Yield the figures that are one number each, or one for each row of a check."""
+    for name, value in figures.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, f"{value:.4g}"
+        elif isinstance(value, Mapping) and value and all(isinstance(one, float) for one in value.values()):
+            yield from ((f"{name}, {row}", f"{one:.4g}") for row, one in value.items())
 
 
 # --- the document ----------------------------------------------------------------------------------------------------

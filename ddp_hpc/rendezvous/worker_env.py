@@ -310,6 +310,9 @@ def for_attach(run: Path, *, attempt: int, stop_signal: str, stop_exit_code: int
     return {ATTACHED: json.dumps(facts)}
 
 
+SHARED_GPU = "_DDP_HPC_TEST_SHARED_GPU"
+"""Test-only, set by `benchmarks/gpu_check.py`: all workers use the first GPU, over gloo, as NCCL refuses two ranks on one GPU."""
+
 PROBE_FOLDER = "_DDP_HPC_PROBE_FOLDER"
 """The variable with the directory in which a rank opens the socket for questions to it (`rank_probe`)."""
 PROBES_ITSELF = "_DDP_HPC_PROBES_ITSELF"

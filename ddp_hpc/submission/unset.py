@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hpc.config import Overlay, Resolved, load_resolved
 from ddp_hpc.config.sources import DEFAULT
 from ddp_hpc.errors import ConfigError, DdpHpcError
+from ddp_hpc.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.run_dir.paths import RunDir
 from ddp_hpc.run_dir.records import newest_committed
 from ddp_hpc.spec import RunSpec
@@ -95,7 +96,12 @@ def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     may_have = any(path.exists() for path in (*_DEVICES, *(Path(folder, _LIBRARY) for folder in folders if folder)))
     asked = spec.resources.gpus_per_node
-    if not may_have or asked == 0 or (asked is None and before is not None and not before.resources.gpus_per_node):
+    if (
+        not may_have
+        or SHARED_GPU in environ
+        or asked == 0
+        or (asked is None and before is not None and not before.resources.gpus_per_node)
+    ):
         return None
     from ddp_hpc.machine.gpus import gpus_here  # late: runs on CPUs do not need it
 

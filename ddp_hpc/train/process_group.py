@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.train.joining import Report, announce, missing_reported
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 
@@ -40,6 +41,8 @@ class RankInfo:
     """Whether torchrun's agent serves the store at that address."""
     restart: int = 0
     """How often torchrun has restarted the workers; its store still has the keys of those before."""
+    shares_gpu: bool = False
+    """Test-only: see `SHARED_GPU`."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -61,6 +64,7 @@ def rank_info_from_environ(environ: Mapping[str, str]) -> RankInfo:
             master_addr=environ["MASTER_ADDR"],
             is_store_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            shares_gpu=SHARED_GPU in environ,
             **numbers,
         )
     except (KeyError, ValueError) as error:
@@ -83,6 +87,8 @@ def choose_device(
     """
     if gpus_per_node == 0:
         return torch.device("cpu")
+    if rank_info.shares_gpu:
+        return torch.device("cuda", 0)
     count = torch.cuda.device_count()
     return torch.device("cuda", device_index(rank_info, count, visible=visible, may_be_alone=may_be_alone))
 
@@ -231,7 +237,7 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
             store=dist.PrefixStore("group", store),
             rank=rank_info.rank,
             world_size=rank_info.world_size,
-            **group_options(device, timeout_s),
+            **group_options(device, timeout_s, shares_gpu=rank_info.shares_gpu),
         )
     return Group(
         rank_info,
@@ -241,16 +247,17 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     )
 
 
-def group_options(device: torch.device, timeout_s: float) -> dict[str, Any]:
+def group_options(device: torch.device, timeout_s: float, *, shares_gpu: bool = False) -> dict[str, Any]:
     """Return what `init_process_group` is told of a rank's device.
 
     After `timeout_s` in a collective, NCCL aborts and dumps its flight recorder. gloo waits a minute longer, so that the watchdog of the
     hanging rank fires first and names the cause. With `device_id`, NCCL connects the ranks here rather than in the first collective of
     the training, so that a network that does not carry shows while they join. gloo comes first: it waits for all ranks, with a timeout.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not shares_gpu:
         return {"backend": "cpu:gloo,cuda:nccl", "timeout": timedelta(seconds=timeout_s), "device_id": device}
-    return {"backend": "gloo", "timeout": timedelta(seconds=timeout_s + _GLOO_LAG_S)}
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:gloo"
+    return {"backend": backend, "timeout": timedelta(seconds=timeout_s + _GLOO_LAG_S)}
 
 
 def _missing_reported(rank_info: RankInfo, prefix: str, report: Report | None) -> AbstractContextManager[None]:

@@ -1,0 +1,36 @@
+"""The checks of `benchmarks/gpu_check.py` run, on CPUs in the smallest sizes: what they find there must be right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu.table import CHECKS
+
+SAMPLES = [check.name for check in CHECKS if check.is_sample]
+
+
+def wrong_of(tmp_path: Path, names: list[str]) -> dict[str, str]:
+    """Run checks; return why each that is not ok is not, by name."""
+    output = tmp_path / "results.json"
+    gpu_check.main(["--device=cpu", "--tiny", "--jobs=2", "--whole-s=500", f"--output={output}", "--only", *names])
+    records = json.loads(output.read_text())["checks"]
+    assert {record["check"] for record in records} == {*names}
+    return {
+        record["check"]: f"{record['outcome']}: {record['reason']}" for record in records if record["outcome"] != "ok"
+    }
+
+
+def test_one_check_of_each_family_holds_on_cpus(tmp_path: Path) -> None:
+    assert wrong_of(tmp_path, SAMPLES) == {}
+
+
+@pytest.mark.long
+def test_all_other_checks_hold_on_cpus_or_say_what_they_need(tmp_path: Path) -> None:
+    wrong = wrong_of(tmp_path, [check.name for check in CHECKS if check.name not in SAMPLES])
+
+    needs_gpu = {check.name: "skipped: needs a GPU" for check in CHECKS if check.on == "cuda"}
+    assert {name: why for name, why in wrong.items() if "needs the package" not in why} == needs_gpu
