@@ -25,6 +25,7 @@ from ddp_hpc.node_checks.collectives import ALL, DONE, ENDING, IMPORTING, JOININ
 from ddp_hpc.rendezvous.interfaces import local_interfaces
 from ddp_hpc.rendezvous.links.node import own_place
 from ddp_hpc.rendezvous.links.rounds import partners
+from ddp_hpc.rendezvous.store import listening_on
 from ddp_hpc.slurm.allocation import node_name
 from ddp_hpc.slurm.answers import framed
 
@@ -91,16 +92,8 @@ class Check:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         # A store that PyTorch binds listens on all addresses of the node; the socket here listens on one.
-        listening = {} if self.rank else {"master_listen_fd": _listening(address, port)}
-        store = dist.TCPStore(
-            address,
-            port,
-            size,
-            self.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            **listening,  # type: ignore[arg-type]  # one option
-        )
+        listening = {} if self.rank else listening_on(_listening(address, port), torch.__version__)
+        store = dist.TCPStore(address, port, size, self.rank == 0, timeout=timeout, wait_for_workers=False, **listening)
         self.stage = ALL
         until = self.began + limit_s
         self._gathered([*range(size)], store, "start", until)

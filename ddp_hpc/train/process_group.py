@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.rendezvous.store import listening_on
 from ddp_hpc.train.joining import Report, announce, missing_reported
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
 
@@ -262,7 +263,7 @@ def _connect(rank_info: RankInfo, listen_fd: int | None) -> tuple[dist.Store, di
         "timeout": JOIN_TIMEOUT,
         "wait_for_workers": False,
     }
-    listening: dict[str, Any] = {} if listen_fd is None else {"master_listen_fd": listen_fd}
+    listening = {} if listen_fd is None else listening_on(listen_fd, torch.__version__)
     # Two connections: a TCPStore client holds a lock while it waits for a key, which would block the other thread.
     store = dist.TCPStore(is_master=rank_info.is_rank_zero and not rank_info.is_store_hosted, **options, **listening)
     return store, dist.TCPStore(is_master=False, **options)
