@@ -109,7 +109,7 @@ distclean: clean ## Remove the environments and Slurm's files too
 
 .venv/.runtime: $(PINS) | .venv/.made
 	@echo 'Installing ddp_hpc and PyTorch into .venv (about 90 s, once) ...'
-	@$(call pip-install,$(BIN)) -e .
+	@$(call pip-install,$(BIN)) -e '.[vision]'
 
 .venv/.dev: $(PINS) | .venv/.runtime
 	@echo 'Installing the tools for tests and checks into .venv (about 20 s, once) ...'
@@ -117,11 +117,11 @@ distclean: clean ## Remove the environments and Slurm's files too
 
 .venv-bench/.runtime: $(PINS) envs/bench.txt | .venv-bench/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning and Accelerate into .venv-bench (about 2 min, once) ...'
-	@$(call pip-install,$(BENCH_BIN)) -e . -r envs/bench.txt
+	@$(call pip-install,$(BENCH_BIN)) -e '.[vision]' -r envs/bench.txt
 
 .venv-adapters/.tools: $(PINS) envs/bench.txt envs/adapters.txt | .venv-adapters/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning, Transformers, Accelerate, Optuna, Hydra, W&B and MLflow into .venv-adapters (about 3 min, once) ...'
-	@$(call pip-install,$(ADAPTERS_BIN)) -e . -r envs/adapters.txt
+	@$(call pip-install,$(ADAPTERS_BIN)) -e '.[vision]' -r envs/adapters.txt
 
 .venv-docs/.tools: envs/docs.txt envs/constraints.txt | .venv-docs/.made
 	@echo 'Installing MkDocs, D2 and pyte into .venv-docs (about 20 s, once) ...'
