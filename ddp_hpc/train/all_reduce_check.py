@@ -125,6 +125,8 @@ class Check:
         """Make an exchange with these ranks; note why, and return None, where gloo does not end it. NCCL's errors end the process."""
         import torch.distributed as dist
 
+        from ddp_hpc.train import process_group
+
         left = self._gathered(ranks, store, name, until)  # one of them may still be at another exchange
         most = timedelta(seconds=GLOO_S if len(ranks) == 2 and name != "all" else GLOO_WHOLE_S)
         if self.backend != "gloo":
@@ -135,8 +137,7 @@ class Check:
             others = "" if name == "all" else next(self.nodes[rank] for rank in ranks if rank != self.rank)
             self.failed[others] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             with suppress(RuntimeError):
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+                process_group.leave()
             return None
 
     def _with(self, ranks: Sequence[int], store: dist.Store, timeout: timedelta, device: torch.device) -> Exchange:
@@ -147,11 +148,13 @@ class Check:
         """
         import torch.distributed as dist
 
+        from ddp_hpc.train import process_group
+
         dist.init_process_group(
             self.backend, store=store, rank=ranks.index(self.rank), world_size=len(ranks), timeout=timeout
         )
         found = exchange(ranks, self.rank, device, NUM_ELEMENTS[self.backend])
-        dist.destroy_process_group()
+        process_group.leave()
         return found
 
 

@@ -274,4 +274,11 @@ def leave() -> None:
     # DDP's reducer uses the process group: collect it first, or torch may abort at exit.
     gc.collect()
     if dist.is_initialized():
+        if torch.__version__ < "2.8":
+            _kept.append(dist.group.WORLD)
         dist.destroy_process_group()
+
+
+_kept: list[object] = []
+"""Groups of an older PyTorch. When one is freed there, this thread holds the interpreter (GIL) and waits for gloo's threads, one of
+which may wait for the interpreter to free a tensor: neither goes on. So they stay until the process ends."""

@@ -137,6 +137,7 @@ def _take_from_rank_zero(buffer: Tensor) -> None:
     """Copy rank zero's values into the tensor, which may have gaps in memory; all ranks call this together."""
     # gloo sends as many elements as there are from the first address on, whatever lies between them; NCCL refuses gaps.
     sent = buffer.resolve_conj().resolve_neg().contiguous()
-    torch.distributed.broadcast(sent, src=0)
+    # As pairs of real numbers: gloo of PyTorch 2.6 knows no complex ones.
+    torch.distributed.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, src=0)
     if sent is not buffer:
         buffer.copy_(sent)
