@@ -51,9 +51,10 @@ test-long: .venv/.dev ## The tests that `make test` leaves out because they take
 test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers, Accelerate, Optuna and Hydra, and the recorders W&B and MLflow, killed and resumed
 	$(ADAPTERS_BIN)/python -m pytest -o addopts=-ra $(SLOWEST) tests/adapters $(ARGS)
 
-test-all: test test-long test-adapters ## All tests, then those on Slurm again with the next Debian's Slurm (as root)
+test-all: test test-long test-adapters ## All tests, then those on Slurm again with the next Debian's Slurm (as root), and on older PyTorches
 	tests/slurm/lab/make-rootfs $(NEXT_DEBIAN)
 	$(BIN)/python -m tests.campaigns.other_slurm $(NEXT_DEBIAN) $(ARGS)
+	$(BIN)/python -m tests.campaigns.pythons 3.11+torch2.6 3.12+torch2.9 3.12
 
 check: .venv/.dev ## Format, lint, types, import contracts, shell scripts, Dockerfile
 	$(BIN)/ruff format --check --diff
@@ -88,7 +89,7 @@ campaign-slurm: .venv/.dev ## Every fault by every launcher on the test cluster,
 campaign-storm: .venv/.dev ## Several runs at once under random faults, a seed each: ARGS="--seed 1 2 3 --minutes 8 --runs 3" (as root)
 	$(BIN)/python -m tests.slurm.storm $(ARGS)
 
-campaign-pythons: .venv/.dev ## Every Python that we support, in an environment of its own (6 GB each, removed afterwards)
+campaign-pythons: .venv/.dev ## Every Python that we support, or ARGS="3.11+torch2.6", in an environment of its own (6 GB each, removed afterwards)
 	$(BIN)/python -m tests.campaigns.pythons $(ARGS)
 
 campaign-dockerfile: .venv/.dev ## A real build of containers/Dockerfile by Debian's buildah (as root, 20 GB meanwhile)
