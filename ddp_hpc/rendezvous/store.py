@@ -1,4 +1,4 @@
-"""What PyTorch's store is told besides its address."""
+"""How PyTorch's store is asked to listen, by the version of PyTorch."""
 
 from __future__ import annotations
 

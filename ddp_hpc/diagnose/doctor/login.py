@@ -33,7 +33,7 @@ class Site:
     resolved: Resolved
     environ: Mapping[str, str]
     proc: Path = Path("/proc")
-    """Where the kernel and its drivers tell of themselves."""
+    """The kernel's files on itself and its drivers."""
 
     @property
     def spec(self) -> RunSpec:
