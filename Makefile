@@ -51,11 +51,12 @@ test-long: .venv/.dev ## The tests that `make test` leaves out because they take
 test-adapters: .venv-adapters/.tools ## The examples with Lightning, Transformers, Accelerate, Optuna and Hydra, and the recorders W&B and MLflow, killed and resumed
 	$(ADAPTERS_BIN)/python -m pytest -o addopts=-ra $(SLOWEST) tests/adapters $(ARGS)
 
-test-all: test test-long test-adapters ## All tests, then those on Slurm again with the Slurm of each next Debian (as root)
+test-all: test test-long test-adapters ## All tests, then those on Slurm again with the Slurm of each next Debian (as root), and on older PyTorches
 	for suite in $(NEXT_DEBIANS); do \
 		tests/slurm/lab/make-rootfs .slurm-lab/rootfs/$$suite $$suite; \
 		$(BIN)/python -m tests.campaigns.other_slurm .slurm-lab/rootfs/$$suite $(ARGS); \
 	done
+	$(BIN)/python -m tests.campaigns.pythons 3.11+torch2.6 3.12+torch2.9 3.12
 
 check: .venv/.dev ## Format, lint, types, import contracts, shell scripts, Dockerfile
 	$(BIN)/ruff format --check --diff
@@ -90,7 +91,7 @@ campaign-slurm: .venv/.dev ## Every fault by every launcher on the test cluster,
 campaign-storm: .venv/.dev ## Several runs at once under random faults, a seed each: ARGS="--seed 1 2 3 --minutes 8 --runs 3" (as root)
 	$(BIN)/python -m tests.slurm.storm $(ARGS)
 
-campaign-pythons: .venv/.dev ## Every Python that we support, in an environment of its own (6 GB each, removed afterwards)
+campaign-pythons: .venv/.dev ## Every Python that we support, or ARGS="3.11+torch2.6", in an environment of its own (6 GB each, removed afterwards)
 	$(BIN)/python -m tests.campaigns.pythons $(ARGS)
 
 campaign-dockerfile: .venv/.dev ## A real build of containers/Dockerfile by Debian's buildah (as root, 20 GB meanwhile)
@@ -111,7 +112,7 @@ distclean: clean ## Remove the environments and Slurm's files too
 
 .venv/.runtime: $(PINS) | .venv/.made
 	@echo 'Installing ddp_hpc and PyTorch into .venv (about 90 s, once) ...'
-	@$(call pip-install,$(BIN)) -e .
+	@$(call pip-install,$(BIN)) -e '.[vision]'
 
 .venv/.dev: $(PINS) | .venv/.runtime
 	@echo 'Installing the tools for tests and checks into .venv (about 20 s, once) ...'
@@ -119,11 +120,11 @@ distclean: clean ## Remove the environments and Slurm's files too
 
 .venv-bench/.runtime: $(PINS) envs/bench.txt | .venv-bench/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning and Accelerate into .venv-bench (about 2 min, once) ...'
-	@$(call pip-install,$(BENCH_BIN)) -e . -r envs/bench.txt
+	@$(call pip-install,$(BENCH_BIN)) -e '.[vision]' -r envs/bench.txt
 
 .venv-adapters/.tools: $(PINS) envs/bench.txt envs/adapters.txt | .venv-adapters/.made
 	@echo 'Installing ddp_hpc, PyTorch, Lightning, Transformers, Accelerate, Optuna, Hydra, W&B and MLflow into .venv-adapters (about 3 min, once) ...'
-	@$(call pip-install,$(ADAPTERS_BIN)) -e . -r envs/adapters.txt
+	@$(call pip-install,$(ADAPTERS_BIN)) -e '.[vision]' -r envs/adapters.txt
 
 .venv-docs/.tools: envs/docs.txt envs/constraints.txt | .venv-docs/.made
 	@echo 'Installing MkDocs, D2 and pyte into .venv-docs (about 20 s, once) ...'

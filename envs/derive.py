@@ -19,9 +19,10 @@ GPU_ONLY = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton\b)")
 
 
 def requirements(project: dict[str, Any]) -> str:
-    """Return what ddp_hpc needs, with the oldest versions that it believes in."""
-    return HEADER.format(told="What ddp_hpc needs, from pyproject.toml") + "".join(
-        f"{line}\n" for line in project["dependencies"]
+    """Return what ddp_hpc needs, and torchvision for its recipe, with the oldest versions that it believes in."""
+    lines = [*project["dependencies"], *project["optional-dependencies"]["vision"]]
+    return HEADER.format(told="What ddp_hpc[vision] needs, from pyproject.toml") + "".join(
+        f"{line}\n" for line in lines
     )
 
 

@@ -1,5 +1,6 @@
 """Evaluate the newest checkpoint of a run on its held-out data; exit with 1 if a metric is too low.
 
+pip install safetensors
 python evaluate.py runs/digits-train --at-least accuracy=0.9
 """
 

@@ -102,6 +102,40 @@ def software(answers: Answers) -> Iterator[Finding]:
         yield difference(name, values, level=MUST_AGREE[name], to_do=to_do)
 
 
+LEAST_DRIVER: Mapping[str, int] = {"11": 450, "12": 525, "13": 580}
+"""CUDA's major version -> the oldest branch of NVIDIA's driver that runs its programs:
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
+
+
+def misfit(software: Mapping[str, str]) -> str:
+    """Return why a host's PyTorch does not use its GPUs of NVIDIA; empty where it does, or nothing is known."""
+    torch, cuda, driver = (software.get(name, "") for name in ("torch", "cuda", "driver"))
+    if not torch or not driver:
+        return ""
+    if not cuda:
+        return (
+            ""
+            if software.get("hip")
+            else f"PyTorch {torch} is built without CUDA, so it does not use the GPUs of driver {driver}"
+        )
+    least, branch = LEAST_DRIVER.get(cuda.partition(".")[0], 0), driver.partition(".")[0]
+    if not branch.isdecimal() or int(branch) >= least:
+        return ""
+    return f"PyTorch {torch} is built with CUDA {cuda}, which needs NVIDIA's driver {least} or newer, but the driver is {driver}"
+
+
+TO_FIT = "install a PyTorch for the driver (docs/install.md has the table); an older driver does only with CUDA's forward compatibility package"
+
+
+def drivers(answers: Answers) -> Iterator[Finding]:
+    """Find nodes whose driver does not fit their PyTorch."""
+    told = answers.of(lambda facts: facts.software)
+    why = {node: reason for node, one in told.items() if (reason := misfit(one))}
+    for reason in sorted({*why.values()}):
+        bad = [node for node in why if why[node] == reason]
+        yield judged("driver", bad, answers, f"{listed(bad)}: {reason}", "", level="warn", to_do=TO_FIT)
+
+
 def gpus(answers: Answers) -> Iterator[Finding]:
     """Find nodes with other GPUs, or fewer than the run asks for."""
     models = {

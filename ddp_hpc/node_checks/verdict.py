@@ -34,6 +34,7 @@ CHECKS: Sequence[Callable[[Answers], Iterator[Finding]]] = (
     of_files.paths,
     of_files.disks,
     of_node.software,
+    of_node.drivers,
     of_node.gpus,
     of_node.cpus,
     of_node.limits,

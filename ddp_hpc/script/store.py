@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 
 import psutil
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.patience import known
+from ddp_hpc.rendezvous.store import listening_on
 from ddp_hpc.script.script_rank import ScriptRank
 
 LOOK_S = 0.25
@@ -19,9 +19,9 @@ LOOK_S = 0.25
 
 def host_store(environ: Mapping[str, str], listen_fd: int) -> object | None:
     """Host the store at which the ranks meet, as torchrun's agent does, so that its port is never free for others."""
-    distributed = import_module("torch.distributed")
-    open_store = partial(distributed.TCPStore, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd)
-    store: object = open_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    torch, distributed = import_module("torch"), import_module("torch.distributed")
+    options = {"is_master": True, "wait_for_workers": False, **listening_on(listen_fd, torch.__version__)}
+    store: object = distributed.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), **options)
     return store
 
 

@@ -25,6 +25,7 @@ from ddp_hpc.node_checks.collectives import ALL, DONE, ENDING, IMPORTING, JOININ
 from ddp_hpc.rendezvous.interfaces import local_interfaces
 from ddp_hpc.rendezvous.links.node import own_place
 from ddp_hpc.rendezvous.links.rounds import partners
+from ddp_hpc.rendezvous.store import listening_on
 from ddp_hpc.rendezvous.worker_env import Fact, network_variables
 from ddp_hpc.slurm.allocation import node_name
 from ddp_hpc.slurm.answers import framed
@@ -92,16 +93,8 @@ class Check:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         # A store that PyTorch binds listens on all addresses of the node; the socket here listens on one.
-        listening = {} if self.rank else {"master_listen_fd": _listening(address, port)}
-        store = dist.TCPStore(
-            address,
-            port,
-            size,
-            self.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            **listening,  # type: ignore[arg-type]  # one option
-        )
+        listening = {} if self.rank else listening_on(_listening(address, port), torch.__version__)
+        store = dist.TCPStore(address, port, size, self.rank == 0, timeout=timeout, wait_for_workers=False, **listening)
         self.stage = ALL
         until = self.began + limit_s
         self._gathered([*range(size)], store, "start", until)
@@ -133,6 +126,8 @@ class Check:
         """Make an exchange with these ranks; note why, and return None, where gloo does not end it. NCCL's errors end the process."""
         import torch.distributed as dist
 
+        from ddp_hpc.train import process_group
+
         left = self._gathered(ranks, store, name, until)  # one of them may still be at another exchange
         most = timedelta(seconds=GLOO_S if len(ranks) == 2 and name != "all" else GLOO_WHOLE_S)
         if self.backend != "gloo":
@@ -143,8 +138,7 @@ class Check:
             others = "" if name == "all" else next(self.nodes[rank] for rank in ranks if rank != self.rank)
             self.failed[others] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             with suppress(RuntimeError):
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+                process_group.leave()
             return None
 
     def _with(self, ranks: Sequence[int], store: dist.Store, timeout: timedelta, device: torch.device) -> Exchange:
@@ -155,11 +149,13 @@ class Check:
         """
         import torch.distributed as dist
 
+        from ddp_hpc.train import process_group
+
         dist.init_process_group(
             self.backend, store=store, rank=ranks.index(self.rank), world_size=len(ranks), timeout=timeout
         )
         found = exchange(ranks, self.rank, device, NUM_ELEMENTS[self.backend])
-        dist.destroy_process_group()
+        process_group.leave()
         return found
 
 

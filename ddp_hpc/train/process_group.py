@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.errors import ConfigError, WorkerError
+from ddp_hpc.rendezvous.store import listening_on
 from ddp_hpc.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.train.joining import Report, announce, missing_reported
 from ddp_hpc.train.sealed_store import SealedStore, prefix_of
@@ -282,7 +283,7 @@ def _connect(rank_info: RankInfo, listen_fd: int | None) -> tuple[dist.Store, di
         "timeout": JOIN_TIMEOUT,
         "wait_for_workers": False,
     }
-    listening: dict[str, Any] = {} if listen_fd is None else {"master_listen_fd": listen_fd}
+    listening = {} if listen_fd is None else listening_on(listen_fd, torch.__version__)
     # Two connections: a TCPStore client holds a lock while it waits for a key, which would block the other thread.
     store = dist.TCPStore(is_master=rank_info.is_rank_zero and not rank_info.is_store_hosted, **options, **listening)
     return store, dist.TCPStore(is_master=False, **options)
@@ -293,4 +294,11 @@ def leave() -> None:
     # DDP's reducer uses the process group: collect it first, or torch may abort at exit.
     gc.collect()
     if dist.is_initialized():
+        if torch.__version__ < "2.8":
+            _kept.append(dist.group.WORLD)
         dist.destroy_process_group()
+
+
+_kept: list[object] = []
+"""Groups of an older PyTorch. When one is freed there, this thread holds the interpreter (GIL) and waits for gloo's threads, one of
+which may wait for the interpreter to free a tensor: neither goes on. So they stay until the process ends."""

@@ -16,6 +16,7 @@ import socket
 import sys
 from datetime import timedelta
 
+import torch
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -26,6 +27,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main
+
+from ddp_hpc.rendezvous.store import listening_on
 
 BACKEND = "fixed"
 _TIMEOUT = timedelta(minutes=10)
@@ -72,7 +75,7 @@ class FixedRendezvous(RendezvousHandler):
             is_master=True,
             timeout=_TIMEOUT,
             wait_for_workers=False,
-            master_listen_fd=server.detach(),
+            **listening_on(server.detach(), torch.__version__),
         )
 
     def is_closed(self) -> bool:

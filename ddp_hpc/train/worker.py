@@ -65,8 +65,8 @@ def preload(run_path: str) -> str:
         builder = load_builder(spec.recipe.target)
         if spec.recipe.target in BUILT_IN:  # it imports torchvision late, for not every run has it
             getattr(sys.modules[builder.__module__], "import_early", lambda _: None)(spec.recipe.args)
-        if spec.train.compile or spec.train.deterministic:
-            importlib.import_module(DYNAMO)  # every worker would import it
+        if spec.train.compile or spec.train.deterministic or torch.__version__ < "2.7":
+            importlib.import_module(DYNAMO)  # every worker would import it: DDP of PyTorch 2.6 does in any case
         if spec.profile.kind == "torch" and hasattr(torch, INDUCTOR):
             importlib.import_module(f"torch.{INDUCTOR}.config")  # PyTorch's profiler would, amid the training
         import_compiler_late()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ddp_hpc
+from ddp_hpc.submission import allocate
 from ddp_hpc.submission.image_build import FILES
 
 ROOT = Path(ddp_hpc.__file__).parents[1]
@@ -92,6 +94,26 @@ def test_the_wheel_brings_the_command(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
 
     assert "ddp-hpc = ddp_hpc.__main__:main" in wheel.read(name).decode().splitlines()
+
+
+def test_pip_keeps_the_pytorch_that_is_there(wheel: zipfile.ZipFile) -> None:
+    """Each torchvision asks for one PyTorch, and pip takes the newest of them: only who wants it gets it."""
+    needs = re.findall(r"^Requires-Dist: ([\w.-]+)(.*)$", metadata(wheel), flags=re.MULTILINE)
+    plain = {name: rest for name, rest in needs if "extra ==" not in rest}
+
+    oldest = plain["torch"].removeprefix(">=")
+    assert f"+torch{oldest} " in (ROOT / "Makefile").read_text(), (
+        "`make test-all` does not try the oldest PyTorch that is promised"
+    )
+    assert "torchvision" not in plain
+    assert ("torchvision", ">=0.21; extra == 'vision'") in needs
+
+
+def test_pip_takes_a_submitit_that_works(wheel: zipfile.ZipFile) -> None:
+    (bounds,) = re.findall(r"^Requires-Dist: submitit(.*)$", metadata(wheel), flags=re.MULTILINE)
+    (advised,) = re.findall(r"'submitit([^']*)'", allocate._unfit("it is another one"))
+
+    assert set(bounds.split(",")) == set(advised.split(",")) != {""}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,8 +1,9 @@
-"""Try every Python that we support: an environment of its own, the unit tests, and a run to its bits, unbroken and resumed.
+"""Try every Python that we support: an environment of its own, the tests without a cluster, and a run to its bits, unbroken and resumed.
 
-    python -m tests.campaigns.pythons [3.10 3.12]
+    python -m tests.campaigns.pythons [3.10 3.12 3.11+torch2.6]
 
-A Python that is not on this machine is named and left out. Each environment takes about 6 GB and is removed afterwards.
+With `+torch2.6`, the environment has that PyTorch instead of the one that is pinned. A Python that is not on this machine is named and left
+out. Each environment takes about 6 GB and is removed afterwards.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from tests.campaigns.written import RESULTS, ROOT, add_row, stamp
 
+TESTS = ("tests/unit", "tests/distributed", "tests/cli")
 RECIPE = ROOT / "tests" / "slurm" / "faulty_recipe.py"
 CONFIG = """\
 recipe: {target: "faulty_recipe:build"}
@@ -45,13 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     rows = []
     for version in arguments.versions:
-        python = find(version)
+        python = find(version.partition("+")[0])
         if python is None:
             say(f"Python {version}: not on this machine, so it is left out")
             continue
         say(f"Python {version}: {python}")
         rows.append(try_python(version, python, keep=arguments.keep))
-        add_row(RESULTS / "pythons.json", rows[-1], key="version", order=lambda text: [*map(int, text.split("."))])
+        add_row(
+            RESULTS / "pythons.json", rows[-1], key="version", order=lambda text: [*map(int, re.findall(r"\d+", text))]
+        )
         say(told(rows[-1]))
     return int(not rows or any(row["verdict"] != "PASS" for row in rows) or bool(other_bits(rows)))
 
@@ -82,9 +86,9 @@ def try_python(version: str, python: str, *, keep: bool) -> dict[str, Any]:
     env, began = ROOT / f".venv-python{version}", time.monotonic()
     row: dict[str, Any] = {"version": version, "verdict": "FAIL", **stamp()}
     try:
-        make(env, python)
+        make(env, python, version.partition("+torch")[2])
         row |= facts(env)
-        row["tests"] = unit_tests(env)
+        row["tests"] = tests(env)
         row |= bits(env)
         is_good = row["tests"]["exit_code"] == 0 and row["digest"] == row["digest_resumed"]
         row["verdict"] = "PASS" if is_good else "FAIL"
@@ -96,11 +100,24 @@ def try_python(version: str, python: str, *, keep: bool) -> dict[str, Any]:
     return row | {"seconds": round(time.monotonic() - began)}
 
 
-def make(env: Path, python: str) -> None:
-    """Make an environment with all that tests need, of the pinned versions."""
+def make(env: Path, python: str, torch: str) -> None:
+    """Make an environment with all that tests need, of the pinned versions; beside a PyTorch of another version, as far as it allows."""
     run([str(ROOT / "envs" / "make-venv"), str(env), python], ROOT)
-    pip = [str(env / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    run([*pip, "-c", str(ROOT / "envs" / "constraints.txt"), "-e", f"{ROOT}[dev]"], ROOT)
+    pip = [str(env / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    pins = (ROOT / "envs" / "constraints.txt").read_text().splitlines()
+    if torch:
+        run([*pip, "install", "-qq", f"torch=={torch}.*", "torchvision"], ROOT)
+        there = run([*pip, "freeze", "--exclude-editable"], ROOT).splitlines()
+        pins = [*there, *(pin for pin in pins if name_of(pin) not in {*map(name_of, there)})]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(pins))
+        file.flush()
+        run([*pip, "install", "-qq", "-c", file.name, "-e", f"{ROOT}[dev]"], ROOT)
+
+
+def name_of(pin: str) -> str:
+    """Return a package's name, as PEP 503 writes it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[=<>!~ ;@]", pin, maxsplit=1)[0]).lower()
 
 
 def facts(env: Path) -> dict[str, str]:
@@ -110,10 +127,10 @@ def facts(env: Path) -> dict[str, str]:
     return dict(zip(names, run([str(env / "bin" / "python"), "-c", code], ROOT).split(), strict=True))
 
 
-def unit_tests(env: Path) -> dict[str, Any]:
-    """Return how the unit tests ended; each that fails is tried once more by itself, on a machine that may be busy."""
-    first, lines = pytest(env, "tests/unit")
-    found = {"exit_code": first, "summary": lines[-1].strip("= ") if lines else ""}
+def tests(env: Path) -> dict[str, Any]:
+    """Return how the tests ended; each that fails is tried once more by itself, on a machine that may be busy."""
+    first, lines = pytest(env, "-n", "2", *TESTS)
+    found = {"of": [*TESTS], "exit_code": first, "summary": lines[-1].strip("= ") if lines else ""}
     failed = [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     if failed:
         again = [name for name in failed if pytest(env, name)[0]]
@@ -121,9 +138,9 @@ def unit_tests(env: Path) -> dict[str, Any]:
     return found
 
 
-def pytest(env: Path, what: str) -> tuple[int, list[str]]:
+def pytest(env: Path, *what: str) -> tuple[int, list[str]]:
     """Run tests in an environment; return the exit code, and what was printed, by lines."""
-    argv = [str(env / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", what]
+    argv = [str(env / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *what]
     done = subprocess.run(argv, cwd=ROOT, env=surroundings(), capture_output=True, text=True, check=False)
     return done.returncode, done.stdout.strip().splitlines() or [done.stderr[-2000:]]
 

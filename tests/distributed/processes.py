@@ -11,12 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import torch
 
 from ddp_hpc.train import process_group
 from ddp_hpc.train.process_group import Group, RankInfo
 
 T = TypeVar("T")
+has_record_of_gloo = pytest.mark.skipif(
+    torch.__version__ < "2.8", reason="PyTorch 2.8 is the first to record gloo's collectives"
+)
 
 
 def in_group(world_size: int, function: Callable[[Group], T], folder: Path) -> list[T]:

@@ -23,6 +23,7 @@ from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
 from ddp_hpc.rank_probe.server import serve
 from ddp_hpc.run_dir.hang_records import HangRecord, read_hang_records
 from ddp_hpc.run_dir.paths import RunDir
+from tests.distributed.processes import has_record_of_gloo
 
 WORLD_SIZE = 3
 
@@ -114,6 +115,7 @@ def verdict_in_time(run: RunDir, folder: ProbeFolder, said: str) -> tuple[HangVe
 QUICK = {"sleeps in Python"}
 
 
+@has_record_of_gloo
 @pytest.mark.parametrize("hang", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.long) for one in HANGS])
 def test_who_hangs_is_named_from_what_the_ranks_answer(hang: str, tmp_path: Path) -> None:
     work, kind, ranks, said = HANGS[hang]

@@ -31,6 +31,8 @@ from ddp_hpc.rank_probe.folder import ProbeFolder, make_folder
 from ddp_hpc.rank_probe.server import serve, serve_at_rendezvous
 from ddp_hpc.run_dir.hang_records import read_hang_records
 from ddp_hpc.run_dir.paths import RunDir
+from tests.distributed.processes import has_record_of_gloo
+from tests.unit.test_worker_env import free_port
 
 assert torch.distributed.is_available()
 
@@ -80,6 +82,7 @@ def refusal(probe: RankProbe) -> NoAnswerError | None:
     return None
 
 
+@has_record_of_gloo
 def test_a_rank_gives_its_stacks_flight_record_and_wait_counters_and_prints_nothing(
     folder: ProbeFolder, tmp_path: Path
 ) -> None:
@@ -107,6 +110,7 @@ def test_a_rank_gives_its_stacks_flight_record_and_wait_counters_and_prints_noth
     assert folder.path.stat().st_mode & 0o777 == 0o700
 
 
+@has_record_of_gloo
 def test_a_rank_that_holds_the_interpreter_gives_no_stacks_but_all_else_and_a_stopped_one_gives_nothing(
     folder: ProbeFolder, tmp_path: Path
 ) -> None:
@@ -176,7 +180,7 @@ def test_a_script_that_forks_before_and_after_it_meets_others_answers_itself_and
         "    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5\n"
         "fork()\n"
         "assert len(os.listdir('/proc/self/task')) == 1 or sys.version_info < (3, 12)\n"
-        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+        f"dist.init_process_group('gloo', init_method='tcp://127.0.0.1:{free_port()}', rank=0, world_size=1)\n"
         "fork()\n"
         "assert Path(sys.argv[1]).is_socket()\n"
         "dist.destroy_process_group()\n"

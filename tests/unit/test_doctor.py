@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_hpc.config import resolve
 from ddp_hpc.diagnose.doctor import login, nccl_log, questions
@@ -114,6 +115,43 @@ def test_a_login_node_says_what_its_cluster_does_to_a_run(slurm: dict[str, str],
     assert "1 of 2 nodes take jobs" in found["nodes"][0].found
     assert found["nodes"][1].found == "node2 is drained: [user_problem] /tmp is full"
     assert "GraceTime 60 s" in found["preemption"][0].found
+
+
+NVRM = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (builder@host)\nGCC version: gcc 12\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("driver", "settings", "level", "said"),
+    [
+        ("535.104.05", [], "ok" if torch.version.cuda and torch.version.cuda < "13" else "warn", "535.104.05"),
+        ("390.157", [], "warn", "390.157"),
+        ("999.10", [], "ok" if torch.version.cuda else "warn", "999.10"),
+        ("", ["resources.gpus_per_node=4"], "unknown", "this host has no driver"),
+        ("", ["resources.gpus_per_node=0"], "", ""),
+        ("390.157", ["container.image=torch.sif"], "", ""),
+    ],
+)
+def test_a_login_node_compares_its_driver_with_pytorch(
+    driver: str, settings: list[str], level: str, said: str, *, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "torch.sif").touch()
+    proc = tmp_path / "proc"
+    if driver:
+        (proc / "driver/nvidia").mkdir(parents=True)
+        (proc / "driver/nvidia/version").write_text(NVRM.format(driver))
+    settings = [
+        "name=doctor",
+        f"runs_dir={tmp_path / 'runs'}",
+        *(one.replace("torch.sif", f"{tmp_path}/torch.sif") for one in settings),
+    ]
+
+    found = login.findings_of(Site(resolve(None, settings, slurm), slurm, proc))
+
+    told = [one for one in found if one.check == "driver"]
+    assert [one.level for one in told] == ([level] if level else [])
+    assert all(said in one.found for one in told)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -33,6 +34,22 @@ def test_digits_on_mini_resnet_need_no_torchvision() -> None:
     found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
 
     assert found == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "asked"),
+    [
+        ({"model": "resnet18"}, r"`recipe\.args\.model` is 'resnet18'"),
+        ({"dataset": "cifar10"}, r"dataset` is 'cifar10'"),
+    ],
+)
+def test_who_needs_torchvision_reads_how_to_install_the_one_for_this_pytorch(
+    args: dict[str, Any], asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # as where there is none
+
+    with pytest.raises(ConfigError, match=rf"{asked}.*`pip install 'ddp_hpc\[vision\]' torch=={version('torch')}`"):
+        build(**args)
 
 
 def test_every_fifth_digit_is_held_out() -> None:

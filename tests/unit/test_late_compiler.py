@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddp_hpc.train.late_compiler import StandIn, put_in_place
 
@@ -57,6 +58,7 @@ assert len(graphs) == 3, "a function that was disabled before the import is trac
 """
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="DDP of PyTorch 2.6 imports the compiler in any case")
 def test_an_eager_training_leaves_the_compiler_out_and_torch_compile_brings_it_in() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LINES], capture_output=True, text=True, check=False, timeout=300

@@ -80,6 +80,30 @@ def test_an_empty_directory_names_its_node_only_where_a_mount_is_missing(
 
 
 @pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"cuda": "13.2", "driver": "570.195.03"}, "built with CUDA 13.2, which needs NVIDIA's driver 580 or newer, but the driver is 570.195.03"),
+        ({"cuda": "12.4", "driver": "470.82"}, "needs NVIDIA's driver 525 or newer"),
+        ({"cuda": "13.0", "driver": "580.65.06"}, ""),
+        ({"cuda": "12.8", "driver": "535.104.05"}, ""),
+        ({"cuda": "12.8", "driver": "615.10"}, ""),
+        ({"cuda": "14.0", "driver": "535.104.05"}, ""),
+        ({"cuda": "", "driver": "580.65.06"}, "is built without CUDA, so it does not use the GPUs of driver 580.65.06"),
+        ({"cuda": "", "driver": ""}, ""),
+        ({"cuda": "", "hip": "6.2", "driver": "580.65.06"}, ""),
+        ({"torch": "", "cuda": "", "driver": "580.65.06"}, ""),
+    ],
+)  # fmt: skip
+def test_a_driver_that_does_not_fit_pytorch_is_told_once_for_all_nodes(changed: dict[str, str], said: str) -> None:
+    facts = replace(GOOD, software={**(GOOD.software or {}), **changed})
+
+    found = [one for one in bad(answers(dict.fromkeys(NODES, facts))) if one.check == "driver"]
+
+    assert [one.level for one in found] == (["warn"] if said else [])
+    assert all(said in one.found and one.found.startswith("node1, node2, node3, node4: ") for one in found)
+
+
+@pytest.mark.parametrize(
     ("num_gpus", "granted", "asked", "level", "said"),
     [
         (None, None, 4, "unknown", "nothing on node3 shows whether there are GPUs"),

@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ddp_hpc.cli.formatting import as_json, or_dash, size, table
@@ -131,7 +132,7 @@ def _imports(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
     if args.export or args.run is not None:
         raise ConfigError("`ddp-hpc env imports` takes neither a run nor `--export`. Leave them out.")
-    found = measure(["torch", "torchvision"], environment)
+    found = measure(["torch", *filter(find_spec, ["torchvision"])], environment)
     worst_s = found.worst_s(args.nodes)
     if args.json:
         told = {**asdict(found), "cold_s": found.cold_s, "num_nodes": args.nodes, "worst_s": worst_s}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 
 from ddp_hpc.config.resolve import Resolved
 from ddp_hpc.diagnose.doctor import preemption, quota
@@ -13,6 +14,8 @@ from ddp_hpc.diagnose.doctor.drained import groups, out_of_service
 from ddp_hpc.diagnose.doctor.questions import Answers, ask, has_commands
 from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
 from ddp_hpc.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
+from ddp_hpc.node_checks.of_node import TO_FIT, misfit
+from ddp_hpc.run_dir.environment import capture
 from ddp_hpc.run_dir.preflight import Finding, Level
 from ddp_hpc.slurm import client
 from ddp_hpc.slurm.own_job import TO_DO, Standing, standing
@@ -29,6 +32,8 @@ class Site:
 
     resolved: Resolved
     environ: Mapping[str, str]
+    proc: Path = Path("/proc")
+    """The kernel's files on itself and its drivers."""
 
     @property
     def spec(self) -> RunSpec:
@@ -98,6 +103,21 @@ def _job(site: Site) -> Iterator[Finding]:
     elif is_so == "unknown":
         to_do = "try again, or open a new shell; until this is known, `--nodes` checks no nodes"
         yield Finding(check="job", level="unknown", found=said, to_do=to_do)
+
+
+def _driver(site: Site) -> Iterator[Finding]:
+    here = asdict(capture(site.environ, proc=site.proc))
+    if site.spec.container.image or not here["torch"] or not (here["driver"] or site.spec.resources.gpus_per_node):
+        return  # an image has a PyTorch of its own
+    if found := misfit(here):
+        yield Finding(check="driver", level="warn", found=found, to_do=TO_FIT)
+    elif here["driver"]:
+        built = f"CUDA {here['cuda']}" if here["cuda"] else f"ROCm {here['hip']}"
+        found = f"{here['driver']} runs PyTorch {here['torch']}, built with {built}"
+        yield Finding(check="driver", level="ok", found=found)
+    else:
+        found = f"this host has no driver of NVIDIA's that PyTorch {here['torch']} could be compared with"
+        yield Finding(check="driver", level="unknown", found=found, to_do="`--nodes` compares them on nodes")
 
 
 _ROOM = "free space: delete runs that you no longer need (`ddp-hpc delete RUN`)"
@@ -373,7 +393,7 @@ _OF_DATABASE = (
 )
 
 
-ALWAYS: Sequence[Callable[[Site], Iterator[Finding]]] = (_profile, _job, _runs_dir, _quota)
+ALWAYS: Sequence[Callable[[Site], Iterator[Finding]]] = (_profile, _job, _driver, _runs_dir, _quota)
 OF_SLURM: Sequence[Callable[[Site], Iterator[Finding]]] = (
     _controller,
     _version,

@@ -14,6 +14,7 @@ from ddp_hpc.train.recipe import Recipe, Scorer, nearest_names
 from ddp_hpc.train.recipes.image_sets import images_wanted, load_images
 from ddp_hpc.train.recipes.images import ImagesWanted, check_counts
 from ddp_hpc.train.recipes.mini_resnet import MiniResNet
+from ddp_hpc.train.recipes.torchvision_sets import need_torchvision
 
 MINI_RESNET = "mini_resnet"
 MINI_RESNET_WIDTH = 16
@@ -108,6 +109,7 @@ def _check_model(model: str, width: int | None) -> None:
     check_counts(width=width)
     if model == MINI_RESNET:
         return
+    need_torchvision(f"`recipe.args.model` is {model!r}")
     from torchvision import models  # type: ignore[import-untyped]  # torchvision ships no types
 
     known = models.list_models(module=models)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +39,7 @@ def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
     Raises:
         ConfigError: if it cannot be loaded, or its two parts have different classes.
     """
+    need_torchvision(f"`recipe.args.dataset` is {source.name!r}")
     refuse_unknown_home(wanted.data_dir, f"`recipe.args.data_dir` is {wanted.data_dir!r}")
     data_dir = Path(wanted.data_dir).expanduser().absolute()
     train, held_out = rank_zero_first(lambda may_write: _open_both(source, data_dir, may_write=may_write))
@@ -48,6 +52,16 @@ def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
     train.transform = training_transform(source, wanted) if wanted.augment else plain_transform(source, wanted)
     held_out.transform = plain_transform(source, wanted)
     return Images(train=train, held_out=held_out, num_classes=len(train.classes))
+
+
+def need_torchvision(asked: str) -> None:
+    """Raise ConfigError where torchvision is not installed; `asked` says what needs it."""
+    if find_spec("torchvision") is None:
+        # Without the second requirement, pip takes the newest torchvision, and with it another PyTorch.
+        raise ConfigError(
+            f"{asked}, which needs torchvision, but {sys.executable} has none. Install the one for its PyTorch: "
+            f"`pip install 'ddp_hpc[vision]' torch=={version('torch')}`."
+        )
 
 
 def _open_both(source: TorchvisionSet, data_dir: Path, *, may_write: bool) -> tuple[Any, Any]:
