@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hpc.config import Overlay, Resolved, load_resolved
 from ddp_hpc.config.sources import DEFAULT
 from ddp_hpc.errors import ConfigError, DdpHpcError
-from ddp_hpc.rendezvous.worker_env import SHARED_GPU
 from ddp_hpc.run_dir.paths import RunDir
-from ddp_hpc.run_dir.records import newest_committed
 from ddp_hpc.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -82,7 +80,11 @@ def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str
     """Return the configuration with the precision of float32 that the run's checkpoint was trained with, where no source sets that key."""
     precision = None if before is None else before.train.matmul_precision
     is_set = resolved.sources["train.matmul_precision"] != DEFAULT.source
-    if precision is None or is_set or not newest_committed(RunDir(resolved.spec.path)):
+    if precision is None or is_set:
+        return resolved
+    from ddp_hpc.run_dir.records import newest_committed  # late: a new run does not need it
+
+    if not newest_committed(RunDir(resolved.spec.path)):
         return resolved
     sys.stderr.write(
         f"note: `train.matmul_precision` stays {precision!r}, as the run's checkpoint was trained; a value in the file or on the command "
@@ -96,16 +98,12 @@ def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     may_have = any(path.exists() for path in (*_DEVICES, *(Path(folder, _LIBRARY) for folder in folders if folder)))
     asked = spec.resources.gpus_per_node
-    if (
-        not may_have
-        or SHARED_GPU in environ
-        or asked == 0
-        or (asked is None and before is not None and not before.resources.gpus_per_node)
-    ):
+    if not may_have or asked == 0 or (asked is None and before is not None and not before.resources.gpus_per_node):
         return None
-    from ddp_hpc.machine.gpus import gpus_here  # late: runs on CPUs do not need it
+    from ddp_hpc.machine.gpus import gpus_here  # late: runs on CPUs do not need them
+    from ddp_hpc.rendezvous.worker_env import SHARED_GPU
 
-    return gpus_here(environ.get(VISIBLE))
+    return None if SHARED_GPU in environ else gpus_here(environ.get(VISIBLE))
 
 
 def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[GpuUse] | None, visible: str | None) -> Found:

@@ -249,7 +249,7 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
 
 
 def group_options(device: torch.device, timeout_s: float, *, shares_gpu: bool = False) -> dict[str, Any]:
-    """Return what `init_process_group` is told of a rank's device.
+    """Return the options of `init_process_group` for a rank's device.
 
     After `timeout_s` in a collective, NCCL aborts and dumps its flight recorder. gloo waits a minute longer, so that the watchdog of the
     hanging rank fires first and names the cause. With `device_id`, NCCL connects the ranks here rather than in the first collective of

@@ -74,7 +74,10 @@ def test_the_commands_are_those_of_the_code_that_starts_them(here: Path, capsys:
     ("words", "there"),
     [
         (("launcher=srun",), ["--ntasks=4", "ddp_hpc.job.node.task", "--meet", "ADDRESS PORT"]),
-        (("launcher=torchrun", "torchrun.max_restarts=2"), ["--rdzv-endpoint=ADDRESS:PORT", "--max-restarts=2"]),
+        (
+            ("launcher=torchrun", "torchrun.max_restarts=2"),
+            ["ddp_hpc.job.node.torchrun_node", "--meet", "ADDRESS PORT", "--max-restarts=2"],
+        ),
         (("container.image=torch.sif",), ["apptainer", "exec", "torch.sif", "python3", "--cpu-bind=none"]),
         (("container.image=a.sqsh", "container.runtime=pyxis"), ["--no-container-mount-home", "python3"]),
     ],

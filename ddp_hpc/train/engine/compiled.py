@@ -8,7 +8,8 @@ attempt that resumes later would take the first graph, and would no longer repea
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -28,6 +29,10 @@ class PlainPasses:
         """Return the context manager for the forward pass on a micro batch."""
         return _AS_IT_IS
 
+    def warming_up(self) -> AbstractContextManager[object]:
+        """Return the context manager for the pass before the first step (`ddp_warmup`)."""
+        return _AS_IT_IS
+
 
 class CompiledPasses(PlainPasses):
     """Runs the passes on full micro batches compiled, and says after the first one what the compiler has made of the model."""
@@ -35,9 +40,11 @@ class CompiledPasses(PlainPasses):
     def __init__(self, order: SampleOrder, rank: int) -> None:
         self._size = len(global_batch_at(order, Position(), rank).micro_batches[0].indices)
         self._graphs_before: int | None = None
-        self._is_told = False
+        self._is_told = self._is_warming_up = False
 
     def around(self, plan: MicroBatch) -> AbstractContextManager[object]:
+        if self._is_warming_up:
+            return _AS_IT_IS
         if not self._is_told and self._graphs_before is not None:
             self._tell(_num_graphs() - self._graphs_before)
         if len(plan.indices) != self._size:
@@ -45,6 +52,17 @@ class CompiledPasses(PlainPasses):
         if self._graphs_before is None:
             self._graphs_before = _num_graphs()
         return _AS_IT_IS
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Run without the compiler: the pass fixes DDP's buckets by the order of the gradients, which the compiler changes.
+
+        An attempt may begin with a smaller micro batch, which is not compiled, and needs the buckets of an unbroken run.
+        """
+        self._is_warming_up = True
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        self._is_warming_up = False
 
     def _tell(self, num_graphs: int) -> None:
         self._is_told = True

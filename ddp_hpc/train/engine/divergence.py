@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ddp_hpc.spec import OnNonfinite
 from ddp_hpc.train.engine.kept_values import NotKeptError
 from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.optimizer import can_skip, trained_parameters
-from ddp_hpc.train.engine.set_aside import to_keep
+from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
 from ddp_hpc.train.engine.traces import Kept, Place, kept, places, restore, restore_where
 from ddp_hpc.train.process_group import Group
 
@@ -143,7 +143,7 @@ class UpdateGuard:
     """With the policy `skip`, skips updates whose gradients are not finite. With fp16 the loss scaler does it itself.
 
     The host waits for the device in the first step of an attempt, to see what the forward changes. In later ones it does so only
-    where the optimizer cannot leave an update out by itself, or where the forward changes more than tensors.
+    where the optimizer has no kernels that leave an update out, or where the forward changes more than tensors.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class UpdateGuard:
         self.is_active = is_active
         self._places: list[Place] | None = None
         self._kept: list[Kept] = []
-        self._attributes: dict[str, tuple[object, int]] = {}
+        self._attributes: dict[str, _Trace] = {}
         self._keeps_attributes = True
         self._not_kept = ""
         self._restores: Sequence[Callable[[], object]] = ()
@@ -172,12 +172,18 @@ class UpdateGuard:
         self._noted: list[tuple[int, Tensor]] = []
         self._num_skipped = 0
         self._num_in_a_row = 0
+        self._last_word = ""
+        """Why the run ends at the next check."""
 
     def keep(self) -> None:
         """Copy what the forward may change, to put it back if the update is skipped."""
-        if self._places is None:
+        if self._places is None:  # a copy of the weights, beside the optimizer's state
             self._attributes = _attributes(self._model)
-        self._kept = kept(places(self._model, with_parameters=True) if self._places is None else self._places)
+            weights = [*self._model.parameters()]
+            copies_on = room_for_copies(weights, weights[0].device) if weights else None
+            self._kept = kept(places(self._model, with_parameters=True), copies_on=copies_on)
+        else:
+            self._kept = kept(self._places)
         if self._keeps_attributes:
             try:
                 self._restores = to_keep(self._model, ()).restores()
@@ -185,11 +191,7 @@ class UpdateGuard:
                 self._not_kept = str(error)
 
     def step(self, optimizer: torch.optim.Optimizer, step: int) -> Tensor | int:
-        """Step the optimizer unless the update is to be skipped; return 1 if it is, as a tensor if the host does not know.
-
-        Raises:
-            DivergedError: if too many updates in a row are skipped.
-        """
+        """Step the optimizer unless the update is to be skipped; return 1 if it is, as a tensor if the host does not know."""
         if not self.is_active:
             optimizer.step()
             return 0
@@ -198,7 +200,7 @@ class UpdateGuard:
         is_bad = _not_finite(optimizer)
         self._noted.append((step, is_bad))
         found, restores, self._kept, self._restores = self._kept, self._restores, [], ()
-        waits = self.why_waits or not all(one.can_be_chosen() for one in found)
+        waits = self.why_waits or not all(one.can_be_chosen(is_bad.device) for one in found)
         if self._places is None:
             self._learn(optimizer, found)
         if not waits:
@@ -207,7 +209,7 @@ class UpdateGuard:
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
             return is_bad
-        self.check()
+        self._count()
         if not self._num_in_a_row:
             del found  # a copy of the weights, in the first step
             optimizer.step()
@@ -222,7 +224,7 @@ class UpdateGuard:
         self._places = [
             (one.module, one.name) for one in found if not isinstance(one.tensor, nn.Parameter) or one.is_changed()
         ]
-        changed = [key for key, one in _attributes(self._model).items() if _differ(one, self._attributes.get(key))]
+        changed = [key for key, one in _attributes(self._model).items() if one.differs(self._attributes.get(key))]
         self.why_waits = _why_waits(optimizer, changed)
         if self.why_waits and any(one.is_cuda for one in self._model.parameters()):
             log.info("`train.on_nonfinite=skip` waits for the device in each step: %s", self.why_waits)
@@ -231,19 +233,28 @@ class UpdateGuard:
         self._keeps_attributes = bool(changed) and not self._not_kept
 
     def check(self) -> None:
-        """Count the updates that were skipped since the last check; this waits for the device.
+        """Count the updates that were skipped since the last check, which waits for the device; all ranks call this after the same step.
 
         Raises:
-            DivergedError: if too many in a row are skipped.
+            DivergedError: if too many in a row were skipped.
         """
+        self._count()
+        if self._last_word:
+            self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
+            self._before_end()
+            raise DivergedError(diverged(self._run, self._last_word))
+
+    def _count(self) -> None:
         noted, self._noted = self._noted, []
         flags = torch.stack([is_bad for _, is_bad in noted]).tolist() if noted else []
         for (step, _), is_bad in zip(noted, flags, strict=True):
             self._num_in_a_row = self._num_in_a_row + 1 if is_bad else 0
             if is_bad:
-                self._count(step)
+                self._warn(step)
+            if self._num_in_a_row >= MOST_IN_A_ROW["skip"] and not self._last_word:
+                self._last_word = f"the gradients are not finite since step {step - self._num_in_a_row + 1}"
 
-    def _count(self, step: int) -> None:
+    def _warn(self, step: int) -> None:
         self._num_skipped += 1
         if self._num_skipped.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th, ...
             log.warning(
@@ -253,31 +264,43 @@ class UpdateGuard:
                 self._num_skipped,
                 MOST_IN_A_ROW["skip"],
             )
-        if self._num_in_a_row >= MOST_IN_A_ROW["skip"]:
-            self._checkpointer.wait()  # commit the checkpoint that is being written: its weights are finite
-            self._before_end()
-            raise DivergedError(
-                diverged(self._run, f"the gradients are not finite since step {step - self._num_in_a_row + 1}")
-            )
 
 
-def _attributes(model: nn.Module) -> dict[str, tuple[object, int]]:
-    """Return what a module's forward may change besides tensors: its own attributes, and how much is in containers."""
+class _Trace(NamedTuple):
+    """An attribute's value, what is in it, and by what a change shows."""
+
+    value: object
+    parts: Sequence[object]
+    """Kept, so that no other object gets the identity of one of them."""
+    signs: Sequence[int]
+
+    def differs(self, before: _Trace | None) -> bool:
+        return before is None or self.value is not before.value or self.signs != before.signs
+
+
+def _attributes(model: nn.Module) -> dict[str, _Trace]:
+    """Return what a module's forward may change besides buffers and parameters: its own attributes, and what is in containers."""
     return {
-        f"{name}.{key}".lstrip("."): (value, len(value) if isinstance(value, (list, dict, set, deque)) else 0)
+        f"{name}.{key}".lstrip("."): _trace(value)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in _OF_MODULES and not isinstance(value, Tensor)
+        if key not in _OF_MODULES
     }
 
 
-def _differ(now: tuple[object, int], before: tuple[object, int] | None) -> bool:
-    return before is None or now[0] is not before[0] or now[1] != before[1]
+def _trace(value: object) -> _Trace:
+    if isinstance(value, Tensor):
+        return _Trace(value, (), [value._version])  # noqa: SLF001
+    parts = [*value, *(value.values() if isinstance(value, dict) else ())] if isinstance(value, _CONTAINERS) else []
+    return _Trace(value, parts, [*map(id, parts)])
+
+
+_CONTAINERS = (list, dict, set, deque)
 
 
 def _why_waits(optimizer: torch.optim.Optimizer, changed: Sequence[str]) -> str:
     if changed:
-        return f"the forward changes `{changed[0]}`, which is no tensor"
+        return f"the forward changes `{changed[0]}`, which is neither a buffer nor a parameter"
     if not can_skip(optimizer):
         return f"the optimizer ({type(optimizer).__name__}) has no fused kernels that leave an update out"
     return ""

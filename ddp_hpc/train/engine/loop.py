@@ -136,7 +136,10 @@ def warmed_up(t: Training, global_batches: Iterator[LoadedGlobalBatch]) -> Itera
         return global_batches
     first, plan = next(whole.fetched), whole.plan
     called = (t.recipe.loss, t.recipe.inputs_and_targets)
-    warm_up_ddp(t.state.model, called, t.group.device, lambda: backward(t, copied(first), plan.micro_batches[0], plan))
+    with t.passes.warming_up():
+        warm_up_ddp(
+            t.state.model, called, t.group.device, lambda: backward(t, copied(first), plan.micro_batches[0], plan)
+        )
     t.phases.enter("data")
     return chain([LoadedGlobalBatch(plan, chain([first], whole.fetched))], global_batches)
 

@@ -52,19 +52,31 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module, lr: float) -> torch.o
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the optimizer's kernels take `found_inf`, a tensor that says whether to leave out the update."""
+    """Tell whether a step does nothing but run kernels that take `found_inf`, a tensor that says whether to leave out the update."""
+    hooks = {*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()}  # noqa: SLF001
+    return type(optimizer) in _SKIPPING and not hooks - {_begin_momentum} and _is_fused(optimizer)
+
+
+_SKIPPING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Their own `step`; one of a subclass may do more, also where the kernels leave the update out."""
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)  # as `GradScaler` asks
     return bool(supports) and all(options.get("fused") for options in optimizer.param_groups)
 
 
-def prepare_to_skip(optimizer: torch.optim.Optimizer) -> None:
-    """Have a fused SGD with momentum be right where its first updates are skipped.
+def begin_momentum(optimizer: torch.optim.Optimizer, *, may_skip: bool) -> None:
+    """Have a fused SGD with momentum be right where its first updates may be skipped, or a weight has its first gradient late.
 
-    PyTorch makes its momentum in the first step and leaves the memory as it is if that step is skipped; the next one adds to it.
+    PyTorch makes its momentum in the first step and leaves the memory as it is if that step is skipped; the next one adds to it. A
+    weight whose first gradient comes in a later step than those of others is an error there.
     """
-    if not isinstance(optimizer, torch.optim.SGD) or not can_skip(optimizer):
+    if not isinstance(optimizer, torch.optim.SGD) or not _is_fused(optimizer):
         return
     if any(options["momentum"] and options["dampening"] for options in optimizer.param_groups):
+        if not may_skip:
+            return
         log.info(
             "the fused kernels of SGD with `dampening` are wrong after a first step that is skipped, so they are not used; "
             "the loop waits for the device in each step. Without `dampening` it does not."

@@ -114,11 +114,16 @@ def _registered(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 def _of_tensors(tensors: list[Tensor], device: torch.device) -> list[Any]:
     """Copy registered tensors; return what puts each of them back."""
-    copies_on = None
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        copies_on = place_of_copies(sum(one.numel() * one.element_size() for one in tensors), free)
+    copies_on = room_for_copies(tensors, device)
     return [kept_tensor(one, copies_on=copies_on) for one in tensors]
+
+
+def room_for_copies(tensors: Iterable[Tensor], device: torch.device) -> torch.device | None:
+    """Return where copies of these tensors are made; None means beside them."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return place_of_copies(sum(one.numel() * one.element_size() for one in tensors), free)
 
 
 def place_of_copies(num_bytes: int, free: int) -> torch.device | None:

@@ -13,7 +13,7 @@ Place = tuple[nn.Module, str]
 
 
 class Kept(NamedTuple):
-    """A buffer or parameter of a module, and a copy of its value; both are None for a buffer that is None."""
+    """A buffer or parameter of a module, and a copy of its value; both are None for a buffer without a value."""
 
     module: nn.Module
     name: str
@@ -30,19 +30,25 @@ class Kept(NamedTuple):
         now = self.now()
         if now is None or self.before is None:
             return now is not self.tensor
-        return now is not self.tensor or now._version != self.version or not torch.equal(now, self.before)  # noqa: SLF001
+        if now is not self.tensor or now._version != self.version:  # noqa: SLF001
+            return True
+        return not torch.equal(now, self.before.to(now.device))  # through `data`, no version counts
 
-    def can_be_chosen(self) -> bool:
-        """Tell whether each element can come from before or from now, as a tensor on the device says."""
+    def can_be_chosen(self, device: torch.device) -> bool:
+        """Tell whether each element can come from before or from now, as a tensor on this device says."""
         now, before = self.now(), self.before
         if now is None or before is None:
             return now is before
-        return (now.shape, now.dtype, now.layout, torch.strided) == (
+        is_alike = (now.shape, now.dtype, now.device, now.layout) == (
             before.shape,
             before.dtype,
-            torch.strided,
+            before.device,
             before.layout,
         )
+        is_plain = (
+            now.device == device and now.layout == torch.strided and now.is_contiguous()
+        )  # one that is expanded has one number in many places
+        return is_alike and is_plain
 
 
 def places(model: nn.Module, *, with_parameters: bool) -> Iterator[Place]:
@@ -53,15 +59,16 @@ def places(model: nn.Module, *, with_parameters: bool) -> Iterator[Place]:
             yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
 
 
-def kept(found: Iterable[Place]) -> list[Kept]:
-    """Copy what is at these places."""
-    return [_kept(module, name, getattr(module, name)) for module, name in found]
+def kept(found: Iterable[Place], *, copies_on: torch.device | None = None) -> list[Kept]:
+    """Copy what is at these places, to another device if one is named."""
+    return [_kept(module, name, getattr(module, name), copies_on) for module, name in found]
 
 
-def _kept(module: nn.Module, name: str, tensor: Tensor | None) -> Kept:
+def _kept(module: nn.Module, name: str, tensor: Tensor | None, copies_on: torch.device | None) -> Kept:
     if tensor is None:
         return Kept(module, name, None, None, 0)
-    return Kept(module, name, tensor, tensor.detach().clone(), tensor._version)  # noqa: SLF001
+    before = tensor.detach().clone() if copies_on is None else tensor.detach().to(copies_on, copy=True)
+    return Kept(module, name, tensor, before, tensor._version)  # noqa: SLF001
 
 
 @torch.no_grad()

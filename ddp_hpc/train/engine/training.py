@@ -27,7 +27,7 @@ from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses, compile_m
 from ddp_hpc.train.engine.divergence import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.lone_losses import LoneLosses
-from ddp_hpc.train.engine.optimizer import build_optimizer, prepare_to_skip, trained_parameters
+from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, trained_parameters
 from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
 from ddp_hpc.train.engine.single_samples import warn_of_single_samples
 from ddp_hpc.train.process_group import Group
@@ -298,8 +298,7 @@ def _initial_state(
         else build_optimizer(spec.optimizer, bare, spec.train.lr)
     )
     scaler = precision.make_scaler()
-    if scaler is not None or spec.train.on_nonfinite == "skip":
-        prepare_to_skip(optimizer)
+    begin_momentum(optimizer, may_skip=scaler is not None or spec.train.on_nonfinite == "skip")
     return TrainingState(
         model=bare,
         optimizer=optimizer,

@@ -187,10 +187,12 @@ class Staging:
             self._copied is not None
         ):  # a save that failed early is still copied, maybe in memory that this one was given
             side.hold_training(self._copied)
+        self.give_back()  # else `resize_` would take memory a second time, and copy what the block held before
         try:
             side.take_again(self._block)
         except torch.OutOfMemoryError:
             self._plan(named, places, free=side.free_bytes())
+        side.hold_training(side.mark())  # with `train.deterministic`, PyTorch fills new memory, on our stream
         self._tensors = tensors = [item.tensor for item in named]
         for copies in self._first:
             copies.make(tensors)
@@ -207,6 +209,8 @@ class Staging:
                 self._gathered = side.mark()
                 send(window.begin, self._block[: window.end - window.begin])
             self._copied = side.mark()
+        if len(self._windows) == 1 and self._windows[0].large is None:
+            self.hold_training()  # it takes the device milliseconds, and the next forward may change a weight, too
 
     def hold_training(self) -> None:
         """Have the device gather the weights before the training changes them."""

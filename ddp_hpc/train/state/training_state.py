@@ -431,6 +431,11 @@ def _optimizer_entries(state: TrainingState) -> Iterator[tuple[str, dict[str, An
     names = _parameter_names(state)
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
+            if parameter not in names:
+                raise ConfigError(
+                    f"The optimizer has a parameter of shape {list(parameter.shape)} that is not in `Recipe.model`, so no checkpoint could "
+                    "hold it. Make it a part of the model."
+                )
             yield names[parameter], state.optimizer.state.get(parameter, {})
 
 
