@@ -107,6 +107,12 @@ def parse_commands(text: str) -> list[tuple[str, str]]:
     return [(record[0].strip(), record[1].strip()) for record in records if len(record) == 2]
 
 
+def parse_submit_line(text: str) -> str:
+    """Return the sbatch command of a job, by what `job_argv` prints; empty where it does not say: before Slurm 26.05."""
+    found = re.search(r" SubmitLine=(.*) WorkDir=", text, re.DOTALL)
+    return found[1] if found else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
     """A job, as scontrol or sacct describes it."""

@@ -280,14 +280,14 @@ def settled(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep:
     if not sweep.unanswered:
         return sweep
     try:
-        commands = client.commands(client.user_name(), environ)
+        commands = client.commands(client.user_name(), sweep_dir.files.job_script.name, environ)
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"An earlier sbatch for points of {sweep_dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
             f"any. Nothing was submitted now. {error}"
         ) from error
     for sending in sweep.unanswered:
-        job_id = next((job for job, command in commands if command.split()[-1:] == [sending.token]), None)
+        job_id = next((job for job, command in commands.items() if command.split()[-1:] == [sending.token]), None)
         if job_id is not None:
             record_array(sweep_dir, job_id, sending)
         else:
