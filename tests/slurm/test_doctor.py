@@ -216,7 +216,7 @@ def lose(cluster: Cluster, node: str, how: str) -> None:
         case "power":
             cluster.kill(node)
         case "slurmd":
-            cluster.run("pkill", "-KILL", "-x", "slurmd", node=node, user="root")
+            cluster.run("pkill", "--signal", "KILL", "-x", "slurmd", node=node, user="root")
         case "cable":
             cluster.cut(node)
 

