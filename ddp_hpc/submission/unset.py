@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,10 @@ def fill_unset(
         found = _cpus_on_slurm(spec, before, environ)
     else:
         environ_of_run = {**environ, **spec.environ}
-        found = choose_gpus(spec, before, _gpus_here(spec, before, environ_of_run), environ_of_run.get(VISIBLE))
+        there, why_not = _gpus_here(spec, before, environ_of_run)
+        found = choose_gpus(spec, before, there, environ_of_run.get(VISIBLE))
+        if why_not and found.resources.get("gpus_per_node") == 0:
+            found = replace(found, source="unknown", note=why_not)
     if found.note:
         sys.stderr.write(f"note: {found.note}\n")
     if not found.resources:
@@ -93,17 +96,23 @@ def _as_trained(resolved: Resolved, before: RunSpec | None, environ: Mapping[str
     return Overlay(resolved, environ).resolved({"train": {"matmul_precision": precision}}, _KEPT)
 
 
-def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> list[GpuUse] | None:
-    """Return the GPUs that the run would see; None where it uses none, or if the driver does not say."""
+def _gpus_here(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, str]) -> tuple[list[GpuUse] | None, str]:
+    """Return the GPUs that the run would see, None where it uses none or the driver does not say; and in the latter case a note."""
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     may_have = any(path.exists() for path in (*_DEVICES, *(Path(folder, _LIBRARY) for folder in folders if folder)))
     asked = spec.resources.gpus_per_node
     if not may_have or asked == 0 or (asked is None and before is not None and not before.resources.gpus_per_node):
-        return None
+        return None, ""
     from ddp_hpc.machine.gpus import gpus_here  # late: runs on CPUs do not need them
     from ddp_hpc.rendezvous.worker_env import SHARED_GPU
 
-    return None if SHARED_GPU in environ else gpus_here(environ.get(VISIBLE))
+    if SHARED_GPU in environ:
+        return None, ""
+    there = gpus_here(environ.get(VISIBLE))
+    return there, "" if there is not None else (
+        "NVIDIA's driver does not say which GPUs are here (it failed, or did not answer within 10 s), so the run trains on CPUs; "
+        "`nvidia-smi` may say why, and `resources.gpus_per_node` asks for GPUs all the same"
+    )
 
 
 def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[GpuUse] | None, visible: str | None) -> Found:
@@ -113,7 +122,10 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[GpuUse] |
         ConfigError: where they are fewer than it needs.
     """
     asked, workers = spec.resources.gpus_per_node, spec.resources.workers_per_node
+    is_script = spec.script.is_set
     kept = None if before is None else before.resources.gpus_per_node or 0
+    if is_script and kept:
+        kept = None  # it sees what is here, as by plain `python`
     if asked is not None or kept:
         needed = kept if asked is None else min(asked, spec.resources.local_world_size)
         if there is not None and needed is not None and len(there) < needed:
@@ -122,9 +134,15 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[GpuUse] |
         return Found()
     if kept == 0 or not there:
         source = "no GPU of NVIDIA's here" if kept is None else _KEPT
-        return Found(resources={"gpus_per_node": kept or 0}, source=source)
-    free = [gpu for gpu in there if (gpu.memory_gib or 0.0) <= BUSY_GIB] or there
-    is_script = spec.script.is_set
+        is_hidden = there is not None and visible and kept is None
+        note = (
+            f"{VISIBLE} is {visible!r}, which names no GPU of this machine, so the run trains on CPUs"
+            if is_hidden
+            else ""
+        )
+        return Found(resources={"gpus_per_node": kept or 0}, source=source, note=note)
+    is_busy = {gpu.name: (gpu.memory_gib or 0.0) > BUSY_GIB for gpu in there}
+    free = [gpu for gpu in there if not is_busy[gpu.name]] or there
     wanted = kept or (max(len(free), workers or 0) if is_script else workers or len(free))
     if wanted > len(there):
         note = "" if is_script else _on_cpus(workers, there)  # which device a script uses is its own affair
@@ -135,7 +153,9 @@ def choose_gpus(spec: RunSpec, before: RunSpec | None, there: Sequence[GpuUse] |
     # CUDA counts the fastest GPU first unless it is told otherwise, and NVML counts them by their place on the bus.
     order = {} if visible else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     notes = [
-        f"GPU {gpu.name} is left out, because {gpu.memory_gib:.1f} GiB of its memory are in use" for gpu in left_out
+        f"GPU {gpu.name} is {'left out' if gpu in left_out else 'used, as too few are free'}: {gpu.memory_gib:.1f} GiB of its memory are in use"
+        for gpu in there
+        if is_busy[gpu.name] and (gpu in left_out or gpu in taken)
     ]
     resources = {"gpus_per_node": len(taken)}
     if is_script and workers is None:
@@ -166,7 +186,7 @@ def _too_few(needed: int, there: Sequence[GpuUse], visible: str | None, *, is_ke
     on_gpus = f"`resources.gpus_per_node={len(there)}`, or " if there else ""
     return (
         f"The run {asks} {_count(needed)} (`resources.gpus_per_node`), but this machine shows {_count(len(there))} ({VISIBLE} is {shown}). "
-        f"Set {on_gpus}`resources.gpus_per_node=0` to train on CPUs, or free GPUs with {VISIBLE}."
+        f"Set {on_gpus}`resources.gpus_per_node=0` to train on CPUs, or have {VISIBLE} name more GPUs (`env.{VISIBLE}` in a run's own configuration wins)."
     )
 
 

@@ -111,6 +111,11 @@ def device_index(rank_info: RankInfo, count: int, *, visible: str | None, may_be
     """
     if count >= rank_info.local_world_size or (may_be_alone and count == 1):
         return rank_info.local_rank if rank_info.local_rank < count else 0
+    if count == 0:
+        raise ConfigError(
+            f"This worker needs a GPU, but PyTorch {torch.__version__} sees none here (CUDA_VISIBLE_DEVICES is {'not set' if visible is None else repr(visible)}). "
+            "If `nvidia-smi` shows one, PyTorch's CUDA may be too new for the driver: `ddp-hpc doctor` compares them. Or set `resources.gpus_per_node=0` to train on CPUs."
+        )
     num_mig = sum(name.strip().startswith("MIG-") for name in (visible or "").split(","))
     advice = (
         f"{num_mig} of these are MIG devices, each of which is one GPU, but CUDA shows a process only one of them. Give "

@@ -75,7 +75,7 @@ def test_submit_takes_the_free_gpus_of_the_machine_says_which_it_leaves_and_refu
     config = json.loads(dry.stdout)["config"]
     assert config["resources.gpus_per_node"] == {"value": 2, "source": "2 GPUs of this machine"}
     assert config["env.CUDA_VISIBLE_DEVICES"]["value"] == "0,2"
-    assert "note: GPU 1 is left out, because 60.0 GiB of its memory are in use" in dry.stderr
+    assert "note: GPU 1 is left out: 60.0 GiB of its memory are in use" in dry.stderr
     assert json.loads(script.stdout)["config"]["resources.workers_per_node"]["value"] == 1
     assert "`resources.workers_per_node=2`" in script.stderr
     assert (refused.returncode, place.run("run").path.exists()) == (2, False)

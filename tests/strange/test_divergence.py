@@ -25,6 +25,7 @@ from ddp_hpc.train.engine import divergence
 from ddp_hpc.train.engine.divergence import LossWatch
 from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.optimizer import trained_parameters
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -40,6 +41,7 @@ import torch
 from torch.utils.data import TensorDataset
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.engine.loop import train
+from ddp_hpc.train.engine.optimizer import trained_parameters
 from ddp_hpc.train.engine.lone_losses import LoneLosses
 from ddp_hpc.train.engine.training import Training
 
@@ -209,18 +211,24 @@ class Watched(nn.Module):
         self.norm, self.last = nn.BatchNorm1d(3, momentum=None), nn.Linear(3, 1)
         self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
         self.counts, self.num_calls, self.seen = counts, 0, list[int]()
+        self.sums, self.mean = {"calls": 0}, torch.zeros(3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.counts:
             self.num_calls += 1
             self.seen.append(len(inputs))
+            self.sums["calls"] += 1
+            self.mean = self.mean * 0.9 + inputs.detach().mean(0)
         self.teacher.data = self.teacher.data * 0.5 + inputs.detach().mean(0)
         return self.last(self.norm(inputs) + 0.1 * self.teacher)  # type: ignore[no-any-return]  # a Tensor
 
 
 @pytest.mark.parametrize("counts", [False, True], ids=["tensors", "numbers"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_a_skipped_update_puts_back_all_that_the_forward_has_changed(fused: bool, counts: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_skipped_update_puts_back_all_that_the_forward_has_changed(
+    precision: str, fused: bool, counts: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = Watched(counts=counts)
     recipe = Recipe(
@@ -232,12 +240,51 @@ def test_a_skipped_update_puts_back_all_that_the_forward_has_changed(fused: bool
         ),
     )
 
-    training = trained(tmp_path / "run", recipe, train__on_nonfinite="skip", train__max_steps=10, log__every_steps=100)
+    training = trained(
+        tmp_path / "run", recipe, train__on_nonfinite="skip", train__max_steps=10, log__every_steps=10,
+        train__precision=precision,
+    )  # fmt: skip
 
-    assert int(model.norm.num_batches_tracked) == 9  # type: ignore[arg-type]  # a buffer
-    assert model.num_calls == len(model.seen) == (9 if counts else 0)
+    (line,) = read_json_lines(training.run.metrics)
+    num_updates = 10 - line["skipped_updates"]
+    assert num_updates == 9 or precision == "fp16"  # whose scaler may skip some more, in search of its scale
+    assert int(model.norm.num_batches_tracked) == num_updates < 10  # type: ignore[arg-type]  # a buffer
+    assert model.num_calls == len(model.seen) == model.sums["calls"] == (num_updates if counts else 0)
+    assert bool(model.mean.isfinite().all())
     assert all(bool(one.isfinite().all()) for one in model.state_dict().values())
     assert bool(training.guard.why_waits) == (counts or not fused)
+
+
+class Decaying(torch.optim.AdamW):
+    """Does more in a step than PyTorch's kernels."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for options in self.param_groups:
+                torch._foreach_mul_(options["params"], 0.5)
+        return super().step(closure)
+
+
+def with_a_hook(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        torch._foreach_mul_([one.data for one in trained_parameters(optimizer)], 0.5)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda model, lr: Decaying(model.parameters(), lr=lr, fused=True), with_a_hook])
+def test_what_a_step_does_besides_its_kernels_is_left_out_of_a_skipped_update_too(make: Any, tmp_path: Path) -> None:
+    """Weights are halved in each step, and the learning rate is 0: they tell how many steps there were."""
+    torch.manual_seed(0)
+    recipe = a_recipe(Poisoned(40, {7}), optimizer=make)
+    before = [one.detach().clone() for one in recipe.model.parameters()]
+
+    trained(tmp_path / "run", recipe, train__on_nonfinite="skip", train__max_steps=10, train__lr=1e-30)
+
+    for now, one in zip(recipe.model.parameters(), before, strict=True):
+        torch.testing.assert_close(now.detach(), one * 0.5**9)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])

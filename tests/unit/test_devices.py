@@ -31,10 +31,16 @@ def test_a_worker_takes_the_gpu_of_its_local_rank_or_the_one_that_it_is_shown(
     assert device_index(place(local_rank, num_workers), count, visible=None, may_be_alone=may_be_alone) == index
 
 
-@pytest.mark.parametrize(("count", "may_be_alone"), [(0, True), (0, False), (1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("count", "may_be_alone"), [(1, False), (2, False), (2, True)])
 def test_fewer_gpus_than_workers_are_refused_with_what_was_found(count: int, may_be_alone: bool) -> None:
     with pytest.raises(ConfigError, match=rf"4 workers.*sees {count} GPUs here.*'0,1'.*no more workers"):
         device_index(place(1, 4), count, visible="0,1", may_be_alone=may_be_alone)
+
+
+@pytest.mark.parametrize("may_be_alone", [True, False])
+def test_a_pytorch_that_sees_no_gpu_is_said_with_what_may_be_wrong(may_be_alone: bool) -> None:
+    with pytest.raises(ConfigError, match=r"sees none here.*'0,1'.*`ddp-hpc doctor` compares"):
+        device_index(place(1, 4), 0, visible="0,1", may_be_alone=may_be_alone)
 
 
 def test_mig_devices_that_cuda_does_not_show_are_counted_and_the_way_to_use_them_is_named() -> None:

@@ -207,7 +207,7 @@ def test_a_change_as_early_as_training_makes_it_does_not_reach_the_copy(free: in
 
 def test_without_the_wait_the_optimizer_would_change_what_is_copied_in_turns() -> None:
     named = all_kinds()
-    buffers = SaveBuffers(CPU, Staging(LazySide(free=ROOMS["in turns"])))
+    buffers = SaveBuffers(CPU, Staging(LazySide(free=ROOMS["room for little"])))
     expected = plain(named)
 
     buffers.fill(named)

@@ -60,8 +60,26 @@ def test_gpus_with_other_work_are_left_out_and_named() -> None:
 
     assert found.resources == {"gpus_per_node": 2}
     assert found.env == {"CUDA_VISIBLE_DEVICES": "0,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert found.note == "GPU 1 is left out, because 12.3 GiB of its memory are in use"
+    assert found.note == "GPU 1 is left out: 12.3 GiB of its memory are in use"
     assert chosen(spec(), gpus(0, 0, 0)).env == {}
+
+
+def test_busy_gpus_are_named_where_they_are_used_because_too_few_are_free() -> None:
+    assert chosen(spec(), gpus(30, 5)).note.count("is used, as too few are free") == 2
+    assert chosen(spec(), gpus(0, 30, 30), spec(gpus_per_node=2)).note.count("is used") == 1
+
+
+def test_a_variable_that_names_no_gpu_of_this_machine_is_no_silent_way_to_the_cpus() -> None:
+    note = choose_gpus(spec(), None, [], "GPU-4711").note
+
+    assert note == "CUDA_VISIBLE_DEVICES is 'GPU-4711', which names no GPU of this machine, so the run trains on CPUs"
+    assert choose_gpus(spec(), None, [], "").note == choose_gpus(spec(), None, [], None).note == ""
+
+
+def test_a_script_that_is_submitted_again_sees_the_gpus_that_are_here_now() -> None:
+    before = spec(is_script=True, gpus_per_node=3, workers_per_node=1)
+
+    assert chosen(spec(is_script=True), gpus(0), before).resources == {"gpus_per_node": 1, "workers_per_node": 1}
 
 
 def test_workers_that_are_more_than_the_gpus_train_on_cpus_with_a_word() -> None:

@@ -140,7 +140,7 @@ def of_nan_check(error: BaseException, run: RunDir, *, rank: int, step: int) -> 
 
 
 class UpdateGuard:
-    """With the policy `skip`, skips updates whose gradients are not finite. With fp16 the loss scaler does it itself.
+    """With the policy `skip`, skips updates whose gradients are not finite; with fp16 the loss scaler skips them.
 
     The host waits for the device in the first step of an attempt, to see what the forward changes. In later ones it does so only
     where the optimizer has no kernels that leave an update out, or where the forward changes more than tensors.
@@ -199,25 +199,32 @@ class UpdateGuard:
         # alone, its weights would differ from then on.
         is_bad = _not_finite(optimizer)
         self._noted.append((step, is_bad))
+        is_skipped = self.put_back_if(is_bad, optimizer)
+        if is_skipped is None:
+            vars(optimizer).update(grad_scale=None, found_inf=is_bad)  # as `GradScaler` gives it
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            return is_bad
+        self._count()
+        if not is_skipped:
+            optimizer.step()
+        return int(is_skipped)
+
+    def put_back_if(self, is_bad: Tensor, optimizer: torch.optim.Optimizer) -> bool | None:
+        """Put back what the forward has changed if `is_bad` is not 0; return whether it is, None where the host does not know."""
         found, restores, self._kept, self._restores = self._kept, self._restores, [], ()
         waits = self.why_waits or not all(one.can_be_chosen(is_bad.device) for one in found)
         if self._places is None:
             self._learn(optimizer, found)
         if not waits:
             restore_where(found, is_bad.bool())
-            vars(optimizer).update(grad_scale=None, found_inf=is_bad)  # as `GradScaler` gives it
-            optimizer.step()
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-            return is_bad
-        self._count()
-        if not self._num_in_a_row:
-            del found  # a copy of the weights, in the first step
-            optimizer.step()
-            return 0
+            return None
+        if not is_bad:
+            return False
         restore(found)
         for put_back in restores:
             put_back()
-        return 1
+        return True
 
     def _learn(self, optimizer: torch.optim.Optimizer, found: Sequence[Kept]) -> None:
         """See in the first step what the forward changes: besides the buffers, perhaps parameters, or attributes of modules."""

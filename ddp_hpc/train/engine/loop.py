@@ -223,6 +223,8 @@ def update_weights(t: Training) -> None:
         scaler.step(optimizer)
         for was_skipped in skipped_by(scaler, optimizer):
             t.numbers.note_skipped(was_skipped)
+            if t.guard.is_active:
+                t.guard.put_back_if(was_skipped, optimizer)
         scaler.update()
     optimizer.zero_grad()
     for parameter in t.untrained:

@@ -152,7 +152,6 @@ def prepare(  # noqa: PLR0913  it assembles these parts
     log.info("precision %s; %s", precision.name, describe())
     state = _initial_state(spec, recipe, group, order, precision)
     bare, optimizer, on_nonfinite = state.model, state.optimizer, spec.train.on_nonfinite
-    skips = on_nonfinite == "skip" and state.scaler is None
     phases = phase_timer(
         spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1, nsys=nsys
     )
@@ -176,7 +175,7 @@ def prepare(  # noqa: PLR0913  it assembles these parts
         stop_consensus=StopConsensus(group, stop, is_fenced=partial(ownership.is_fenced, run, attempt), news=save_plan),
         checkpointer=checkpointer,
         losses=LossWatch(run, group, checkpointer, policy=on_nonfinite, lone=lone_losses),
-        guard=UpdateGuard(run, bare, checkpointer, is_active=skips, before_end=lone_losses.end),
+        guard=UpdateGuard(run, bare, checkpointer, is_active=on_nonfinite == "skip", before_end=lone_losses.end),
         evaluator=Evaluator(recipe, spec, group, precision, on_batch=rank.watchdog.feed),
         recorder=recorder,
         passes=CompiledPasses(order, group.rank_info.rank) if spec.train.compile else PlainPasses(),
