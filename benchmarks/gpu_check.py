@@ -114,7 +114,9 @@ class Runner:
         else:
             verdict, figures = self._judged(check, place, limit_s=min(check.limit_s, end - began))
         record = {"check": check.name, "family": check.family, "part": check.part, **asdict(verdict)}
-        record |= {"seconds": round(time.monotonic() - began, 1), "figures": figures}
+        # A log's text says where it was made; it is kept where it says what is wrong.
+        kept = {name: one for name, one in figures.items() if verdict.outcome == "failed" or not isinstance(one, str)}
+        record |= {"seconds": round(time.monotonic() - began, 1), "figures": kept}
         with self._lock:
             self._records.append(record)
             content = {**self._machine, "seconds": round(time.monotonic() - self._began, 1), "checks": self._records}

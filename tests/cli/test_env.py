@@ -57,7 +57,7 @@ def test_each_value_is_told_with_its_source_and_why(capsys: pytest.CaptureFixtur
     lines = out.splitlines()
     assert lines[0] == "task 3 of 6 in step 7.0, on node 0 of 3"
     assert lines[2].split() == ["NAME", "VALUE", "SOURCE", "WHY"]
-    assert [line.split()[0] for line in lines[3:16]] == NAMES
+    assert [line.split()[0] for line in lines[3:17]] == NAMES
     assert lines[3].split()[:4] == ["RANK", "3", "Slurm", "(SLURM_PROCID)"]
     assert "not consecutive" in lines[3]
     assert lines[8].split()[:3] == ["MASTER_ADDR", "127.0.0.1", "environment"]
