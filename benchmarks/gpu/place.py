@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,12 @@ def require(package: str) -> None:
     """Skip the check where `package` is not installed."""
     if importlib.util.find_spec(package) is None:
         raise SkippedError(f"needs the package {package}")
+
+
+def require_flight_record() -> None:
+    """Skip the check where gloo keeps no record of its collectives, by which a rank that hangs or is slow is named."""
+    if tuple(map(int, version("torch").split(".")[:2])) < (2, 8):
+        raise SkippedError("needs PyTorch 2.8 or newer")
 
 
 def awaited(condition: Callable[[], Value], what: str) -> Value:

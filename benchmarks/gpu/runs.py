@@ -26,6 +26,7 @@ from benchmarks.gpu.place import (
     numbers,
     processes_of,
     require,
+    require_flight_record,
 )
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.processes import is_locked, kill, kill_all_below
@@ -223,6 +224,8 @@ IS_SLOW = r"rank 1 on \S+ is slow"
 
 def two_ranks(place: Place, how: str, *words: str, until: str) -> Figures:
     """Train on two ranks, the second of which does `how`; return what is said, once it says `until`."""
+    if how != "flip":
+        require_flight_record()
     run, _ = place.submit(
         "ranks",
         FAULTY,
