@@ -234,7 +234,6 @@ TWO_RANKS = (
         "two ranks",
         lambda p: runs.two_ranks(p, "slow host", until=runs.IS_SLOW),
         _says("rank 1", "is slow", "cause: forward"),
-        is_sample=True,
     ),
     Check(
         "a rank whose samples are slow",
@@ -247,6 +246,7 @@ TWO_RANKS = (
         "two ranks",
         lambda p: runs.two_ranks(p, "flip", "integrity.every_steps=10", until="layers.0.weight"),
         _says("layers.0.weight"),
+        is_sample=True,
     ),
 )
 SAID = (
