@@ -191,7 +191,10 @@ def test_a_script_that_forks_before_and_after_it_meets_others_answers_itself_and
         [sys.executable, script, folder.socket(0)], capture_output=True, text=True, check=False, timeout=120
     )
 
-    assert (done.returncode, done.stdout) == (7, ""), done.stderr
+    said = [
+        line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")
+    ]  # gloo of PyTorch 2.9 counts its peers
+    assert (done.returncode, said) == (7, []), done.stderr
     assert "WorkerServer" not in done.stderr
 
 
