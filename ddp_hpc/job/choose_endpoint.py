@@ -1,7 +1,7 @@
 """Where the ranks of a job meet: the fastest network that all its nodes share, and a port that is free there.
 
-The batch host decides before it starts any worker, so that each launcher can pass the endpoint on a command line. If it
-has only one network, or the job only one node, it knows enough; else it asks every node once, by a short job step.
+The batch host decides before it starts any worker, so that each launcher can pass the endpoint on a command line. Ranks of
+one node meet on loopback. If the batch host has only one network, it knows enough; else it asks every node once, by a short job step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from ddp_hpc.errors import ConfigError, WorkerError
-from ddp_hpc.job.wire.endpoint import Meeting
+from ddp_hpc.job.wire.endpoint import LOOPBACK, Meeting
 from ddp_hpc.job.wire.subprocesses import ask_nodes
 from ddp_hpc.rendezvous.address import addresses_of
 from ddp_hpc.rendezvous.choice import Choice, choose_fabric, is_routable, refusal
@@ -46,6 +46,8 @@ def address_of(allocation: Allocation, *, environ: Mapping[str, str], preferred:
     given = environ.get("MASTER_ADDR")
     if given:
         return _numeric(given), "from MASTER_ADDR in the environment"
+    if len(allocation.node_names) == 1 and not preferred:
+        return LOOPBACK, "the job has one node, and no other host has to reach it"
     choice = _choice(allocation, environ, preferred)
     refused = "; ".join(f"not {one.name}: {one.why}" for one in choice.refused)
     return choice.address, f"{choice.interface}, {choice.rule}{refused and f' ({refused})'}"

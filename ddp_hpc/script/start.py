@@ -15,11 +15,13 @@ from ddp_hpc.base import processes
 from ddp_hpc.rank_probe.folder import socket_of
 from ddp_hpc.rank_probe.server import serve_at_rendezvous
 from ddp_hpc.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED, contract_of_torchrun, for_attach
+from ddp_hpc.run_dir.records import read_rendezvous_token
 from ddp_hpc.script.interpreter import run_as_main
 from ddp_hpc.script.output import redirect
 from ddp_hpc.script.plan import users_python_path
 from ddp_hpc.script.report import report_exception
 from ddp_hpc.script.script_rank import ScriptRank
+from ddp_hpc.script.sealed_objects import seal_at_rendezvous
 from ddp_hpc.slurm.allocation import is_in_job
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
@@ -105,6 +107,10 @@ def _run_here(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
             socket_of(Path(folder), script_rank.rank),
             num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")),
             on_refusal=_note_refusal if script_rank.rank == 0 else lambda _: None,
+        )
+    if environ["WORLD_SIZE"] != "1":
+        seal_at_rendezvous(
+            environ, lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt))
         )
     return run_as_main(script_rank.plan, environ, users_python_path(environ), partial(report_exception, script_rank))
 

@@ -1,0 +1,126 @@
+"""Ranks of a script that send each other Python objects, and a stranger who comes in the place of one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.test_scripts import TWO, Place
+
+SENDS_OBJECTS = """
+import torch.distributed as dist
+
+class Mine:
+    def __eq__(self, other):
+        return isinstance(other, Mine)
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for group in (None, dist.new_group([0, 1])):
+    found = [None, None]
+    dist.all_gather_object(found, {"rank": rank, "own": Mine()}, group=group)
+    assert found == [{"rank": 0, "own": Mine()}, {"rank": 1, "own": Mine()}], found
+    dist.gather_object(rank, found if rank == 0 else None, group=group)
+    assert rank == 1 or found == [0, 1], found
+    values = ["text", Mine(), b"x" * 5_000_000] if rank == 0 else [None] * 3
+    dist.broadcast_object_list(values, src=0, group=group)
+    assert values == ["text", Mine(), b"x" * 5_000_000]
+    own = [None]
+    dist.scatter_object_list(own, ["for 0", Mine()] if rank == 0 else None, src=0, group=group)
+    assert own == ["for 0" if rank == 0 else Mine()], own
+    if rank == 0:
+        dist.send_object_list([Mine()], dst=1, group=group)
+    else:
+        dist.recv_object_list(own, src=0, group=group)
+        assert own == [Mine()], own
+dist.destroy_process_group()
+print("all equal")
+"""
+
+LETS_A_STRANGER_IN = """
+import os, subprocess, sys
+import torch.distributed as dist
+
+if os.environ["RANK"] == "1":
+    sys.exit(subprocess.call([sys.executable, "stranger.py"]))
+dist.init_process_group("gloo")
+found = [None, None]
+dist.all_gather_object(found, "of rank zero")
+"""
+
+STRANGER = """
+import datetime, os, pathlib, time
+import torch.distributed as dist
+
+class Trap:
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path("unpickled").absolute(),)
+
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+while not (found := [key for key in store.list_keys() if key.endswith("/0//cpu//0/0")]):
+    time.sleep(0.05)
+mine = dist.PrefixStore(found[0].removesuffix("/0//cpu//0/0"), store)
+dist.init_process_group("gloo", store=mine, rank=1, world_size=2, timeout=datetime.timedelta(seconds=20))
+print("joined", flush=True)
+found = [None, None]
+dist.all_gather_object(found, Trap())
+"""
+
+MEETS_ELSEWHERE = """
+import os, socket, subprocess, sys
+import torch.distributed as dist
+
+if os.environ["RANK"] == "0":
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    os.environ.update(MASTER_PORT=str(port), WORLD_SIZE="2")
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    code = "import torch.distributed as d; d.init_process_group('gloo'); f = [0, 0]; d.all_gather_object(f, 'other'); print(f)"
+    other = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": "1"})
+    dist.init_process_group("gloo")
+    found = [None, None]
+    dist.all_gather_object(found, "script")
+    print(found, flush=True)
+    sys.exit(other.wait())
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_ranks_exchange_objects_by_each_of_pytorchs_functions(place: Place) -> None:
+    (place.path / "sends.py").write_text(SENDS_OBJECTS)
+
+    done = place.submit(TWO, "python", "sends.py")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [place.log("sends", rank).splitlines()[-1] for rank in (0, 1)] == ["all equal"] * 2
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.TCPStore, "list_keys"), reason="this PyTorch shows nobody the keys that ranks meet by"
+)
+def test_a_stranger_who_joins_in_a_ranks_place_has_nothing_unpickled(place: Place) -> None:
+    (place.path / "lets.py").write_text(LETS_A_STRANGER_IN)
+    (place.path / "stranger.py").write_text(STRANGER)
+
+    done = place.submit((*TWO, "restart.max_no_progress=1"), "python", "lets.py")
+
+    assert done.returncode != 0, done
+    assert "joined" in place.log("lets", 1)
+    assert "WorkerError: An object that another rank has sent does not carry this attempt's seal" in place.log("lets")
+    assert not (place.path / "unpickled").exists()
+
+
+def test_what_a_script_exchanges_with_programs_of_its_own_elsewhere_stays_as_it_is(place: Place) -> None:
+    (place.path / "elsewhere.py").write_text(MEETS_ELSEWHERE)
+
+    done = place.submit(TWO, "python", "elsewhere.py")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "['script', 'other']" in place.log("elsewhere")
