@@ -37,6 +37,7 @@ from ddp_hpc.workload import recipe
 from ddp_hpc.workload.table import workload_of
 from tests.distributed.whole_runs import make_workplace
 from tests.made_run import add_metrics, add_progress, make_run
+from tests.pauses import in_pauses_of
 from tests.strange.one_process import prepared, trained
 from tests.unit.made_state import SEED, make_checkpointers, make_state, save
 
@@ -165,7 +166,7 @@ def test_what_cannot_be_read_for_a_while_is_read_then(run: RunDir, monkeypatch: 
         path.unlink()
         path.write_bytes(original)
 
-    monkeypatch.setattr("time.sleep", mend)
+    in_pauses_of("ddp_hpc.base.patience", mend, monkeypatch)
 
     assert restore(run) == STEPS[-1]
 
@@ -191,7 +192,7 @@ def test_a_process_of_a_run_waits_for_its_configuration_and_refuses_nothing_mean
     with pytest.raises(ConfigError, match="does not exist"):
         load_resolved(run.config)
 
-    monkeypatch.setattr("time.sleep", lambda _: away.rename(run.config))
+    in_pauses_of("ddp_hpc.base.patience", lambda _: away.rename(run.config), monkeypatch)
 
     assert load_resolved(run.config, is_patient=True).name == run.name
 

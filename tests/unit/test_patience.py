@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from ddp_hpc.base.patience import patiently
+from tests.pauses import in_pauses_of
 
 
 class StopError(Exception):
@@ -20,7 +20,7 @@ def test_a_callback_that_raises_ends_a_long_pause_within_about_a_second(
     unanswered = tmp_path / "file"
     unanswered.symlink_to(unanswered.name)  # "Too many levels of symbolic links" says nothing of the file
     slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+    in_pauses_of("ddp_hpc.base.patience", slept.append, monkeypatch)
     stop_at_s = 7.0
 
     def stop_if_wanted() -> None:

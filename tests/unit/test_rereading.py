@@ -24,6 +24,7 @@ from ddp_hpc.run_dir.rereading import LOOK_INTERVAL_S, SETTLED_S, LastRead, Tail
 from ddp_hpc.watch import status as status_module
 from ddp_hpc.watch.follow import follow
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, add_progress, make_run
+from tests.pauses import in_pauses_of
 
 
 class Looks:
@@ -254,7 +255,7 @@ def test_where_nobody_can_say_that_a_process_ends_the_whole_pause_is_made(
     run = make_run(tmp_path)
     add_attempt(run)
     pauses: list[float] = []
-    monkeypatch.setattr("time.sleep", pauses.append)
+    in_pauses_of("ddp_hpc.base.processes", pauses.append, monkeypatch)
 
     def refuse(_: int) -> int:
         assert error is not None
@@ -337,7 +338,7 @@ def test_a_run_on_another_host_is_looked_at_after_the_whole_pause(
     run = make_run(tmp_path)
     add_attempt(run)
     pauses: list[float] = []
-    monkeypatch.setattr("time.sleep", pauses.append)
+    in_pauses_of("ddp_hpc.run_dir.rereading", pauses.append, monkeypatch)
     monkeypatch.setattr("ddp_hpc.base.processes.host_name", lambda: "login")
 
     await_news(Ledger.read(run).attempts[0])
