@@ -30,7 +30,7 @@ pip-install = $(one-at-a-time) sh -c '{ [ -e $@ ] && [ -z "$$(find $^ -newer $@)
 	|| { $(1)/python -m pip install -qq --disable-pip-version-check -c envs/constraints.txt "$$@" && touch $@; }' pip
 
 .PHONY: help demo test test-long test-adapters test-all check format docs pictures bench campaign campaign-slurm \
-	campaign-storm campaign-pythons campaign-dockerfile clean distclean
+	campaign-strangers campaign-storm campaign-pythons campaign-dockerfile clean distclean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
@@ -87,6 +87,9 @@ campaign: .venv/.dev ## Hundreds of killed and resumed runs
 
 campaign-slurm: .venv/.dev ## Every fault by every launcher on the test cluster, then thirty in a row (as root, an hour)
 	$(BIN)/python -m pytest -m campaign -s -p no:randomly tests/slurm $(ARGS)
+
+campaign-strangers: .venv/.dev ## Another user attacks runs of each launcher on the test cluster (as root, 20 minutes)
+	$(BIN)/python -m pytest -m 'campaign or not campaign' -s -p no:randomly tests/slurm/test_strangers.py $(ARGS)
 
 campaign-storm: .venv/.dev ## Several runs at once under random faults, a seed each: ARGS="--seed 1 2 3 --minutes 8 --runs 3" (as root)
 	$(BIN)/python -m tests.slurm.storm $(ARGS)
