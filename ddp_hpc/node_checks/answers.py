@@ -30,10 +30,6 @@ class Answers:
     """Of the job, rank zero's first."""
     facts: Mapping[str, NodeFacts]
     """Of those that answered."""
-    lost: Sequence[str] = ()
-    """Nodes on which Slurm starts no command any more, whether they had answered or not."""
-    unsure: Sequence[str] = ()
-    """Nodes on which Slurm started no command at the end, but perhaps nowhere."""
     problem: str = ""
     """Why others did not, as srun says."""
     network: NetworkFindings | None = None

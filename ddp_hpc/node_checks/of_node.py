@@ -37,37 +37,18 @@ MUST_AGREE: Mapping[str, Level] = {
 def answered(answers: Answers) -> Iterator[Finding]:
     """Find nodes that did not answer, or not to the end, or left out a part."""
     silent = [node for node in answers.nodes if node not in answers.facts]
-    # Where Slurm reaches fewer nodes than it does not, the fault may be of Slurm, or of the node that asks.
-    is_of_few = len(answers.lost) * 2 <= len(answers.nodes)
-    gone = [node for node in answers.lost if node in answers.facts]
-    unsure = [*answers.unsure, *([] if is_of_few else gone)]
-    if gone and is_of_few:
-        found = (
-            f"{listed(gone)} answered the first questions, and went down, or lost the connection to Slurm, in the middle of the check: "
-            "Slurm starts no command there now, and does on others. The other lines compare what was known by then"
-        )
-        yield Finding(check="nodes", level="fail", found=found, to_do=_see_state(gone), nodes=(*gone,))
-    if dead := [node for node in silent if node in answers.lost]:
-        found = f"no answer from {listed(dead)}, and Slurm starts no command there now"
-        named = (*dead,) if is_of_few else ()
-        yield Finding(check="nodes", level="fail", found=found, to_do=_see_state(dead), nodes=named)
-        silent = [node for node in silent if node not in dead]
-    if unsure:
-        found = (
-            f"all questions to {listed(unsure)} were answered, but at the end of the check Slurm started no command there. "
-            "Whether that is of these nodes or of Slurm's controller, which may be busy or restart, is not known"
-        )
-        to_do = (
-            f"`scontrol ping` shows whether the controller answers, `scontrol show node {unsure[0]}` the node's state"
-        )
-        yield Finding(check="nodes", level="unknown", found=found, to_do=to_do)
     if silent:
         why = f" ({answers.problem})" if answers.problem else ""
-        to_do = f"examine them: `srun --overlap --nodelist={silent[0]} hostname`"
-        yield Finding(
-            check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=(*silent,)
+        to_do = (
+            f"leave it out if `srun --nodelist={silent[0]} hostname` does not answer either; `scontrol show node {silent[0]}` "
+            "shows what Slurm knows of it, maybe some minutes late"
         )
-    elif not answers.lost and not unsure:
+        # Where most say nothing, the fault may be of Slurm, or of the node that asks; srun may also have ended the step on all.
+        named = (*silent,) if len(silent) * 2 <= len(answers.nodes) else ()
+        yield Finding(
+            check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=named
+        )
+    else:
         yield Finding(check="nodes", level="ok", found=f"all {len(answers.nodes)} answered")
     slow = answers.of(lambda facts: facts.late or None)
     hung = [node for node, late in slow.items() if any(part in _OF_FILES or part.startswith("path ") for part in late)]
@@ -81,10 +62,6 @@ def answered(answers: Answers) -> Iterator[Finding]:
             to_do="on the node, run `ls` on the path, or `getent hosts NAME`: a file system or name server does not answer",
             nodes=(node,) if is_proof else (),
         )
-
-
-def _see_state(nodes: Sequence[str]) -> str:
-    return f"leave them out; `scontrol show node {nodes[0]}` shows what Slurm knows of it, maybe some minutes late; tell your cluster's support"
 
 
 _OF_FILES = frozenset({"shared", "disks"})
