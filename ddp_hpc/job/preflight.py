@@ -79,7 +79,14 @@ def examine(question: Question) -> Preflight:
     if len(facts) > 1 and not processes.is_stop_pending():
         with diagnosis("the network between the nodes"):
             network = _network(question, tuple(facts))
-    answers = Answers(nodes=nodes, facts=facts, problem=answered.last_error, network=network, asked=question.asked)
+    answers = Answers(
+        nodes=nodes,
+        facts=facts,
+        unstarted=answered.unstarted,
+        problem=answered.last_error,
+        network=network,
+        asked=question.asked,
+    )
     seconds = round(time.monotonic() - began, 1)
     return Preflight(at=at, seconds=seconds, nodes=nodes, findings=findings_of(answers))
 

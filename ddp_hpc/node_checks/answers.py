@@ -30,8 +30,10 @@ class Answers:
     """Of the job, rank zero's first."""
     facts: Mapping[str, NodeFacts]
     """Of those that answered."""
+    unstarted: Sequence[str] = ()
+    """Those of the others on which Slurm could not start the check."""
     problem: str = ""
-    """Why others did not, as srun says."""
+    """Why they did not, as srun says."""
     network: NetworkFindings | None = None
     asked: Asked = field(default_factory=Asked)
 

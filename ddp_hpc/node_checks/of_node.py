@@ -37,14 +37,21 @@ MUST_AGREE: Mapping[str, Level] = {
 def answered(answers: Answers) -> Iterator[Finding]:
     """Find nodes that did not answer, or not to the end, or left out a part."""
     silent = [node for node in answers.nodes if node not in answers.facts]
-    if silent:
-        why = f" ({answers.problem})" if answers.problem else ""
+    if not answers.facts and not answers.unstarted:
+        found = f"no node answered{answers.problem and f': {answers.problem}'}"
+        to_do = "run `srun --overlap hostname` in the job, which shows why"
+        yield Finding(check="nodes", level="unknown", found=found, to_do=to_do)
+    elif silent:
+        why = answers.problem and f" ({answers.problem})"
+        if answers.unstarted:  # srun has then ended it on the others
+            why = f"; Slurm could not start the check on {listed(answers.unstarted)}"
+        bad = answers.unstarted or silent
         to_do = (
-            f"leave it out if `srun --nodelist={silent[0]} hostname` does not answer either; `scontrol show node {silent[0]}` "
+            f"leave it out if `srun --nodelist={bad[0]} hostname` does not answer either; `scontrol show node {bad[0]}` "
             "shows what Slurm knows of it, maybe some minutes late"
         )
-        # Where most say nothing, the fault may be of Slurm, or of the node that asks; srun may also have ended the step on all.
-        named = (*silent,) if len(silent) * 2 <= len(answers.nodes) else ()
+        # Where most say nothing, the fault may be of Slurm, or of the node that asks.
+        named = (*bad,) if len(bad) * 2 <= len(answers.nodes) else ()
         yield Finding(
             check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=named
         )

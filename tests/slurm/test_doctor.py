@@ -215,6 +215,25 @@ def lose(cluster: Cluster, node: str, how: str) -> None:
             cluster.cut(node)
 
 
+@pytest.mark.long
+def test_a_node_whose_slurmd_is_down_before_the_check_is_named(cluster: Cluster, login: LoginNode) -> None:
+    checks = (
+        f"touch begun; while [ ! -e lost ]; do sleep 0.2; done; {sys.executable} -m ddp_hpc doctor --json --nodes=4"
+    )
+    asking = cluster.popen("salloc", "--nodes=4", "--ntasks-per-node=1", "sh", "-c", checks, cwd=login.folder)
+    cluster.wait_for((login.folder / "begun").exists, 60)
+
+    cluster.run("pkill", "--signal", "KILL", "-x", "slurmd", node="node3", user="root")
+    (login.folder / "lost").touch()
+
+    stdout, stderr = asking.communicate(timeout=280)
+    cluster.kill("node3")  # a node that is off is booted for the next test
+    assert stdout, stderr
+    found = json.loads(stdout)
+    assert named(found) == {"nodes": ["node3"]}
+    assert found["exclude"] == "--exclude=node3"
+
+
 def hang(cluster: Cluster, node: str, module: str) -> None:
     """Wait until a process of a module runs on a node, and stop it there, so that it does not end before the node does."""
     words = ("pkill", "--signal", "STOP", "-f", f"[{module[0]}]{module[1:]}")  # which does not match what runs pkill

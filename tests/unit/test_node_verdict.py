@@ -292,6 +292,18 @@ def test_where_most_nodes_do_not_answer_none_is_the_odd_one(num_silent: int, nam
     assert f"no answer from {', '.join(NODES[len(answered) :])}" in found.found
 
 
+@pytest.mark.parametrize("answered", [(), NODES[:1], NODES[:2]])
+def test_where_slurm_cannot_start_the_check_on_a_node_the_others_that_it_then_ends_are_not_to_blame(
+    answered: tuple[str, ...],
+) -> None:
+    facts = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=answered)) for node in answered}
+
+    found = bad(replace(answers(), facts=facts, unstarted=["node3"]))
+
+    assert [(one.check, one.level, one.nodes) for one in found] == [("nodes", "fail", ("node3",))]
+    assert found[0].found.endswith("node4; Slurm could not start the check on node3")
+
+
 def test_without_any_answer_nothing_is_known() -> None:
     (found,) = findings_of(Answers(nodes=NODES, facts={}, problem="srun: error: Unable to create step"))
 

@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.job import preflight
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.preflight import Question, examine, outcome_of
-from ddp_hpc.job.wire.subprocesses import NodesAnswers
+from ddp_hpc.job.wire.subprocesses import NodesAnswers, ask_nodes
 from ddp_hpc.node_checks.facts import NodeFacts
 from ddp_hpc.run_dir.network import NetworkFindings
 from ddp_hpc.run_dir.preflight import Preflight
@@ -76,3 +76,12 @@ def test_where_no_node_answers_the_workers_start(tmp_path: Path, monkeypatch: py
 
     assert [(one.check, one.level) for one in found.findings] == [("nodes", "unknown")]
     assert [outcome_of(found, on_fail) for on_fail in ("stop", "exclude")] == [None, None]
+
+
+def test_the_nodes_are_named_on_which_srun_could_not_start_the_command() -> None:
+    said = "srun: error: Task launch for StepId=7.0 failed on node n3: Communication connection failure"
+    step = ["sh", "-c", f"echo '{said}' >&2; echo 'srun: error: n4: task 3: Killed' >&2", "srun"]
+
+    answers = ask_nodes(["true"], NODES, environ={"PATH": "/usr/bin:/bin"}, timeout_s=60, step=step)
+
+    assert (answers.unstarted, answers.last_error) == (["n3"], "srun: error: n4: task 3: Killed")
