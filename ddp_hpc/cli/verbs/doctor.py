@@ -98,7 +98,7 @@ def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             )
         except DdpHpcError as error:
             problem = error  # what was found before is shown all the same
-    exclude = on_nodes.shown_exclude(found.bad_nodes if found else ())
+    exclude = f"--exclude={','.join(found.bad_nodes)}" if found and found.bad_nodes else ""
     if args.json:
         print(as_json(_as_record(findings, found, exclude, str(problem or why_not))))
     elif found is not None:

@@ -98,8 +98,3 @@ def result_of(printed: str) -> Preflight | None:
         if found is not None:
             return found
     return None
-
-
-def shown_exclude(bad: Sequence[str]) -> str:
-    """Return the flag by which a job leaves nodes out; empty without any."""
-    return f"--exclude={','.join(bad)}" if bad else ""
