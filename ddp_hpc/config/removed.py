@@ -28,6 +28,12 @@ REMOVED: Mapping[str, Removed] = {
         instead="`ddp-hpc audit RUN` computes steps of a run again afterwards and says whether it computed right; the ranks' weights "
         "are compared as before (`integrity.every_steps`).",
     ),
+    "preflight.all_reduce": Removed(
+        since="2026-11-26",
+        default=False,
+        instead="`preflight.enabled` still checks that the nodes reach each other, as `ddp-hpc doctor --nodes` does; NVIDIA's nccl-tests "
+        "measure how fast an all-reduce is, and whether its sums are right (docs/doctor.md).",
+    ),
 }
 """By name."""
 

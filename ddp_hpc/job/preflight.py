@@ -1,4 +1,4 @@
-"""Checks the nodes of a job before a training: asks each of them, probes the network between them, and judges the answers.
+"""Checks the nodes of a job before a training: asks each of them once, probes the network between them, and judges the answers.
 
     python -m ddp_hpc.job.preflight --folder DIR [--path PATH ...]      # in a job: prints the result as JSON
 
@@ -15,31 +15,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ddp_hpc import exit_codes
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.containers import CommandWrapper
 from ddp_hpc.errors import ConfigError, DdpHpcError
-from ddp_hpc.job import all_reduce
 from ddp_hpc.job.choose_endpoint import address_of
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, diagnosis
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.job.node_question import Question, without
-from ddp_hpc.job.unreached import Reach, are_all_reached, reach_of
-from ddp_hpc.job.wire.subprocesses import NodesAnswers, ask_nodes
-from ddp_hpc.node_checks import collectives
+from ddp_hpc.job.wire.subprocesses import ask_nodes
 from ddp_hpc.node_checks.answers import Answers, Asked
 from ddp_hpc.node_checks.facts import facts_of
-from ddp_hpc.node_checks.of_network import slow_ways
 from ddp_hpc.node_checks.verdict import findings_of
 from ddp_hpc.run_dir.ledger import Ledger
 from ddp_hpc.run_dir.network import NetworkFindings
-from ddp_hpc.run_dir.preflight import Finding, Preflight, write_preflight
+from ddp_hpc.run_dir.preflight import Preflight, write_preflight
 from ddp_hpc.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.slurm.hostlist import expand_hostlist
 from ddp_hpc.slurm.steps import beside_argv
@@ -48,166 +42,76 @@ ANSWER_S = 30.0
 """How long the nodes may take to start Python and to answer."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is checked, and how commands run on the nodes."""
+
+    allocation: Allocation
+    folder: Path
+    """A directory that all nodes share; each writes a file there. It is removed."""
+    environ: Mapping[str, str]
+    paths: Sequence[str] = ()
+    """What workers read."""
+    python: Sequence[str] = (sys.executable,)
+    step: Sequence[str] | None = None
+    """The beginning of the command that starts a process on each node as workers start; None for a step of one CPU."""
+    interfaces: Sequence[str] = ()
+    """Networks to prefer (`network.interfaces`)."""
+    asked: Asked = field(default_factory=Asked)
+
+
 def examine(question: Question) -> Preflight:
-    """Ask all nodes, probe the network, and judge. A node that goes down meanwhile is named, and the others are asked without it."""
+    """Ask each node once, probe the network between those that answered, and judge."""
     nodes, began, at = question.allocation.node_names, time.monotonic(), time.time()
     make_directories(question.folder)
-    told, problem, lost = _asked(question)
+    options = [*(f"--node={node}" for node in nodes), *(f"--path={path}" for path in question.paths)]
+    answered = ask_nodes(
+        [*question.python, "-m", "ddp_hpc.node_checks.node", f"--folder={question.folder}", *options],
+        nodes,
+        environ=question.environ,
+        timeout_s=ANSWER_S,
+        step=question.step,
+        is_over=processes.is_stop_pending,
+    )
     shutil.rmtree(question.folder, ignore_errors=True)
-    facts = {node: found for node in nodes if (found := facts_of(told.get(node))) is not None}
-    network = None
-    if facts and not processes.is_stop_pending():
-        network, lost = _network_without(question, lost)
-    summed: Sequence[Finding] = ()
-    if question.all_reduce:
-        summed, lost = _all_reduce_without(question, network, lost)
-    rest = [node for node in nodes if node not in lost and node in facts]
-    last = Reach()
-    if rest and not processes.is_stop_pending() and not are_all_reached(rest, question.environ):
-        last = reach_of(
-            rest, question.environ, job_nodes=rest
-        )  # finds one whose processes go on, such as without its slurmd
+    facts = {node: found for node in nodes if (found := facts_of(answered.by_node.get(node))) is not None}
+    network: NetworkFindings | None = None
+    if len(facts) > 1 and not processes.is_stop_pending():
+        with diagnosis("the network between the nodes"):
+            network = _network(question, tuple(facts))
     answers = Answers(
         nodes=nodes,
         facts=facts,
-        lost=[*lost, *last.lost],
-        unsure=last.unsure,
-        problem=problem,
+        unstarted=answered.unstarted,
+        problem=answered.last_error,
         network=network,
         asked=question.asked,
     )
-    findings = [*findings_of(answers), *summed]
-    return Preflight(at=at, seconds=round(time.monotonic() - began, 1), nodes=nodes, findings=tuple(findings))
+    seconds = round(time.monotonic() - began, 1)
+    return Preflight(at=at, seconds=seconds, nodes=nodes, findings=findings_of(answers))
 
 
-def _asked(question: Question) -> tuple[Mapping[str, Any], str, list[str]]:
-    """Return what the nodes say of themselves, srun's last error, and the nodes on which Slurm starts no command.
-
-    Where there are such nodes, srun may have ended the step on the others, too, so these are asked once more without them.
-    """
-    first = _answers_to(question)
-    lost = _lost(question, first.silent)
-    rest = [node for node in first.silent if node not in lost]
-    if not lost or not rest or processes.is_stop_pending():
-        return first.by_node, first.last_error, lost
-    again = _answers_to(question, rest)
-    return {**first.by_node, **again.by_node}, first.last_error or again.last_error, lost
-
-
-def _lost(question: Question, silent: Sequence[str], *, before: Sequence[str] = ()) -> list[str]:
-    """Return those of the silent nodes on which Slurm starts no command; `before` are lost already."""
-    if not silent or processes.is_stop_pending():
-        return []
-    job_nodes = [node for node in question.allocation.node_names if node not in before]
-    return [*reach_of(silent, question.environ, job_nodes=job_nodes).lost]
-
-
-def _answers_to(question: Question, rest: Sequence[str] = ()) -> NodesAnswers:
-    """Ask all nodes for their facts, or only these."""
-    nodes = question.allocation.node_names
-    options = [*(f"--node={node}" for node in nodes), *(f"--path={path}" for path in question.paths)]
-    command = [*question.python, "-m", "ddp_hpc.node_checks.node", f"--folder={question.folder}", *options]
-    asked = without(question, [node for node in nodes if rest and node not in rest])
-    return ask_nodes(
-        command,
-        asked.allocation.node_names,
-        environ=asked.environ,
-        timeout_s=ANSWER_S,
-        step=asked.step,
-        is_over=processes.is_stop_pending,
-    )
-
-
-def _network_without(question: Question, lost: Sequence[str]) -> tuple[NetworkFindings | None, list[str]]:
-    """Probe the network between the nodes that are not lost; return also which are, with those that are lost meanwhile."""
-    found = _network(without(question, lost))
-    silent = found.silent if found is not None else ()
-    newly = _lost(question, silent, before=lost)
-    if not newly:
-        return found, [*lost]
-    all_lost = [*lost, *newly]
-    # As in `_asked`: the step that probed may have ended on the other nodes, too.
-    return (_network(without(question, all_lost)) if not processes.is_stop_pending() else found), all_lost
-
-
-def _all_reduce_without(
-    question: Question, network: NetworkFindings | None, lost: Sequence[str]
-) -> tuple[Sequence[Finding], list[str]]:
-    """Have the nodes that are not lost add up numbers; return also which are, with those that are lost meanwhile."""
-    rest = without(question, lost)
-    findings, silent = _all_reduce(rest, network)
-    newly = _lost(question, silent, before=lost)
-    all_lost = [*lost, *newly]
-    if newly and len(silent) == len(rest.allocation.node_names) and not processes.is_stop_pending():
-        findings, _ = _all_reduce(without(question, all_lost), network)  # the step did not start for the lost ones
-    return findings, all_lost
-
-
-def _all_reduce(question: Question, network: NetworkFindings | None) -> tuple[Sequence[Finding], Sequence[str]]:
-    """Have the nodes add up numbers; where their network does not carry, they would only wait for each other."""
-    why_not = ""
-    if network is not None and network.is_faulty:
-        why_not = "the network does not carry between all nodes"
-    elif processes.is_stop_pending():
-        why_not = "a signal asks for the end"
-    if why_not:
-        return [Finding(check=collectives.CHECK, level="unknown", found=f"none was made, as {why_not}")], []
-    found: Sequence[Finding] = [Finding(check=collectives.CHECK, level="unknown", found="none could be made")]
-    silent: Sequence[str] = []
-    with diagnosis("an all-reduce between the nodes"):
-        found, silent = all_reduce.findings_of(question)
-    return found, silent
-
-
-def _network(question: Question) -> NetworkFindings | None:
-    """Probe the network that the ranks would meet on; None where that fails."""
-    found: NetworkFindings | None = None
-    with diagnosis("the network between the nodes"):
-        found = _probed(question)
-    return found  # noqa: RET504  `diagnosis` passes errors over
-
-
-def _probed(question: Question) -> NetworkFindings | None:
-    nodes = question.allocation.node_names
-    if len(nodes) < 2:
-        return None
-    address, _ = address_of(question.allocation, environ=question.environ, preferred=question.interfaces)
-    found = network_probe.probe(nodes, address, measures=True)
-    if found.is_faulty or not slow_ways(found.paces) or processes.is_stop_pending():
-        return found
-    # A busy node slows a link down for a moment, and a slow link stays slow.
-    return fastest(found, network_probe.probe(nodes, address, measures=True))
-
-
-def fastest(first: NetworkFindings, again: NetworkFindings) -> NetworkFindings:
-    """Return the second of two probes with the higher speed of each link."""
-    rates = {(pace.sender, pace.receiver): pace.mb_per_s for pace in first.paces}
-    paces = (
-        replace(pace, mb_per_s=max(pace.mb_per_s, rates.get((pace.sender, pace.receiver), 0.0))) for pace in again.paces
-    )
-    return replace(again, paces=tuple(paces))
+def _network(question: Question, nodes: tuple[str, ...]) -> NetworkFindings:
+    """Probe the network that the ranks would meet on, between these nodes of the job."""
+    allocation = replace(question.allocation, node_names=nodes)
+    address, _ = address_of(allocation, environ=question.environ, preferred=question.interfaces)
+    return network_probe.probe(nodes, address, measures=True)
 
 
 def checked(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Outcome | None:
-    """Check the job's nodes before its first attempt; return how the attempt ends where the workers must not start, else None."""
+    """Check the job's nodes before its first attempt, where the run asks for it.
+
+    Return how the attempt ends where the workers must not start, else None.
+    """
+    spec, allocation = context.spec, context.allocation
+    if not spec.preflight.enabled or allocation is None:
+        return None
     found: Preflight | None = None
     with diagnosis("the nodes before the workers start"):
-        found = _found(context, wrapper, attempt)
+        if _is_first(context.records.ledger(), attempt):
+            found = examine(_question(context, wrapper, attempt, allocation))
     if found is None or processes.is_stop_pending():
         return None  # what a check that was cut short found is no reason; the workers' start takes the signal
-    return _told(context, attempt, found)
-
-
-def _found(context: JobContext, wrapper: CommandWrapper, attempt: int) -> Preflight | None:
-    """Return what a check found; None where none is asked for, or the job's nodes have been checked before."""
-    allocation = context.allocation
-    if not context.spec.preflight.enabled or allocation is None or not _is_first(context.records.ledger(), attempt):
-        return None
-    return examine(_question(context, wrapper, attempt, allocation))
-
-
-def _told(context: JobContext, attempt: int, found: Preflight) -> Outcome | None:
-    """Record and print what was found; return how the attempt ends, where it does."""
     with best_effort():
         write_preflight(context.run, attempt, found)
     for finding in found.findings:
@@ -216,7 +120,7 @@ def _told(context: JobContext, attempt: int, found: Preflight) -> Outcome | None
     sys.stderr.write(
         f"note: {len(found.nodes)} nodes were checked in {found.seconds:.0f} s; failures: {len(found.failures)}\n"
     )
-    return outcome_of(found, context.spec.preflight.on_fail, nodelist=context.spec.slurm.nodelist or "")
+    return outcome_of(found, spec.preflight.on_fail, nodelist=spec.slurm.nodelist or "")
 
 
 def _is_first(ledger: Ledger, attempt: int) -> bool:
@@ -241,7 +145,6 @@ def _question(context: JobContext, wrapper: CommandWrapper, attempt: int, alloca
         asked=Asked(
             cpus_per_node=workload.cpus_per_worker * world.workers_per_node, gpus_per_node=spec.resources.num_gpus
         ),
-        all_reduce=spec.preflight.all_reduce,
     )
 
 
@@ -268,7 +171,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", action="append", default=[])
     parser.add_argument("--interface", action="append", default=[])
     parser.add_argument("--gpus-per-node", type=int, default=0)
-    parser.add_argument("--all-reduce", action="store_true")
     arguments = parser.parse_args(argv)
     processes.die_with_parent(os.getppid())
     try:
@@ -284,7 +186,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             paths=arguments.path,
             interfaces=arguments.interface,
             asked=Asked(gpus_per_node=arguments.gpus_per_node),
-            all_reduce=arguments.all_reduce,
         )
         found = examine(question)
     except (DdpHpcError, OSError) as error:

@@ -30,12 +30,10 @@ class Answers:
     """Of the job, rank zero's first."""
     facts: Mapping[str, NodeFacts]
     """Of those that answered."""
-    lost: Sequence[str] = ()
-    """Nodes on which Slurm starts no command any more, whether they had answered or not."""
-    unsure: Sequence[str] = ()
-    """Nodes on which Slurm started no command at the end, but perhaps nowhere."""
+    unstarted: Sequence[str] = ()
+    """Those of the others on which Slurm could not start the check."""
     problem: str = ""
-    """Why others did not, as srun says."""
+    """Why they did not, as srun says."""
     network: NetworkFindings | None = None
     asked: Asked = field(default_factory=Asked)
 

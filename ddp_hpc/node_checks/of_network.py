@@ -133,9 +133,10 @@ def _speed(network: NetworkFindings) -> Iterator[Finding]:
     ways = ", ".join(f"{sender} to {receiver} {rate:.1f}" for (sender, receiver), rate in sorted(slow.items())[:6])
     whose = f"{listed(nodes)}: " if nodes else ""
     found = f"{whose}slow links, in MB/s: {ways}; the median link has {middle:.0f}"
-    to_do = (
+    examine = (
         "leave the node out, and examine its link (`ethtool`, `ibstat`)" if nodes else "examine the switch between them"
     )
+    to_do = f"check once more, as a busy node slows its links for a moment; if they stay slow, {examine}"
     yield Finding(check="speed", level="warn", found=found, to_do=to_do, nodes=tuple(nodes))
 
 

@@ -37,37 +37,25 @@ MUST_AGREE: Mapping[str, Level] = {
 def answered(answers: Answers) -> Iterator[Finding]:
     """Find nodes that did not answer, or not to the end, or left out a part."""
     silent = [node for node in answers.nodes if node not in answers.facts]
-    # Where Slurm reaches fewer nodes than it does not, the fault may be of Slurm, or of the node that asks.
-    is_of_few = len(answers.lost) * 2 <= len(answers.nodes)
-    gone = [node for node in answers.lost if node in answers.facts]
-    unsure = [*answers.unsure, *([] if is_of_few else gone)]
-    if gone and is_of_few:
-        found = (
-            f"{listed(gone)} answered the first questions, and went down, or lost the connection to Slurm, in the middle of the check: "
-            "Slurm starts no command there now, and does on others. The other lines compare what was known by then"
-        )
-        yield Finding(check="nodes", level="fail", found=found, to_do=_see_state(gone), nodes=(*gone,))
-    if dead := [node for node in silent if node in answers.lost]:
-        found = f"no answer from {listed(dead)}, and Slurm starts no command there now"
-        named = (*dead,) if is_of_few else ()
-        yield Finding(check="nodes", level="fail", found=found, to_do=_see_state(dead), nodes=named)
-        silent = [node for node in silent if node not in dead]
-    if unsure:
-        found = (
-            f"all questions to {listed(unsure)} were answered, but at the end of the check Slurm started no command there. "
-            "Whether that is of these nodes or of Slurm's controller, which may be busy or restart, is not known"
-        )
-        to_do = (
-            f"`scontrol ping` shows whether the controller answers, `scontrol show node {unsure[0]}` the node's state"
-        )
+    if not answers.facts and not answers.unstarted:
+        found = f"no node answered{answers.problem and f': {answers.problem}'}"
+        to_do = "run `srun --overlap hostname` in the job, which shows why"
         yield Finding(check="nodes", level="unknown", found=found, to_do=to_do)
-    if silent:
-        why = f" ({answers.problem})" if answers.problem else ""
-        to_do = f"examine them: `srun --overlap --nodelist={silent[0]} hostname`"
-        yield Finding(
-            check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=(*silent,)
+    elif silent:
+        why = answers.problem and f" ({answers.problem})"
+        if answers.unstarted:  # srun has then ended it on the others
+            why = f"; Slurm could not start the check on {listed(answers.unstarted)}"
+        bad = answers.unstarted or silent
+        to_do = (
+            f"leave it out if `srun --nodelist={bad[0]} hostname` does not answer either; `scontrol show node {bad[0]}` "
+            "shows what Slurm knows of it, maybe some minutes late"
         )
-    elif not answers.lost and not unsure:
+        # Where most say nothing, the fault may be of Slurm, or of the node that asks.
+        named = (*bad,) if len(bad) * 2 <= len(answers.nodes) else ()
+        yield Finding(
+            check="nodes", level="fail", found=f"no answer from {listed(silent)}{why}", to_do=to_do, nodes=named
+        )
+    else:
         yield Finding(check="nodes", level="ok", found=f"all {len(answers.nodes)} answered")
     slow = answers.of(lambda facts: facts.late or None)
     hung = [node for node, late in slow.items() if any(part in _OF_FILES or part.startswith("path ") for part in late)]
@@ -81,10 +69,6 @@ def answered(answers: Answers) -> Iterator[Finding]:
             to_do="on the node, run `ls` on the path, or `getent hosts NAME`: a file system or name server does not answer",
             nodes=(node,) if is_proof else (),
         )
-
-
-def _see_state(nodes: Sequence[str]) -> str:
-    return f"leave them out; `scontrol show node {nodes[0]}` shows what Slurm knows of it, maybe some minutes late; tell your cluster's support"
 
 
 _OF_FILES = frozenset({"shared", "disks"})

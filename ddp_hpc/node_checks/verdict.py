@@ -12,16 +12,7 @@ from ddp_hpc.run_dir.preflight import Finding
 def findings_of(answers: Answers) -> tuple[Finding, ...]:
     """Return what all checks found, in the order of the table."""
     if not answers.facts:
-        why = f": {answers.problem}" if answers.problem else ""
-        told = f"no node answered{why}"
-        return (
-            Finding(
-                check="nodes",
-                level="unknown",
-                found=told,
-                to_do="run `srun --overlap hostname` in the job, which shows why",
-            ),
-        )
+        return tuple(of_node.answered(answers))
     return tuple(finding for check in CHECKS for finding in check(answers))
 
 

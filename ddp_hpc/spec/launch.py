@@ -281,9 +281,6 @@ class PreflightSpec(Checked, section="preflight"):
     on_fail: Literal["stop", "warn", "exclude"] = "stop"
     """What a failed check does: `stop` ends the run; `exclude` puts the job back into the queue without the nodes that the check names,
     and ends the run where it names none; `warn` only prints it."""
-    all_reduce: bool = False
-    """With `preflight.enabled`, also have the nodes add up known numbers by the workers' back end (gloo, or NCCL): is the result right, and
-    how fast is each link. It imports PyTorch on each node first."""
 
 
 @dataclass(frozen=True, kw_only=True)

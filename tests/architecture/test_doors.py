@@ -35,7 +35,6 @@ DOORS: dict[str, set[str]] = {
         "script/worker.py",
         "sweep/local.py",
         "sweep/task.py",
-        "train/all_reduce_check.py",
         "train/recording/follower.py",
     },
     "subprocess": {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.diagnose.doctor.slurm_versions import known_holes
-from ddp_hpc.job.preflight import fastest, outcome_of
+from ddp_hpc.job.preflight import outcome_of
 from ddp_hpc.node_checks.answers import Answers, Asked
 from ddp_hpc.node_checks.facts import Disk, NodeFacts, Shared
 from ddp_hpc.node_checks.node import gather
@@ -101,15 +101,6 @@ def test_two_nodes_whose_clocks_differ_name_neither() -> None:
     (found,) = not_good(many(2), network(nodes, paces=paces))
 
     assert (found.check, found.level, found.nodes) == ("clocks", "warn", ())
-
-
-def test_a_link_that_only_one_of_two_probes_found_slow_is_fast() -> None:
-    def probed(rate: float) -> NetworkFindings:
-        pace = Pace(sender="n0", receiver="n1", mb_per_s=rate, ahead_s=0.0, trip_s=0.001)
-        return network(("n0", "n1"), paces=(pace,))
-
-    assert fastest(probed(900.0), probed(1.0)).paces[0].mb_per_s == 900.0
-    assert fastest(probed(1.0), probed(900.0)).paces[0].mb_per_s == 900.0
 
 
 @pytest.mark.parametrize(

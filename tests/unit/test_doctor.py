@@ -376,14 +376,11 @@ def test_the_job_of_the_doctor_is_placed_as_the_run_would_be(tmp_path: Path) -> 
         "slurm.partition=gpu",
         "slurm.account=lab",
         "slurm.exclude=node9",
-        "slurm.extra.mem-per-cpu=1G",
     ]
     spec = resolve(None, settings, {"HOME": str(tmp_path)}).spec
 
     assert options_of(spec, "3")[0] == "--nodes=3"
     assert options_of(spec, "node[1-2]")[0] == "--nodelist=node[1-2]"
-    of_memory = [option for option in options_of(spec, "3", all_reduce=True) if option.startswith("--mem")]
-    assert of_memory == ["--mem=4G"]
     assert {"--partition=gpu", "--account=lab", "--exclude=node9"} <= {*options_of(spec, "3")}
 
 

@@ -281,6 +281,29 @@ def test_a_node_that_does_not_answer_is_named_and_what_it_has_is_not_compared() 
     assert (found.check, found.level, found.nodes) == ("nodes", "fail", ("node4",))
 
 
+@pytest.mark.parametrize(("num_silent", "named"), [(1, NODES[3:]), (2, NODES[2:]), (3, ())])
+def test_where_most_nodes_do_not_answer_none_is_the_odd_one(num_silent: int, named: tuple[str, ...]) -> None:
+    answered = NODES[: len(NODES) - num_silent]
+    facts = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=answered)) for node in answered}
+
+    (found,) = bad(replace(answers(), facts=facts))
+
+    assert (found.check, found.level, found.nodes) == ("nodes", "fail", named)
+    assert f"no answer from {', '.join(NODES[len(answered) :])}" in found.found
+
+
+@pytest.mark.parametrize("answered", [(), NODES[:1], NODES[:2]])
+def test_where_slurm_cannot_start_the_check_on_a_node_the_others_that_it_then_ends_are_not_to_blame(
+    answered: tuple[str, ...],
+) -> None:
+    facts = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=answered)) for node in answered}
+
+    found = bad(replace(answers(), facts=facts, unstarted=["node3"]))
+
+    assert [(one.check, one.level, one.nodes) for one in found] == [("nodes", "fail", ("node3",))]
+    assert found[0].found.endswith("node4; Slurm could not start the check on node3")
+
+
 def test_without_any_answer_nothing_is_known() -> None:
     (found,) = findings_of(Answers(nodes=NODES, facts={}, problem="srun: error: Unable to create step"))
 
@@ -445,28 +468,3 @@ def test_an_answer_survives_the_way_through_json() -> None:
 @pytest.mark.parametrize("plain", [None, [], "text", {"names": 3}, {"disks": {"tmp": {"colour": "red"}}}])
 def test_what_is_no_answer_is_not_taken_for_one(plain: Any) -> None:
     assert facts_of(plain) is None
-
-
-def test_a_node_that_is_lost_in_the_middle_of_a_check_is_named_and_what_it_said_is_compared() -> None:
-    old = replace(GOOD, software={**(GOOD.software or {}), "torch": "1.0"})
-
-    found = bad(answers({"node3": old}, lost=["node3"], network=network(("node1", "node2", "node4"))))
-
-    assert [(one.check, one.level, one.nodes) for one in found] == [
-        ("nodes", "fail", ("node3",)),
-        ("torch", "fail", ("node3",)),
-    ]
-    assert "node3 answered the first questions, and went down" in found[0].found
-
-
-def test_a_node_that_is_lost_before_it_answers_is_named_once() -> None:
-    facts = {node: GOOD for node in NODES if node != "node3"}
-
-    found = [
-        one
-        for one in findings_of(Answers(nodes=NODES, facts=facts, lost=["node3"], network=network()))
-        if one.level == "fail"
-    ]
-
-    assert [(one.check, one.nodes) for one in found] == [("nodes", ("node3",))]
-    assert "Slurm starts no command there now" in found[0].found

@@ -40,11 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", metavar="N|LIST", help="also check this number of nodes, or these (`node[1-4]`), by a short job"
     )
     parser.add_argument(
-        "--all-reduce",
-        action="store_true",
-        help="with `--nodes`: also test PyTorch's all-reduce (NCCL on GPUs, else gloo) among all nodes and in pairs, by sums that are known",
-    )
-    parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
@@ -98,13 +93,12 @@ def _of_site(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
                 args.nodes,
                 environment,
                 is_in_job=site.job[0] == "runs",
-                all_reduce=args.all_reduce,
                 paths=args.path,
                 patience_s=args.patience,
             )
         except DdpHpcError as error:
             problem = error  # what was found before is shown all the same
-    exclude = on_nodes.shown_exclude(found.bad_nodes if found else ())
+    exclude = f"--exclude={','.join(found.bad_nodes)}" if found and found.bad_nodes else ""
     if args.json:
         print(as_json(_as_record(findings, found, exclude, str(problem or why_not))))
     elif found is not None:

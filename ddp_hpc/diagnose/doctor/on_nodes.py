@@ -32,13 +32,10 @@ def check(  # noqa: PLR0913  what is checked, and where
     environ: Mapping[str, str],
     *,
     is_in_job: bool,
-    all_reduce: bool = False,
     paths: Sequence[str] = (),
     patience_s: float = WAIT_S,
 ) -> Preflight:
     """Check so many nodes, or the named ones; with `is_in_job`, those of the job that `environ` names. `paths` have to be there on each.
-
-    With `all_reduce`, they also add up known numbers.
 
     Raises:
         ConfigError: where Slurm refuses the job, or the check fails.
@@ -53,7 +50,6 @@ def check(  # noqa: PLR0913  what is checked, and where
         _MODULE,
         f"--folder={folder}",
         f"--gpus-per-node={spec.resources.num_gpus}",
-        *(["--all-reduce"] if all_reduce else []),
         *(f"--path={path}" for path in read),
         *(f"--interface={name}" for name in spec.network.interfaces),
     ]
@@ -61,9 +57,7 @@ def check(  # noqa: PLR0913  what is checked, and where
         if is_in_job:
             answer = client.run_beside(command, environ, timeout_s=patience_s)
         else:
-            answer = client.run_in_allocation(
-                options_of(spec, nodes, all_reduce=all_reduce), command, environ, timeout_s=patience_s
-            )
+            answer = client.run_in_allocation(options_of(spec, nodes), command, environ, timeout_s=patience_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found = result_of(answer.stdout)
@@ -82,22 +76,16 @@ _NOT_OF_IT = frozenset(
 """Options of a run's job that the job of a check has its own for, or does without."""
 
 
-_TORCH_MEM_GB = 4
-"""Memory of a process that imports PyTorch with CUDA; what a site gives to a job of one CPU may be less."""
-
-
-def options_of(spec: RunSpec, nodes: str, *, all_reduce: bool = False) -> list[str]:
+def options_of(spec: RunSpec, nodes: str) -> list[str]:
     """Return what salloc gets: a short job of one task on each node, in the place where a run's would be."""
     is_list = _NUMBER.fullmatch(nodes) is None
     left_out = _OF_THE_CHECK | _NOT_OF_IT | ({"nodelist"} if is_list else set())
-    left_out |= {"mem-per-cpu", "mem-per-gpu"} if all_reduce else set()  # salloc takes one of the three
     made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)
     chosen = [f"--{one.flag}{'' if one.value is None else f'={one.value}'}" for one in made if one.flag not in left_out]
     where = f"--nodelist={nodes}" if is_list else f"--nodes={nodes}"
-    memory = [f"--mem={_TORCH_MEM_GB}G"] if all_reduce else []
     # Without --no-kill, Slurm ends the whole job when one of its nodes goes down, and what the others said is lost.
     own = ["--no-kill", "--ntasks-per-node=1", f"--time={_TIME_LIMIT_MIN}", "--job-name=ddp-hpc-doctor"]
-    return [where, *memory, *own, *chosen]
+    return [where, *own, *chosen]
 
 
 def result_of(printed: str) -> Preflight | None:
@@ -110,8 +98,3 @@ def result_of(printed: str) -> Preflight | None:
         if found is not None:
             return found
     return None
-
-
-def shown_exclude(bad: Sequence[str]) -> str:
-    """Return the flag by which a job leaves nodes out; empty without any."""
-    return f"--exclude={','.join(bad)}" if bad else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import subprocess
 import time
@@ -17,6 +18,8 @@ from ddp_hpc.slurm.steps import probe_argv
 
 _LOOK_S = 0.5
 """How long to wait between two questions whether a command is over."""
+_NOT_STARTED = re.compile(r"launch .*failed on node ([^\s:]+)")
+"""As in `srun: error: Task launch for StepId=7.0 failed on node node3: Communication connection failure`."""
 
 
 def start(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool = False) -> subprocess.Popen[bytes]:
@@ -72,6 +75,8 @@ class NodesAnswers:
     """Of those that did, in the job's order."""
     silent: Sequence[str]
     """Names of those that did not."""
+    unstarted: Sequence[str] = ()
+    """Those of them on which srun could not start the command; some seconds later it ends the command on the others, too."""
     last_error: str = ""
     """The last line of srun's errors."""
 
@@ -100,5 +105,6 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     return NodesAnswers(
         by_node={node: answers[node] for node in nodes if node in answers},
         silent=[node for node in nodes if node not in answers],
+        unstarted=[node for node in nodes if node not in answers and node in _NOT_STARTED.findall(errors)],
         last_error=next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ""),
     )
