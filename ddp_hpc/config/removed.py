@@ -28,6 +28,12 @@ REMOVED: Mapping[str, Removed] = {
         instead="`ddp-hpc audit RUN` computes steps of a run again afterwards and says whether it computed right; the ranks' weights "
         "are compared as before (`integrity.every_steps`).",
     ),
+    "steps": Removed(
+        since="2026-11-26",
+        default=None,
+        instead="`ddp-hpc submit CONFIG --after RUN` submits a run that waits for another one; on one machine, use "
+        "`ddp-hpc submit A --wait && ddp-hpc submit B`.",
+    ),
 }
 """By name."""
 

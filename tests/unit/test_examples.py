@@ -11,15 +11,12 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_hpc.config import resolve
-from ddp_hpc.pipeline.resolving import resolve_steps
-from ddp_hpc.pipeline.steps import read_pipeline
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.recipe import Recipe, build_recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PIPELINE = EXAMPLES / "pipeline.yaml"
-CONFIGURATIONS = sorted({*EXAMPLES.glob("*.yaml")} - {PIPELINE})
+CONFIGURATIONS = sorted(EXAMPLES.glob("*.yaml"))
 SHOWN = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """A block of code whose fence names the file that it is from."""
 
@@ -38,18 +35,6 @@ def some(data: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.name)
 def test_an_example_has_only_keys_that_exist_and_its_files_name(path: Path) -> None:
     assert spec_of(path).name == path.stem
-
-
-def test_the_pipeline_has_only_keys_that_exist_and_scripts_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(EXAMPLES)
-    pipeline = read_pipeline(PIPELINE, [])
-    assert pipeline is not None
-
-    steps = resolve_steps(pipeline, {"DDP_HPC_SITE_PROFILE": ""}, site=None, is_for_slurm=True)
-
-    assert [step.run.name for step in steps] == ["digits-train", "digits-evaluate", "digits-export"]
-    programs = [step.resolved.spec.script.program for step in steps if step.resolved.spec.script.is_set]
-    assert all(program.module or Path(str(program.script)).is_file() for program in programs)
 
 
 @pytest.mark.parametrize("name", ["digits", "own_vision", "tiny_lm"])
