@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import default_collate
 
 from ddp_hpc.config import resolve
@@ -16,7 +17,8 @@ from ddp_hpc.train.recipe import Recipe, build_recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-CONFIGURATIONS = sorted(EXAMPLES.glob("*.yaml"))
+TRAIN_JOB = EXAMPLES / "kubeflow_trainjob.yaml"
+CONFIGURATIONS = sorted({*EXAMPLES.glob("*.yaml")} - {TRAIN_JOB})
 SHOWN = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """A block of code whose fence names the file that it is from."""
 
@@ -35,6 +37,21 @@ def some(data: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.name)
 def test_an_example_has_only_keys_that_exist_and_its_files_name(path: Path) -> None:
     assert spec_of(path).name == path.stem
+
+
+def test_the_published_models_of_kubeflow_trainer_take_the_train_job_as_it_is() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="`pip install kubeflow-trainer-api`")
+    written = yaml.safe_load(TRAIN_JOB.read_text())
+
+    read = models.TrainerV1alpha1TrainJob.from_dict(written)
+
+    assert read.to_dict() == written, "the models drop a field that they do not know"
+
+
+def test_the_train_job_has_only_keys_that_exist() -> None:
+    args = yaml.safe_load(TRAIN_JOB.read_text())["spec"]["trainer"]["args"]
+
+    assert resolve(None, args, {"DDP_HPC_SITE_PROFILE": ""}).spec.name == "digits"
 
 
 @pytest.mark.parametrize("name", ["digits", "own_vision", "tiny_lm"])
