@@ -102,10 +102,6 @@ def unknown_key(name: str, location: str) -> ConfigError:
 
     if gone := no_longer_a_key(name, location):
         return gone
-    if name == "steps":
-        return ConfigError(
-            f"`steps` ({location}) is not a key of one run: it makes a pipeline, which only `ddp-hpc submit CONFIG` takes."
-        )
     section = name.rpartition(".")[0]
     if not is_section(section):
         section = ""

@@ -43,11 +43,6 @@ def fill(setting: Setting, environ: Mapping[str, str]) -> Setting:
     return Setting(setting.key, full[0] if is_text else full, setting.origin)
 
 
-def is_path(key: str) -> bool:
-    """Return whether `$NAME` is a variable in values of this key."""
-    return key in _PATHS
-
-
 def literal(path: object) -> str:
     """Return a path's text with `$` doubled, so that `fill` returns it unchanged."""
     return str(path).replace("$", "$$")

@@ -34,6 +34,12 @@ REMOVED: Mapping[str, Removed] = {
         instead="`preflight.enabled` still checks that the nodes reach each other, as `ddp-hpc doctor --nodes` does; NVIDIA's nccl-tests "
         "measure how fast an all-reduce is, and whether its sums are right (docs/doctor.md).",
     ),
+    "steps": Removed(
+        since="2026-11-26",
+        default=None,
+        instead="`ddp-hpc submit CONFIG --after RUN` submits a run that waits for another one; on one machine, use "
+        "`ddp-hpc submit A --wait && ddp-hpc submit B`.",
+    ),
 }
 """By name."""
 

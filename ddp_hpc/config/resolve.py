@@ -73,24 +73,7 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
         asked += from_overrides(overrides)
     if command:
         asked += settings_in({"script": {"command": list(command)}}, COMMAND_LINE)
-    return resolve_settings(asked, environ, name=name_from(stem), profile=profile, is_for_slurm=is_for_slurm)
-
-
-def name_from(stem: str) -> str:
-    """Return the name of a run whose configuration does not name it, from its file's or script's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
-
-
-def resolve_settings(
-    asked: Sequence[Setting], environ: Mapping[str, str], *, name: str, profile: Profile | None, is_for_slurm: bool
-) -> Resolved:
-    """Return what follows from defaults, a site profile and settings; of several settings for one key, the last counts.
-
-    `name` is the run's where no setting names it.
-
-    Raises:
-        ConfigError: for the first invalid value.
-    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
     before = [*from_defaults(), Setting("name", name, DEFAULT), *(profile.settings if profile else ())]
     after = filled(asked, environ)
     between: Sequence[Setting] = ()

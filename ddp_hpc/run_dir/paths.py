@@ -82,11 +82,6 @@ class RunDir:
         return self.path / "job.sbatch"
 
     @property
-    def pbs_script(self) -> Path:
-        """The job script for PBS, where the user has asked for one; `qsub job.pbs` starts or resumes the run."""
-        return self.path / "job.pbs"
-
-    @property
     def snapshots(self) -> Path:
         """Copies of the user's code, one for each submission with changed code."""
         return self.path / "snapshots"

@@ -90,13 +90,6 @@ class Backend(Protocol):
             ConfigError: where `submit` would refuse the spec before it makes anything.
         """
 
-    def refuse(self, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> None:
-        """Ask the scheduler whether it would accept the run's job, before anything is made; a dependency may be missing in `spec`.
-
-        Raises:
-            ConfigError: where it would not: what was asked, what there is, what to do.
-        """
-
     def prepare(
         self, resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
     ) -> tuple[RunDir, list[str]]:

@@ -37,21 +37,6 @@ def after_job(job_id: str, when: When) -> str:
     return f"{_WORDS[when]}:{job_id}"
 
 
-def joined(users: str | None, parts: Sequence[str]) -> str:
-    """Return the user's own dependency and others as sbatch takes them; empty without any.
-
-    Raises:
-        ConfigError: where they cannot be combined.
-    """
-    known = [part for part in parts if part]
-    if users and "?" in users and known:
-        raise ConfigError(
-            f"`slurm.dependency` is {users!r}, which asks for one of several jobs (`?`), but the job also has to wait for {','.join(known)}; "
-            "Slurm cannot combine the two. Leave out one of them."
-        )
-    return ",".join([*([users] if users else []), *known])
-
-
 def awaited_in(dependency: str, befores: Sequence[Before]) -> list[Awaited]:
     """Return those runs whose jobs a dependency names, with the numbers of the jobs."""
     jobs = ((before, read_queued_job(before.run)) for before in befores)
@@ -70,15 +55,22 @@ def dependency(
     `is_single`: it also waits for each earlier job of the user that has its name. `users` is what the configuration asks for.
 
     Raises:
-        ConfigError: where the back end has no queue, or a run has ended in another way than asked for.
+        ConfigError: where the back end has no queue, a run has ended in another way than asked for, or `users` cannot be combined with
+            the others.
     """
     if not backend.HAS_QUEUE:
         raise ConfigError(
             "`--after` and `--singleton` let a job wait in Slurm's queue, but this run would start on this machine, which has no queue. "
             "Start one run after the other there: `ddp-hpc submit A --wait && ddp-hpc submit B`."
         )
-    parts = [*(_part(before, backend, environ) for before in befores), "singleton" if is_single else ""]
-    return joined(users, parts) or None
+    parts = [part for before in befores if (part := _part(before, backend, environ))]
+    parts += ["singleton"] if is_single else []
+    if users and "?" in users and parts:
+        raise ConfigError(
+            f"`slurm.dependency` is {users!r}, which asks for one of several jobs (`?`), but the job also has to wait for {','.join(parts)}; "
+            "Slurm cannot combine the two. Leave out one of them."
+        )
+    return ",".join([*([users] if users else []), *parts]) or None
 
 
 def _part(before: Before, backend: Backend, environ: Mapping[str, str]) -> str:

@@ -98,11 +98,6 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     return Description(notes=notes, command=supervisor_argv(run), import_paths=import_paths)
 
 
-def refuse(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> None:
-    """Refuse nothing: there is no scheduler."""
-    del spec, import_paths, environ
-
-
 def prepare(
     resolved_text: str, spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]
 ) -> tuple[RunDir, list[str]]:

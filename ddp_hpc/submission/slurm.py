@@ -98,16 +98,6 @@ def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[st
     )
 
 
-def refuse(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> None:
-    """Ask Slurm whether it would accept the run's job, before anything is made.
-
-    Raises:
-        ConfigError: where it would not: what was asked, what the cluster has, what to do.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
-    capacity.refuse(spec, job_script(spec, import_paths, environ), environ)
-
-
 def _notes(spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str]) -> list[str]:
     refuse_missing_recorders(spec)
     paths = job_import_paths(spec, run, import_paths)

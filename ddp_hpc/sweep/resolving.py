@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddp_hpc.config import Overlay, Resolved
-from ddp_hpc.config.braces import fill_braces, names_in_braces
 from ddp_hpc.config.keys import is_section, key_of, unknown_key
 from ddp_hpc.config.paths import literal
 from ddp_hpc.errors import ConfigError
@@ -16,6 +16,8 @@ from ddp_hpc.sweep.points import Point, as_set
 
 POINT = "point"
 """The word in braces that stands for the point's name in a script's command."""
+_BRACES = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+"""A word in braces: `lr` in `--lr={lr}`. `${word}` belongs to a shell, or to Hydra."""
 _OF_THE_ARRAY = ("slurm", "resources", "container", "stage", "snapshot", "site", "launcher", "runs_dir", "script.start")
 """Sections and keys that the tasks of a job array share, as they have one script and one kind of allocation."""
 
@@ -43,7 +45,9 @@ class Points:
         settings |= {"name": point.name, "runs_dir": self._runs_dir}
         if self._command:
             words = {**{key: _as_word(value) for key, value in point.settings.items()}, POINT: point.name}
-            settings["script.command"] = [fill_braces(word, words) for word in self._command]
+            settings["script.command"] = [
+                _BRACES.sub(lambda match: words.get(match[1], match[0]), word) for word in self._command
+            ]
         try:
             return self._overlay.resolved(settings, f"sweep, {point}")
         except ConfigError as error:
@@ -74,7 +78,7 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
     Raises:
         ConfigError: for the first point that is not valid, or that sets what means nothing; it names the point.
     """
-    in_braces = {name for word in base.spec.script.command for name in names_in_braces(word)}
+    in_braces = {name for word in base.spec.script.command for name in _BRACES.findall(word)}
     made = Points(base, environ)
     checked: set[str] = set()
     keys: set[str] = set()

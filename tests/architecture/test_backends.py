@@ -21,7 +21,7 @@ SLURMS_OWN = {
 """Who asks for Slurm's back end by its name."""
 CALLERS = sorted(
     path.relative_to(PACKAGE).as_posix()
-    for room in ("api.py", "certify", "cli", "drill", "pipeline", "submission")
+    for room in ("api.py", "certify", "cli", "drill", "submission")
     for path in ([PACKAGE / room] if room.endswith(".py") else (PACKAGE / room).rglob("*.py"))
 )
 

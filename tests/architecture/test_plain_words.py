@@ -23,7 +23,6 @@ PLAIN = (
     "diagnose",
     "drill",
     "job",
-    "pipeline",
     "rendezvous",
     "report",
     "run_dir",

@@ -50,10 +50,6 @@ def is_here(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def refuse(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> None:
-    del spec, import_paths, environ
-
-
 def describe(spec: RunSpec, *, import_paths: Sequence[Path], environ: Mapping[str, str]) -> Description:
     del environ
     if spec.resources.nodes > 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from ddp_hpc.base import processes
 from ddp_hpc.rendezvous.ports import candidate_ports, is_free
@@ -21,6 +22,7 @@ from ddp_hpc.run_dir.records import read_progress
 from tests.distributed.whole_runs import Workplace, make_workplace
 from tests.unit.made_network import task
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = """
 recipe: {target: "trial_recipe:build", args: {num_samples: 24}}
 train: {max_steps: 12, global_batch_size: 4}
@@ -281,23 +283,51 @@ wait
 
 
 @pytest.mark.long
-def test_the_job_script_of_pbs_trains_on_two_nodes_with_a_stand_in_for_pbsdsh(workplace: Workplace) -> None:
+def test_the_example_for_pbs_stops_in_time_and_goes_on_with_a_stand_in_for_pbsdsh(workplace: Workplace) -> None:
     bin_dir = workplace.path / "bin"
     bin_dir.mkdir()
     (bin_dir / "pbsdsh").write_text(PBSDSH)
     (bin_dir / "pbsdsh").chmod(0o755)
+    (workplace.path / ".venv").symlink_to(sys.prefix)
     (workplace.path / "nodes").write_text("localhost\nlocalhost.\n")
-    rendered = workplace.command("render", "trial.yaml", "--target", "pbs", "resources.nodes=2")
-    assert rendered.returncode == 0, rendered.stderr
+    slow = workplace.config.read_text().replace("num_samples: 24", "num_samples: 24, load_s: 0.2")
+    (workplace.path / "my_run.yaml").write_text(slow)
+    script = workplace.path / "pbs_job.sh"
+    script.write_text((EXAMPLES / "pbs_job.sh").read_text())
     environ = {
         "PATH": f"{bin_dir}:/usr/bin:/bin",
+        "PBS_O_WORKDIR": str(workplace.path),
         "PBS_NODEFILE": str(workplace.path / "nodes"),
         "PBS_JOBID": f"{time.monotonic_ns() % 20000}.server",
     }
+    argv = ["/bin/bash", str(script)]
 
-    assert ends([start(workplace, ["/bin/bash", str(workplace.run("trial").pbs_script)], environ)]) == [0]
+    job = start(workplace, argv, environ)
+    until(lambda: (progress := read_progress(workplace.run("my_run"))) is not None and progress.step >= 1)
+    job.send_signal(signal.SIGTERM)  # to the script alone
+    assert ends([job]) == [0]
+    assert ends([start(workplace, argv, environ)]) == [0]
 
-    (attempt,) = attempts(workplace)
+    stopped, finished = attempts(workplace, "my_run")
+    assert (stopped.ending, finished.ending, finished.last_step) == ("stopped", "finished", 12)
+    assert finished.first_step == stopped.last_step
+
+
+@pytest.mark.long
+def test_the_example_for_kubeflow_trains_on_its_nodes_with_the_variables_that_trainer_sets(
+    workplace: Workplace, port: str
+) -> None:
+    trainer = yaml.safe_load((EXAMPLES / "kubeflow_trainjob.yaml").read_text())["spec"]["trainer"]
+    assert trainer["command"] == ["python3", *JOIN[1:4]]
+    settings = [f"runs_dir={workplace.path}/runs" if word == "runs_dir=/runs" else word for word in trainer["args"]]
+    argv = [*JOIN[:4], *settings, "train.max_steps=12"]
+
+    def node(number: int) -> subprocess.Popen[str]:
+        given = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+        return start(workplace, argv, {**kubeflow(number, port), **given})
+
+    assert ends([node(number) for number in range(trainer["numNodes"])]) == [0, 0]
+    (attempt,) = attempts(workplace, "digits")
     assert (attempt.ending, attempt.last_step) == ("finished", 12)
 
 

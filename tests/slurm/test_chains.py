@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from ddp_hpc.run_dir.ledger import Ledger
-from ddp_hpc.run_dir.records import read_queued_job
+from ddp_hpc.run_dir.records import read_progress, read_queued_job
+from tests.slurm.lab.settings import ROOT
 from tests.slurm.runs import SMALL, LoginNode
 
 pytestmark = pytest.mark.long
@@ -68,3 +70,57 @@ def _hasten(login: LoginNode) -> bool:
     """Start the requeued job before Slurm's delay is over."""
     login.type("requeue", "first", "--now")
     return False
+
+
+STEPS = ("train", "evaluate", "export")
+
+
+def submit_three(login: LoginNode, tmp_path: Path, before: str, after: str) -> None:
+    """Start the example with three runs, with a change; its evaluation is not tried again."""
+    text = (ROOT / "examples" / "three_runs_on_slurm.sh").read_text()
+    assert before in text
+    (tmp_path / "three.sh").write_text(text.replace(before, after))
+    login.add_recipe(tmp_path / "three.sh")
+    login.add_recipe(ROOT / "examples" / "evaluate.py")
+    login.cluster.run("bash", "three.sh", cwd=login.folder, env={"DDP_HPC__RESTART__MAX_NO_PROGRESS": "1"}, timeout=300)
+
+
+def test_the_example_waits_over_a_preemption_of_its_first_run(login: LoginNode, tmp_path: Path) -> None:
+    place = ("slurm.partition=low", "slurm.nodelist=node1", "train.epochs=60", "resources.workers_per_node=1")
+    submit_three(login, tmp_path, "name=digits-train\n", f"name=digits-train {' '.join(place)}\n")
+    train = login.run("digits-train")
+
+    def is_training() -> bool:
+        progress = read_progress(train)
+        return progress is not None and progress.step >= 60
+
+    login.cluster.wait_for(is_training, 180)
+    assert login.status("digits-export")["reason"] == "the job waits until digits-evaluate has finished"
+    urgent = ("--partition=high", "--nodelist=node1", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3")
+    login.cluster.run("sbatch", *urgent, cwd=login.folder)
+    login.await_state("digits-export", "finished", timeout_s=300)
+
+    first, *_, last = Ledger.read(train).attempts
+    assert (first.cause, last.ending, last.job_id) == ("preempted", "finished", first.job_id)
+    ends = [Ledger.read(login.run(f"digits-{step}")).attempts for step in STEPS]
+    for before, after in itertools.pairwise(ends):
+        assert len(after) == 1
+        assert after[0].started_at >= (before[-1].ended_at or 0.0)
+    assert (login.run("digits-export").path / "model.safetensors").exists()
+
+
+def test_the_example_leaves_no_job_behind_one_that_failed_and_is_started_again_with_it(
+    login: LoginNode, tmp_path: Path
+) -> None:
+    submit_three(login, tmp_path, "accuracy=0.9", "accuracy=1.1")
+    assert login.await_state("digits-evaluate", "failed")
+
+    export = login.await_state("digits-export", "cancelled")
+
+    assert export["reason"].startswith("cancelled, because digits-evaluate failed (")
+    assert not login.cluster.run("squeue", "--noheader").stdout.strip()
+    assert Ledger.read(login.run("digits-export")).newest is None
+
+    submit_three(login, tmp_path, "accuracy=0.9", "accuracy=0.8")
+    login.await_state("digits-export", "finished")
+    assert [len(Ledger.read(login.run(f"digits-{step}")).attempts) for step in STEPS] == [1, 2, 1]

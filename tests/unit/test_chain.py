@@ -59,6 +59,15 @@ def test_a_run_that_has_ended_otherwise_is_refused(ending: str, when: str, how: 
         wait_for(run, when)
 
 
+def test_a_dependency_of_the_users_on_one_of_several_jobs_is_refused_with_another(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    ended(run, Ending.FINISHED)
+
+    assert wait_for(run, "ok", users="afterok:3?afterok:4") == "afterok:3?afterok:4"
+    with pytest.raises(ConfigError, match=r"has to wait for singleton; Slurm cannot combine the two"):
+        wait_for(run, "ok", is_single=True, users="afterok:3?afterok:4")
+
+
 def test_on_one_machine_a_chain_is_refused_with_what_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import default_collate
 
 from ddp_hpc.config import resolve
-from ddp_hpc.pipeline.resolving import resolve_steps
-from ddp_hpc.pipeline.steps import read_pipeline
 from ddp_hpc.spec import RunSpec
 from ddp_hpc.train.recipe import Recipe, build_recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PIPELINE = EXAMPLES / "pipeline.yaml"
-CONFIGURATIONS = sorted({*EXAMPLES.glob("*.yaml")} - {PIPELINE})
+TRAIN_JOB = EXAMPLES / "kubeflow_trainjob.yaml"
+CONFIGURATIONS = sorted({*EXAMPLES.glob("*.yaml")} - {TRAIN_JOB})
 SHOWN = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """A block of code whose fence names the file that it is from."""
 
@@ -40,16 +39,19 @@ def test_an_example_has_only_keys_that_exist_and_its_files_name(path: Path) -> N
     assert spec_of(path).name == path.stem
 
 
-def test_the_pipeline_has_only_keys_that_exist_and_scripts_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(EXAMPLES)
-    pipeline = read_pipeline(PIPELINE, [])
-    assert pipeline is not None
+def test_the_published_models_of_kubeflow_trainer_take_the_train_job_as_it_is() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="`pip install kubeflow-trainer-api`")
+    written = yaml.safe_load(TRAIN_JOB.read_text())
 
-    steps = resolve_steps(pipeline, {"DDP_HPC_SITE_PROFILE": ""}, site=None, is_for_slurm=True)
+    read = models.TrainerV1alpha1TrainJob.from_dict(written)
 
-    assert [step.run.name for step in steps] == ["digits-train", "digits-evaluate", "digits-export"]
-    programs = [step.resolved.spec.script.program for step in steps if step.resolved.spec.script.is_set]
-    assert all(program.module or Path(str(program.script)).is_file() for program in programs)
+    assert read.to_dict() == written, "the models drop a field that they do not know"
+
+
+def test_the_train_job_has_only_keys_that_exist() -> None:
+    args = yaml.safe_load(TRAIN_JOB.read_text())["spec"]["trainer"]["args"]
+
+    assert resolve(None, args, {"DDP_HPC_SITE_PROFILE": ""}).spec.name == "digits"
 
 
 @pytest.mark.parametrize("name", ["digits", "own_vision", "tiny_lm"])

@@ -77,6 +77,15 @@ def test_whoever_sets_a_removed_key_is_refused_and_told_what_to_do_instead(
         resolve(tmp_path / "run.yaml", words, NO_SITE | variables)
 
 
+def test_a_file_with_the_steps_of_a_pipeline_is_refused_with_what_submits_one_run_after_another(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("steps:\n  train: {seed: 1}\n  export: {after: train}\n")
+
+    with pytest.raises(
+        ConfigError, match=r"`steps` \(.*line 1\) is no longer a key, .*`ddp-hpc submit CONFIG --after RUN`"
+    ):
+        resolve(tmp_path / "run.yaml", [], NO_SITE)
+
+
 def test_no_row_names_a_key_that_exists_and_each_says_when_and_what_instead() -> None:
     assert not REMOVED.keys() & all_keys().keys()
     for one in REMOVED.values():

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.config import Overlay
-from ddp_hpc.config.resolve import resolve_settings
+from ddp_hpc.config import Overlay, resolve
 from ddp_hpc.errors import ConfigError
 from ddp_hpc.run_dir.machine_use import GpuUse
 from ddp_hpc.slurm.queries import NodeShape
@@ -141,7 +140,7 @@ def test_the_share_of_the_cpus_is_in_the_configuration_with_its_source_and_is_to
 ) -> None:
     (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'gpu|4|64|1000|gpu:a100:4'\n")
     (tmp_path / "sinfo").chmod(0o755)
-    resolved = resolve_settings([], {}, name="run", profile=None, is_for_slurm=True)
+    resolved = resolve(None, [], {"DDP_HPC_SITE_PROFILE": ""})
     settings = {"resources": {"gpus_per_node": 4}, "slurm": {"partition": "gpu"}, "runs_dir": str(tmp_path)}
     asked = Overlay(resolved, {}).resolved(settings, "a test")
 

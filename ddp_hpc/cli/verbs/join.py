@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _words(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """Return the configuration's path and the settings; a run that a TrainJob describes has only settings."""
+    """Return the configuration's path and the settings; where the container has no file, settings alone do, if one is `name`."""
     words = [word for word in (args.config, *args.settings) if word is not None]
     if any(word.startswith("name=") for word in words) and all("=" in word for word in words):
         return None, words

@@ -28,7 +28,6 @@ from ddp_hpc.run_dir.paths import RunDir, holds_sweep
 
 if TYPE_CHECKING:
     from ddp_hpc.config import Resolved
-    from ddp_hpc.pipeline.steps import Pipeline
     from ddp_hpc.run_dir.records import When
     from ddp_hpc.submission.backend import Backend, Submission
     from ddp_hpc.submission.chain import Before
@@ -85,17 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Start the run that the configuration asks for, or the steps of a pipeline."""
-    path, settings = sorted_words(args)
-    if path is None:
-        return _run_one(args, environment)
-    from ddp_hpc.pipeline.steps import read_pipeline  # late: a script without a file is no pipeline
-
-    pipeline = read_pipeline(path, [*settings, *runs_dir_setting(args.runs_dir)])
-    return _run_one(args, environment) if pipeline is None else _run_pipeline(args, pipeline, environment)
-
-
-def _run_one(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Resolve the configuration, start the run and print the result; with `--wait` or `--follow`, stay until it ends."""
     from ddp_hpc.submission.backend import choose_backend
 
@@ -160,31 +148,6 @@ def _resolve(
     if args.after or args.singleton:
         resolved = resolved_with(_chain(args, backend, resolved, environment))
     return fill_unset(resolved, environment, is_for_slurm=backend.HAS_QUEUE, is_fresh=args.fresh)
-
-
-def _run_pipeline(args: argparse.Namespace, pipeline: Pipeline, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.cli.pipelines import submit_pipeline
-    from ddp_hpc.pipeline.start import Target
-    from ddp_hpc.submission.backend import choose_backend
-
-    backend = choose_backend(args.cluster, environment)
-    import_paths = [Path.cwd(), pipeline.path.absolute().parent]
-    out = sys.stderr if args.json else sys.stdout
-    try:
-        return submit_pipeline(
-            args,
-            pipeline,
-            Target(backend=backend, import_paths=import_paths, environ=environment),
-            stay=lambda submission: _stay(args, submission, environment, out),
-        )
-    except KeyboardInterrupt:
-        goes_on = (
-            "The steps stay in Slurm's queue"
-            if backend.HAS_QUEUE
-            else "The step that runs goes on, but no other one is started. Submit the pipeline again to continue it"
-        )
-        print(f"\n{goes_on}. See them: ddp-hpc list", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _chain(args: argparse.Namespace, backend: Backend, resolved: Resolved, environment: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
@@ -84,28 +83,6 @@ def check(spec: RunSpec, run: RunDir, environ: Mapping[str, str]) -> list[str]:
     return questions.notes(spec, run)
 
 
-def refuse(spec: RunSpec, script: str, environ: Mapping[str, str]) -> None:
-    """Ask Slurm whether it would accept a job script that is not on disk yet.
-
-    Raises:
-        ConfigError: where it would not: what was asked, what the cluster has, what to do.
-        SlurmUnavailableError: where Slurm does not answer.
-    """
-    import tempfile  # late: only pipelines are asked about before they are made
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job.sbatch"
-        path.write_text(script, encoding="utf-8")
-        answer = client.test_only(path, environ)
-    if answer.refusal is not None:
-        _refuse(answer.refusal, spec, client.partitions(environ), environ)
-
-
-def _refuse(refusal: str, spec: RunSpec, partitions: Sequence[Partition], environ: Mapping[str, str]) -> NoReturn:
-    associations = client.associations(environ) if partitions else ()
-    raise ConfigError(explain(refusal, spec, Cluster(partitions, associations)))
-
-
 class Questions:
     """What Slurm is asked before a submission. The questions are asked at once, and while the caller prepares the submission."""
 
@@ -140,7 +117,8 @@ class Questions:
             each.wait()  # so that none is still being asked where another has failed
         answer, partitions = self._test.answer(), self._partitions.answer()
         if answer.refusal is not None:
-            _refuse(answer.refusal, spec, partitions, self.environ)
+            associations = client.associations(self.environ) if partitions else ()
+            raise ConfigError(explain(answer.refusal, spec, Cluster(partitions, associations)))
         partition = chosen_partition(spec, partitions)
         progress = read_progress(run)
         save_s = progress.save_s if progress else None
