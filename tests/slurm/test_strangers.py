@@ -1,4 +1,4 @@
-"""Another user of the cluster attacks the ranks of a run: nothing of theirs is unpickled, and the run finishes."""
+"""Another user of the cluster attacks the ranks of a run: nothing of theirs is unpickled, and a flood of connections ends no run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from tests.slurm.runs import LoginNode, world
 
 STRANGER = "nobody"
 SECONDS = 12.0
-PATIENCE_S = 900.0
-"""An attempt whose rank was locked out while the ranks met is ended after ten minutes; the next one finishes."""
 SCRIPT = """
 import time
 import torch.distributed as dist
@@ -105,7 +103,8 @@ def submit(login: LoginNode, name: str, cell: Cell) -> None:
         for cell in CELLS
     ],
 )
-def test_a_stranger_at_the_ranks_port_has_nothing_unpickled_and_the_run_finishes(cell: Cell, login: LoginNode) -> None:
+def test_a_stranger_at_the_ranks_port_has_nothing_unpickled(cell: Cell, login: LoginNode) -> None:
+    """Who only connects delays nothing; who takes keys or a rank's place may end the attempt, or hold it while its ranks meet."""
     shutil.copy(ROOT / "tests" / "slurm" / "stranger.py", login.folder)
     (login.folder / "stranger.py").chmod(0o644)
     login.folder.chmod(0o755)
@@ -115,9 +114,10 @@ def test_a_stranger_at_the_ranks_port_has_nothing_unpickled_and_the_run_finishes
 
     sys.stdout.write(f"{cell.name}: {done}\n")  # the campaign shows it
     assert done["connected"] > 10
-    state = login.await_state("run", "finished", "failed", "no_progress", timeout_s=PATIENCE_S)
+    if cell.attacks == ("flood",):
+        state = login.await_state("run", "finished", "failed", "no_progress")
+        assert state["state"] == "finished", login.console("run")
     assert not (login.folder / "unpickled").exists()
-    assert state["state"] == "finished", login.console("run")
 
 
 def test_ranks_of_one_node_cannot_be_reached_from_another(login: LoginNode) -> None:
