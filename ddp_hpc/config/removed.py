@@ -28,6 +28,11 @@ REMOVED: Mapping[str, Removed] = {
         instead="`ddp-hpc audit RUN` computes steps of a run again afterwards and says whether it computed right; the ranks' weights "
         "are compared as before (`integrity.every_steps`).",
     ),
+    "profile.command": Removed(
+        since="2026-11-26",
+        default="nsys",
+        instead="have `nsys` on the PATH of the nodes, by `slurm.modules`, `slurm.setup` or `env.PATH`.",
+    ),
 }
 """By name."""
 

@@ -60,8 +60,16 @@ class ByAgents:
     """Workers that an agent on each node forks, and forks again for the next attempt."""
 
     def __init__(
-        self, argv: Sequence[str], *, num_nodes: int, lock_fds: Sequence[int], leave_s: float = LEAVE_S
+        self,
+        argv: Sequence[str],
+        *,
+        num_nodes: int,
+        lock_fds: Sequence[int],
+        leave_s: float = LEAVE_S,
+        stop_by_file: RunDir | None = None,
     ) -> None:
+        """`stop_by_file` is the run whose rank zero also looks for the file that asks to stop, as nsys may keep signals to itself."""
+        self._stop_by_file = stop_by_file
         self._argv = argv
         self._num_nodes = num_nodes
         self._lock_fds = lock_fds
@@ -86,6 +94,8 @@ class ByAgents:
 
     def stop(self) -> None:
         """Order all agents to ask their workers to stop."""
+        if self._stop_by_file:
+            _ask_by_file(self._stop_by_file, self._attempt)
         if self._step:
             self._step.line.send(do="stop")
 
@@ -180,6 +190,12 @@ class _Step:
                 self.end()
 
 
+def _ask_by_file(run: RunDir, attempt: int) -> None:
+    with suppress(OSError):  # the disk may be full; the signal reaches them all the same
+        if not ownership.is_fenced(run, attempt):  # else the file would stop a newer attempt
+            ask_to_stop(run, by="supervisor")
+
+
 class ByTasks:
     """Workers that srun or torchrun start, as a step of its own for each attempt."""
 
@@ -209,9 +225,7 @@ class ByTasks:
 
     def stop(self) -> None:
         """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
-        with suppress(OSError):  # the disk may be full; the signal reaches them all the same
-            if not ownership.is_fenced(self._run, self._attempt):  # else the file would stop a newer attempt
-                ask_to_stop(self._run, by="supervisor")
+        _ask_by_file(self._run, self._attempt)
         processes.request_stop([self._process.pid])
 
     def end(self) -> None:
