@@ -203,7 +203,6 @@ def test_loopback_is_never_rank_zeros_address() -> None:
 
     assert address.value is None
     assert "set MASTER_ADDR with `export` in the job script" in address.rule
-    assert address.refused == (Refused("127.0.1.1", "loopback or link-local: other nodes cannot reach it"),)
 
 
 def test_of_several_addresses_the_one_on_the_fastest_network_is_taken_by_all() -> None:
@@ -217,10 +216,6 @@ def test_of_several_addresses_the_one_on_the_fastest_network_is_taken_by_all() -
     told = row(task(4, 1, 0, on="node2"), two, "MASTER_ADDR")
 
     assert (own.value, told.value) == ("10.78.0.11", "10.78.0.11")
-    assert told.refused == (
-        Refused("172.17.0.1", "an address of this host itself"),
-        Refused("10.77.0.11", "slower: Ethernet"),
-    )
 
 
 def test_an_address_without_a_route_is_passed_over() -> None:
@@ -229,7 +224,6 @@ def test_an_address_without_a_route_is_passed_over() -> None:
     address = row(task(4, 1, 0, on="node2"), two, "MASTER_ADDR")
 
     assert address.value == "10.77.0.11"
-    assert address.refused == (Refused("203.0.113.9", "this host has no route to it"),)
 
 
 def test_ipv6_alone_will_do() -> None:
